@@ -71,7 +71,7 @@ def default_budget(profile: Profile, name: str, context_length: int) -> int:
     return max(least, min(MOST_BUDGET, context_length // 2))
 
 
-def most_rows(profile: Profile, name: str, context_length: int) -> int:
+def affordable_rows(profile: Profile, name: str, context_length: int) -> int:
     """The largest number of tokens that the cache of a chat with the model `name` can hold."""
     if profile.policy == "full":
         return context_length

@@ -117,7 +117,7 @@ def raise_budget_for(session: Session, text: str) -> None:
     wanted = max(needed, 2 * pins)  # pins take at most half of a budget
     if wanted <= session.engine.evictor.divide_budget().evictable:
         return
-    most = session.model.most_rows
+    most = session.model.affordable_rows
     budget = max(session.budget, min(session.budget_for(wanted) or most, most))
     # If all fits, nothing will be evicted, pinned or not.
     pin_system = session.profile.pin_system and not needed <= budget < wanted

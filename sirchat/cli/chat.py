@@ -132,7 +132,15 @@ def open_chat(
             return _open_saved(profile, trust, report, store, later, rebuild=rebuild)
 
     with _closed_terminal_ends_chat():
-        chat(opened, profile, screen, store=store, debug=debug, trusted=trusted, tools=servers)
+        chat(
+            opened,
+            profile,
+            screen,
+            store=store,
+            debug=debug,
+            trusted_policies=trusted,
+            tools=servers,
+        )
 
 
 @with_settings

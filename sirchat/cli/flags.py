@@ -100,14 +100,14 @@ def open_session(
             policy_class(profile.policy)
             from sirchat.chat.model_defaults import with_model_defaults
             from sirchat.chat.session import Session
-            from sirchat.models.learning import learn_in_background, tell_when_learned
+            from sirchat.models.learning import announce_learned, learn_in_background
 
         model = load(profile, trust, report)
         # To quantize weights, all are loaded unpacked: more memory than a second process may take.
         may_learn = profile.device_map == "off" and profile.quantize not in ("int8", "int4")
         profile, told = with_model_defaults(profile, model), ""
         if model.encoder.size and profile.recall == BEST_RETRIEVER:
-            told = tell_when_learned(model.name)
+            told = announce_learned(model.name)
         if profile.learn_encoder and may_learn and not model.encoder.size:
             told = learn_in_background(model.name, model.module, trust_remote_code=trust)
         if told:

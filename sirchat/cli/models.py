@@ -68,8 +68,8 @@ def models_list(
     allocate at its budget. The last column is the largest budget, in tokens, for which the free
     memory suffices; sirchat models fit NAME tells more.
     """
-    from sirchat.chat.model_defaults import most_rows
-    from sirchat.models.fit import fit_of
+    from sirchat.chat.model_defaults import affordable_rows
+    from sirchat.models.fit import compute_fit
     from sirchat.models.listing import find_model, find_models
     from sirchat.models.shape import cache_bytes, free_memory
     from sirchat.ui.lists import ListedModel, print_models
@@ -89,9 +89,9 @@ def models_list(
         if shape is None or shape.context_length is None:
             models.append(ListedModel(model, None, None, is_default=is_default))
             continue
-        rows, largest = most_rows(profile, model.name, shape.context_length), None
+        rows, largest = affordable_rows(profile, model.name, shape.context_length), None
         with suppress(ModelError):  # the weights can't be read
-            largest = fit_of(model, profile, free).choices[0].largest_budget
+            largest = compute_fit(model, profile, free).choices[0].largest_budget
         cache = cache_bytes(shape, profile, rows)
         models.append(ListedModel(model, rows, cache, largest, is_default))
     if json:
@@ -119,11 +119,11 @@ def models_fit(
     settings. The largest budget is what the free memory has room for, after the weights and
     500 MB for the program itself, and no more than the model's context.
     """
-    from sirchat.models.fit import PROGRAM, TOKENS_PER_HOUR, fit_of
+    from sirchat.models.fit import PROGRAM_BYTES, TOKENS_PER_HOUR, compute_fit
     from sirchat.models.listing import find_model
     from sirchat.models.shape import free_memory
 
-    fit = fit_of(find_model(name), _profile(None), free_memory())
+    fit = compute_fit(find_model(name), _profile(None), free_memory())
     if not json:
         from sirchat.ui.lists import print_fit
 
@@ -132,8 +132,8 @@ def models_fit(
     data = {
         **_model_data(fit.found),
         "weights": fit.weights,
-        "free_bytes": fit.free,
-        "program_bytes": PROGRAM,
+        "free_gpu_bytes": fit.free,
+        "program_bytes": PROGRAM_BYTES,
         "tokens_per_hour": TOKENS_PER_HOUR,
         "choices": [_choice_data(choice) for choice in fit.choices],
     }
@@ -181,7 +181,7 @@ def models_pull(
     same command continues the download.
     """
     from sirchat.models.hub import pull
-    from sirchat.models.names import cached_folder, snapshot_of
+    from sirchat.models.names import cached_folder, snapshot_folder
     from sirchat.models.shape import shape_of_folder
     from sirchat.ui.lists import in_bytes
     from sirchat.ui.screen import make_notes_console
@@ -196,7 +196,7 @@ def models_pull(
         )
         raise
     use = f"to chat with this model: sirchat -m {pulled.name}"
-    folder = snapshot_of(cached_folder(name))
+    folder = snapshot_folder(cached_folder(name))
     if file is None and folder is not None:
         try:
             shape_of_folder(folder)
@@ -212,12 +212,12 @@ def models_recommend(debug: Debug = False) -> None:
     It is the largest of a few well known ones that fits the free memory with a budget of 4,096
     tokens, and is not too slow without a GPU. Nothing is downloaded or asked of the network.
     """
-    from sirchat.models.fit import recommended
+    from sirchat.models.fit import recommend_model
     from sirchat.models.shape import free_memory, uses_cpu
     from sirchat.ui.lists import in_bytes
 
     free = free_memory()
-    model = recommended(free, on_cpu=uses_cpu(_profile(None)))
+    model = recommend_model(free, on_cpu=uses_cpu(_profile(None)))
     there = "the system does not say what is free"
     if free is not None:
         is_more = "more than is " if model["memory"] > free else ""

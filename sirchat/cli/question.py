@@ -10,7 +10,7 @@ from contextlib import suppress
 from sirchat.errors import UsageError
 from sirchat.text.text_file import decode_text, is_missing
 from sirchat.text.transcript import MAX_LINE_BYTES
-from sirchat.ui.attaching import load_attached, mentioned_names
+from sirchat.ui.attaching import load_attachments, mentioned_names
 from sirchat.ui.text import counted, shorten
 
 _PATIENCE = 2.0  # seconds without input after which a line says what is waited for
@@ -33,7 +33,7 @@ def read_question(
     words = " ".join(question[1:] if "-" in question[:1] else question)
     blocks = list[str]()
     for name in dict.fromkeys(file for file in files if file != "-"):
-        attached = load_attached(name)
+        attached = load_attachments(name)
         blocks += [file.block for file in attached]
         if (names := [file.name for file in attached]) != [name]:
             note(shorten(f"{name}: {counted(len(names), 'file')}, {', '.join(names)}", _LISTED))

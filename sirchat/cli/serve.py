@@ -140,7 +140,7 @@ def load_server(
     with loading_bar(screen, profile.model) as report, without_garbage_collection():
         with interruptible_imports():
             policy_class(profile.policy)
-            from sirchat.models.ending_thread import call_in_new_thread
+            from sirchat.models.new_thread import call_in_new_thread
             from sirchat.server.app import Limits, open_server
         return open_server(
             call_in_new_thread(lambda: load(profile, trust, report)),

@@ -243,9 +243,9 @@ def _tell_or_erase_typed_lines(messages: set[str], *, erases: bool) -> None:
     """Say how many of these messages are lines of the input history; erase them there if asked."""
     if not paths.history_file().is_file():
         return
-    from sirchat.ui.typed_input import input_history
+    from sirchat.ui.typed_input import open_history
 
-    history = input_history(lambda complaint: None)
+    history = open_history(lambda complaint: None)
     lines = counted(sum(line.strip() in messages for line in history.lines()), "line")
     if lines.startswith("0 "):
         return

@@ -104,7 +104,7 @@ class _Leave:
 
     def _insist(self, number: int) -> None:
         """Send the signal again, if a library has caught the SystemExit and the program goes on."""
-        if signal.getsignal(number) is not self:  # `leave_terminal` ran; threads may take long
+        if not isinstance(signal.getsignal(number), _Leave):  # `leave_terminal` ran
             return
         handled = sys._current_exceptions().get(threading.main_thread().ident or 0)
         error = handled[1] if isinstance(handled, tuple) else handled  # a tuple until Python 3.11

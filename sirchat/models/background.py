@@ -49,7 +49,7 @@ def is_running(name: str = _WRITING) -> bool:
     return descriptor is None
 
 
-def give_way(process: int) -> None:
+def lower_priority(process: int) -> None:
     """Give a process with one thread the lowest priority, so that a chat's replies stay fast."""
     if sys.platform == "win32":
         return
@@ -60,7 +60,7 @@ def give_way(process: int) -> None:
         Path(f"/proc/{process}/autogroup").write_text(str(_LOWEST), encoding="ascii")
 
 
-def leave_parent(lock: int) -> None:
+def detach_from_parent(lock: int) -> None:
     """Become, after a fork, a process of low priority that has only memory and a lock of it."""
     if sys.platform == "win32":  # which has no fork
         return
@@ -72,4 +72,4 @@ def leave_parent(lock: int) -> None:
         os.dup2(null, number)
     os.closerange(3, lock)
     os.closerange(lock + 1, 1 << 16)
-    give_way(os.getpid())
+    lower_priority(os.getpid())

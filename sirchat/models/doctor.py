@@ -18,8 +18,13 @@ from sirchat import __version__
 from sirchat.errors import SirchatError
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.compiling import Compile, compiled_in_words, use_compiled
-from sirchat.models.devices import free_threads, memory_by_device, physical_cores, threads_in_words
-from sirchat.models.load import MOST_ROWS, load_model
+from sirchat.models.devices import (
+    describe_threads,
+    free_thread_count,
+    memory_by_device,
+    physical_cores,
+)
+from sirchat.models.load import MIN_RESERVED_ROWS, load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.processor import processor
 from sirchat.paths import abbreviated, config_dir, data_dir, state_dir
@@ -74,7 +79,7 @@ def _processor() -> str:
     cpus = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set()
     cores = physical_cores(cpus or set(range(os.cpu_count() or 1)))
     kind = torch.backends.cpu.get_cpu_capability()
-    return f"{processor()}, {cores} cores, {free_threads()} of them free, {kind}"
+    return f"{processor()}, {cores} cores, {free_thread_count()} of them free, {kind}"
 
 
 def _gpu() -> str:
@@ -98,7 +103,9 @@ def _folder(name: str, folder: Path) -> Finding:
 def _model(name: str, device_map: str, compiles: Compile) -> Iterator[Finding]:
     begun = time.perf_counter()
     try:
-        model = load_model(name, device_map=device_map, rows=MOST_ROWS, compiles=compiles != "off")
+        model = load_model(
+            name, device_map=device_map, rows=MIN_RESERVED_ROWS, compiles=compiles != "off"
+        )
     except SirchatError as error:
         yield Finding("model", name, str(error))
         return
@@ -108,7 +115,7 @@ def _model(name: str, device_map: str, compiles: Compile) -> Iterator[Finding]:
         f"{name}: {model.precision} on {model.device}, context {model.context_length:,}, loaded "
         f"in {took:.1f} s",
     )
-    yield Finding("sentence encoder", model.encoder_in_words)
+    yield Finding("sentence encoder", model.encoder_description)
     if compiles != "off":
         use_compiled(model, "auto")
     yield from _memory(model)
@@ -118,7 +125,7 @@ def _model(name: str, device_map: str, compiles: Compile) -> Iterator[Finding]:
 
 
 def _memory(model: LoadedModel) -> Iterator[Finding]:
-    cache = model.new_cache(min(MOST_ROWS, model.context_length))
+    cache = model.new_cache(min(MIN_RESERVED_ROWS, model.context_length))
     model.forward([0], cache)
     for memory in memory_by_device(model.module, cache):
         cached = f"{memory.cache / 1e6:,.1f} MB KV cache for {cache.capacity:,} tokens"
@@ -135,7 +142,7 @@ def _speed(model: LoadedModel) -> Finding:
     steps, end = list[float](), time.perf_counter() + _LONGEST
     while len(steps) < _DECODED and time.perf_counter() < end:
         steps.append(_seconds_of_pass(model, 1, cache))
-    threads = threads_in_words(model.device)
+    threads = describe_threads(model.device)
     return Finding(
         "speed",
         f"reads {prefill:,.0f} and writes {1 / median(steps):,.0f} tokens a second"

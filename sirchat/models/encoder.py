@@ -33,16 +33,16 @@ KINDS = ("instruction", "fact")
 
 
 @dataclass(eq=False)
-class Readings:
+class EncoderOutput:
     """What an encoder reads from the states of m ids: a request, which `Encoder.fill` answers."""
 
-    encodes: bool = False  # whether the numbers are wanted
-    numbers: Tensor | None = None  # [m, D], on the CPU; None if not wanted
+    is_wanted: bool = False  # whether the numbers are wanted
+    token_vectors: Tensor | None = None  # [m, D], on the CPU; None if not wanted
 
-    def part(self, at: int) -> Readings:
+    def of_token(self, at: int) -> EncoderOutput:
         """The readings of the id with this index."""
-        numbers = None if self.numbers is None else self.numbers[at : at + 1]
-        return Readings(self.encodes, numbers)
+        token_vectors = None if self.token_vectors is None else self.token_vectors[at : at + 1]
+        return EncoderOutput(self.is_wanted, token_vectors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,14 +78,14 @@ class Encoder:
         """The same map with its weights on `device`."""
         return replace(self, weight=self.weight.to(device), bias=self.bias.to(device))
 
-    def numbers(self, states: Tensor) -> Tensor:
+    def token_vectors(self, states: Tensor) -> Tensor:
         """The numbers [m, D] of m tokens, from their hidden states [m, layers x d]."""
         return states.float() @ self.weight.to(states.device)
 
-    def fill(self, readings: Readings, states: Tensor) -> None:
+    def fill(self, encoder_output: EncoderOutput, states: Tensor) -> None:
         """Answer a request about m ids from their states [m, layers x d]."""
-        if readings.encodes and self.layers:
-            readings.numbers = self.numbers(states).cpu()
+        if encoder_output.is_wanted and self.layers:
+            encoder_output.token_vectors = self.token_vectors(states).cpu()
 
     def unit_vectors(self, means: Tensor) -> Tensor:
         """The unit vectors [..., D] of sentences, from the means of their tokens' numbers."""
@@ -97,7 +97,7 @@ class Encoder:
             return torch.zeros(len(vectors), dtype=torch.bool)
         return kind_scores(vectors.float(), self.hidden, self.kinds)[:, KINDS.index(kind)] > 0
 
-    def asks_back(self, vector: Tensor) -> bool:
+    def asks_about_past(self, vector: Tensor) -> bool:
         """Whether a message, by its vector [D], asks for something that was told before."""
         weight = self.question
         return len(weight) > 0 and float(vector.float() @ weight[:-1] + weight[-1]) > 0
@@ -149,12 +149,12 @@ class Encoder:
 
     def _try(self) -> None:
         """Compute all once; any exception says that shapes do not fit each other."""
-        numbers = self.numbers(torch.zeros(1, len(self.weight)))
-        if numbers.shape != (1, self.size):
+        token_vectors = self.token_vectors(torch.zeros(1, len(self.weight)))
+        if token_vectors.shape != (1, self.size):
             raise ValueError
-        vectors = self.unit_vectors(numbers)
+        vectors = self.unit_vectors(token_vectors)
         self.is_kind(KINDS[-1], vectors)
-        self.asks_back(vectors[0])
+        self.asks_about_past(vectors[0])
 
     def _stored(self) -> dict[str, Tensor]:
         scale = (self.weight.abs().amax(1, keepdim=True) / _MOST).clamp_min(1e-30)

@@ -28,7 +28,7 @@ from sirchat.models.shape import (
 from sirchat.models.stored_weights import StoredTensor, StoredWeights, stored_weights
 
 # Bytes for Python, torch and transformers without a model: 0.4 GB, as measured, and a margin.
-PROGRAM = 500_000_000
+PROGRAM_BYTES = 500_000_000
 # An hour of talk: about 130 words a minute, with 1.3 tokens each.
 TOKENS_PER_HOUR = 10_000
 BUDGETS = (1024, 4096, 16384)
@@ -84,7 +84,7 @@ class ModelFit:
     choices: tuple[Choice, ...]
 
 
-def fit_of(found: FoundModel, profile: Profile, free: int | None) -> ModelFit:
+def compute_fit(found: FoundModel, profile: Profile, free: int | None) -> ModelFit:
     """Compute the memory that a model takes with several choices of settings.
 
     The first choice has the settings of the profile. `free` is the free memory, in bytes. Raises
@@ -98,7 +98,7 @@ def fit_of(found: FoundModel, profile: Profile, free: int | None) -> ModelFit:
     return ModelFit(found, stored.count, free, tuple(choices.values()))
 
 
-def recommended(free: int | None, *, on_cpu: bool) -> dict[str, Any]:
+def recommend_model(free: int | None, *, on_cpu: bool) -> dict[str, Any]:
     """The largest model of `recommended.yaml` that fits `free` bytes; the smallest if none does."""
     path = Path(__file__).with_name("recommended.yaml")
     models: list[dict[str, Any]] = yaml.safe_load(path.read_text("utf-8"))
@@ -134,8 +134,8 @@ def _choice(
     row = cache_bytes(shape, profile, 1)
     largest = None
     if free is not None and row and uses_cpu(profile):
-        rows = (free - PROGRAM - weights - working) // row
-        fits = rows > 0 and PROGRAM + loading <= free
+        rows = (free - PROGRAM_BYTES - weights - working) // row
+        fits = rows > 0 and PROGRAM_BYTES + loading <= free
         largest = min(rows, limit or rows) if fits else 0
     return Choice(
         setting,

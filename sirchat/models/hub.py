@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from sirchat.errors import ModelError, nearest
-from sirchat.models.ending_thread import call_in_new_thread
-from sirchat.models.names import all_parts, cache_folder, cached_folder, locate, suggestion
+from sirchat.models.names import cache_folder, cached_folder, locate, part_names, suggestion
+from sirchat.models.new_thread import call_in_new_thread
 from sirchat.models.progress import Progress, bar_class, no_warnings
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def _choose_files(name: str, info: ModelInfo, file: str | None) -> list[tuple[st
         if file not in ggufs:
             hint = nearest(file, ggufs) or _file_hint(ggufs)
             raise ModelError(f"model {name!r} has no GGUF file {file!r}", hint=hint)
-        parts = all_parts(file)
+        parts = part_names(file)
         if missing := [path for path in parts if path not in sizes]:
             raise ModelError(f"model {name!r} lacks parts of {file!r}: {', '.join(missing)}")
         return [(path, sizes[path]) for path in parts]
@@ -186,7 +186,7 @@ def _choose_files(name: str, info: ModelInfo, file: str | None) -> list[tuple[st
 def _file_hint(ggufs: Sequence[str]) -> str:
     if not ggufs:
         return "the model has no GGUF files; leave --file out"
-    whole = list(dict.fromkeys(all_parts(path)[0] for path in ggufs))
+    whole = list(dict.fromkeys(part_names(path)[0] for path in ggufs))
     more = f", and {len(whole) - _SHOWN} more" if len(whole) > _SHOWN else ""
     return f"choose a file with --file: {', '.join(whole[:_SHOWN])}{more}"
 

@@ -72,7 +72,7 @@ def learn_in_background(name: str, module: Any, *, trust_remote_code: bool = Fal
     )
 
 
-def tell_when_learned(name: str) -> str:
+def announce_learned(name: str) -> str:
     """What to tell the user of an encoder that was learned in the background: once, else ""."""
     said = _said(name)
     if _START not in said or said[-1] == _TOLD:
@@ -108,7 +108,7 @@ def _start(name: str, trust_remote_code: bool, file: Path, lock: int) -> None:
             start_new_session=True,  # it outlives the chat
             pass_fds=[lock],
         )
-    background.give_way(process.pid)
+    background.lower_priority(process.pid)
     threading.Thread(target=process.wait, name="learning", daemon=True).start()
 
 

@@ -13,12 +13,12 @@ from sirchat.errors import ModelError
 from sirchat.models.names import (
     BUNDLED,
     PACKAGED,
-    all_parts,
     cached_folder,
     cached_models,
     locate,
     packaged_gguf,
-    snapshot_of,
+    part_names,
+    snapshot_folder,
     suggestion,
 )
 from sirchat.models.shape import ModelShape, shape_of_folder, shape_of_gguf
@@ -109,7 +109,7 @@ def _inspect_model(name: str, source: Source, path: Path) -> FoundModel:
 
 def _in_hub_cache(name: str, folder: Path) -> Iterator[FoundModel]:
     """Yield the models of a repository: each GGUF file, or else the repository itself."""
-    snapshot = snapshot_of(folder)
+    snapshot = snapshot_folder(folder)
     incomplete = f"incomplete; to continue: sirchat models pull {name}"
     if snapshot is None:
         yield FoundModel(name, "hub", folder, problem=incomplete)
@@ -157,12 +157,12 @@ def _ggufs_of(files: Iterable[Path]) -> list[Path]:
     for path in files:
         # A file mmproj-*.gguf is the image encoder of another model.
         if path.suffix.lower() == ".gguf" and not path.name.lower().startswith("mmproj"):
-            found.setdefault(path.with_name(all_parts(path.name)[0]), path)
+            found.setdefault(path.with_name(part_names(path.name)[0]), path)
     return list(found.values())
 
 
 def _size(path: Path) -> int:
-    names = all_parts(path.name) if path.is_file() else [one.name for one in path.iterdir()]
+    names = part_names(path.name) if path.is_file() else [one.name for one in path.iterdir()]
     parent = path.parent if path.is_file() else path
     return sum(one.stat().st_size for name in names if (one := parent / name).is_file())
 

@@ -106,19 +106,19 @@ def context_length(config: Any) -> int | None:
 
     `config` is a config of transformers or a `ConfigValues`; invalid numbers count as missing.
     """
-    limit = next((n for name in _LENGTHS if (n := positive(getattr(config, name, None)))), None)
+    limit = next((n for name in _LENGTHS if (n := positive_int(getattr(config, name, None)))), None)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if limit is None or not isinstance(rope, dict):
         return limit
     for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
         if part.get("rope_type", part.get("type")) in LENGTH_DEPENDENT:
-            original = positive(part.get(_ORIGINAL_LENGTH))
-            original = original or positive(getattr(config, _ORIGINAL_LENGTH, None))
+            original = positive_int(part.get(_ORIGINAL_LENGTH))
+            original = original or positive_int(getattr(config, _ORIGINAL_LENGTH, None))
             limit = min(limit, original or limit)
     return limit
 
 
-def refuse_odd_numbers(config: Any, name: str) -> None:
+def refuse_invalid_numbers(config: Any, name: str) -> None:
     """Raise ModelError if sizes, or numbers of rotary positions, make no sense: nor would replies.
 
     `config` is as in `context_length`.
@@ -132,7 +132,7 @@ def refuse_odd_numbers(config: Any, name: str) -> None:
         if key == "sliding_window" and not (value and part.get("use_sliding_window", True)):
             continue
         for number in value if isinstance(value, list) else [value]:
-            is_usable = positive(number) is not None
+            is_usable = positive_int(number) is not None
             if not is_usable and key in _ABOVE_ZERO and isinstance(number, int | float):
                 most = 1.0 if key.endswith("_eps") else _MOST_NUMBER
                 is_usable = not isinstance(number, bool) and 0 < number < most
@@ -141,11 +141,11 @@ def refuse_odd_numbers(config: Any, name: str) -> None:
                 rule = f"its config.json must have a {kind} above 0"
                 raise ModelError(f"{name} has {key} {format_value(value)}; {rule}")
     heads, shared = said.get("num_attention_heads"), said.get("num_key_value_heads")
-    if positive(heads) and positive(shared) and heads % shared:
+    if positive_int(heads) and positive_int(shared) and heads % shared:
         rule = f"its config.json must have a multiple of num_key_value_heads, {shared}"
         raise ModelError(f"{name} has num_attention_heads {heads}; {rule}")
     kinds, layers = said.get("layer_types"), said.get("num_hidden_layers")
-    if isinstance(kinds, list) and kinds and positive(layers) and len(kinds) != layers:
+    if isinstance(kinds, list) and kinds and positive_int(layers) and len(kinds) != layers:
         rule = f"its config.json must have one for each of {layers} layers"
         raise ModelError(f"{name} has {len(kinds)} layer_types; {rule}")
 
@@ -163,7 +163,7 @@ def sliding_window(config: Any) -> int | None:
     return None
 
 
-def positive(value: object, most: int = _MOST) -> int | None:
+def positive_int(value: object, most: int = _MOST) -> int | None:
     """Return `value` if it is a whole number from 1 to `most`, else None."""
     if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most:
         return value
@@ -245,7 +245,7 @@ class DecoderConfig(ConfigValues):
         if values["model_type"] == "gemma3_text":
             is_known = scaling in ("default", "linear")
             is_known = is_known and not values.get("final_logit_softcapping")
-            is_known = is_known and positive(values.get("sliding_window")) is not None
+            is_known = is_known and positive_int(values.get("sliding_window")) is not None
         return unshared == odd == 0 and is_known
 
     @classmethod

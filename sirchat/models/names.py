@@ -89,7 +89,7 @@ def cached_models() -> Iterator[tuple[str, Path]]:
             yield match[1].replace("--", "/"), folder
 
 
-def snapshot_of(folder: Path) -> Path | None:
+def snapshot_folder(folder: Path) -> Path | None:
     """The version of a cached model: the main branch's, or the newest; None if there is none."""
     snapshots = folder / "snapshots"
     with suppress(OSError, ValueError):
@@ -110,7 +110,7 @@ def split_gguf_name(name: str) -> tuple[str, str] | None:
     return match[1], match[2]
 
 
-def all_parts(name: str) -> list[str]:
+def part_names(name: str) -> list[str]:
     """The names of all parts of a model's file by that of one, `NAME-00001-of-00003.gguf`.
 
     The name alone if the file is not one of several parts.
@@ -127,7 +127,7 @@ def cached_gguf(name: str) -> Path | None:
     if (parts := split_gguf_name(name)) is None:
         return None
     repository, file = parts
-    snapshot = snapshot_of(cached_folder(repository))
+    snapshot = snapshot_folder(cached_folder(repository))
     path = snapshot / file if snapshot is not None else None
     return path if path is not None and path.is_file() else None
 
@@ -155,7 +155,7 @@ def _located(name: str) -> tuple[str, dict[str, str]]:
                     f"if the file is on the hub: sirchat models pull {parts[0]} --file {parts[1]}"
                 )
             raise ModelError(f"model file {name!r} does not exist", hint=hint)
-        first = path.with_name(all_parts(path.name)[0])
+        first = path.with_name(part_names(path.name)[0])
         return str(path.parent), {"gguf_file": (first if first.is_file() else path).name}
     if path.is_dir():
         _check_folder(name, path)

@@ -14,17 +14,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from sirchat.models.names import all_parts
+from sirchat.models.names import part_names
 from sirchat.paths import prepared_dir, private_dir
 from sirchat.version import __version__
 
-LEAST = 1 << 25  # bytes; a smaller GGUF file loads about as fast as it is mapped
-ALIGN = 4096  # bytes, of the parts of a file
+MIN_GGUF_BYTES = 1 << 25  # bytes; a smaller GGUF file loads about as fast as it is mapped
+ALIGNMENT = 4096  # bytes, of the parts of a file
 _FORMAT = 2  # of the files; others are not found
 _MOST = 20 * 10**9  # bytes in the folder, and no more than this part of the free disk:
 _SHARE = 4
 _START, _SAMPLES, _SAMPLE = 1 << 22, 64, 4096  # bytes at a model's start, places, bytes at each
-_END, UNFINISHED = ".safetensors", ".unfinished"
+_END, UNFINISHED_SUFFIX = ".safetensors", ".unfinished"
 _LEFT_AFTER = 60  # seconds without a write, after which the writer of a file has ended
 _BYTES_OF_LENGTH = 8  # with which a safetensors file begins
 _MOST_HEADER = 1 << 16  # bytes
@@ -48,7 +48,7 @@ class Header(NamedTuple):
     checksum: str
 
     def written(self) -> bytes:
-        """The bytes of the header, the same for the same values, of a multiple of `ALIGN`."""
+        """The bytes of the header, the same for the same values, of a multiple of `ALIGNMENT`."""
         start, end = self.manifest, self.manifest + self.weights
         said = {
             "__metadata__": {"model": self.model, "checksum": self.checksum},
@@ -56,7 +56,7 @@ class Header(NamedTuple):
             "weights": {"dtype": "U8", "shape": [self.weights], "data_offsets": [start, end]},
         }
         text = json.dumps(said).encode()
-        size = -(-(len(text) + _BYTES_OF_LENGTH) // ALIGN) * ALIGN - _BYTES_OF_LENGTH
+        size = -(-(len(text) + _BYTES_OF_LENGTH) // ALIGNMENT) * ALIGNMENT - _BYTES_OF_LENGTH
         return size.to_bytes(_BYTES_OF_LENGTH, "little") + text.ljust(size)
 
 
@@ -87,7 +87,7 @@ def prepared_path(model: Path, how: tuple[str, ...]) -> Path | None:
     digest, size = hashlib.sha256(), 0
     try:
         model = model.resolve()
-        for name in all_parts(model.name):
+        for name in part_names(model.name):
             with model.with_name(name).open("rb") as file:
                 about = os.fstat(file.fileno())
                 times = about.st_mtime_ns, about.st_ctime_ns
@@ -101,13 +101,13 @@ def prepared_path(model: Path, how: tuple[str, ...]) -> Path | None:
         return None
     way = hashlib.sha256(repr((_FORMAT, __version__, *how)).encode()).hexdigest()[:16]
     name = f"{_name_of(model)}-{digest.hexdigest()[:24]}-{way}{_END}"
-    return prepared_dir() / name if size >= LEAST else None
+    return prepared_dir() / name if size >= MIN_GGUF_BYTES else None
 
 
 def make_room(path: Path, size: int) -> bool:
     """Make room for a file of `size` bytes at `path`; False if it would be too large."""
     folder, begun = private_dir(path.parent), time.time()
-    for left in folder.glob(f"*{UNFINISHED}"):
+    for left in folder.glob(f"*{UNFINISHED_SUFFIX}"):
         if begun - left.stat().st_mtime > _LEFT_AFTER:
             left.unlink(missing_ok=True)
     former = path.name.rpartition("-")[0]

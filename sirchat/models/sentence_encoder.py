@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from sirchat.errors import ModelError
 from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.model_config import load_config
-from sirchat.models.names import cached_folder, locate, snapshot_of
+from sirchat.models.names import cached_folder, locate, snapshot_folder
 from sirchat.models.progress import quiet_libraries
 
 _LONGEST = 256  # tokens of a text that are read
@@ -50,9 +50,11 @@ class Pooling:
         """What the files of a language model say; None if nothing, ModelError if it can't be so."""
         source, gguf = locate(name)
         if not gguf:
-            folder = Path(source) if Path(source).is_dir() else snapshot_of(cached_folder(source))
+            folder = (
+                Path(source) if Path(source).is_dir() else snapshot_folder(cached_folder(source))
+            )
             return cls.of_folder(folder) if folder else None
-        file = parse_gguf(Path(source, gguf["gguf_file"]), with_lists_of_text=False)
+        file = parse_gguf(Path(source, gguf["gguf_file"]), with_text_lists=False)
         if (said := file.settings.get("pooling_type")) is None:
             return None
         file.require(said in (1, 2, 3), "pooling_type", "1, 2 or 3: mean, first or last")
@@ -140,7 +142,7 @@ def _way(folder: Path) -> str:
 def _folder(name: str) -> Path:
     """The files of a sentence encoder; raises ModelError if they are not on this machine."""
     path = Path(os.path.expanduser(name))
-    cached = snapshot_of(cached_folder(name)) if name.count("/") == 1 else None
+    cached = snapshot_folder(cached_folder(name)) if name.count("/") == 1 else None
     path = cached if cached is not None and not path.is_dir() else path
     if not path.is_dir():
         hint = f"to download it: sirchat models pull {name}" if name.count("/") == 1 else ""

@@ -57,7 +57,7 @@ def has_linear_head(module: Any) -> bool:
 
 
 @torch.inference_mode()
-def surprisal_at(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
+def surprisal_of_states(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
     """The surprisal of each id [m] after the hidden states [m, d], float32 in nats, at least 0.
 
     On a CPU logits are float32, also for bfloat16 weights; by `tiles.cpp`, those of eight-bit

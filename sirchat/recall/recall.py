@@ -300,7 +300,7 @@ class Recall:
         encoder = self._model.encoder
         if message.by_model is None or not len(encoder.question):
             return True
-        return encoder.asks_back(torch.from_numpy(message.by_model))
+        return encoder.asks_about_past(torch.from_numpy(message.by_model))
 
     def message(self, ids: Sequence[int], roles: Sequence[Role]) -> Sought:
         """What is looked for in a turn; its vector is that of its text, read by itself."""

@@ -24,8 +24,8 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve
 from sirchat.errors import UsageError
 from sirchat.memory.archive_folder import remove_stale_folders
-from sirchat.models.ending_thread import call_in_new_thread
 from sirchat.models.load import load_model_of
+from sirchat.models.new_thread import call_in_new_thread
 from sirchat.paths import archives_dir, served_dir
 from sirchat.server.access import read_body, show_error
 from sirchat.server.app import REPLIES, Limits, open_server

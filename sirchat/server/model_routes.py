@@ -106,7 +106,7 @@ class ModelRoutes:
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         answer = {"object": "list", "data": data, "model": self._names[-1], "usage": usage}
         model = self._model
-        how = model.encoder_in_words if model.passage_encoder.size else _WITHOUT_ENCODER
+        how = model.encoder_description if model.passage_encoder.size else _WITHOUT_ENCODER
         return JSONResponse(answer | {"sirchat": {"vectors": how}})
 
     async def _embed_as_ollama(self, request: Request) -> Response:

@@ -224,7 +224,7 @@ def _raise_budget(conversation: ServedConversation, history: History) -> None:
         prompt = session.template.opening(text, history.system)[0]
     if prompt is None or len(prompt.ids) <= room:
         return
-    size, most = len(prompt.ids), session.model.most_rows
+    size, most = len(prompt.ids), session.model.affordable_rows
     if size * _LEAST_ROOM > most:
         problem = f"system prompt and tools take {size} tokens, which needs a budget of "
         problem += f"{int(size * _LEAST_ROOM)}; here, at most {most} can be had: send fewer tools"

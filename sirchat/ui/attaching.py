@@ -53,25 +53,25 @@ class AttachedFile:
         return without_surrogates(make_code_block(displayable_line(self.name), self.text))
 
 
-def attach_files(
-    text: str, note: Callable[[str], None], pasted_signs: Collection[int] = ()
+def attach_mentions(
+    text: str, note: Callable[[str], None], pasted_at_signs: Collection[int] = ()
 ) -> tuple[str, list[AttachedFile]]:
     """Load the files that a typed `text` names by `@path`; return the message, and the files.
 
-    `pasted_signs` has the index of each `@` that was pasted: it names no file. Remarks go to
+    `pasted_at_signs` has the index of each `@` that was pasted: it names no file. Remarks go to
     `note`. Raises UsageError if a file exists but can't be used.
     """
     files: dict[str, AttachedFile] = {}
     said = list[str]()  # the words of the message that are not names of files
     message, at = list[str](), 0
     for mention in _MENTION.finditer(text):
-        if mention.end("escape") in pasted_signs:
+        if mention.end("escape") in pasted_at_signs:
             name, shown = "", mention[0]
             _note_pasted(mention, note)
         else:
             name, shown = _named(mention, note)
         if name and name not in files:
-            files |= {file.name: file for file in load_attached(name)}
+            files |= {file.name: file for file in load_attachments(name)}
         between = text[at : mention.start()]
         message += (between, shown)
         said += (between, shown.removeprefix(name) if name else shown)
@@ -96,29 +96,29 @@ def mentioned_names(text: str) -> list[str]:
     ]
 
 
-def open_mention(before: str) -> str | None:
+def unfinished_mention(before: str) -> str | None:
     """The unfinished name after an `@` at the end of `before`, with its opening quote, or None."""
     match = _OPEN.search(before)
     return match[0][1:] if match else None
 
 
-def attach_file(rest: str) -> tuple[str, list[AttachedFile]]:
+def attach_named_files(rest: str) -> tuple[str, list[AttachedFile]]:
     """The message that `/read FILE [QUESTION]` sends, and its files; UsageError without a name."""
-    name, question = first_name(rest)
+    name, question = split_leading_path(rest)
     if not name:
         raise UsageError(
             "/read: expected the name of a file", hint="type /read FILE, or /read FILE QUESTION"
         )
-    files = load_attached(name)
+    files = load_attachments(name)
     return _joined(files, question), files
 
 
-def load_attached(name: str) -> list[AttachedFile]:
+def load_attachments(name: str) -> list[AttachedFile]:
     """Load the file that a name means, or those of a folder or a pattern; UsageError as there."""
     return [AttachedFile(path, text) for path, text in load_text_files(name).items()]
 
 
-def first_name(text: str) -> tuple[str, str]:
+def split_leading_path(text: str) -> tuple[str, str]:
     """Split a text into the file name at its start, a word or a quoted text, and the rest."""
     match = _FIRST.match(text)
     if match is None:
@@ -146,12 +146,12 @@ def describe_size(files: list[AttachedFile], session: Session) -> str:
     return f"{line}, so {share} of the text will be evicted while it is read"
 
 
-def path_begun(text: str, commands: re.Pattern[str] = re.compile("/read +")) -> str | None:
+def unfinished_path(text: str, commands: re.Pattern[str] = re.compile("/read +")) -> str | None:
     """The unfinished file name at the end of `text`, after `@` or a command of a file, or None."""
     command = commands.match(text)
     if command and (begun := _BEGUN.match(text, command.end())):
         return begun[1]
-    return open_mention(text) if not text.startswith("/") or text.startswith("//") else None
+    return unfinished_mention(text) if not text.startswith("/") or text.startswith("//") else None
 
 
 def complete_path(begun: str, event: CompleteEvent) -> Iterator[Completion]:
@@ -200,7 +200,7 @@ def _matches(pattern: str) -> bool:
 
 def _as_path(text: str) -> str:
     """The path, from the root or the home folder, of a file whose name is all of `text`; or ""."""
-    name, rest = first_name(text)
+    name, rest = split_leading_path(text)
     is_one = not rest and name.startswith(("/", "~/")) and "\n" not in name
     return name if is_one and os.path.isfile(expand_path(name)) else ""
 

@@ -28,7 +28,7 @@ from sirchat.config.values import short_number
 from sirchat.errors import SettingError, UsageError, nearest
 from sirchat.memory.registry import RETRIEVERS
 from sirchat.text.times import time_range
-from sirchat.ui.attaching import attach_file, describe_size
+from sirchat.ui.attaching import attach_named_files, describe_size
 from sirchat.ui.erasing import Erasing
 from sirchat.ui.exporting import copy_reply, export_chat
 from sirchat.ui.lists import ALSO_KEPT, draw_policies, draw_settings, memory_in_words
@@ -115,15 +115,15 @@ class Commands:
         screen: Screen,
         history: TypedHistory,
         saved_chat: SavedChat,
-        trusted: Collection[str] = (),
+        trusted_policies: Collection[str] = (),
         models: ModelSwitching | None = None,
     ) -> None:
         self._session = session
-        self._models = models or ModelSwitching(screen, saved_chat, trusted)
+        self._models = models or ModelSwitching(screen, saved_chat, trusted_policies)
         self._history = history
         self._saved_chat = saved_chat
         self._screen = screen
-        self._switching = Switching(session, screen, trusted)
+        self._switching = Switching(session, screen, trusted_policies)
         self._erasing = Erasing(session, screen, history, saved_chat)
 
     @classmethod
@@ -230,7 +230,7 @@ class Commands:
         if recall.nothing and not shown:
             screen.note(f"nothing was restored for your last message: {recall.nothing}")
         if recall.by_meaning:
-            screen.note(f"sentence encoder: {self._session.model.encoder_in_words}")
+            screen.note(f"sentence encoder: {self._session.model.encoder_description}")
         return bool(shown)
 
     def _are_words(self, rest: str) -> bool:
@@ -337,7 +337,7 @@ class Commands:
         show_why(self._session, self._screen, rest)
 
     def do_undo(self, rest: str) -> Action | None:
-        before = self._models.go_back(self._session)
+        before = self._models.restore_previous_session(self._session)
         if before is None:
             before = undo(self._session, self._screen, self._saved_chat)
         return None if before is None else SwitchSession(before, is_other_chat=False)
@@ -352,7 +352,7 @@ class Commands:
         return Edit(rest)
 
     def do_read(self, rest: str) -> Action:
-        text, files = attach_file(rest)
+        text, files = attach_named_files(rest)
         self._screen.note(describe_size(files, self._session))
         return Send(text)
 
@@ -382,9 +382,9 @@ class Commands:
         return None
 
     def do_load(self, rest: str) -> Action | None:
-        ident = self._saved_chat.choose(without_quotes(rest))
+        ident = self._saved_chat.choose_chat(without_quotes(rest))
         if ident and (session := self._saved_chat.load(ident)) is not None:
-            self._models.drop_former()
+            self._models.drop_previous_session()
             return SwitchSession(session, is_other_chat=True)
         return None
 

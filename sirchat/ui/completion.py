@@ -22,13 +22,13 @@ from sirchat.models.listing import model_names
 from sirchat.paths import sessions_dir
 from sirchat.recall.retrievers import retriever
 from sirchat.saved.session_list import MOST_LISTED, list_sessions
-from sirchat.ui.attaching import complete_path, path_begun
+from sirchat.ui.attaching import complete_path, unfinished_path
 from sirchat.ui.commands import Commands
 from sirchat.ui.exporting import FORMATS
 from sirchat.ui.text import class_help, displayable_line, shorten
 
 # A value that completion offers, and its meaning, which is shown as help.
-Selection = tuple[str, str]
+Suggestion = tuple[str, str]
 
 # A word that can follow a command, such as `on` in its arguments `[NAME|on NAME]`.
 _WORD = re.compile(r"(?<![A-Za-z-])(?:--)?[a-z][a-z0-9]*")
@@ -41,13 +41,13 @@ class SlashCompleter(Completer):
 
     def __init__(self, session: Callable[[], Session]) -> None:
         self._session = session
-        self._profiles: list[Selection] = []  # read when the user types that command
-        self._saved: list[Selection] = []  # likewise
+        self._profiles: list[Suggestion] = []  # read when the user types that command
+        self._saved: list[Suggestion] = []  # likewise
         self._models: list[str] = []  # likewise
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
         text = document.text_before_cursor
-        path = path_begun(text, _BEFORE_PATH)
+        path = unfinished_path(text, _BEFORE_PATH)
         if path is not None:
             yield from complete_path(path, event)
             return
@@ -68,7 +68,7 @@ class SlashCompleter(Completer):
                     value, -len(word), display=displayable_line(value), display_meta=meaning
                 )
 
-    def _choices(self, before: list[str]) -> Iterator[Selection]:
+    def _choices(self, before: list[str]) -> Iterator[Suggestion]:
         """Yield each value that can follow the words `before` in a command line, with its help."""
         before = [word for word in before if word]
         match before:
@@ -98,24 +98,24 @@ class SlashCompleter(Completer):
                 yield from ((word, "") for word in _WORD.findall(Commands.help_of(name)[0]))
 
     @cached_property
-    def _policies(self) -> list[Selection]:
+    def _policies(self) -> list[Suggestion]:
         """Name and help of each eviction policy; cached, because the search for plugins is slow."""
         return [(name, class_help(policy_class, name)) for name in policy_choices()]
 
-    def _settings(self) -> Iterator[Selection]:
+    def _settings(self) -> Iterator[Suggestion]:
         yield from (
             (name, _description(name)) for name in Profile.model_fields if name not in FIXED
         )
         yield from _options(self._session().profile.policy)
 
-    def _values(self, setting: str) -> Iterator[Selection]:
+    def _values(self, setting: str) -> Iterator[Suggestion]:
         if setting == "policy":
             yield from self._policies
         elif setting in Profile.model_fields:
             yield from ((value, _value_help(setting, value)) for value in allowed_values(setting))
 
 
-def _saved_chats() -> Iterator[Selection]:
+def _saved_chats() -> Iterator[Suggestion]:
     """Yield what can follow `/load`, with first messages; chats that are open are left out."""
     yield "last", "the chat that was saved last"
     listed = list_sessions(sessions_dir(), MOST_LISTED).sessions
@@ -139,7 +139,7 @@ def _value_help(setting: str, value: str) -> str:
     return class_help(retriever, value)
 
 
-def _options(policy: str) -> Iterator[Selection]:
+def _options(policy: str) -> Iterator[Suggestion]:
     try:
         options = options_of(policy)
     except SirchatError:

@@ -11,7 +11,7 @@ from sirchat.chat.session import Session
 from sirchat.chat.targets import turn_of_target, whole_words, without_quotes
 from sirchat.errors import UsageError
 from sirchat.ui.cells import clear_width_cache
-from sirchat.ui.pasted import as_typed
+from sirchat.ui.pasted import escape_message
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import counted, displayable_line
@@ -140,7 +140,7 @@ class Erasing:
         """A function that returns whether a typed line must be erased."""
         turns = self._session.turns
         mine = {turn.text.strip() for turn in turns if turn.role == "user"}
-        mine |= self._history.typed_now | set(map(as_typed, mine))
+        mine |= self._history.new_lines | set(map(escape_message, mine))
         turn = self._turn(target)
         if turn is None:
             pattern = whole_words(without_quotes(target))
@@ -152,8 +152,8 @@ class Erasing:
             return lambda line: is_meant(line) and bool(pattern.search(line))
         said = turns[turn] if 0 <= turn < len(turns) else None
         message = said.text.strip() if said is not None and said.role == "user" else ""
-        message = self._history.typed_for.get(message, message)
-        return lambda line: bool(message) and line.strip() in (message, as_typed(message))
+        message = self._history.typed_by_message.get(message, message)
+        return lambda line: bool(message) and line.strip() in (message, escape_message(message))
 
     def _commands_about_this_chat(self, pattern: re.Pattern[str]) -> set[str]:
         """Lines such as `/pin WORDS`, perhaps of an earlier run, whose WORDS this chat contains."""
@@ -207,7 +207,7 @@ class Erasing:
 
     def _point_out_branches(self, text: str) -> None:
         """Print which other branches of this chat have the erased text, and keep it."""
-        if names := self._saved_chat.branches_with(text):
+        if names := self._saved_chat.branches_containing(text):
             listed = ", ".join(map(displayable_line, names))
             self._screen.note(f"it stays in branches {listed}: /switch NAME, and /erase it there")
 

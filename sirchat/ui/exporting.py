@@ -18,7 +18,7 @@ from sirchat.errors import UsageError, format_value, nearest
 from sirchat.paths import write_private
 from sirchat.text.text_file import expand_path, without_surrogates
 from sirchat.text.transcript import message_record, terminal_safe_json
-from sirchat.ui.attaching import first_name
+from sirchat.ui.attaching import split_leading_path
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import counted, displayable, displayable_line
 from sirchat.ui.theme import ROLE_NAMES
@@ -39,13 +39,13 @@ def export_chat(session: Session, screen: Screen, rest: str) -> None:
     Raises UsageError, with nothing written, for an unknown format and a file that exists or fails.
     """
     words = _FORCE.sub("", rest)
-    format, file = first_name(words)
+    format, file = split_leading_path(words)
     if format not in FORMATS:
         raise UsageError(
             f"/export: {format_value(format)} is not allowed; allowed: {', '.join(FORMATS)}",
             hint=nearest(format, FORMATS) or "/export md FILE",
         )
-    name, more = first_name(file)
+    name, more = split_leading_path(file)
     if name in ("", '""', "''") or more:
         raise UsageError(
             "/export: expected the name of one file",

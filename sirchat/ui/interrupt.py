@@ -46,7 +46,7 @@ def leave_ctrl_c_to_child() -> Iterator[None]:
 
 
 @contextmanager
-def whole_output() -> Iterator[None]:
+def defer_signals() -> Iterator[None]:
     """Context manager for drawing: a signal that raises an exception here does so only at the end.
 
     The next one does so at once, because a terminal may take no output.
@@ -76,8 +76,8 @@ def whole_output() -> Iterator[None]:
             signal.raise_signal(number)
 
 
-class CtrlC:
-    """Context manager for a whole chat: Ctrl-C does nothing, but where `raises` lets it.
+class CtrlCGuard:
+    """Context manager for a whole chat: Ctrl-C does nothing, but where `interruptible` lets it.
 
     So no Ctrl-C more than was meant ends the chat, wherever between two prompts it comes.
     """
@@ -85,7 +85,7 @@ class CtrlC:
     def __init__(self) -> None:
         self._raises = False
 
-    def __enter__(self) -> CtrlC:
+    def __enter__(self) -> CtrlCGuard:
         self._before = signal.signal(signal.SIGINT, self._on_signal)
         return self
 
@@ -93,7 +93,7 @@ class CtrlC:
         signal.signal(signal.SIGINT, self._before)
 
     @contextmanager
-    def raises(self) -> Iterator[None]:
+    def interruptible(self) -> Iterator[None]:
         """Context manager: inside, the first Ctrl-C raises KeyboardInterrupt, and no other."""
         self._raises = True
         try:
@@ -107,7 +107,7 @@ class CtrlC:
             raise KeyboardInterrupt
 
 
-class Interrupt:
+class InterruptFlag:
     """Context manager: Ctrl-C sets a flag, which a call of the object returns.
 
     The third Ctrl-C raises KeyboardInterrupt.
@@ -121,7 +121,7 @@ class Interrupt:
     def __call__(self) -> bool:
         return self._count > 0
 
-    def __enter__(self) -> Interrupt:
+    def __enter__(self) -> InterruptFlag:
         self._count = 0
         self._before = signal.signal(signal.SIGINT, self._on_signal)
         return self

@@ -26,7 +26,7 @@ from sirchat.text.text_file import without_surrogates
 ESCAPE_SECONDS = 0.05
 
 # A paste, or a sequence, after which nothing comes for so long has lost its end.
-SILENT_SECONDS = 1.0
+INCOMPLETE_SECONDS = 1.0
 
 _PASTE, _PASTE_END = "\x1b[200~", "\x1b[201~"
 _CTRL_C = "\x03"
@@ -68,14 +68,14 @@ class KeyParser(Vt100Parser):
         self.on_background: Callable[[bool], object] = lambda is_light: None
 
     @property
-    def waits(self) -> bool:
+    def is_incomplete(self) -> bool:
         """Whether a paste or a sequence has begun and not ended."""
         return self._paste is not None or bool(self._begun)
 
     def feed(self, data: str) -> None:
         """Take the next data; none (""): end what has waited for its end too long."""
         if not data:
-            if self.waits and time.monotonic() - self._last >= SILENT_SECONDS:
+            if self.is_incomplete and time.monotonic() - self._last >= INCOMPLETE_SECONDS:
                 self._give_up()
             return
         self._last = time.monotonic()
@@ -167,23 +167,23 @@ if sys.platform != "win32":
             super().__init__(stdin)
             self._parser = KeyParser(lambda press: self._buffer.append(press))
             self.vt100_parser = self._parser
-            self.is_asked = False  # for its background, and an answer may come yet
+            self.is_answer_pending = False  # for its background, and an answer may come yet
             self._ready: Callable[[], None] = lambda: None
             self._timer: asyncio.TimerHandle | None = None
 
         @property
-        def waits(self) -> bool:
+        def is_incomplete(self) -> bool:
             """Whether a paste or a sequence has begun and not ended."""
-            return self._parser.waits
+            return self._parser.is_incomplete
 
         def ask_background(self, out: TextIO, on_answer: Callable[[bool], object]) -> None:
             """Ask the terminal `out` whether it is light; nobody waits for an answer, if any."""
 
             def take(is_light: bool) -> None:
-                self.is_asked = False
+                self.is_answer_pending = False
                 on_answer(is_light)
 
-            self._parser.on_background, self.is_asked = take, True
+            self._parser.on_background, self.is_answer_pending = take, True
             out.write(_ASK_BACKGROUND)
             out.flush()
 
@@ -201,10 +201,10 @@ if sys.platform != "win32":
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
-            if self.waits:
+            if self.is_incomplete:
                 with suppress(RuntimeError):  # no event loop: someone else calls `read_keys`
                     loop = asyncio.get_running_loop()
-                    self._timer = loop.call_later(SILENT_SECONDS, self._ready)
+                    self._timer = loop.call_later(INCOMPLETE_SECONDS, self._ready)
 
 
 def terminal_keys() -> Input:

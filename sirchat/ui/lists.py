@@ -190,13 +190,13 @@ def in_bytes(size: int | None) -> str:
 
 def print_fit(fit: ModelFit, console: Console) -> None:
     """Print how much memory a model takes, in two tables with a row for each choice of settings."""
-    from sirchat.models.fit import PROGRAM, TOKENS_PER_HOUR
+    from sirchat.models.fit import PROGRAM_BYTES, TOKENS_PER_HOUR
 
     found, shape = fit.found, fit.found.shape
     context = _count(shape.context_length if shape is not None else None)
     about = f"{shape.kind if shape is not None else '?'}, {fit.weights / 1e6:,.1f} million weights"
     _print(console, displayable_line(f"{found.name}: {about}, context {context} tokens"), "bold")
-    program = in_bytes(PROGRAM)
+    program = in_bytes(PROGRAM_BYTES)
     _print(console, f"free memory here: {in_bytes(fit.free)}, of which {program} are for sirchat")
     budgets = list(fit.choices[0].caches)
     _print(console, "")

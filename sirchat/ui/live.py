@@ -18,7 +18,7 @@ from sirchat.chat.evicted_text import evicted_words, latest_words
 from sirchat.chat.panel_snapshot import Snapshot
 from sirchat.chat.plain_reply import TaggedText, calls_tools, describe_excess
 from sirchat.chat.session import Session
-from sirchat.ui.interrupt import whole_output
+from sirchat.ui.interrupt import defer_signals
 from sirchat.ui.panel import draw_compact_panel
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import describe_recalled, describe_round, draw_bar, how_to_go_on
@@ -73,10 +73,10 @@ class LiveView:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with whole_output():
+        with defer_signals():
             self._end_reply()
 
-    @whole_output()
+    @defer_signals()
     def show(self, event: Event) -> None:
         """Show one event of the turn, such as text of the reply, progress, or the turn's end."""
         match event:

@@ -9,22 +9,22 @@ FENCE = '"""'  # opens and closes a block of typed lines
 _WORD = re.compile(r"@\S+")
 
 
-class PastedSigns:
-    """Knows which `@` signs of the typed text were pasted; call `changed` after each change.
+class PastedAtSigns:
+    """Knows which `@` signs of the typed text were pasted; call `update` after each change.
 
     A pasted word that is inserted again whole (from history, by undo or yank) counts as pasted.
     """
 
     def __init__(self) -> None:
         self._words = set[str]()
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Start again with an empty text; words that were pasted earlier are still known."""
         self._text = ""
         self.indices = frozenset[int]()  # of all `@` in the text that were pasted
 
-    def changed(self, text: str, *, pasted: bool = False) -> int:
+    def update(self, text: str, *, pasted: bool = False) -> int:
         """Take the text after a change; `pasted`: whether the new part was pasted, not typed.
 
         Returns how many characters came and went.
@@ -49,7 +49,7 @@ class PastedSigns:
         return any(word.startswith(known) or known.startswith(word) for known in self._words)
 
 
-def as_typed(message: str) -> str:
+def escape_message(message: str) -> str:
     """How a message must be typed, which no sign of it may turn into something else."""
     if message.lstrip().startswith("/"):
         return f"/{message.lstrip()}"

@@ -37,15 +37,15 @@ from prompt_toolkit.styles import DynamicStyle, Style
 from prompt_toolkit.widgets import RadioList
 
 from sirchat.errors import UsageError
-from sirchat.ui.attaching import open_mention
+from sirchat.ui.attaching import unfinished_mention
 from sirchat.ui.editor import edit_in_editor, editor_command
 from sirchat.ui.keys import ESCAPE_SECONDS, ChordEscape, terminal_keys
-from sirchat.ui.pasted import FENCE, PastedSigns, as_typed
+from sirchat.ui.pasted import FENCE, PastedAtSigns, escape_message
 from sirchat.ui.text import displayable
 
 # Takes the index of a list's item and a width in cells; returns the item's lines. Each is a list of
 # parts: a style (`dim`, `bold`, `match` or "") and a text.
-Draw = Callable[[int, int], list[list[tuple[str, str]]]]
+DrawItem = Callable[[int, int], list[list[tuple[str, str]]]]
 
 _PROMPT = FormattedText([("class:prompt", "> ")])
 _EDIT = FormattedText([("class:prompt", "edit> ")])
@@ -68,13 +68,13 @@ _MOST = 20  # rows of a list shown at a time
 
 
 @dataclass(frozen=True)
-class Line:
+class InputLine:
     """One input of the user: a command, which begins with a slash, or a message."""
 
     text: str
     is_command: bool
     is_stopped: bool = False  # Ctrl-C came after Enter, before the prompt had closed
-    pasted_signs: frozenset[int] = frozenset()  # where `text` has an `@` that was pasted
+    pasted_at_signs: frozenset[int] = frozenset()  # where `text` has an `@` that was pasted
 
     @property
     def ends_chat(self) -> bool:
@@ -101,7 +101,7 @@ class Prompt:
         has_colours: Callable[[], bool] = lambda: True,
     ) -> None:
         self._pasted: str | None = None
-        self._signs = PastedSigns()
+        self._signs = PastedAtSigns()
         self._line = -1  # which line of the history is shown
         self._pastes = set[str]()  # what text that was pasted began with, since the chat began
         self._is_pasting = False
@@ -142,7 +142,7 @@ class Prompt:
         """Show rows of text with colours, which `header` returns, above each prompt until Enter."""
         self._header = header
 
-    def use_editing(self, mode: str) -> None:
+    def set_editing_mode(self, mode: str) -> None:
         """Let messages be edited by the keys of `emacs` or of `vi`."""
         self._prompt.editing_mode = EditingMode[mode.upper()]
 
@@ -153,11 +153,11 @@ class Prompt:
 
     def read(
         self, suggested: str = "", meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None
-    ) -> Line | None:
+    ) -> InputLine | None:
         """Read the next line that is not blank; None at the end of the input.
 
         Enter alone enters the line `suggested`. `meanwhile` runs in the prompt's event loop. Raises
-        KeyboardInterrupt for Ctrl-C at an empty prompt, and the error given to `give_up`.
+        KeyboardInterrupt for Ctrl-C at an empty prompt, and the error given to `abort`.
         """
 
         def begin() -> None:
@@ -183,7 +183,7 @@ class Prompt:
             if line.text.strip():
                 start = text.find(line.text)
                 signs = frozenset(index - start for index in self._signs.indices)
-                return replace(line, is_stopped=stopped, pasted_signs=signs)
+                return replace(line, is_stopped=stopped, pasted_at_signs=signs)
 
     def edit(self, text: str) -> str:
         """Let the user change the message `text`; return the result, or "" if the user cancels."""
@@ -197,7 +197,7 @@ class Prompt:
             self._is_editing = False
             self._prompt.message = self._message  # else the prompt session keeps the other one
 
-    def pick(self, count: int, draw: Draw, more: str = "") -> int | None:
+    def pick(self, count: int, draw: DrawItem, more: str = "") -> int | None:
         """Let the user choose one of `count` items, which `draw` draws, by arrow keys.
 
         Returns its index, or None after Esc, Ctrl-C or Ctrl-D. `more` is a remark below the list,
@@ -261,7 +261,7 @@ class Prompt:
         renderer.request_absolute_cursor_position()
         self.redraw()
 
-    def give_up(self, error: BaseException) -> None:
+    def abort(self, error: BaseException) -> None:
         """Close the open prompt, so that `read` raises `error`; the history gets the typed text."""
         app, buffer = self._prompt.app, self._prompt.default_buffer
         if app.future is None or app.future.done():
@@ -270,9 +270,9 @@ class Prompt:
         app.erase_when_done = not buffer.text
         app.exit(exception=error)
 
-    def as_typed(self, text: str) -> str:
+    def escape_message(self, text: str) -> str:
         """How a text of the prompt must be typed to mean the same: what was pasted stays text."""
-        return as_typed(text) if self._is_literal(text) else text
+        return escape_message(text) if self._is_literal(text) else text
 
     def _prepare(self) -> None:
         """Begin in the open prompt: a signal may have ended the last one within a search."""
@@ -283,7 +283,7 @@ class Prompt:
     def _begin(self, suggested: str = "") -> None:
         self._pasted = self._entered = None
         self._suggested, self._complaint = suggested, ""
-        self._signs.begin()
+        self._signs.reset()
 
     def _show_header(self) -> None:
         """Print the header: as a part of the prompt, drawn with each key, it makes typing slow."""
@@ -311,16 +311,16 @@ class Prompt:
     def _style(self) -> Style:
         return _STYLE if self._has_colours() else _PLAIN_STYLE
 
-    def _parsed(self, text: str) -> Line:
+    def _parsed(self, text: str) -> InputLine:
         if self._is_literal(text):
-            return Line(text, is_command=False)
+            return InputLine(text, is_command=False)
         stripped = text.strip()
         if stripped.startswith(FENCE) and stripped.endswith(FENCE) and len(stripped) >= 6:
             inner = stripped.removeprefix(FENCE).removesuffix(FENCE)
-            return Line(inner.strip("\n"), is_command=False)
+            return InputLine(inner.strip("\n"), is_command=False)
         if stripped.startswith("//"):
-            return Line(stripped[1:], is_command=False)
-        return Line(stripped, is_command=stripped.startswith("/"))
+            return InputLine(stripped[1:], is_command=False)
+        return InputLine(stripped, is_command=stripped.startswith("/"))
 
     def _is_literal(self, text: str) -> bool:
         """Whether `text` begins with pasted text; such a text is a message, never a command."""
@@ -332,7 +332,7 @@ class Prompt:
         If it comes back at once, as by undo or from another line, it counts as pasted.
         """
         text = buffer.text
-        changed = self._signs.changed(text, pasted=self._is_pasting)
+        changed = self._signs.update(text, pasted=self._is_pasting)
         is_back, self._line = (
             changed > 1 or buffer.working_index != self._line,
             buffer.working_index,
@@ -345,7 +345,7 @@ class Prompt:
         """Whether completions show while the user types: in commands, and in names after `@`."""
         document = self._prompt.default_buffer.document
         text = document.text
-        if open_mention(document.text_before_cursor) is not None:
+        if unfinished_mention(document.text_before_cursor) is not None:
             return True
         return text.startswith("/") and "\n" not in text and not self._is_literal(text)
 
@@ -435,7 +435,7 @@ class Prompt:
         buffer.append_to_history()
         buffer.reset()
         self._pasted = None
-        self._signs.begin()
+        self._signs.reset()
 
     def _paste(self, event: KeyPressEvent) -> None:
         buffer, data = event.current_buffer, event.data.replace("\r\n", "\n").replace("\r", "\n")

@@ -12,11 +12,11 @@ from sirchat.chat.retry import go_on
 from sirchat.chat.session import Interrupted, Session
 from sirchat.chat.summary import left_out_of, make_summary
 from sirchat.errors import SirchatError, terminal_has_gone
-from sirchat.models.devices import threads_in_words
+from sirchat.models.devices import describe_threads
 from sirchat.saved.store import SessionStore
 from sirchat.text.text_file import without_surrogates
 from sirchat.tools.config import ToolFlags
-from sirchat.ui.attaching import attach_files, describe_size
+from sirchat.ui.attaching import attach_mentions, describe_size
 from sirchat.ui.commands import (
     Action,
     Commands,
@@ -29,10 +29,10 @@ from sirchat.ui.commands import (
 )
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.editor import edit_in_editor, editor_command
-from sirchat.ui.interrupt import Interrupt
+from sirchat.ui.interrupt import InterruptFlag
 from sirchat.ui.live import LiveView
 from sirchat.ui.panel import draw_memory
-from sirchat.ui.prompt import Draw, Line
+from sirchat.ui.prompt import DrawItem, InputLine
 from sirchat.ui.saved_chat import SavedChat, show_resumed_chat
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import toolbar
@@ -45,7 +45,7 @@ from sirchat.ui.typed_input import Keyboard, TerminalInput
 _LEAVING = ("exit", "quit", "q", ":q", "bye")
 
 
-PANEL_ROWS = 24  # least rows of a window for the panel above the prompt
+_MIN_WINDOW_ROWS = 24  # least rows of a window for the panel above the prompt
 
 _REVIEW = "k or Enter keeps it, e edits, d drops: "
 
@@ -70,15 +70,15 @@ class Chat:
         entry: TerminalInput,
         store: SessionStore | None,
         debug: bool,
-        trusted: Collection[str],
+        trusted_policies: Collection[str],
         tools: ToolFlags | None = None,
     ) -> None:
-        self._trusted = trusted
+        self._trusted = trusted_policies
         self._screen = screen
         self._ctrl_c = entry.ctrl_c
         self._keyboard, self._history, self._prompt = entry.keyboard, entry.history, entry.prompt
         self.saved_chat = SavedChat(
-            session, screen, store, debug=debug, trusted=trusted, pick=self._pick
+            session, screen, store, debug=debug, trusted_policies=trusted_policies, pick=self._pick
         )
         self._debug = debug
         self._has_asked_to_leave = False
@@ -90,28 +90,28 @@ class Chat:
             lambda: self._session.profile.tool_timeout,
             self._keyboard.escape_pressed,
         )
-        self._models = ModelSwitching(screen, self.saved_chat, trusted)
+        self._models = ModelSwitching(screen, self.saved_chat, trusted_policies)
         self._switch_to(session)
         self._prompt.set_completer(
             SlashCompleter(lambda: self._session), lambda: toolbar(self._session, screen.width)
         )
         self._prompt.set_header(self._memory)
 
-    def run(self, first: Line | None = None) -> None:
+    def run(self, first: InputLine | None = None) -> None:
         """Run the line `first`, if given, and then each line read, until the user leaves."""
         line = first
         while True:
             try:
-                with self._ctrl_c.raises():
+                with self._ctrl_c.interruptible():
                     if line is None:
-                        self._keyboard.keep_typed()
-                        self._history.is_kept = self._session.profile.save
-                        self._prompt.use_editing(self._session.profile.editing)
+                        self._keyboard.pass_keys_to_prompt()
+                        self._history.is_persistent = self._session.profile.save
+                        self._prompt.set_editing_mode(self._session.profile.editing)
                         line = self._prompt.read()
                     goes_on = line is not None and self._act_on(line)
                 if not goes_on:
                     return
-                with Interrupt():  # ends only at the third Ctrl-C
+                with InterruptFlag():  # ends only at the third Ctrl-C
                     self.saved_chat.save()
             except KeyboardInterrupt:
                 self._screen.note("Ctrl-D or /exit leaves")
@@ -124,7 +124,7 @@ class Chat:
                 view.show(event)
         profile = self._session.profile
         device = self._session.model.device
-        threads = threads_in_words(device, was_free=profile.threads == 0)
+        threads = describe_threads(device, was_free=profile.threads == 0)
         self._screen.remark(
             f"{self._session.model.name}, policy {profile.policy}, "
             f"budget {self._session.budget:,}{', ' if threads else ''}{threads}: "
@@ -137,7 +137,7 @@ class Chat:
         """The panel above the prompt, or "" where it is not wanted, or nothing was said yet."""
         session, screen = self._session, self._screen
         how, rows = session.profile.panel, screen.console.size.height
-        is_wanted = how == "prompt" or (how == "auto" and rows >= PANEL_ROWS)
+        is_wanted = how == "prompt" or (how == "auto" and rows >= _MIN_WINDOW_ROWS)
         if not is_wanted or screen.is_plain or not session.seen:
             return ""
         facts = session.facts() if len(session.model.encoder.kinds) else []
@@ -147,8 +147,8 @@ class Chat:
             screen.show(draw_memory(snapshot, facts, screen.theme, screen.width, shares))
         return captured.get()
 
-    def _pick(self, count: int, draw: Draw, more: str) -> int | None:
-        self._keyboard.keep_typed()
+    def _pick(self, count: int, draw: DrawItem, more: str) -> int | None:
+        self._keyboard.pass_keys_to_prompt()
         return self._prompt.pick(count, draw, more)
 
     def _switch_to(self, session: Session) -> None:
@@ -158,15 +158,17 @@ class Chat:
         )
         self._screen.use_theme(session.profile.theme)
 
-    def _act_on(self, line: Line) -> bool:
+    def _act_on(self, line: InputLine) -> bool:
         """Run `line` as a command or send it, and print any error; False if the user leaves."""
         try:
             if line.is_command:
                 return self._do(self._commands.run(line.text), line)
             if line.text.strip().casefold() in _LEAVING and not self._has_asked_to_leave:
                 return not self._ask_whether_to_leave()
-            with Interrupt() as interrupt:  # from here on Ctrl-C stops the reply: the message stays
-                text, files = attach_files(line.text, self._screen.note, line.pasted_signs)
+            with (
+                InterruptFlag() as interrupt
+            ):  # from here on Ctrl-C stops the reply: the message stays
+                text, files = attach_mentions(line.text, self._screen.note, line.pasted_at_signs)
                 if files:
                     self._screen.note(describe_size(files, self._session))
                 self._send(text, replace(line, is_stopped=line.is_stopped or interrupt()))
@@ -190,7 +192,7 @@ class Chat:
         self._screen.note("nothing was sent; send that line again to send it as a message")
         return False
 
-    def _do(self, action: Action | None, line: Line) -> bool:
+    def _do(self, action: Action | None, line: InputLine) -> bool:
         """Do the `action` that the command in `line` asks for; return False if the user leaves."""
         match action:
             case Leave():
@@ -237,7 +239,7 @@ class Chat:
                 changed = edit_in_editor(command, text)
             self._history.append_string(changed)
             return changed
-        self._keyboard.keep_typed()
+        self._keyboard.pass_keys_to_prompt()
         return self._prompt.edit(text)
 
     def _summarize(self) -> None:
@@ -275,33 +277,33 @@ class Chat:
         is_stopped = self._keyboard.wait_for_silence()
         return "\x1b" if is_stopped else self._prompt.ask_for_key(question, keys)
 
-    def _send(self, text: str, line: Line) -> None:
+    def _send(self, text: str, line: InputLine) -> None:
         """Send the message `text`, which was made from the typed `line`, and show the turn."""
         if text != line.text:
-            self._history.typed_for[without_surrogates(text).strip()] = line.text.strip()
+            self._history.typed_by_message[without_surrogates(text).strip()] = line.text.strip()
         self._turn(lambda stops: self._session.ask(text, stops), line.is_stopped)
 
     def _turn(
         self, events: Callable[[Interrupted], Iterator[Event]], is_stopped: bool = False
     ) -> None:
-        self._models.drop_former()
+        self._models.drop_previous_session()
         self.tools.is_stopped, began = False, monotonic()
-        self._keyboard.mark_pastes(True)
+        self._keyboard.set_bracketed_paste(True)
         try:
-            with Interrupt() as interrupt, LiveView(self._session, self._screen) as view:
+            with InterruptFlag() as interrupt, LiveView(self._session, self._screen) as view:
                 stops = make_stop_check(interrupt, self._keyboard, is_stopped)
                 for event in events(lambda: stops() or self.tools.is_stopped):
                     view.show(event)
                     if isinstance(event, TurnDone) and event.role == "tool":
                         self.saved_chat.save()
         finally:
-            self._keyboard.mark_pastes(False)
+            self._keyboard.set_bracketed_paste(False)
         if 0 < self._session.profile.bell <= monotonic() - began:
             self._screen.ring()
 
 
 def make_stop_check(
-    interrupt: Interrupt, keyboard: Keyboard, is_stopped: bool
+    interrupt: InterruptFlag, keyboard: Keyboard, is_stopped: bool
 ) -> Callable[[], bool]:
     """A function that returns True once the reply must stop: after Esc or Ctrl-C, or at once."""
 

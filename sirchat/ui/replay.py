@@ -22,7 +22,7 @@ from sirchat.errors import TranscriptError
 from sirchat.models.progress import Progress
 from sirchat.text.tool_calls import ToolCall, call_id
 from sirchat.text.transcript import SettingsSwitch, TranscriptItem, TranscriptTurn
-from sirchat.ui.interrupt import Interrupt
+from sirchat.ui.interrupt import InterruptFlag
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import describe_recalled, describe_turn, loading_bar
 from sirchat.ui.switching import describe_change, describe_switch
@@ -102,7 +102,7 @@ def print_reply(
 
     for event in session.opening_events():
         show(event)
-    with Interrupt() as interrupted, bar:
+    with InterruptFlag() as interrupted, bar:
         try:
             for event in session.ask(text, interrupted):
                 show(event)
@@ -132,7 +132,7 @@ def _events(
                     'flags, or within JSON Lines by the line {"switch": {"policy": "sink"}}'
                 )
             fed = following is not None and following.role == "assistant"
-            with Interrupt() as interrupted:
+            with InterruptFlag() as interrupted:
                 if fed:
                     yield from session.read_question(turn.content, interrupted, before="assistant")
                 else:
@@ -141,7 +141,7 @@ def _events(
         elif turn.role == "tool" and options.feed:
             call = calls.pop(0) if calls else ToolCall(call_id(turn.line), "tool", "{}")
             before, question = following.role if following is not None else None, session.last_said
-            with Interrupt() as interrupted:
+            with InterruptFlag() as interrupted:
                 yield from read_result(
                     session, call, turn.content, question, interrupted, before=before
                 )
@@ -152,7 +152,7 @@ def _events(
                     f"{options.name}, line {turn.line}: an assistant turn must follow a user turn"
                 )
             calls, given = calls_in(session, turn.content)
-            with Interrupt() as interrupted:
+            with InterruptFlag() as interrupted:
                 yield from session.read_reply(turn.content, interrupted, given)
             _stop_if(interrupted)
         previous = "" if isinstance(turn, SettingsSwitch) else turn.role
@@ -168,7 +168,7 @@ def _command(message: str) -> str:
     return word if word[1:] in Commands.names() else ""
 
 
-def _stop_if(interrupted: Interrupt) -> None:
+def _stop_if(interrupted: InterruptFlag) -> None:
     if interrupted():
         raise KeyboardInterrupt
 
@@ -182,7 +182,7 @@ def _system(session: Session, turn: TranscriptTurn, name: str) -> Iterator[Event
 
 def _switch(session: Session, switch: SettingsSwitch, options: ReplayOptions) -> Iterator[Event]:
     source, new = f"{options.name}, line {switch.line}", switch.settings
-    with Interrupt() as interrupted:
+    with InterruptFlag() as interrupted:
         events = session.switch(source, interrupted, **new)
     yield from events
     same = ", ".join(f"{name} is already {as_typed(value)}" for name, value in new.items())

@@ -36,7 +36,7 @@ from sirchat.saved.session_list import (
 )
 from sirchat.saved.store import SessionStore
 from sirchat.ui.lists import SessionLines, draw_sessions
-from sirchat.ui.prompt import Draw
+from sirchat.ui.prompt import DrawItem
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line, shorten
 from sirchat.ui.theme import ROLE_NAMES
@@ -73,12 +73,12 @@ class SavedChat:
         store: SessionStore | None = None,
         *,
         debug: bool = False,
-        trusted: Collection[str] = (),
-        pick: Callable[[int, Draw, str], int | None] | None = None,
+        trusted_policies: Collection[str] = (),
+        pick: Callable[[int, DrawItem, str], int | None] | None = None,
     ) -> None:
         self._session = session
         self._pick = pick
-        self._trusted = trusted
+        self._trusted = trusted_policies
         self._screen = screen
         self._debug = debug
         self._saving = Autosave(session, store)
@@ -134,7 +134,7 @@ class SavedChat:
         finally:
             self._saving.close_without_saving()
 
-    def say_where(self) -> None:
+    def print_resume_command(self) -> None:
         """If the chat is saved, print how to resume it; call this after `close`."""
         is_saved = self._session.profile.save and not self._failure
         if is_saved and self._saving.id and self._screen.is_interactive:
@@ -235,7 +235,7 @@ class SavedChat:
         else:
             self._screen.note("this chat has no branches; /branch NAME makes one")
 
-    def branches_with(self, text: str) -> list[str]:
+    def branches_containing(self, text: str) -> list[str]:
         """The names by which `/switch` finds the other branches of this chat that have the text."""
         pattern, others = whole_words(text), self._branches() if self._saving.id else []
         return [
@@ -253,7 +253,7 @@ class SavedChat:
         self._saving.replace_session(session)
         self.save()
 
-    def choose(self, words: str) -> str:
+    def choose_chat(self, words: str) -> str:
         """The id or name of the chat that `/load WORDS` should load; "" if the user picks none.
 
         Words that are no id or name: the user picks one of the chats in which they were said; no
@@ -396,8 +396,8 @@ class SavedChat:
         model, current = self._session.model, self._session.profile
         check_model(store, model)  # first: the settings may be invalid for another model
         kept = {name: getattr(current, name) for name in FIXED if name not in _OF_THE_SESSION}
-        trusted = (*self._trusted, current.policy)
-        session = Session(model, saved_profile(store, trusted).model_copy(update=kept))
+        trusted_policies = (*self._trusted, current.policy)
+        session = Session(model, saved_profile(store, trusted_policies).model_copy(update=kept))
         resume_session(session, store)
         return session
 

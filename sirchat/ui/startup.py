@@ -21,12 +21,12 @@ from sirchat.chat.model_defaults import follows_model
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import write_default_setting
 from sirchat.errors import SettingError
-from sirchat.models.importing import preload_torch
+from sirchat.models.torch_imports import preload_torch
 from sirchat.ui.lists import in_bytes
-from sirchat.ui.prompt import Line, Prompt, ask_for_key
+from sirchat.ui.prompt import InputLine, Prompt, ask_for_key
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line
-from sirchat.ui.typed_input import TerminalInput, line_input, prompt_output
+from sirchat.ui.typed_input import TerminalInput, create_prompt_output, open_terminal_input
 
 if TYPE_CHECKING:  # the thread imports the modules that load a model
     from sirchat.chat.events import Event
@@ -62,15 +62,15 @@ def chat(
     *,
     store: SessionStore | None = None,
     debug: bool = False,
-    trusted: Collection[str] = (),
+    trusted_policies: Collection[str] = (),
     tools: ToolFlags | None = None,
 ) -> None:
     """Load the model of a profile, and chat until the user leaves.
 
     A new chat on a terminal shows its prompt at once; any other, a progress bar first. Errors in
-    loading are raised. `store`, `debug`, `trusted` and `tools` are as for `Chat`.
+    loading are raised. `store`, `debug`, `trusted_policies` and `tools` are as for `Chat`.
     """
-    with line_input(screen, is_kept=profile.save) as entry:
+    with open_terminal_input(screen, is_persistent=profile.save) as entry:
         prompt = entry.prompt
         loader = SessionLoader(open_session, prompt.redraw)
         begun: Future[Chat] = Future()  # has the chat once its session is open
@@ -78,7 +78,7 @@ def chat(
         def begin(session: Session, events: Iterable[Event]) -> None:
             from sirchat.ui.repl import Chat
 
-            chat = Chat(session, screen, entry, store, debug, trusted, tools)
+            chat = Chat(session, screen, entry, store, debug, trusted_policies, tools)
             chat.greet(events)
             chat.tools.begin()
             begun.set_result(chat)
@@ -90,8 +90,8 @@ def chat(
                 prompt.set_completer(
                     _EarlyCompleter(loader, prompt), lambda: _toolbar(profile, loader)
                 )
-                entry.keyboard.keep_typed()
-                prompt.use_editing(profile.editing)
+                entry.keyboard.pass_keys_to_prompt()
+                prompt.set_editing_mode(profile.editing)
                 try:
                     line = _read_while_loading(entry, loader, begun, begin)
                     leaves = line is None or (line.ends_chat and not begun.done())
@@ -100,15 +100,15 @@ def chat(
                         raise
                     screen.note("Ctrl-D or /exit leaves")
                 if not leaves and not begun.done():
-                    with entry.ctrl_c.raises():
+                    with entry.ctrl_c.interruptible():
                         opened = loader.wait(screen, profile.model)
                     begin(*opened)
             else:
                 from sirchat.ui.status import loading_bar
 
-                with entry.ctrl_c.raises(), loading_bar(screen, profile.model) as report:
+                with entry.ctrl_c.interruptible(), loading_bar(screen, profile.model) as report:
                     session = open_session(report)
-                entry.keyboard.keep_typed()  # the terminal may have told its background meanwhile
+                entry.keyboard.pass_keys_to_prompt()  # with its answer on its background
                 begin(session, session.opening_events())
             if not leaves:
                 begun.result().run(line)
@@ -117,7 +117,7 @@ def chat(
                 begun.result().tools.close()
                 begun.result().saved_chat.close()
         if begun.done():
-            begun.result().saved_chat.say_where()
+            begun.result().saved_chat.print_resume_command()
 
 
 def _read_while_loading(
@@ -125,7 +125,7 @@ def _read_while_loading(
     loader: SessionLoader,
     begun: Future[Chat],
     begin: Callable[[Session, Iterable[Event]], None],
-) -> Line | None:
+) -> InputLine | None:
     """Read the first line; as soon as the session is open, the chat begins above the prompt."""
 
     async def begin_above_the_prompt() -> None:
@@ -135,9 +135,9 @@ def _read_while_loading(
             if not begun.done():
                 entry.prompt.print_above(lambda: begin(session, events))
         except Exception as error:
-            entry.prompt.give_up(error)
+            entry.prompt.abort(error)
 
-    with entry.ctrl_c.raises():
+    with entry.ctrl_c.interruptible():
         return entry.prompt.read(meanwhile=begin_above_the_prompt)
 
 
@@ -166,7 +166,7 @@ def choose_model(screen: Screen) -> str | None:
     screen.note("t: tiny" + (f"; {more} more in the list of sirchat models" if more else ""))
     keys = {str(number): model.name for number, model in enumerate(offered, 1)}
     keys |= {"\r": offered[0].name, "t": "tiny"}
-    name = keys[ask_for_key("Press a key: ", tuple(keys), prompt_output(screen))]
+    name = keys[ask_for_key("Press a key: ", tuple(keys), create_prompt_output(screen))]
     try:
         write_default_setting("model", name)
     except SettingError as error:

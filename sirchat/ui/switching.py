@@ -36,7 +36,7 @@ from sirchat.models.model import LoadedModel
 from sirchat.models.progress import Progress
 from sirchat.text.json_schema import load_schema
 from sirchat.text.times import TimeRange, time_ago
-from sirchat.ui.interrupt import Interrupt
+from sirchat.ui.interrupt import InterruptFlag
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import loading_bar
 from sirchat.ui.text import counted, shorten
@@ -61,11 +61,13 @@ _FOLLOWING = ("budget", *SAMPLING_PARAMETERS)
 class Switching:
     """Changes the settings and pins of a chat, as commands ask, and prints what has changed.
 
-    `trusted` are the `module:Class` policies that profiles may name.
+    `trusted_policies` are the `module:Class` policies that profiles may name.
     """
 
-    def __init__(self, session: Session, screen: Screen, trusted: Collection[str] = ()) -> None:
-        self._trusted = trusted
+    def __init__(
+        self, session: Session, screen: Screen, trusted_policies: Collection[str] = ()
+    ) -> None:
+        self._trusted = trusted_policies
         self._session = session
         self._screen = screen
 
@@ -105,8 +107,11 @@ class Switching:
             self._screen.note(f"profiles: {names}")
             return
         current = self._session.profile
-        trusted = [*self._trusted, current.policy]
-        named, profile = load_profile(name, trusted), resolve(name, {"trust_policy": trusted}, {})
+        trusted_policies = [*self._trusted, current.policy]
+        named, profile = (
+            load_profile(name, trusted_policies),
+            resolve(name, {"trust_policy": trusted_policies}, {}),
+        )
         kept = {*FIXED, *(key for key in _SCREEN_SETTINGS if key not in named)}
         values = {k: v for k, v in profile.model_dump().items() if k not in kept}
         self._apply("/profile", f"all settings already have the values of profile {name}", **values)
@@ -237,7 +242,7 @@ class Switching:
     def _apply(self, source: str, otherwise: str, **updates: object) -> None:
         """Change the settings; print what has changed, or `otherwise` if nothing has changed."""
         load_schema(str(updates.get("json_schema", "off")))  # raises SettingError
-        with Interrupt() as interrupted:
+        with InterruptFlag() as interrupted:
             events = self._session.switch(source, interrupted, **updates)
         for event in events:
             self._report(event)
@@ -283,14 +288,14 @@ def _moved_in_words(evicted: int, restored: int, session: Session) -> str:
 class ModelSwitching:
     """Changes the model of a chat.
 
-    The session with the old model stays in memory, for `/undo`, until the next message, or until
-    something is reset or erased. `trusted` are the `module:Class` policies that settings may name.
+    The session with the previous model stays in memory, for `/undo`, until the next message, or
+    until something is reset or erased.
     """
 
     def __init__(
-        self, screen: Screen, saved_chat: SavedChat, trusted: Collection[str] = ()
+        self, screen: Screen, saved_chat: SavedChat, trusted_policies: Collection[str] = ()
     ) -> None:
-        self._screen, self._saved_chat, self._trusted = screen, saved_chat, trusted
+        self._screen, self._saved_chat, self._trusted = screen, saved_chat, trusted_policies
         self._former: _Former | None = None
 
     def show(self, session: Session) -> None:
@@ -318,7 +323,7 @@ class ModelSwitching:
         self._report(session, new)
         return new
 
-    def go_back(self, session: Session) -> Session | None:
+    def restore_previous_session(self, session: Session) -> Session | None:
         """Return to the session from before the last change of the model, with later settings.
 
         None if there is none. Raises SettingError if it can't have one of these settings.
@@ -331,23 +336,23 @@ class ModelSwitching:
         if changed:
             former.switch("/undo", **changed)
         self._replace_session(former)
-        self.drop_former()
+        self.drop_previous_session()
         self._screen.note(
             f"back to {former.model.name}, with the chat as it was; "
             f"the cache holds {former.resident:,}/{former.budget:,}"
         )
         return former
 
-    def drop_former(self) -> None:
+    def drop_previous_session(self) -> None:
         """Drop the session from before the last change of the model, and free its memory."""
         if self._former is not None:
             self._former = None
             trim_memory()
 
     def check(self, session: Session) -> None:
-        """Call `drop_former` if the user has reset `session`, or erased something from it."""
+        """Drop the previous session if the user has reset `session` or erased something from it."""
         if self._former and self._former.stamp != (session.epoch, session.erasures):
-            self.drop_former()
+            self.drop_previous_session()
 
     def _loaded(self, name: str, profile: Profile, report: Progress | None) -> LoadedModel:
         if self._former is not None and self._former.session.model.name == name:
@@ -358,8 +363,8 @@ class ModelSwitching:
         """The chat's settings, with the new model's defaults in place of the old model's."""
         profile, updates = session.profile, dict[str, Any](model=name)
         origins = dict[str, str]()
-        trusted = [*self._trusted, profile.policy]
-        given = resolve(None, {"trust_policy": trusted}, os.environ)
+        trusted_policies = [*self._trusted, profile.policy]
+        given = resolve(None, {"trust_policy": trusted_policies}, os.environ)
         before, usual = (with_model_defaults(given, m) for m in (session.model, model))
         for group in (("budget",), SAMPLING_PARAMETERS):
             if all(getattr(profile, key) == getattr(before, key) for key in group):
@@ -368,7 +373,7 @@ class ModelSwitching:
         return profile.model_copy(update=updates).with_origins(origins)
 
     def _replace_session(self, session: Session) -> None:
-        with Interrupt():  # Ctrl-C does not stop it halfway
+        with InterruptFlag():  # Ctrl-C does not stop it halfway
             self._saved_chat.replace_session(session)
 
     def _report(self, before: Session, now: Session) -> None:

@@ -17,7 +17,7 @@ from sirchat.config.profile import Profile
 from sirchat.config.values import parse_value
 from sirchat.errors import UndoError, UsageError, format_value, nearest
 from sirchat.models.progress import Progress
-from sirchat.ui.interrupt import Interrupt
+from sirchat.ui.interrupt import InterruptFlag
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import describe_recalled, loading_bar
@@ -72,11 +72,11 @@ def parse_retry(rest: str) -> Retry:
     """Parse `[full|recall [RETRIEVER]]` and sampling settings; raises UsageError for others."""
     first, *others = rest.replace("=", " ").split() or [""]
     if first in ("full", "--full"):
-        return Retry(sampling_settings(" ".join(others)), full=True)
+        return Retry(parse_sampling_settings(" ".join(others)), full=True)
     if first in ("recall", "--recall"):
         name = others.pop(0) if others and not others[0].startswith("--") else ""
-        return Retry(sampling_settings(" ".join(others)), recall=name)
-    return Retry(sampling_settings(rest))
+        return Retry(parse_sampling_settings(" ".join(others)), recall=name)
+    return Retry(parse_sampling_settings(rest))
 
 
 def retry(session: Session, asked: Retry, stops: Interrupted) -> Iterator[Event]:
@@ -96,7 +96,7 @@ def retry(session: Session, asked: Retry, stops: Interrupted) -> Iterator[Event]
     yield from retry_with(session, asked.settings, stops)
 
 
-def sampling_settings(words: str) -> dict[str, Any]:
+def parse_sampling_settings(words: str) -> dict[str, Any]:
     """Values by name of `--temperature 0.9 --top-p=0.8` and the like; UsageError for others."""
     values: dict[str, Any] = {}
     parts = iter(words.replace("=", " ").split())
@@ -131,7 +131,7 @@ def _read_anew(
     """A new session that `read` makes of this chat, saved in the same file."""
     with loading_bar(screen, session.model.name) as progress:
         again = read(session, progress)
-    with Interrupt():  # Ctrl-C does not stop it halfway
+    with InterruptFlag():  # Ctrl-C does not stop it halfway
         saved_chat.replace_session(again)
     say(again)
     screen.note(repinned_note(again))

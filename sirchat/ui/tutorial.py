@@ -18,16 +18,21 @@ from sirchat.chat.session import Interrupted, Session
 from sirchat.errors import SirchatError, UsageError
 from sirchat.ui.commands import Action, Commands, Leave
 from sirchat.ui.completion import SlashCompleter
-from sirchat.ui.interrupt import Interrupt
+from sirchat.ui.interrupt import InterruptFlag
 from sirchat.ui.keys import terminal_keys
 from sirchat.ui.live import LiveView
 from sirchat.ui.panel import draw_compact_panel
-from sirchat.ui.prompt import Line, Prompt
+from sirchat.ui.prompt import InputLine, Prompt
 from sirchat.ui.repl import make_stop_check
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import loading_bar
-from sirchat.ui.typed_input import InMemory, Keyboard, ask_background, prompt_output
+from sirchat.ui.typed_input import (
+    InMemoryTypedHistory,
+    Keyboard,
+    ask_background,
+    create_prompt_output,
+)
 
 # At the tutorial's start: the budget is so small that two messages fill it.
 SETTINGS: Final[dict[str, Any]] = {
@@ -80,10 +85,10 @@ if TYPE_CHECKING:
     from sirchat.ui.startup import Open
 
 # Takes the suggested line; returns the line that the user enters, or None if the user leaves.
-Read = Callable[[str], Line | None]
+Read = Callable[[str], InputLine | None]
 
 # Takes the flag for Ctrl-C; returns a function that says whether to stop the reply.
-Stops = Callable[[Interrupt], Interrupted]
+Stops = Callable[[InterruptFlag], Interrupted]
 
 
 def run_tutorial(open_session: Open, screen: Screen, *, waits: bool) -> bool:
@@ -99,16 +104,18 @@ def run_tutorial(open_session: Open, screen: Screen, *, waits: bool) -> bool:
             session = open_session(report)
         if keys is None or keyboard is None:
             return _Tutorial(session, screen, _echo(screen), lambda interrupt: interrupt).run()
-        keyboard.keep_typed()  # the terminal may have told its background meanwhile
-        output = prompt_output(screen)
-        prompt = Prompt(keys, output, history=InMemory(), has_colours=lambda: screen.has_colours)
+        keyboard.pass_keys_to_prompt()  # the terminal may have told its background meanwhile
+        output = create_prompt_output(screen)
+        prompt = Prompt(
+            keys, output, history=InMemoryTypedHistory(), has_colours=lambda: screen.has_colours
+        )
         prompt.set_completer(SlashCompleter(lambda: session), lambda: _TOOLBAR)
 
-        def read(suggested: str) -> Line | None:
-            keyboard.keep_typed()
+        def read(suggested: str) -> InputLine | None:
+            keyboard.pass_keys_to_prompt()
             return prompt.read(suggested)
 
-        def stops(interrupt: Interrupt) -> Interrupted:
+        def stops(interrupt: InterruptFlag) -> Interrupted:
             return make_stop_check(interrupt, keyboard, False)
 
         return _Tutorial(session, screen, read, stops).run()
@@ -117,9 +124,9 @@ def run_tutorial(open_session: Open, screen: Screen, *, waits: bool) -> bool:
 def _echo(screen: Screen) -> Read:
     """Without a user: prints the suggested line, and returns it."""
 
-    def read(suggested: str) -> Line:
+    def read(suggested: str) -> InputLine:
         screen.line(f"> {suggested}")
-        return Line(suggested, is_command=suggested.startswith("/"))
+        return InputLine(suggested, is_command=suggested.startswith("/"))
 
     return read
 
@@ -130,7 +137,9 @@ class _Tutorial:
     def __init__(self, session: Session, screen: Screen, read: Read, stops: Stops) -> None:
         self._session, self._screen = session, screen
         self._read, self._stops = read, stops
-        self._commands = Commands(session, screen, InMemory(), SavedChat(session, screen))
+        self._commands = Commands(
+            session, screen, InMemoryTypedHistory(), SavedChat(session, screen)
+        )
         self._has_own_lines = False
 
     def run(self) -> bool:
@@ -168,13 +177,13 @@ class _Tutorial:
                 return True
             self._has_own_lines = True
 
-    def _send(self, line: Line) -> Action | None:
+    def _send(self, line: InputLine) -> Action | None:
         try:
             if line.is_stopped:
                 raise KeyboardInterrupt
             if line.is_command:
                 return self._run(line.text)
-            with Interrupt() as interrupt, LiveView(self._session, self._screen) as view:
+            with InterruptFlag() as interrupt, LiveView(self._session, self._screen) as view:
                 for event in self._session.ask(line.text, self._stops(interrupt)):
                     view.show(event)
             if interrupt():

@@ -23,7 +23,7 @@ from prompt_toolkit.output import Output, create_output
 from prompt_toolkit.output.plain_text import PlainTextOutput
 
 from sirchat import paths
-from sirchat.ui.interrupt import CtrlC
+from sirchat.ui.interrupt import CtrlCGuard
 from sirchat.ui.keys import ESCAPE_SECONDS, ChordEscape, terminal_keys
 from sirchat.ui.prompt import Prompt
 from sirchat.ui.screen import Screen
@@ -44,25 +44,28 @@ _ERASE_BELOW = "\x1b[J"
 class TerminalInput:
     """What reads the lines of one chat, and what Ctrl-C does between two of them."""
 
-    ctrl_c: CtrlC
+    ctrl_c: CtrlCGuard
     keyboard: Keyboard
     history: TypedHistory
     prompt: Prompt
 
 
 @contextmanager
-def line_input(screen: Screen, *, is_kept: bool = True) -> Iterator[TerminalInput]:
+def open_terminal_input(screen: Screen, *, is_persistent: bool = True) -> Iterator[TerminalInput]:
     """Context manager: yields what reads lines; inside, the terminal echoes no keys.
 
-    `is_kept`: whether typed lines are kept on disk.
+    `is_persistent`: whether typed lines are kept on disk.
     """
     keys = terminal_keys()
-    with CtrlC() as ctrl_c, Keyboard(keys, screen.terminal) as keyboard:
+    with CtrlCGuard() as ctrl_c, Keyboard(keys, screen.terminal) as keyboard:
         ask_background(keys, screen)
-        screen.before_pager = keyboard.take_answer
-        history, output = input_history(screen.note, is_kept=is_kept), prompt_output(screen)
+        screen.before_pager = keyboard.wait_for_background
+        history, output = (
+            open_history(screen.note, is_persistent=is_persistent),
+            create_prompt_output(screen),
+        )
         prompt = Prompt(keys, output, history=history, has_colours=lambda: screen.has_colours)
-        history.as_typed = prompt.as_typed
+        history.escape_message = prompt.escape_message
         yield TerminalInput(ctrl_c, keyboard, history, prompt)
 
 
@@ -76,28 +79,28 @@ def ask_background(keys: Input, screen: Screen) -> None:
         keys.ask_background(screen.terminal, screen.use_background)
 
 
-def prompt_output(screen: Screen) -> Output:
+def create_prompt_output(screen: Screen) -> Output:
     """The object by which a prompt writes to the terminal; plain text to a dumb one."""
     if screen.is_dumb:
         return PlainTextOutput(sys.stdout)
     return create_output(always_prefer_tty=True)
 
 
-def input_history(complain: Callable[[str], None], *, is_kept: bool = True) -> TypedHistory:
+def open_history(complain: Callable[[str], None], *, is_persistent: bool = True) -> TypedHistory:
     """The history of typed lines: a file or, with a call of `complain`, in memory if that fails.
 
-    Unless `is_kept`, the file is read but not written.
+    Unless `is_persistent`, the file is read but not written.
     """
     path = paths.history_file()
     try:
-        if is_kept:
+        if is_persistent:
             paths.private_dir(path.parent)
             paths.open_private(path, "a").close()
     except OSError as error:
         complain(f"the input history is not kept: {error}")
-        return InMemory()
+        return InMemoryTypedHistory()
     history = _Private(str(path))
-    history.is_kept = is_kept
+    history.is_persistent = is_persistent
     return history
 
 
@@ -106,14 +109,16 @@ class TypedHistory(History):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)  # those of the other base class
-        self.typed_now: set[str] = set()  # since the program began
-        self.typed_for: dict[str, str] = {}  # by the message that was sent with a file's text in it
-        self.is_kept = True  # whether new lines are written to the file
-        self.as_typed: Callable[[str], str] = str  # how a line must be typed to mean the same
+        self.new_lines: set[str] = set()  # since the program began
+        self.typed_by_message: dict[
+            str, str
+        ] = {}  # by the message that was sent with a file's text in it
+        self.is_persistent = True  # whether new lines are written to the file
+        self.escape_message: Callable[[str], str] = str  # how a line must be typed to mean the same
 
     def append_string(self, string: str) -> None:
-        typed = self.as_typed(string)
-        self.typed_now.add(typed.strip())
+        typed = self.escape_message(string)
+        self.new_lines.add(typed.strip())
         super().append_string(typed)
 
     def lines(self) -> list[str]:
@@ -123,11 +128,13 @@ class TypedHistory(History):
     def erase(self, matches: Callable[[str], bool]) -> None:
         """Erase the lines that match. Raises OSError if their file can't be written."""
         self._loaded_strings = [line for line in self._loaded_strings if not matches(line)]
-        self.typed_now = {line for line in self.typed_now if not matches(line)}
-        self.typed_for = {sent: line for sent, line in self.typed_for.items() if not matches(line)}
+        self.new_lines = {line for line in self.new_lines if not matches(line)}
+        self.typed_by_message = {
+            sent: line for sent, line in self.typed_by_message.items() if not matches(line)
+        }
 
 
-class InMemory(TypedHistory, InMemoryHistory):
+class InMemoryTypedHistory(TypedHistory, InMemoryHistory):
     """A history of typed lines that is lost when the chat ends."""
 
     def erase(self, matches: Callable[[str], bool]) -> None:
@@ -140,7 +147,7 @@ class Keyboard:
 
     Args:
         keys: the source of keys, shared with the prompt.
-        out: the terminal to which `mark_pastes` writes; None: nothing is written.
+        out: the terminal to which `set_bracketed_paste` writes; None: nothing is written.
     """
 
     def __init__(self, keys: Input, out: Any = None) -> None:
@@ -163,7 +170,7 @@ class Keyboard:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if sys.platform != "win32":
             signal.signal(signal.SIGTSTP, self._suspended)
-        self.take_answer()
+        self.wait_for_background()
         self._restore()
         if kind is not None:  # a signal may have come while a prompt was being drawn
             with suppress(OSError):
@@ -172,29 +179,29 @@ class Keyboard:
     @contextmanager
     def lend_terminal(self) -> Iterator[None]:
         """Context manager: inside, the terminal is in its usual mode, for example for an editor."""
-        self.take_answer()
+        self.wait_for_background()
         self._restore()
         try:
             yield
         finally:
             self._quiet()
 
-    def take_answer(self) -> None:
+    def wait_for_background(self) -> None:
         """Wait a moment for an answer of the terminal, which another program would take as keys.
 
         Where none comes, nobody waits again.
         """
         keys = self._keys
-        if sys.platform != "win32" and isinstance(keys, TerminalKeys) and keys.is_asked:
+        if sys.platform != "win32" and isinstance(keys, TerminalKeys) and keys.is_answer_pending:
             self._quiet()  # a prompt that is left shows what comes
             end = time.monotonic() + _SILENCE
             with suppress(ValueError):  # Ctrl-Z came while keys were read
-                while keys.is_asked and time.monotonic() < end:
+                while keys.is_answer_pending and time.monotonic() < end:
                     self._typed += keys.read_keys()
                     time.sleep(_SILENCE / 20)
-            keys.is_asked = False
+            keys.is_answer_pending = False
 
-    def mark_pastes(self, on: bool) -> None:
+    def set_bracketed_paste(self, on: bool) -> None:
         """Switch bracketed paste on or off; while it is on, pasted text stays one message."""
         self._marks_pastes = on
         self._write(_PASTE_ON if on else _PASTE_OFF)
@@ -202,7 +209,7 @@ class Keyboard:
     def escape_pressed(self) -> bool:
         """Whether Esc alone, or Ctrl-C, is among the keys since the last call.
 
-        `keep_typed` still gets all others.
+        `pass_keys_to_prompt` still gets all others.
         """
         if sys.platform == "win32":
             return False
@@ -225,11 +232,11 @@ class Keyboard:
             time.sleep(_SILENCE / 20)
         return False
 
-    def keep_typed(self) -> None:
+    def pass_keys_to_prompt(self) -> None:
         """Pass the keys that were typed while no prompt was open to the next prompt."""
         if sys.platform != "win32":
             self.escape_pressed()
-            if isinstance(self._keys, TerminalKeys) and self._keys.waits:
+            if isinstance(self._keys, TerminalKeys) and self._keys.is_incomplete:
                 time.sleep(ESCAPE_SECONDS)  # the rest of a chord may come, or Esc was pressed
                 self.escape_pressed()
         typed = [press for press in self._typed if press.key not in _DROPPED]
@@ -266,7 +273,7 @@ class Keyboard:
         """Handle Ctrl-Z: erase the panel, restore the terminal, stop, and be quiet afterwards."""
         if sys.platform == "win32":  # which has no such key
             return
-        self.take_answer()
+        self.wait_for_background()
         self._restore()
         self._write_now(_PASTE_OFF + _CURSOR_ON + _ERASE_BELOW)
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
@@ -281,7 +288,7 @@ class _Private(TypedHistory, FileHistory):
     """A history in a file that only the user can read; a line that can't be added is ignored."""
 
     def store_string(self, string: str) -> None:
-        if not self.is_kept:
+        if not self.is_persistent:
             return
         with suppress(OSError):
             paths.private_dir(paths.history_file().parent)

@@ -23,7 +23,7 @@ from sirchat.saved import index
 from sirchat.saved.database import connect
 from sirchat.saved.search import search_sessions
 from sirchat.saved.session_list import list_sessions
-from sirchat.ui.typed_input import input_history
+from sirchat.ui.typed_input import open_history
 
 pytestmark = pytest.mark.usefixtures("folder")
 _FAILS, _WORKS = "not saved now", "saved again"
@@ -154,7 +154,7 @@ def test_where_no_home_can_be_made_a_chat_goes_on(
         home = str(tmp_path / home)
     monkeypatch.setenv("SIRCHAT_HOME", home)
     told: list[str] = []
-    input_history(told.append).append_string("a line")
+    open_history(told.append).append_string("a line")
     assert len(told) == 1
     chat = Chat(archive="disk")
     chat.say(*SAYINGS)

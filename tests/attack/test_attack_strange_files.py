@@ -33,7 +33,7 @@ from sirchat.saved.search import search_sessions
 from sirchat.saved.session_list import find_session, list_sessions, open_saved_file, remove_session
 from sirchat.saved.store import SessionStore
 from sirchat.text.text_file import load_text_file
-from sirchat.ui.attaching import attach_files
+from sirchat.ui.attaching import attach_mentions
 
 _SPARSE = 10 * 2**30  # bytes
 
@@ -161,8 +161,8 @@ PLACES: dict[str, Callable[[Path, Callable[[Path], None]], None]] = {
     "chat": _as_chat,
     "transcript": _as_transcript,
     "file to read": _with(lambda path: load_text_file(str(path))),
-    "attached": _with(lambda path: attach_files(f'see @"{path}", @{path} and', lambda note: None)),
-    "folder attached": _with(lambda path: attach_files(f'see @"{path.parent}"', lambda note: None)),
+    "attached": _with(lambda path: attach_mentions(f'see @"{path}", @{path} and', print)),
+    "folder attached": _with(lambda path: attach_mentions(f'see @"{path.parent}"', print)),
     "text of a study": _with(read_data_text),
     "conversations": _with(load_dialogues),
     "needle": _with(dialogues_of_file),
@@ -198,7 +198,7 @@ def test_a_folder_that_is_attached_sends_no_file_that_a_link_in_it_leads_to(tmp_
     (folder / "a.txt").write_text("said")
     for name, target in (("b.txt", "../secret.txt"), ("c.txt", "nowhere"), ("d.txt", "d.txt")):
         (folder / name).symlink_to(target)
-    message, files = attach_files(f"see @{folder}", lambda note: None)
+    message, files = attach_mentions(f"see @{folder}", lambda note: None)
     assert [Path(file.name).name for file in files] == ["a.txt"]
     assert "secret" not in message
 

@@ -26,7 +26,7 @@ from command_home import CommandHome, Wrong
 from fake_hub import FakeHub, fake_hub
 from saved_chats import saved
 from sirchat.paths import tiny_dir
-from sirchat.ui.typed_input import input_history
+from sirchat.ui.typed_input import open_history
 
 pytestmark = pytest.mark.slow
 
@@ -139,7 +139,7 @@ def chats(draw: random.Random, race: Race) -> None:
     said = race.said()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SIRCHAT_HOME", str(race.folder))
-        kept = input_history(lambda complaint: None).lines()
+        kept = open_history(lambda complaint: None).lines()
     for number in race.survivors():
         if race.done[number] or not {*lines[number]} <= {*said} & {*kept}:
             raise Wrong(f"{lines[number]} were said, {said} saved, {kept} in the history")

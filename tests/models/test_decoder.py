@@ -26,7 +26,7 @@ from random_encoders import random_encoder
 from sirchat.models.attention_hook import AttentionCall
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.decoder import Decoder
-from sirchat.models.encoder import Readings
+from sirchat.models.encoder import EncoderOutput
 from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.gguf.translate import config_values
 from sirchat.models.load import load_model
@@ -167,10 +167,10 @@ def test_observers_see_the_attention_weights_and_the_logits_stay(case: str, fold
 def test_an_encoder_gets_the_states_of_its_layers(folder: Path) -> None:
     found = list[Any]()
     for model in pair(file_of("llama", folder)):
-        readings = Readings(encodes=True)
+        encoder_output = EncoderOutput(is_wanted=True)
         encoding = replace(model, encoder=random_encoder(model, (1, 2)))
-        encoding.read(IDS, encoding.new_cache(len(IDS)), readings=readings)
-        found.append(readings.numbers)
+        encoding.read(IDS, encoding.new_cache(len(IDS)), encoder_output=encoder_output)
+        found.append(encoder_output.token_vectors)
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 

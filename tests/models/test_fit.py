@@ -17,7 +17,7 @@ from command import run
 from families import HELD, HYBRIDS, REFUSED, build, loaded
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
-from sirchat.models.fit import PROGRAM, ModelFit, fit_of, recommended
+from sirchat.models.fit import PROGRAM_BYTES, ModelFit, compute_fit, recommend_model
 from sirchat.models.listing import find_model
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel, wrap_model
@@ -43,7 +43,7 @@ def held_bytes(model: LoadedModel) -> int:
 
 
 def fit(path: Path, free: int | None = None, **settings: Any) -> ModelFit:
-    return fit_of(find_model(str(path)), Profile(device="cpu", **settings), free)
+    return compute_fit(find_model(str(path)), Profile(device="cpu", **settings), free)
 
 
 GB = 10**9
@@ -63,17 +63,19 @@ GB = 10**9
 def test_the_largest_model_that_fits_is_recommended(
     free: int | None, on_cpu: bool, file: str
 ) -> None:
-    model = recommended(free, on_cpu=on_cpu)
+    model = recommend_model(free, on_cpu=on_cpu)
     assert model["file"] == file
     assert split_gguf_name(f"{model['name']}/{file}") == (model["name"], file)
-    assert PROGRAM + model["download"] < model["memory"] < PROGRAM + 3 * model["download"]
+    assert (
+        PROGRAM_BYTES + model["download"] < model["memory"] < PROGRAM_BYTES + 3 * model["download"]
+    )
 
 
 def test_recommend_prints_the_command_that_gets_it_and_asks_no_network(tmp_path: Path) -> None:
     done = run("models", "recommend", HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_CACHE=str(tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
     about, get = done.stdout.splitlines()
-    model = recommended(free_memory(), on_cpu=uses_cpu(Profile()))
+    model = recommend_model(free_memory(), on_cpu=uses_cpu(Profile()))
     assert model["use"] in about
     assert "free here" in about
     assert get.endswith(f": sirchat models pull {model['name']} --file {model['file']}")
@@ -117,7 +119,7 @@ def test_the_first_choice_is_what_the_settings_give_and_the_others_are_what_to_t
 def test_the_largest_budget_is_what_the_free_memory_has_room_for() -> None:
     whole = fit(tiny_dir()).choices[0]
     row = (whole.caches[1024] or 0) // 1024
-    taken = PROGRAM + whole.weights + whole.working
+    taken = PROGRAM_BYTES + whole.weights + whole.working
 
     def largest(free: int | None) -> int | None:
         return fit(tiny_dir(), free).choices[0].largest_budget
@@ -130,14 +132,14 @@ def test_the_largest_budget_is_what_the_free_memory_has_room_for() -> None:
 
 def test_nothing_fits_where_loading_takes_more_than_is_free() -> None:
     """Weights are loaded whole before they are rounded to eight bits."""
-    needed = PROGRAM + fit(tiny_dir(), quantize="int8").choices[0].loading
+    needed = PROGRAM_BYTES + fit(tiny_dir(), quantize="int8").choices[0].loading
     assert fit(tiny_dir(), needed, quantize="int8").choices[0].largest_budget == 2048
     assert fit(tiny_dir(), needed - 1, quantize="int8").choices[0].largest_budget == 0
 
 
 def test_the_free_memory_of_a_gpu_is_not_known_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sirchat.models.shape._has_accelerator", lambda: True)
-    said = fit_of(find_model("tiny"), Profile(device="auto"), 10**12)
+    said = compute_fit(find_model("tiny"), Profile(device="auto"), 10**12)
     assert said.choices[0].precision == "bfloat16"
     assert {one.largest_budget for one in said.choices} == {None}
     settings = ["", "--dtype float32", "--quantize int8", "--quantize int4"]

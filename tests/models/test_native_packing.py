@@ -19,11 +19,11 @@ from native_library import built_library, has_library
 from sirchat.config.profile import Profile
 from sirchat.models import load, packed, prepared, products
 from sirchat.models.compiling import use_compiled
-from sirchat.models.fit import fit_of
+from sirchat.models.fit import compute_fit
 from sirchat.models.gguf import blocks
 from sirchat.models.gguf.blocks import NativePacking, split_four_bit, unpack_floats
 from sirchat.models.gguf.header import FIVE_BIT, FOUR_BIT, GgufTensor
-from sirchat.models.gguf.prepared import WRITER
+from sirchat.models.gguf.prepared import WRITER_THREAD
 from sirchat.models.listing import find_model
 from sirchat.models.load import load_model
 from sirchat.models.packed import Int4Linear, PackedLinear, quantize_int8
@@ -83,7 +83,7 @@ def test_a_matrix_has_the_bits_of_torch(
 
 def wait_for_the_writer() -> None:
     for thread in threading.enumerate():
-        if thread.name == WRITER:
+        if thread.name == WRITER_THREAD:
             thread.join()
 
 
@@ -95,7 +95,7 @@ def test_a_file_of_five_bits_is_read_and_mapped_in_these_with_its_own_values(
 
     private_dir(compiled_dir())
     (compiled_dir() / products.library_name()).symlink_to(built_library())
-    monkeypatch.setattr(prepared, "LEAST", 0)
+    monkeypatch.setattr(prepared, "MIN_GGUF_BYTES", 0)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 320}
     original = random_model("qwen2", tie_word_embeddings=True, **sizes)
     path = write_model(own_home / "model.gguf", original, "qwen2", kind_of)
@@ -130,8 +130,8 @@ def test_a_file_of_five_bits_is_read_and_mapped_in_these_with_its_own_values(
     assert bits_without_the_library() == {8}
     held = sum(one.nbytes for one in packed.packed_buffers(model.module))
     held += sum(one.nbytes for one in model.module.parameters())
-    said = fit_of(find_model(str(path)), Profile(device="cpu"), None).choices[0]
+    said = compute_fit(find_model(str(path)), Profile(device="cpu"), None).choices[0]
     assert said.weights == pytest.approx(held, rel=0.02)
     assert said.working == 0
     off = Profile(device="cpu", compile="off")
-    assert fit_of(find_model(str(path)), off, None).choices[0].working > 0
+    assert compute_fit(find_model(str(path)), off, None).choices[0].working > 0

@@ -43,7 +43,7 @@ PAGE = 4096
 
 @pytest.fixture(autouse=True)
 def _small_files_too(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared, "LEAST", 0)
+    monkeypatch.setattr(prepared, "MIN_GGUF_BYTES", 0)
 
 
 def written(folder: Path, case: str = "llama3", seed: int = 0) -> Path:
@@ -59,7 +59,7 @@ def loaded(path: Path, **how: Any) -> LoadedModel:
     """Load a model, and wait for its prepared file."""
     model = load_model(str(path), device="cpu", quantize="packed", **how)
     for thread in threading.enumerate():
-        if thread.name == contents.WRITER:
+        if thread.name == contents.WRITER_THREAD:
             thread.join()
     return model
 
@@ -237,7 +237,7 @@ def test_a_full_or_read_only_disk_costs_only_time(
 ) -> None:
     class Full:
         def __init__(self, *_: object) -> None:
-            self.file = open(prepared_dir() / f"full{prepared.UNFINISHED}", "wb")  # noqa: SIM115
+            self.file = open(prepared_dir() / f"full{prepared.UNFINISHED_SUFFIX}", "wb")  # noqa: SIM115
 
         def __enter__(self) -> Full:
             return self
@@ -288,7 +288,7 @@ def test_a_process_that_ends_stops_the_writer_and_another_one_goes_on(
     monkeypatch.setattr(atexit, "register", ends.append)
     path = written(tmp_path)
     wanted = logits(load_model(str(path), device="cpu", quantize="packed"))
-    (writer,) = (one for one in threading.enumerate() if one.name == contents.WRITER)
+    (writer,) = (one for one in threading.enumerate() if one.name == contents.WRITER_THREAD)
     written_first.wait(10)
     assert len(list(prepared_dir().iterdir())) == 1
     threading.Timer(0.1, writes.set).start()
@@ -311,7 +311,7 @@ def test_the_longest_unused_go_first_and_what_a_killed_writer_left(
     loaded(paths[0])
     size = the_file().stat().st_size
     monkeypatch.setattr(prepared, "_MOST", 5 * size // 2)
-    left = prepared_dir() / f"1234{prepared.UNFINISHED}"
+    left = prepared_dir() / f"1234{prepared.UNFINISHED_SUFFIX}"
     left.write_bytes(b"half")
     loaded(paths[1])
     assert left.exists()  # another process may be writing it

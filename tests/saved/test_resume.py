@@ -16,7 +16,7 @@ from sirchat.cli.app import _with_last_chat
 from sirchat.paths import sessions_dir
 from sirchat.saved.session_list import list_sessions
 from sirchat.ui.saved_chat import show_resumed_chat
-from sirchat.ui.typed_input import input_history
+from sirchat.ui.typed_input import open_history
 from terminal import WARM, Terminal
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -187,10 +187,10 @@ def test_resume_alone_means_the_last_session_but_not_after_a_command() -> None:
 
 def _typed(*lines: str) -> list[str]:
     """The lines of the input history, after these were added."""
-    history = input_history(print)
+    history = open_history(print)
     for line in lines:
         history.append_string(line)
-    return input_history(print).lines()
+    return open_history(print).lines()
 
 
 def test_what_stays_of_it_is_said_and_its_typed_lines_are_erased_if_asked(folder: Path) -> None:

@@ -63,7 +63,7 @@ def snapshot_of_talk(said: list[tuple[str, str]], *, least: float = 3.2) -> Snap
         start, end = _TEMPLATE_TOKENS
         for token in (start, *_TOKENS.findall(text), end):
             tokens.append(_token(len(tokens), token, turn, role, least, text == "ok"))
-    return snapshot_of(tokens, [role for role, _ in said])
+    return snapshot_folder(tokens, [role for role, _ in said])
 
 
 def _token(
@@ -94,7 +94,7 @@ def _token(
     return row, held and not lost
 
 
-def snapshot_of(tokens: list[tuple[TokenRow, bool]], roles: list[str]) -> Snapshot:
+def snapshot_folder(tokens: list[tuple[TokenRow, bool]], roles: list[str]) -> Snapshot:
     """A snapshot of tokens, each with whether it is held; every count is recomputed."""
     held = tuple(row for row, stays in tokens if stays)
     free = sorted((row for row in held if not row.flags), key=lambda row: row.rank_key)

@@ -61,7 +61,7 @@ def write_first_layers(path: Path, whole: Path, count: int) -> Path:
     The copied tensors keep their bytes, and the header all its metadata but the number of layers.
     """
     data, alignment = whole.read_bytes(), 32
-    read = parse_gguf(whole, with_lists_of_text=False)
+    read = parse_gguf(whole, with_text_lists=False)
     left_out = tuple(f"blk.{n}." for n in range(count, read.metadata["llama.block_count"]))
     tensors = {name: one for name, one in read.tensors.items() if not name.startswith(left_out)}
     name = next(iter(read.tensors)).encode()

@@ -36,7 +36,7 @@ from sirchat.ui.commands import Commands, SwitchSession
 from sirchat.ui.panel import draw_compact_panel, draw_panel
 from sirchat.ui.screen import Screen
 from sirchat.ui.tables import draw_token_ranks, draw_tokens
-from sirchat.ui.typed_input import InMemory
+from sirchat.ui.typed_input import InMemoryTypedHistory
 
 SESSIONS = 60
 
@@ -243,9 +243,9 @@ class _RunningSession:
     def _command(self, line: str) -> dict[str, Any]:
         out = io.StringIO()
         screen = Screen(out, out, theme="none")
-        history = InMemory()
+        history = InMemoryTypedHistory()
         saved_chat = SimpleNamespace(
-            branches_with=lambda text: [],
+            branches_containing=lambda text: [],
             drop_revealing_name=lambda said, whole: False,
             save=lambda: None,
             replace_session=lambda session: None,

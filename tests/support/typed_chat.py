@@ -14,11 +14,11 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 from chatting import session
 from fake_terminal import FakeTerminal
 from sirchat.models.model import LoadedModel
-from sirchat.ui.interrupt import CtrlC
+from sirchat.ui.interrupt import CtrlCGuard
 from sirchat.ui.prompt import Prompt
 from sirchat.ui.repl import Chat
 from sirchat.ui.screen import Screen
-from sirchat.ui.typed_input import Keyboard, TerminalInput, input_history
+from sirchat.ui.typed_input import Keyboard, TerminalInput, open_history
 from terminal import everything_on
 
 CTRL_D = "\x04"
@@ -27,7 +27,7 @@ CTRL_D = "\x04"
 class _NoKeys(Keyboard):
     """Between two prompts nothing is typed: all keys wait for the next one."""
 
-    def keep_typed(self) -> None: ...
+    def pass_keys_to_prompt(self) -> None: ...
 
     def escape_pressed(self) -> bool:
         return False
@@ -62,7 +62,7 @@ class TypedChat:
         terminal, self.pipe = self.terminal, keys
         self.session = session(self._model, **{"panel": "off", **self._settings})
         self.screen = Screen(terminal, terminal)
-        self.history = input_history(self.screen.note, is_kept=self.session.profile.save)
+        self.history = open_history(self.screen.note, is_persistent=self.session.profile.save)
 
         def size() -> Size:
             return Size(*reversed(terminal.size()))
@@ -71,8 +71,8 @@ class TypedChat:
         prompt = Prompt(
             keys, output, history=self.history, has_colours=lambda: self.screen.has_colours
         )
-        self.history.as_typed = prompt.as_typed
-        entry = TerminalInput(CtrlC(), _NoKeys(keys), self.history, prompt)
+        self.history.escape_message = prompt.escape_message
+        entry = TerminalInput(CtrlCGuard(), _NoKeys(keys), self.history, prompt)
         self.chat = Chat(self.session, self.screen, entry, None, True, ())
         return self
 

@@ -12,7 +12,7 @@ from chatting import babbler, session
 from command import run
 from fake_terminal import FakeTerminal
 from sirchat.errors import UsageError
-from sirchat.ui.attaching import attach_file, attach_files, describe_size
+from sirchat.ui.attaching import attach_mentions, attach_named_files, describe_size
 from typed_chat import TypedChat
 
 NOTES = "```notes.txt\nbuy milk\n```"
@@ -29,10 +29,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def sent(text: str, pasted_signs: set[int] | None = None) -> tuple[str, list[str]]:
+def sent(text: str, pasted_at_signs: set[int] | None = None) -> tuple[str, list[str]]:
     """The message that is sent, and the notes."""
     notes: list[str] = []
-    return attach_files(text, notes.append, pasted_signs or set())[0], notes
+    return attach_mentions(text, notes.append, pasted_at_signs or set())[0], notes
 
 
 @pytest.mark.parametrize(
@@ -163,12 +163,12 @@ def test_a_folder_and_a_pattern_bring_their_text_files(
     folder: Path, named: str, files: list[str], form: str
 ) -> None:
     sources(folder)
-    text, attached = attach_files(f"Look at {form.format(named)}, please.", print)
+    text, attached = attach_mentions(f"Look at {form.format(named)}, please.", print)
     assert [file.name.rpartition("src/")[2] for file in attached] == files
     for file in attached:
         assert f"```{file.name}\nin {Path(file.name).name}\n```" in text
     assert text.endswith(f"\n\nLook at {named}, please.")
-    assert attach_file(f'"{named}"')[1] == attached
+    assert attach_named_files(f'"{named}"')[1] == attached
 
 
 @pytest.mark.parametrize("word", ["@*", "@?", "@*.none", "@src/*.rs", "@[a]", "@**", "@a*"])
@@ -181,7 +181,7 @@ def test_signs_that_match_no_file_or_are_no_path_are_plain_text(folder: Path, wo
     ("read", "text"),
     [
         *((sent, f"see {word}") for word in ("@docs/", "@./docs", "@/dev/zero", "@bin.dat")),
-        *((attach_file, rest) for rest in ("", '""', "none.txt", "docs", "a b.md")),
+        *((attach_named_files, rest) for rest in ("", '""', "none.txt", "docs", "a b.md")),
     ],
 )
 def test_what_is_no_text_file_refuses_the_message_and_the_command_in_one_line(
@@ -196,7 +196,7 @@ def test_what_is_no_text_file_refuses_the_message_and_the_command_in_one_line(
 def test_a_file_that_speaks_of_files_brings_no_other(folder: Path) -> None:
     (folder / "a.txt").write_text("@notes.txt and /read notes.txt", encoding="utf-8")
     assert sent("@a.txt")[0] == "```a.txt\n@notes.txt and /read notes.txt\n```"
-    assert attach_file("a.txt see @notes.txt")[0].endswith("\n\nsee @notes.txt")
+    assert attach_named_files("a.txt see @notes.txt")[0].endswith("\n\nsee @notes.txt")
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_a_file_that_speaks_of_files_brings_no_other(folder: Path) -> None:
     ],
 )
 def test_read_sends_the_file_and_then_the_question(rest: str, message: str) -> None:
-    text, (file,) = attach_file(rest)
+    text, (file,) = attach_named_files(rest)
     assert text == message
     assert file.block in message
 
@@ -248,7 +248,7 @@ def test_the_size_is_told_against_the_budget(
     folder: Path, words: int, budget: int, ending: str
 ) -> None:
     (folder / "n.txt").write_text("milk " * words, encoding="utf-8")
-    _, files = attach_files("@n.txt", print)
+    _, files = attach_mentions("@n.txt", print)
     said = describe_size(files, session(budget=budget))
     assert said.startswith("n.txt: ")
     assert said.endswith(f" tokens; the budget is {ending}")
@@ -256,13 +256,13 @@ def test_the_size_is_told_against_the_budget(
 
 def test_the_tokens_told_are_those_that_are_read(folder: Path) -> None:
     (folder / "n.txt").write_text("milk and bread\n" * 9, encoding="utf-8")
-    text, files = attach_files("@n.txt", print)
+    text, files = attach_mentions("@n.txt", print)
     chat = session()
     said = describe_size(files, chat)
     list(chat.read_user(text))
     read = sum(row.role == "user" for row in chat.snapshot().rows)
     assert said == f"n.txt: {read:,} tokens; the budget is 1,024 tokens"
-    _, files = attach_files("@n.txt @Makefile", print)
+    _, files = attach_mentions("@n.txt @Makefile", print)
     assert describe_size(files, chat).startswith(f"n.txt: {read:,} tokens, Makefile: ")
 
 
@@ -274,8 +274,8 @@ def test_a_name_is_taken_before_a_pattern_and_links_to_folders_are_not_followed(
         (folder / name).write_bytes(name.encode() + b"\0" * name.endswith("png"))
     for name in "xy":
         (folder / "deep" / name).symlink_to("..", target_is_directory=True)
-    assert [one.name for one in attach_files("What is in @App.js?", print)[1]] == ["App.js"]
+    assert [one.name for one in attach_mentions("What is in @App.js?", print)[1]] == ["App.js"]
     for mention in ("@./deep", "@deep/**/*.txt", "@**/one.txt"):
-        (file,) = attach_files(mention, print)[1]
+        (file,) = attach_mentions(mention, print)[1]
         assert file.text == "deep/one.txt"
-    assert not attach_files("see @App.j? and @./?pp.js", print)[1]
+    assert not attach_mentions("see @App.j? and @./?pp.js", print)[1]

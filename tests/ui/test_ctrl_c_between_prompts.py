@@ -14,7 +14,7 @@ import pytest
 import chatting
 from sirchat.chat.session import Session
 from sirchat.ui import prompt, repl, startup, typed_input
-from sirchat.ui.prompt import Line
+from sirchat.ui.prompt import InputLine
 from sirchat.ui.screen import Screen
 
 _FILES = {module.__file__ for module in (prompt, repl, startup, typed_input)}
@@ -29,11 +29,11 @@ class _Keyboard:
 
     def __exit__(self, *_: object) -> None: ...
 
-    def keep_typed(self) -> None: ...
+    def pass_keys_to_prompt(self) -> None: ...
 
-    def take_answer(self) -> None: ...
+    def wait_for_background(self) -> None: ...
 
-    def mark_pastes(self, on: bool) -> None: ...
+    def set_bracketed_paste(self, on: bool) -> None: ...
 
     def escape_pressed(self) -> bool:
         return False
@@ -42,12 +42,12 @@ class _Keyboard:
 class _Presses:
     """Stands for a prompt: in round N, Ctrl-C comes at the Nth line that runs after `read`."""
 
-    def __init__(self, answer: Callable[[], Line | None], *, once: int | None = None) -> None:
+    def __init__(self, answer: Callable[[], InputLine | None], *, once: int | None = None) -> None:
         self._answer, self._once = answer, once
         self.rounds = self._left = 0
         self.has_ended = False  # the last round had fewer lines
 
-    as_typed = ask_for_key = edit = use_editing = str
+    escape_message = ask_for_key = edit = set_editing_mode = str
 
     def redraw(self) -> None: ...
 
@@ -55,7 +55,7 @@ class _Presses:
 
     def set_header(self, *_: object) -> None: ...
 
-    def read(self, *_: object, **__: object) -> Line | None:
+    def read(self, *_: object, **__: object) -> InputLine | None:
         sys.settrace(None)
         if self._left > 0 or self.rounds == _MOST or (self._once and self.rounds):
             self.has_ended = True
@@ -80,7 +80,7 @@ class _Presses:
         return self._trace
 
 
-def _press_ctrl_c() -> Line | None:
+def _press_ctrl_c() -> InputLine | None:
     raise KeyboardInterrupt
 
 
@@ -100,10 +100,12 @@ def chat_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Calla
 
 
 @pytest.mark.parametrize(
-    "answer", [_press_ctrl_c, lambda: Line("/nothing", is_command=True)], ids=["Ctrl-C", "command"]
+    "answer",
+    [_press_ctrl_c, lambda: InputLine("/nothing", is_command=True)],
+    ids=["Ctrl-C", "command"],
 )
 def test_ctrl_c_at_any_moment_between_two_prompts_does_not_end_the_chat(
-    chat_with: Callable[..., Session], answer: Callable[[], Line | None]
+    chat_with: Callable[..., Session], answer: Callable[[], InputLine | None]
 ) -> None:
     presses = _Presses(answer)
     chat_with(presses)
@@ -114,7 +116,7 @@ def test_ctrl_c_at_any_moment_between_two_prompts_does_not_end_the_chat(
 def test_a_message_that_was_entered_is_in_the_conversation_whenever_ctrl_c_comes(
     chat_with: Callable[..., Session],
 ) -> None:
-    presses = _Presses(lambda: Line("Hello.", is_command=False))
+    presses = _Presses(lambda: InputLine("Hello.", is_command=False))
     turns = chat_with(presses).turns
     assert presses.has_ended
     lost = presses.rounds - sum(turn.role == "user" for turn in turns)

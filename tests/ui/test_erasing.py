@@ -14,7 +14,7 @@ from saved_chats import Chat
 from sirchat.errors import UsageError
 from sirchat.paths import sessions_dir
 from sirchat.ui.commands import Commands
-from sirchat.ui.typed_input import input_history
+from sirchat.ui.typed_input import open_history
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def chat(own_home: Path) -> Chat:
     chat = Chat(budget=300)
     chat.history.append_string("an old line on Marmalade")
     chat.history.append_string("what is called all that")
-    chat.history.typed_now.clear()
+    chat.history.new_lines.clear()
     for text in ("Oranges make Marmalade.", "this is what the others said"):
         chat.history.append_string(text)
         chat.say(text)
@@ -79,7 +79,7 @@ def test_commands_about_words_of_this_chat_go_too_whenever_they_were_typed(chat:
     """They may have been typed before the chat was resumed; what other chats contain stays."""
     for line in ("/pin Oranges make marmalade", '/why "marmalade"', "/why Marmalade of plums"):
         chat.history.append_string(line)
-    chat.history.typed_now.clear()  # as after a resume
+    chat.history.new_lines.clear()  # as after a resume
     assert "1 typed line of other chats" not in do(chat, "/erase marmalade")
     do(chat, "/erase --yes")
     left = [line for line in chat.history.get_strings() if "armalade" in line]
@@ -107,9 +107,12 @@ def test_no_cache_of_the_process_keeps_what_was_drawn_and_erased(chat: Chat) -> 
 @pytest.mark.parametrize(
     ("broken", "named"),
     [
-        (["sirchat.ui.typed_input.InMemory.erase"], "the typed lines could not be erased from"),
         (
-            [f"sirchat.ui.typed_input.InMemory.{name}" for name in ("lines", "erase")],
+            ["sirchat.ui.typed_input.InMemoryTypedHistory.erase"],
+            "the typed lines could not be erased from",
+        ),
+        (
+            [f"sirchat.ui.typed_input.InMemoryTypedHistory.{name}" for name in ("lines", "erase")],
             "the typed lines could not be erased from",
         ),
         (["sirchat.saved.autosave.Autosave.save"], ".sqlite"),
@@ -138,13 +141,13 @@ def test_what_cant_be_erased_is_named_after_all_else_is_gone(
 
 
 def test_a_link_that_was_planted_beside_the_history_is_not_followed(own_home: Path) -> None:
-    history, victim = input_history(lambda complaint: None), own_home / "victim"
+    history, victim = open_history(lambda complaint: None), own_home / "victim"
     history.append_string("one")
     victim.write_text("precious", encoding="utf-8")
     (own_home / "state" / "history.new").symlink_to(victim)
     history.erase(lambda line: line == "one")
     assert victim.read_text(encoding="utf-8") == "precious"
-    assert not list(input_history(lambda complaint: None).load_history_strings())
+    assert not list(open_history(lambda complaint: None).load_history_strings())
 
 
 def test_former_names_of_commands_still_work_and_say_the_new_name(chat: Chat) -> None:

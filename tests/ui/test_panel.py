@@ -33,7 +33,7 @@ from drawing import (
     copied,
     lines,
     printed,
-    snapshot_of,
+    snapshot_folder,
     styles,
 )
 from sirchat.chat.events import TokenRow
@@ -109,7 +109,7 @@ def memories(draw: st.DrawFn) -> Snapshot:
                 flags=draw(st.sampled_from(((), (), ("sink",), ("pinned",), ("sink", "pinned")))),
             )
             tokens.append((row, draw(st.booleans())))
-    snapshot = snapshot_of(tokens, roles)
+    snapshot = snapshot_folder(tokens, roles)
     return replace(snapshot, model=draw(TEXTS) * draw(st.integers(1, 20)), policy=draw(TEXTS))
 
 

@@ -11,7 +11,7 @@ import pytest
 from command import run
 from fake_terminal import FakeTerminal
 from sirchat.paths import memory_dir
-from sirchat.ui.typed_input import input_history
+from sirchat.ui.typed_input import open_history
 from terminal import Terminal, program
 from typed_chat import TypedChat
 
@@ -93,7 +93,7 @@ def places(own_home: Path) -> dict[str, str]:
     for name in own.values():
         (own_home / name).mkdir(parents=True, exist_ok=True)
     (own_home / "private.yaml").write_text("save: false\n", encoding="utf-8")
-    input_history(print).append_string(BEFORE)
+    open_history(print).append_string(BEFORE)
     editor = f'echo "$1" > {own_home}/edited\nprintf " and {WORD} edited" >> "$1"'
     return {name: str(own_home / place) for name, place in own.items()} | {
         "EDITOR": program(own_home / "editor", editor.replace(WORD, "$(printf Xylo)thek")),

@@ -132,7 +132,7 @@ def test_leaving_says_nothing_where_nothing_is_kept_or_quiet_is_wanted(
         for line in lines:
             chat.ask(line)
         terminal.clear()
-        chat.chat.saved_chat.say_where()
+        chat.chat.saved_chat.print_resume_command()
     assert ("--resume" in terminal.getvalue()) == (bool(lines) and save and not is_quiet)
 
 

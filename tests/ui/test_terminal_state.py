@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from fake_terminal import FakeTerminal, show_reply
-from sirchat.ui.interrupt import interruptible_imports, whole_output
+from sirchat.ui.interrupt import defer_signals, interruptible_imports
 from sirchat.ui.keys import TerminalKeys
 from sirchat.ui.typed_input import Keyboard
 from terminal import Terminal, program
@@ -294,7 +294,7 @@ def test_the_second_signal_ends_a_program_whose_terminal_takes_no_output() -> No
     ended = list[int]()
     before = signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
     try:
-        with whole_output():
+        with defer_signals():
             signal.raise_signal(signal.SIGTERM)
             assert not ended
             signal.raise_signal(signal.SIGTERM)

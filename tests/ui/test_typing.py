@@ -24,15 +24,15 @@ from prompt_toolkit.output import DummyOutput
 
 from chatting import babbler
 from fake_terminal import FakeTerminal
-from sirchat.ui.pasted import PastedSigns
-from sirchat.ui.prompt import Line, Prompt
-from sirchat.ui.typed_input import input_history
+from sirchat.ui.pasted import PastedAtSigns
+from sirchat.ui.prompt import InputLine, Prompt
+from sirchat.ui.typed_input import open_history
 from terminal import PASTE_OFF, PASTE_ON, program
 from typed_chat import TypedChat
 
 ENTER, UP, DOWN, CTRL_C, CTRL_R, EDITOR = "\r", "\x1b[A", "\x1b[B", "\x03", "\x12", "\x18\x05"
 
-Read = Callable[..., Line]
+Read = Callable[..., InputLine]
 
 
 @pytest.fixture
@@ -49,11 +49,11 @@ def prompt(pipe: PipeInput) -> Prompt:
 @pytest.fixture
 def read(own_home: Path, pipe: PipeInput) -> Read:
     """Reads a line at the prompt; each string of keys comes a moment after the one before."""
-    history = input_history(print)
+    history = open_history(print)
     prompt = Prompt(pipe, DummyOutput(), history=history)
-    history.as_typed = prompt.as_typed
+    history.escape_message = prompt.escape_message
 
-    def line_of(first: str, *keys: str) -> Line:
+    def line_of(first: str, *keys: str) -> InputLine:
         async def others() -> None:
             for one in keys:
                 await asyncio.sleep(0.05)
@@ -77,8 +77,8 @@ def paste(text: str) -> str:
     return PASTE_ON + text + PASTE_OFF
 
 
-def message(text: str) -> Line:
-    return Line(text, is_command=False)
+def message(text: str) -> InputLine:
+    return InputLine(text, is_command=False)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_lines_blocks_and_pastes_are_one_message(read: Read, keys: str, text: st
 
 @pytest.mark.parametrize("keys", [paste("") + "/stats", paste("/") + "\x7f/stats"])
 def test_an_empty_paste_and_an_edited_one_do_not_count_as_pasted(read: Read, keys: str) -> None:
-    assert read(keys + ENTER) == Line("/stats", is_command=True)
+    assert read(keys + ENTER) == InputLine("/stats", is_command=True)
 
 
 def test_up_and_ctrl_r_bring_lines_back_and_the_history_is_private(
@@ -125,7 +125,7 @@ def test_up_and_ctrl_r_bring_lines_back_and_the_history_is_private(
         ('echo "and edited" >> "$1"', ("typed", "!\r"), message("typed\nand edited!")),
         ("printf 'a\\377b' > \"$1\"", ("", ENTER), message("a\ufffdb")),
         ('echo /exit > "$1"', ("words", ENTER), message("/exit")),
-        ('echo /exit > "$1"', ("/stats", ENTER), Line("/exit", is_command=True)),
+        ('echo /exit > "$1"', ("/stats", ENTER), InputLine("/exit", is_command=True)),
     ],
     ids=["edited", "bytes", "no command", "a command"],
 )
@@ -135,7 +135,7 @@ def test_the_text_of_the_editor_comes_back_and_becomes_no_command_there(
     monkeypatch: pytest.MonkeyPatch,
     script: str,
     keys: tuple[str, str],
-    line: Line,
+    line: InputLine,
 ) -> None:
     monkeypatch.setenv("VISUAL", program(tmp_path / "editor.sh", script))
     assert read(keys[0] + EDITOR, keys[1]) == line
@@ -218,7 +218,7 @@ def test_a_line_is_not_lost_to_ctrl_c_as_the_prompt_closes(
     asyncio.run(as_the_event_loop_ends())  # is no exception
     monkeypatch.setattr(PromptSession, "prompt", closed_too_late)
     pipe.send_text("Hello.\r")
-    assert prompt.read() == Line("Hello.", is_command=False, is_stopped=True)
+    assert prompt.read() == InputLine("Hello.", is_command=False, is_stopped=True)
     pipe.send_text("\x03")
     with pytest.raises(KeyboardInterrupt):
         prompt.read()
@@ -329,7 +329,7 @@ def test_what_is_pasted_answers_no_question_that_wants_a_key(keys: str) -> None:
 
 
 def test_a_line_that_one_chat_adds_while_another_erases_is_kept(own_home: Path) -> None:
-    ours, others = input_history(print), input_history(print)
+    ours, others = open_history(print), open_history(print)
     lines = [f"line {number}" for number in range(100)]
 
     def add() -> None:
@@ -341,61 +341,61 @@ def test_a_line_that_one_chat_adds_while_another_erases_is_kept(own_home: Path) 
     while adding.is_alive():
         ours.erase(lambda line: line == "a secret")
     adding.join()
-    assert input_history(print).lines() == lines[::-1]
+    assert open_history(print).lines() == lines[::-1]
 
 
 # --- which signs were pasted
 
 
-def typed(signs: PastedSigns, text: str) -> None:
+def typed(signs: PastedAtSigns, text: str) -> None:
     """Type a text key by key."""
     for end in range(1, len(text) + 1):
-        signs.changed(text[:end])
+        signs.update(text[:end])
 
 
 def test_typed_signs_are_not_pasted_and_pasted_ones_are() -> None:
-    signs = PastedSigns()
+    signs = PastedAtSigns()
     typed(signs, "see @a and ")
-    signs.changed("see @a and @b, @c", pasted=True)
+    signs.update("see @a and @b, @c", pasted=True)
     assert signs.indices == {11, 15}
     for text in ("see and @b, @c", "see and @b, @c @"):
-        signs.changed(text)
+        signs.update(text)
         assert signs.indices == {8, 12}
 
 
 def test_a_typed_sign_stays_typed_before_a_pasted_path_and_in_a_completion() -> None:
     for begun, changes in (("@", ["@/tmp/a.txt"]), ("@no", ["@notes.txt", '@"notes.txt"'])):
-        signs = PastedSigns()
+        signs = PastedAtSigns()
         typed(signs, begun)
         for text in changes:
-            signs.changed(text, pasted=begun == "@")
+            signs.update(text, pasted=begun == "@")
         assert not signs.indices
 
 
 def test_pasted_words_stay_pasted_when_they_come_back_at_once() -> None:
-    signs = PastedSigns()
-    signs.changed("x @/etc/hosts", pasted=True)
-    signs.changed("")
-    signs.changed("x @/etc/hosts")  # undo, yank, or the history
+    signs = PastedAtSigns()
+    signs.update("x @/etc/hosts", pasted=True)
+    signs.update("")
+    signs.update("x @/etc/hosts")  # undo, yank, or the history
     assert signs.indices == {2}
-    signs.begin()
-    signs.changed("@/etc/hosts is what?")
+    signs.reset()
+    signs.update("@/etc/hosts is what?")
     assert signs.indices == {0}
-    signs.begin()
-    signs.changed("@mine is what?")
+    signs.reset()
+    signs.update("@mine is what?")
     assert not signs.indices
-    signs.begin()
+    signs.reset()
     typed(signs, "@/etc/hosts")  # by hand, it is meant
     assert not signs.indices
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9), st.booleans())))
 def test_no_edit_around_a_pasted_sign_makes_it_typed(edits: list[tuple[int, int, bool]]) -> None:
-    signs, text = PastedSigns(), ""
+    signs, text = PastedAtSigns(), ""
     for number, (at, gone, pasted) in enumerate(edits):
         new = f"@{number} " if pasted else "x"
         text = text[:at] + new + text[at + gone :]
-        signs.changed(text, pasted=pasted)
+        signs.update(text, pasted=pasted)
         assert signs.indices == {index for index, char in enumerate(text) if char == "@"}
 
 
@@ -419,7 +419,7 @@ def test_a_message_is_edited_by_the_keys_that_are_set(
 
 def test_the_mode_of_vi_is_named_below_the_prompt(prompt: Prompt) -> None:
     assert "insert" not in prompt._toolbar_text()
-    prompt.use_editing("vi")
+    prompt.set_editing_mode("vi")
     for mode, name in ((InputMode.NAVIGATION, "normal"), (InputMode.INSERT, "insert")):
         prompt._prompt.app.vi_state.input_mode = mode
         assert prompt._toolbar_text().startswith(f" {name} · ")

@@ -12,7 +12,7 @@ from fake_terminal import FakeTerminal
 from saved_chats import SAYINGS, Chat, refusal, resumed
 from sirchat.errors import SirchatError, UndoError
 from sirchat.saved.session_list import list_sessions
-from sirchat.ui.turn_commands import Retry, make_undoable, retry, sampling_settings
+from sirchat.ui.turn_commands import Retry, make_undoable, parse_sampling_settings, retry
 from terminal import program
 from typed_chat import TypedChat
 
@@ -170,11 +170,14 @@ def test_after_a_resume_the_last_message_can_be_answered_again_or_changed(folder
 
 
 def test_flags_of_a_retry() -> None:
-    assert sampling_settings("") == {}
-    assert sampling_settings("--temperature 0.9 --top-p=0.5") == {"temperature": 0.9, "top_p": 0.5}
+    assert parse_sampling_settings("") == {}
+    assert parse_sampling_settings("--temperature 0.9 --top-p=0.5") == {
+        "temperature": 0.9,
+        "top_p": 0.5,
+    }
     for words in ("0.9", "--temperature", "--budget 9", "--temprature 1"):
         with pytest.raises(SirchatError) as caught:
-            sampling_settings(words)
+            parse_sampling_settings(words)
         assert "\n" not in str(caught.value)
     with pytest.raises(SirchatError, match="--temperature"):
-        sampling_settings("--temprature 1")
+        parse_sampling_settings("--temprature 1")

@@ -153,12 +153,12 @@ def _run(
     from rich.progress import Progress
 
     from sirchat.lab.studies.side_by_side.compare import compare
-    from sirchat.ui.interrupt import Interrupt
+    from sirchat.ui.interrupt import InterruptFlag
     from sirchat.ui.screen import make_notes_console
 
     console = make_notes_console()
     with (
-        Interrupt() as stopped,
+        InterruptFlag() as stopped,
         Progress(console=console, transient=True, disable=not console.is_terminal) as bar,
     ):
         task = bar.add_task("comparing", total=len(rounds.rounds) * len(settings))

@@ -25,7 +25,7 @@ from sirchat.config.values import as_typed, short_number
 from sirchat.memory.policies import policy_class
 from sirchat.models.captured_step import CapturedStep
 from sirchat.models.decode_step import DecodeStep
-from sirchat.models.devices import threads_in_words
+from sirchat.models.devices import describe_threads
 from sirchat.models.model import LoadedModel
 from sirchat.paths import private_dir, write_private
 from sirchat.saved.saved_state import fingerprint
@@ -84,7 +84,7 @@ def provenance(model: LoadedModel, task: str, command: str) -> Record:
         "revision": revision(model),
         "device": str(model.device),
         "dtype": model.precision,
-        "threads": threads_in_words(model.device),
+        "threads": describe_threads(model.device),
         "compiled": is_compiled or isinstance(step, CapturedStep),
         "sirchat": __version__,
         "torch": torch.__version__,

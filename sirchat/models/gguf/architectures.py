@@ -33,7 +33,7 @@ Change = Literal[
 ]
 
 # The settings of every architecture: for each key of the GGUF header, the name in the config.
-SIZES = {
+CONFIG_NAMES = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
     "feed_forward_length": "intermediate_size",
@@ -47,14 +47,14 @@ SIZES = {
 }
 
 # Keys that every GGUF header of a model has.
-NEEDED = ("context_length", "block_count", "embedding_length", "attention.head_count")
+REQUIRED_KEYS = ("context_length", "block_count", "embedding_length", "attention.head_count")
 
 # Keys that change no logit, whatever their value is: of norms that a model lacks, or of vectors.
-IGNORED = ("attention.layer_norm_epsilon", "pooling_type")
+IGNORED_KEYS = ("attention.layer_norm_epsilon", "pooling_type")
 
 # Other keys, which change nothing only if they have one of these values. An architecture may give
 # any of them a meaning.
-MEANS_NOTHING: Mapping[str, tuple[Any, ...]] = {
+NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     **dict.fromkeys(("expert_count", "expert_used_count", "nextn_predict_layers"), (0,)),
     **dict.fromkeys(("expert_group_count", "expert_group_used_count"), (0, 1)),
@@ -62,7 +62,11 @@ MEANS_NOTHING: Mapping[str, tuple[Any, ...]] = {
 }
 
 # Parts outside the layers in most models: for each name in the file, the name in transformers.
-OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+PARTS_OUTSIDE_LAYERS = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
 
 _ATTENTION = {
     "attn_q": "self_attn.q_proj",
@@ -125,8 +129,8 @@ class Architecture:
     # names, unless the key is a tensor's whole name.
     layer: dict[str, str]
     # The same for the parts outside the layers.
-    outer: Mapping[str, str] = field(default_factory=lambda: OUTER)
-    # Header keys and their config values, besides `SIZES`; `a.b` is the value b in the object a.
+    outer: Mapping[str, str] = field(default_factory=lambda: PARTS_OUTSIDE_LAYERS)
+    # Header keys and their config values, besides `CONFIG_NAMES`; `a.b`: b in the object a.
     # Those in `sizes` must be there.
     sizes: Mapping[str, str] = field(default_factory=dict)
     optional: Mapping[str, str] = field(default_factory=dict)
@@ -265,7 +269,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "ffn_down_exps.weight": "experts.down_proj",
             "ffn_down_exps.scale": "router.per_expert_scale",
         },
-        outer=OUTER
+        outer=PARTS_OUTSIDE_LAYERS
         | {
             "per_layer_token_embd": "model.embed_tokens_per_layer",
             "per_layer_model_proj": "model.per_layer_model_projection",

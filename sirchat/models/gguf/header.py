@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sirchat.errors import ModelError, format_value
-from sirchat.models.names import all_parts
-from sirchat.models.whole_files import StoredPlace, refuse_other_kind, refuse_zeros_at_end
+from sirchat.models.file_checks import TensorSpan, refuse_other_kind, refuse_trailing_zeros
+from sirchat.models.names import part_names
 
 _SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}  # struct's codes
 _STRING, _ARRAY = 8, 9
@@ -83,7 +83,7 @@ class GgufTensor:
         """The tensor's bytes, [number of blocks, bytes of a block]."""
         return self.data.reshape(-1, BLOCKS[self.type][2])
 
-    def row_blocks(self, most: int) -> Iterator[GgufTensor]:
+    def split_rows(self, most: int) -> Iterator[GgufTensor]:
         """Yield the tensor in parts of at most `most` rows."""
         by_row = self.data.reshape(self.shape[0], -1)
         for start in range(0, self.shape[0], most):
@@ -146,7 +146,7 @@ class GgufFile:
             hint=f"it must be {allowed}" if allowed else "",
         )
 
-    def leave_pages(self) -> None:
+    def release_pages(self) -> None:
         """Give back the memory of the file's pages that were read; they can be read again."""
         if sys.platform != "win32" and hasattr(mmap, "MADV_DONTNEED"):
             for part in self.mapped:
@@ -158,20 +158,20 @@ def is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < _MOST
 
 
-def parse_gguf(path: Path, *, with_lists_of_text: bool = True) -> GgufFile:
+def parse_gguf(path: Path, *, with_text_lists: bool = True) -> GgufFile:
     """Map a GGUF file into memory, with all other parts if it is one of several; read its header.
 
     Leaves out tensors for images. Raises ModelError if it is not valid, or a part is missing. Lists
-    of text (the vocabulary) take most of the time; without `with_lists_of_text` they are empty.
+    of text (the vocabulary) take most of the time; without `with_text_lists` they are empty.
     """
-    file = _parse_part(path, with_lists_of_text)
+    file = _parse_part(path, with_text_lists)
     count = file.metadata.get("split.count", 1)
     if count in (0, 1):
         return _of_text(file)
-    paths = [path.with_name(name) for name in all_parts(path.name)]
+    paths = [path.with_name(name) for name in part_names(path.name)]
     if missing := [one.name for one in paths if not one.is_file()]:
         raise ModelError(f"{path} is one of {count} parts; missing: {', '.join(missing)}")
-    parts = [file if one == path else _parse_part(one, with_lists_of_text) for one in paths]
+    parts = [file if one == path else _parse_part(one, with_text_lists) for one in paths]
     tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
     numbers = [(part.metadata.get("split.no"), part.metadata.get("split.count")) for part in parts]
     total = file.metadata.get("split.tensors.count", len(tensors))
@@ -192,13 +192,13 @@ def _of_text(file: GgufFile) -> GgufFile:
     return replace(file, tensors=tensors)
 
 
-def _parse_part(path: Path, with_lists_of_text: bool) -> GgufFile:
+def _parse_part(path: Path, with_text_lists: bool) -> GgufFile:
     try:
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:  # ValueError: empty
         raise ModelError(f"{path} can't be read: {error}") from error
-    reader = _Reader(path, mapped, with_lists_of_text)
+    reader = _Reader(path, mapped, with_text_lists)
     try:
         return reader.file()
     except (struct.error, UnicodeDecodeError, OverflowError) as error:
@@ -213,10 +213,10 @@ class _Entry(NamedTuple):
 
 
 class _Reader:
-    def __init__(self, path: Path, mapped: mmap.mmap, with_lists_of_text: bool) -> None:
+    def __init__(self, path: Path, mapped: mmap.mmap, with_text_lists: bool) -> None:
         self._path, self._mapped, self._at = path, mapped, 0
         self._size = len(mapped)
-        self._with_lists_of_text = with_lists_of_text
+        self._with_lists_of_text = with_text_lists
 
     def broken(self, why: str) -> ModelError:
         return ModelError(
@@ -253,18 +253,18 @@ class _Reader:
 
     def _tensors(self, entries: list[_Entry], start: int, alignment: int) -> dict[str, GgufTensor]:
         data, end = np.frombuffer(self._mapped, np.uint8), 0
-        tensors, places = dict[str, GgufTensor](), list[StoredPlace]()
+        tensors, places = dict[str, GgufTensor](), list[TensorSpan]()
         for entry in entries:
             tensor = tensors[entry.name] = self._tensor(data, start, entry)
             size = tensor.data.nbytes
-            places.append(StoredPlace(entry.shape, tensor.type, start + entry.offset, size))
+            places.append(TensorSpan(entry.shape, tensor.type, start + entry.offset, size))
             if end not in (entry.offset, _UNKNOWN):
                 raise self.broken(f"its tensor {entry.name} does not follow the one before it")
             is_known = tensor.type in BLOCKS and end != _UNKNOWN
             end = end + -(-size // alignment) * alignment if is_known else _UNKNOWN
         if len(tensors) < len(entries):
             raise self.broken("it has two tensors of the same name")
-        refuse_zeros_at_end(self._path, self._mapped, places)
+        refuse_trailing_zeros(self._path, self._mapped, places)
         return tensors
 
     def _scalar(self, kind: str) -> Any:

@@ -16,7 +16,7 @@ from sirchat.models.decoder import Decoder
 from sirchat.models.gguf.architectures import ARCHITECTURES, Change
 from sirchat.models.gguf.blocks import NativePacking, split_four_bit, unpack_floats
 from sirchat.models.gguf.header import BLOCKS, FIVE_BIT, FOUR_BIT, GgufFile, GgufTensor
-from sirchat.models.gguf.translate import config_values, target_of
+from sirchat.models.gguf.translate import config_values, find_target
 from sirchat.models.model_config import DecoderConfig
 from sirchat.models.packed import (
     GROUP,
@@ -60,7 +60,7 @@ def load_module(
             loader.add(name, tensor)
         except RuntimeError as error:  # of a change that needs another shape
             raise ModelError(f"the GGUF file's {name} does not fit its header: {error}") from error
-        file.leave_pages()
+        file.release_pages()
         read += tensor.data.nbytes
         if read >= _MUCH or done == len(file.tensors):
             read = 0
@@ -92,7 +92,7 @@ class _Loader:
         self._waiting = defaultdict[str, dict[Change, Any]](dict)
 
     def add(self, name: str, tensor: GgufTensor) -> None:
-        target, change = target_of(name, self._file)
+        target, change = find_target(name, self._file)
         if not target:
             return
         if change in (*_EXPERT_PARTS, "gate and up"):
@@ -147,8 +147,8 @@ class _Loader:
     def _packed_experts(self, tensor: GgufTensor, parts: int = 1) -> Iterator[PackedLinear]:
         """Pack each expert's matrix; yields `parts` layers per expert, with equally many rows."""
         rows = -(-tensor.shape[1] // parts) or 1
-        for expert in tensor.row_blocks(1):
-            for matrix in GgufTensor(expert.shape[1:], expert.type, expert.data).row_blocks(rows):
+        for expert in tensor.split_rows(1):
+            for matrix in GgufTensor(expert.shape[1:], expert.type, expert.data).split_rows(rows):
                 packed = self._packed(matrix, None, True, True)
                 self._store.move(packed)
                 yield packed
@@ -172,7 +172,7 @@ class _Loader:
                 pack = native.five
             return pack(tensor, order, self._store.empty if is_alone else torch.empty)
         if wants_four:
-            parts = [tensor] if change is not None else tensor.row_blocks(most)
+            parts = [tensor] if change is not None else tensor.split_rows(most)
             layers = [
                 self._four.of_nibbles(
                     *(_undo_change(x, change, values) for x in split_four_bit(part))
@@ -184,7 +184,7 @@ class _Loader:
         has_place = is_alone and change is None
         q = (self._store.empty if has_place else torch.empty)(tensor.shape, dtype=torch.int8)
         scale = torch.empty(len(q), dtype=torch.bfloat16)
-        for start, part in zip(range(0, len(q), most), tensor.row_blocks(most), strict=True):
+        for start, part in zip(range(0, len(q), most), tensor.split_rows(most), strict=True):
             rows = slice(start, start + most)
             scale[rows] = quantize_int8(unpack_floats(part), q[rows])[1]
         return Int8Linear(*(_undo_change(x, change, values) for x in (q, scale)))

@@ -25,24 +25,24 @@ from sirchat.models import background, packed
 from sirchat.models.gguf.model import empty_module, finish_module, set_weight
 from sirchat.models.packed import Int8Linear, PackedLinear, SharedEmbedding
 from sirchat.models.packing import PackedExperts
-from sirchat.models.prepared import ALIGN, UNFINISHED, Header, make_room, read_header
+from sirchat.models.prepared import ALIGNMENT, UNFINISHED_SUFFIX, Header, make_room, read_header
 from sirchat.paths import open_private
 
 _RUN = 64  # words of eight bytes that are summed for the checksum
 _WORDS = 1 << 23  # that are summed at a time
 _PIECE = 1 << 24  # bytes that are written at a time
 _LAST = 5.0  # seconds within which a piece is written, or the disk hangs
-WRITER = "writer of a prepared file"  # name of a thread
+WRITER_THREAD = "writer of a prepared file"  # name of a thread
 
 
-class Prepared(NamedTuple):
+class PreparedModel(NamedTuple):
     """The contents of a prepared file: the module, and the metadata for the tokenizer."""
 
     module: Any
     tokenizer: dict[str, Any]
 
 
-def map_prepared(path: Path, dtype: torch.dtype) -> Prepared:
+def map_prepared(path: Path, dtype: torch.dtype) -> PreparedModel:
     """Map a prepared file and make its module; any exception says that the file is damaged."""
     header = read_header(path)
     size, start = header.manifest + header.weights, len(header.written())
@@ -57,7 +57,7 @@ def map_prepared(path: Path, dtype: torch.dtype) -> Prepared:
         weights[begin : begin + count].view(getattr(torch, kind)).view(shape)
         for begin, count, kind, shape in said["tensors"]
     ]
-    return Prepared(_restored(said, tensors, dtype), said["tokenizer"])
+    return PreparedModel(_restored(said, tensors, dtype), said["tokenizer"])
 
 
 def write_prepared(
@@ -69,7 +69,7 @@ def write_prepared(
     if not stored.said["layers"]:
         return None
     writing = _Writing(path, model, said, stored.parts)
-    writer = Thread(target=writing.run, daemon=True, name=WRITER)
+    writer = Thread(target=writing.run, daemon=True, name=WRITER_THREAD)
 
     # The end of the process waits for no more than a piece. A daemon that is left to the end of
     # Python can abort it: "terminate called without an active exception".
@@ -113,7 +113,7 @@ class _Writing:
                 os.close(self._lock)
                 return
             try:
-                background.leave_parent(self._lock)
+                background.detach_from_parent(self._lock)
                 torch.set_num_threads(1)  # the others are not there
                 self.ends.clear()
                 self._write()
@@ -125,10 +125,10 @@ class _Writing:
         path, text = self._path, json.dumps(self._said).encode()
         if json.loads(text) != self._said:
             return True
-        text = text.ljust(-(-len(text) // ALIGN) * ALIGN)
+        text = text.ljust(-(-len(text) // ALIGNMENT) * ALIGNMENT)
         parts = [torch.frombuffer(bytearray(text), dtype=torch.uint8), *self._weights]
         size = sum(map(len, self._weights))
-        new = path.with_name(f"{secrets.token_hex(4)}{UNFINISHED}")
+        new = path.with_name(f"{secrets.token_hex(4)}{UNFINISHED_SUFFIX}")
         with suppress(OSError):  # full or read-only: then the next start loads as this one did
             if self.ends.is_set():
                 return False

@@ -43,7 +43,7 @@ _READ = ("type", "finetuned", *_NEUTRAL, *_USED["yarn"])
 SCALING = {"rope.scale_linear", *(f"rope.scaling.{name}" for name in _READ)}  # all these keys
 
 
-def add_rotation(values: dict[str, Any], file: GgufFile, known: Architecture) -> None:
+def add_rope_scaling(values: dict[str, Any], file: GgufFile, known: Architecture) -> None:
     """Add to a config's `values` how RoPE is scaled; raises ModelError if it can't be so."""
     is_long = any(key in file.tensors for key in known.lists)
     scaling = _scaling(file, known, is_long)
@@ -69,7 +69,7 @@ def add_rotation(values: dict[str, Any], file: GgufFile, known: Architecture) ->
     values["rope_parameters"] = {"rope_type": "llama3", "factor": factor, **_LLAMA_3}
 
 
-def add_proportion(values: dict[str, Any], file: GgufFile, size: int) -> None:
+def add_rotated_fraction(values: dict[str, Any], file: GgufFile, size: int) -> None:
     """Add which part of a head of `size` numbers rotates, as a tensor of Gemma 4 says."""
     # The tensor divides the frequencies of the numbers that do not rotate by more than 1e20.
     numbers = _factors(file, "rope_freqs.weight", size // 2)

@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 from sirchat.errors import ModelError, format_value
 from sirchat.models.gguf.architectures import (
     ARCHITECTURES,
-    IGNORED,
-    MEANS_NOTHING,
-    NEEDED,
-    SIZES,
+    CONFIG_NAMES,
+    IGNORED_KEYS,
+    NEUTRAL_VALUES,
+    REQUIRED_KEYS,
     Architecture,
     Change,
 )
 from sirchat.models.gguf.header import BLOCKS, GgufFile, is_count
-from sirchat.models.gguf.rotation import SCALING, add_proportion, add_rotation
+from sirchat.models.gguf.rotation import SCALING, add_rope_scaling, add_rotated_fraction
 from sirchat.models.model_config import ConfigValues
 
 SAMPLING = "general.sampling."  # of keys that say how replies are drawn
@@ -62,7 +62,7 @@ def refuse_unsupported(file: GgufFile) -> None:
     """Raise ModelError if a setting or a tensor of a GGUF file can't be used; it is named."""
     config_values(file)
     for name, tensor in file.tensors.items():
-        target_of(name, file)
+        find_target(name, file)
         if tensor.type not in BLOCKS:
             raise ModelError(
                 f"the GGUF file's {name} is of {tensor.type}, which is unknown here",
@@ -70,7 +70,7 @@ def refuse_unsupported(file: GgufFile) -> None:
             )
 
 
-def add_sampling(module: Any, metadata: Mapping[str, Any]) -> None:
+def set_sampling(module: Any, metadata: Mapping[str, Any]) -> None:
     """Let a module's generation config say how the model draws, if the GGUF file's header does."""
     given = ((name, metadata.get(f"{SAMPLING}{key}")) for key, name in _SAMPLING.items())
     numbers = {name: value for name, value in given if isinstance(value, int | float)}
@@ -93,7 +93,7 @@ def config_values(file: GgufFile) -> dict[str, Any]:
     """
     known, said = _architecture(file), file.settings
     _refuse_odd_tokenizer(file.metadata)
-    needed = [*NEEDED, "attention.layer_norm_rms_epsilon", *known.sizes, *known.needed]
+    needed = [*REQUIRED_KEYS, "attention.layer_norm_rms_epsilon", *known.sizes, *known.needed]
     if known.varies_by_layer or "expert_feed_forward_length" not in {**known.sizes, **said}:
         needed.append("feed_forward_length")
     for key in needed:
@@ -104,7 +104,7 @@ def config_values(file: GgufFile) -> dict[str, Any]:
         _add_sizes_by_layer(values, file)
     else:
         _add_head_size(values, file, known)
-    add_rotation(values, file, known)
+    add_rope_scaling(values, file, known)
     for at in range(values["num_hidden_layers"], said["block_count"]):
         predicts_more = any(name.startswith(f"blk.{at}.nextn.") for name in file.tensors)
         file.require(predicts_more, known.extra_layers)
@@ -117,7 +117,7 @@ def config_values(file: GgufFile) -> dict[str, Any]:
     return _nested(values)
 
 
-def target_of(name: str, file: GgufFile) -> Target:
+def find_target(name: str, file: GgufFile) -> Target:
     """Find where a tensor goes in the transformers model; raises ModelError if it is unknown."""
     known = ARCHITECTURES[file.architecture]
     if name in known.lists or name == known.slowed:
@@ -175,9 +175,9 @@ def _refuse_odd_tokenizer(metadata: Mapping[str, Any]) -> None:
 
 def _add_said(values: dict[str, Any], file: GgufFile, known: Architecture) -> None:
     """Add the header's settings to the config's `values`."""
-    sizes, layers = {**SIZES, **known.sizes, **known.optional}, _count_layers(file, known)
+    sizes, layers = {**CONFIG_NAMES, **known.sizes, **known.optional}, _count_layers(file, known)
     read_elsewhere = ("attention.value_length", "rope.dimension_count", known.extra_layers)
-    no_effect = {*read_elsewhere, *SCALING, *known.ignored, *IGNORED}
+    no_effect = {*read_elsewhere, *SCALING, *known.ignored, *IGNORED_KEYS}
     for key, value in file.settings.items():
         if key in known.choices:
             allowed = known.choices[key]
@@ -203,7 +203,7 @@ def _add_said(values: dict[str, Any], file: GgufFile, known: Architecture) -> No
             if not number and key.endswith(("softcapping", "sliding_window")):
                 values[sizes[key]] = None
         elif key not in no_effect and not key.startswith(_OF_OTHER_PARTS):
-            file.require(value in MEANS_NOTHING.get(key, ()), key)
+            file.require(value in NEUTRAL_VALUES.get(key, ()), key)
     for name, (over, under) in known.ratios.items():
         values[name], rest = divmod(file.number(over), file.number(under))
         file.require(rest == 0, over, f"a multiple of {under}")
@@ -280,7 +280,7 @@ def _add_sizes_by_layer(values: dict[str, Any], file: GgufFile) -> None:
     for key in ("rope.dimension_count", "attention.value_length"):
         for end, size in (("", values["global_head_dim"]), ("_swa", values["head_dim"])):
             file.require(said.get(key + end, size) == size, key + end, f"{size}")
-    add_proportion(values, file, values["global_head_dim"])
+    add_rotated_fraction(values, file, values["global_head_dim"])
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -126,7 +126,7 @@ def test_the_command_writes_an_encoder_that_a_chat_then_uses(
     encoder = model.encoder
     assert (encoder.size, encoder.about["teacher"], encoder.about["focus"]) == (8, "teacher", "on")
     today = f"learned from teacher on {date.today()}"
-    assert model.encoder_in_words.endswith(today)
+    assert model.encoder_description.endswith(today)
     assert encoder.question.shape == (9,)
     kept_back = {user for dialogues in measured for one in dialogues for user, _ in one}
     assert 0 < len(kept_back) < 40, "measured in every second dialogue"

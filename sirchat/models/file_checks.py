@@ -29,7 +29,7 @@ _OTHER_KINDS = {
 }
 
 
-class StoredPlace(NamedTuple):
+class TensorSpan(NamedTuple):
     """Where a file has a tensor, and of which kind it is."""
 
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ def refuse_other_kind(path: Path, beginning: bytes) -> None:
             raise ModelError(f"{path} is {what}", hint=hint)
 
 
-def refuse_zeros_at_end(path: Path, data: mmap.mmap, tensors: Iterable[StoredPlace]) -> None:
+def refuse_trailing_zeros(path: Path, data: mmap.mmap, tensors: Iterable[TensorSpan]) -> None:
     """Raise ModelError if the end of the last matrix, and all after it, is zeros."""
     last = max(
         (one for one in tensors if len(one.shape) > 1), key=lambda one: one.start, default=None
@@ -62,7 +62,7 @@ def refuse_zeros_at_end(path: Path, data: mmap.mmap, tensors: Iterable[StoredPla
     raise ModelError(f"{path} has only zeros at its end", hint=_INCOMPLETE)
 
 
-def safetensors_in(path: Path) -> dict[str, StoredPlace]:
+def read_tensor_spans(path: Path) -> dict[str, TensorSpan]:
     """The tensors of a safetensors file, by name, from its header.
 
     Raises ModelError that says what is wrong with the file.
@@ -78,11 +78,11 @@ def safetensors_in(path: Path) -> dict[str, StoredPlace]:
     try:
         header = json.loads(data[_BYTES_OF_LENGTH : min(start, _MOST_HEADER)])
         header.pop("__metadata__", None)
-        found = dict[str, StoredPlace]()
+        found = dict[str, TensorSpan]()
         for name, about in header.items():
             begin, end = map(int, about["data_offsets"])
             shape = tuple(map(int, about["shape"]))
-            found[name] = StoredPlace(shape, str(about["dtype"]), start + begin, end - begin)
+            found[name] = TensorSpan(shape, str(about["dtype"]), start + begin, end - begin)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         why = f"{path} can't be read: it is no safetensors file, or incomplete"
         raise ModelError(why) from error
@@ -92,5 +92,5 @@ def safetensors_in(path: Path) -> dict[str, StoredPlace]:
             f"{path} can't be read: it has {len(data):,} bytes, by its header {needed:,}",
             hint=_INCOMPLETE,
         )
-    refuse_zeros_at_end(path, data, found.values())
+    refuse_trailing_zeros(path, data, found.values())
     return found

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow  # each imports torch anew
 
 BEGIN = """
 import importlib.util, os, sys, threading
-from sirchat.models.importing import _NEED_ALL, defer_parts_of_torch
+from sirchat.models.torch_imports import _NEED_ALL, defer_parts_of_torch
 defer_parts_of_torch()
 (finder,) = (one for one in sys.meta_path if hasattr(one, "import_the_rest"))
 LEFT_OUT = ("torch._meta_registrations", "torch.export")
@@ -126,5 +126,5 @@ def test_a_chat_does_not_need_them_and_all_is_there_once_one_is_used() -> None:
 
 
 def test_another_version_of_torch_is_imported_as_a_whole() -> None:
-    older = "import sirchat.models.importing as ours; ours._VERSION = '2.12.'; import torch\n"
+    older = "import sirchat.models.torch_imports as ours; ours._VERSION = '2.12.'; import torch\n"
     run(program=f"{older}assert not left_out()\nall_is_there()")
