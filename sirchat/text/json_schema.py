@@ -90,7 +90,7 @@ def json_rule(schema: dict[str, Any], subject: str, notes: list[str]) -> str:
     kept = _with_near_bounds(schema, subject, notes)
     if _has_far_number(kept):  # anywhere, as a reference may make a schema of any part
         raise format_error(subject, f"has a schema with a value of {-_FAR:,} or less")
-    rule = f"%json {json.dumps({**kept, 'x-import_llguidance': _GUIDANCE})}"
+    rule = f"%json {json.dumps({**kept, 'x-guidance': _GUIDANCE})}"
     library = import_llguidance(subject)
     matcher = library.LLMatcher(library.LLTokenizer("byte"), f"start: {rule}", log_level=0)
     if not matcher.is_error():  # else `check_grammar` tells what is wrong

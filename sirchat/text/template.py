@@ -389,7 +389,7 @@ class Template:
         yield str(self._tokenizer.chat_template or "")
         chat = [*STUB_HISTORY, STUB_QUESTION]
         for messages in (chat, [_message("system", QUESTION_TEXT), *chat]):
-            with suppress(ModelError):  # such as for the role `system_turn`
+            with suppress(ModelError):  # such as for the role `system`
                 if ANSWER_TEXT not in self._render_text(messages, prompt=True):
                     self._in_parts = True
                 yield self._render_text(messages, prompt=True)

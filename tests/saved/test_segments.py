@@ -201,7 +201,7 @@ def test_over_the_limit_the_newest_are_kept_and_the_oldest_are_read_again(
     chat.crash()
     again, _ = resumed(folder, only(folder))
     assert again.engine.store.archived().min() > FEWEST
-    assert {rank.state for rank in again.why("Anna")} == {"lost"}
+    assert {rank.state for rank in again.why("Anna")} == {"rereadable"}
 
 
 def test_over_the_limit_of_the_archive_what_is_evicted_is_saved_as_before(
