@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sirchat.chat.events import Delta, Event, Notice, TurnDone
 from sirchat.chat.session import Session
-from sirchat.chat.why import sentence_behind
+from sirchat.chat.why import supporting_sentence
 from sirchat.text.call_forms import CALL_CLOSE
 from sirchat.text.detokenizer import QUESTION_MARKS
 from sirchat.text.transcript import THINK_CLOSE, THINK_OPEN
@@ -71,7 +71,7 @@ class PlainReply:
 
     def _compare(self, answer: str) -> list[str]:
         """Quote the sentence that fits a complete answer; the note says that the text has none."""
-        sentence, is_said = sentence_behind(answer, self._question, self._source)
+        sentence, is_said = supporting_sentence(answer, self._question, self._source)
         asks = bool(self._source) and any(mark in self._question for mark in QUESTION_MARKS)
         if is_said or not asks:
             self.quote = f'the text says: "{sentence}"' if sentence else ""
@@ -109,7 +109,7 @@ def raise_budget_for(session: Session, text: str) -> None:
 
     It is at most the model's context, and the KV cache takes at most half of the free memory.
     """
-    told = session.toolbox.told
+    told = session.toolbox.tools_json
     template = session.template_with(told) if told else session.template
     head, turn = template.opening(text, session.profile.system)
     pins = len(head.ids) if head is not None else 0

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from sirchat.config.profile import Profile
-from sirchat.errors import ModelError, no_panic
+from sirchat.errors import ModelError, panic_as_model_error
 from sirchat.memory.free_memory import trim_memory
 from sirchat.models.compiling import compile_meanwhile, library_when_made, use_compiled
 from sirchat.models.decoder import Decoder
@@ -54,7 +54,7 @@ from sirchat.models.processor import UnpackName, choose_matmul_method
 from sirchat.models.progress import Progress, no_warnings, reporting, switch_off_bars
 from sirchat.models.sentence_encoder import SentenceEncoder
 from sirchat.models.stored_weights import weights_in_folder
-from sirchat.paths import abbreviated, changeable_by_others
+from sirchat.paths import find_changeable_by_others, with_tilde
 from sirchat.text.tokenizer import tokenizer_of_folder
 
 # How weights are stored. `packed` keeps those of a GGUF file packed; `auto` does so if they are in
@@ -102,7 +102,7 @@ def load_model_of(
 
 
 @no_warnings()
-@no_panic("the model's tokenizer can't be used")
+@panic_as_model_error("the model's tokenizer can't be used")
 def load_model(
     name: str,
     *,
@@ -200,9 +200,9 @@ def load_gguf_parts(
     place, problem = prepared_path(path, how_made) if is_usual else None, ""
     if place is not None and place.exists():
         try:
-            if (foreign := changeable_by_others(place)) is None:
+            if (foreign := find_changeable_by_others(place)) is None:
                 return _mapped(place, dtype)
-            problem = f"could have been changed by others ({abbreviated(foreign)})"
+            problem = f"could have been changed by others ({with_tilde(foreign)})"
             place = None if foreign.is_dir() else place  # there it would be refused again
         except Exception:  # of all kinds
             problem = "was damaged"

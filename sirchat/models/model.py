@@ -52,9 +52,9 @@ from sirchat.models.sentence_encoder import Pooling, SentenceEncoder
 from sirchat.models.surprisal import PassResult, has_linear_head, surprisal_of_states
 from sirchat.text.anchors import Anchors, anchors_of
 
-_USUAL_CONTEXT = 2048  # tokens, for a model that does not state its context length
+_DEFAULT_CONTEXT = 2048  # tokens, for a model that does not state its context length
 # So many rows leave gaps of tens of MB, in which surprisal's blocks of logits have no place.
-_MANY = 256
+_MIN_TRIMMED_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class LoadedModel:
                 hidden = self.module.model(**self._inputs(ids, cache, visible, positions))[0][0]
             head = self.module.get_output_embeddings()
             following = torch.tensor(ids[1:], device=hidden.device)
-            if len(ids) >= _MANY and hidden.is_cpu:
+            if len(ids) >= _MIN_TRIMMED_ROWS and hidden.is_cpu:
                 trim_memory()
             surprisals = surprisal_of_states(head, hidden[:-1], following)
             return PassResult(surprisals, head(hidden[-1:]).float()[0])
@@ -495,7 +495,7 @@ def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
         rotations=rotations,
         kinds=kinds,
         reads_singly=reads_singly,
-        context_length=context_length(config) or _USUAL_CONTEXT,
+        context_length=context_length(config) or _DEFAULT_CONTEXT,
         window=sliding_window(config),
         encoder=Encoder.of_model(name, module).to(input_device(module)),
     )

@@ -24,15 +24,15 @@ from sirchat.chat.events import TokenRow
 from sirchat.chat.evicted_text import evicted_turns
 from sirchat.chat.session import Session
 from sirchat.chat.targets import without_quotes
-from sirchat.config.values import short_number
-from sirchat.errors import SettingError, UsageError, nearest
+from sirchat.config.values import format_number
+from sirchat.errors import SettingError, UsageError, did_you_mean
 from sirchat.memory.registry import RETRIEVERS
 from sirchat.text.times import time_range
 from sirchat.ui.attaching import attach_named_files, describe_size
-from sirchat.ui.erasing import Erasing
+from sirchat.ui.erasing import EraseCommand
 from sirchat.ui.exporting import copy_reply, export_chat
-from sirchat.ui.lists import ALSO_KEPT, draw_policies, draw_settings, memory_in_words
-from sirchat.ui.panel import draw_panel
+from sirchat.ui.lists import ALSO_KEPT_NOTE, describe_memory, draw_policies, draw_settings
+from sirchat.ui.panel import draw_full_panel
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.switching import ModelSwitching, Switching
@@ -42,7 +42,7 @@ from sirchat.ui.tables import (
     draw_recalled_turns,
     draw_tokens,
 )
-from sirchat.ui.text import counted, displayable, displayable_line, shorten
+from sirchat.ui.text import displayable, displayable_line, pluralize, shorten
 from sirchat.ui.tool_use import run_tools_command
 from sirchat.ui.turn_commands import Retry, parse_retry, undo
 from sirchat.ui.typed_input import TypedHistory
@@ -124,7 +124,7 @@ class Commands:
         self._saved_chat = saved_chat
         self._screen = screen
         self._switching = Switching(session, screen, trusted_policies)
-        self._erasing = Erasing(session, screen, history, saved_chat)
+        self._erasing = EraseCommand(session, screen, history, saved_chat)
 
     @classmethod
     def names(cls) -> list[str]:
@@ -163,7 +163,7 @@ class Commands:
             self._screen.note(f"/{word} is now called /{_FORMER[word]}")
             return _FORMER[word]
         if word not in self.names():
-            close = _ELSEWHERE.get(word) or nearest(word, self.names(), "/")
+            close = _ELSEWHERE.get(word) or did_you_mean(word, self.names(), "/")
             if os.path.isfile(f"/{word}"):
                 close = "@ before a path sends the file's text"
             raise UsageError(
@@ -178,7 +178,7 @@ class Commands:
             for group, commands in _help()["groups"].items():
                 named = re.findall(r"/\w+", " ".join(commands))
                 names.add_row(Text(group, "bold"), Text(" ".join(named)))
-            keys = Text(f"{'' if rest else _MORE}{_help()['keys']}", self._screen.theme.quiet)
+            keys = Text(f"{'' if rest else _MORE}{_help()['keys']}", self._screen.theme.secondary)
             self._screen.page(Group(draw_help(self._screen.width) if rest else names, keys))
             return
         name = self._known(rest)
@@ -187,7 +187,7 @@ class Commands:
         also = f" (also {others})" if others else ""
         usage = Text.assemble((f"/{name} {arguments}".rstrip(), "bold"), also)
         told = _help()["commands"][name]
-        example = Text(f"Example: {told['example']}", self._screen.theme.quiet)
+        example = Text(f"Example: {told['example']}", self._screen.theme.secondary)
         meaning = f"{description[:1].upper()}{description[1:]} {told['more']}"
         self._screen.page(Group(usage, Text(meaning), example))
 
@@ -206,7 +206,7 @@ class Commands:
             current = self._session.profile.policy
             self._screen.page(draw_policies(current, self._screen.theme))
             self._screen.note(
-                f"policy is {displayable_line(current)}; /policy NAME chooses; {ALSO_KEPT}"
+                f"policy is {displayable_line(current)}; /policy NAME chooses; {ALSO_KEPT_NOTE}"
             )
 
     def do_recall(self, rest: str) -> None:
@@ -220,15 +220,17 @@ class Commands:
     def _show_recalled(self) -> bool:
         """Show what was restored for the last message, or else what fits it and was held."""
         recall, theme, screen = self._session.recall, self._screen.theme, self._screen
-        held, held_turns = recall.held_anyway()
+        held, held_turns = recall.found_but_held()
         if shown := recall.scores or held:
             rows, turns = self._session.tokens(list(shown)), recall.turns or held_turns
             screen.page(draw_recalled_turns(rows, turns, self._session.state.roles, theme))
         if held:
-            more = counted(len(held), "more token") if recall.scores else "all of this"
+            more = pluralize(len(held), "more token") if recall.scores else "all of this"
             screen.note(f"held anyway, without recall: {more}")
-        if recall.nothing and not shown:
-            screen.note(f"nothing was restored for your last message: {recall.nothing}")
+        if recall.nothing_restored_reason and not shown:
+            screen.note(
+                f"nothing was restored for your last message: {recall.nothing_restored_reason}"
+            )
         if recall.by_meaning:
             screen.note(f"sentence encoder: {self._session.model.encoder_description}")
         return bool(shown)
@@ -241,7 +243,7 @@ class Commands:
         try:
             return bool(self._session.why(rest))
         except UsageError:
-            return not nearest(rest, names)
+            return not did_you_mean(rest, names)
 
     def do_set(self, rest: str) -> None:
         name, value = [*rest.split(None, 1), "", ""][:2]
@@ -264,7 +266,7 @@ class Commands:
     def do_panel(self, rest: str) -> None:
         if rest in ("", "full"):
             snapshot, screen = self._session.snapshot(), self._screen
-            screen.page(draw_panel(snapshot, screen.theme, screen.width))
+            screen.page(draw_full_panel(snapshot, screen.theme, screen.width))
         else:
             _one_of("/panel", rest, ("full", "live", "turn", "prompt", "auto", "on", "off"))
             self._switching.change_setting("/panel", "panel", "auto" if rest == "on" else rest)
@@ -275,7 +277,7 @@ class Commands:
             return
         thoughts = (turn.thinking for turn in reversed(self._session.turns))
         if text := next(filter(None, thoughts), ""):
-            self._screen.page(Text(displayable(text), self._screen.theme.quiet))
+            self._screen.page(Text(displayable(text), self._screen.theme.secondary))
         else:
             self._screen.note("no reply so far contains reasoning")
 
@@ -290,14 +292,14 @@ class Commands:
         end, session = self._session.closing_event(), self._session
         speed = end.tokens_out / max(end.seconds_decode, 1e-9)
         self._screen.note(
-            f"since the chat began, or was read anew: {counted(end.turns, 'message')}; "
+            f"since the chat began, or was read anew: {pluralize(end.turns, 'message')}; "
             f"{end.seen - end.tokens_out:,} tokens read, "
             f"{end.tokens_out:,} written, {speed:,.0f} tok/s; {end.resident:,} of "
             f"{session.budget:,} held, {end.seen - end.resident:,} evicted; "
             f"policy {session.profile.policy}, "
-            f"decay {short_number(session.profile.decay)}"
+            f"decay {format_number(session.profile.decay)}"
         )
-        self._screen.note(memory_in_words(session))
+        self._screen.note(describe_memory(session))
 
     def do_tools(self, rest: str) -> None:
         run_tools_command(self._session, rest)
@@ -318,7 +320,7 @@ class Commands:
             screen.page(draw_evicted(named, screen.theme, screen.width))
             screen.note('/recall "words" restores words, and the words around them')
         if others := len(turns) - len(named):
-            messages = counted(others, "more message" if named else "message")
+            messages = pluralize(others, "more message" if named else "message")
             screen.note(f"{messages} lost only punctuation and words that are held elsewhere")
         if not turns:
             screen.note("nothing is evicted")
@@ -452,7 +454,7 @@ def _one_of(command: str, word: str, allowed: tuple[str, ...]) -> None:
     if word not in allowed:
         raise SettingError(
             f"{command}: {displayable_line(word)!r} is not allowed; allowed: {', '.join(allowed)}",
-            hint=nearest(word, allowed),
+            hint=did_you_mean(word, allowed),
         )
 
 

@@ -12,7 +12,7 @@ from prompt_toolkit.document import Document
 from sirchat.chat.model_defaults import SAMPLING_PARAMETERS
 from sirchat.chat.session import Session
 from sirchat.chat.settings import options_of
-from sirchat.config.profile import FIXED, Profile
+from sirchat.config.profile import FIXED_SETTINGS, Profile
 from sirchat.config.profile_files import list_profiles
 from sirchat.config.values import allowed_values, policy_choices
 from sirchat.errors import SirchatError
@@ -21,18 +21,18 @@ from sirchat.memory.registry import BEST_RETRIEVER
 from sirchat.models.listing import model_names
 from sirchat.paths import sessions_dir
 from sirchat.recall.retrievers import retriever
-from sirchat.saved.session_list import MOST_LISTED, list_sessions
+from sirchat.saved.session_list import MAX_LISTED, list_sessions
 from sirchat.ui.attaching import complete_path, unfinished_path
 from sirchat.ui.commands import Commands
-from sirchat.ui.exporting import FORMATS
-from sirchat.ui.text import class_help, displayable_line, shorten
+from sirchat.ui.exporting import EXPORT_FORMATS
+from sirchat.ui.text import class_summary, displayable_line, shorten
 
 # A value that completion offers, and its meaning, which is shown as help.
 Suggestion = tuple[str, str]
 
 # A word that can follow a command, such as `on` in its arguments `[NAME|on NAME]`.
 _WORD = re.compile(r"(?<![A-Za-z-])(?:--)?[a-z][a-z0-9]*")
-_PATHS = f"read|export +(?:{'|'.join(FORMATS)})|set +(?:format|json_schema)"
+_PATHS = f"read|export +(?:{'|'.join(EXPORT_FORMATS)})|set +(?:format|json_schema)"
 _BEFORE_PATH = re.compile(rf"/(?:{_PATHS}) +")
 
 
@@ -100,11 +100,13 @@ class SlashCompleter(Completer):
     @cached_property
     def _policies(self) -> list[Suggestion]:
         """Name and help of each eviction policy; cached, because the search for plugins is slow."""
-        return [(name, class_help(policy_class, name)) for name in policy_choices()]
+        return [(name, class_summary(policy_class, name)) for name in policy_choices()]
 
     def _settings(self) -> Iterator[Suggestion]:
         yield from (
-            (name, _description(name)) for name in Profile.model_fields if name not in FIXED
+            (name, _description(name))
+            for name in Profile.model_fields
+            if name not in FIXED_SETTINGS
         )
         yield from _options(self._session().profile.policy)
 
@@ -118,13 +120,13 @@ class SlashCompleter(Completer):
 def _saved_chats() -> Iterator[Suggestion]:
     """Yield what can follow `/load`, with first messages; chats that are open are left out."""
     yield "last", "the chat that was saved last"
-    listed = list_sessions(sessions_dir(), MOST_LISTED).sessions
+    listed = list_sessions(sessions_dir(), MAX_LISTED).sessions
     sessions = [session for session in listed if not session.in_use]
     for session in sessions:
         if session.name and displayable_line(session.name) == session.name:
-            yield session.name, shorten(displayable_line(session.first), 60)
+            yield session.name, shorten(displayable_line(session.first_message), 60)
     for session in sessions:
-        yield session.id, shorten(displayable_line(session.first), 60)
+        yield session.id, shorten(displayable_line(session.first_message), 60)
 
 
 def _description(setting: str) -> str:
@@ -136,7 +138,7 @@ def _value_help(setting: str, value: str) -> str:
         return ""
     if value == "on":
         return f"the best retriever: {BEST_RETRIEVER}"
-    return class_help(retriever, value)
+    return class_summary(retriever, value)
 
 
 def _options(policy: str) -> Iterator[Suggestion]:

@@ -10,8 +10,8 @@ from sirchat.chat.events import Delta, Event, TurnDone
 from sirchat.chat.pinned_summary import last_user_message, pin_summary, undo_summaries
 from sirchat.chat.retry import go_on
 from sirchat.chat.session import Interrupted, Session
-from sirchat.chat.summary import left_out_of, make_summary
-from sirchat.errors import SirchatError, terminal_has_gone
+from sirchat.chat.summary import make_summary, omitted_facts
+from sirchat.errors import SirchatError, is_output_closed
 from sirchat.models.devices import describe_threads
 from sirchat.saved.store import SessionStore
 from sirchat.text.text_file import without_surrogates
@@ -31,11 +31,11 @@ from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.editor import edit_in_editor, editor_command
 from sirchat.ui.interrupt import InterruptFlag
 from sirchat.ui.live import LiveView
-from sirchat.ui.panel import draw_memory
+from sirchat.ui.panel import draw_prompt_panel
 from sirchat.ui.prompt import DrawItem, InputLine
 from sirchat.ui.saved_chat import SavedChat, show_resumed_chat
 from sirchat.ui.screen import Screen
-from sirchat.ui.status import toolbar
+from sirchat.ui.status import toolbar_text
 from sirchat.ui.switching import ModelSwitching
 from sirchat.ui.tool_use import ToolUse
 from sirchat.ui.turn_commands import Retry, make_undoable, retry
@@ -93,7 +93,7 @@ class Chat:
         self._models = ModelSwitching(screen, self.saved_chat, trusted_policies)
         self._switch_to(session)
         self._prompt.set_completer(
-            SlashCompleter(lambda: self._session), lambda: toolbar(self._session, screen.width)
+            SlashCompleter(lambda: self._session), lambda: toolbar_text(self._session, screen.width)
         )
         self._prompt.set_header(self._memory)
 
@@ -144,7 +144,7 @@ class Chat:
         snapshot = session.snapshot(strongest=0)
         with screen.console.capture() as captured:
             shares = max(1, rows // 12)  # so that the panel takes less than half of the window
-            screen.show(draw_memory(snapshot, facts, screen.theme, screen.width, shares))
+            screen.show(draw_prompt_panel(snapshot, facts, screen.theme, screen.width, shares))
         return captured.get()
 
     def _pick(self, count: int, draw: DrawItem, more: str) -> int | None:
@@ -177,7 +177,7 @@ class Chat:
         except KeyboardInterrupt:
             self._screen.note("stopped")
         except Exception as error:
-            if self._debug or terminal_has_gone(error):
+            if self._debug or is_output_closed(error):
                 raise
             self._screen.error(f"{type(error).__name__}: {error}")
         return True
@@ -250,7 +250,7 @@ class Chat:
             nonlocal text
             text = make_summary(self._session, facts := self._session.facts())
             yield Delta(text)
-            yield from left_out_of(facts, text)
+            yield from omitted_facts(facts, text)
 
         self._turn(made)
         if text and self._screen.terminal is not None:

@@ -14,25 +14,25 @@ from rich.text import Text
 from sirchat.chat.rereading import check_rewind, repinned_note, rewind
 from sirchat.chat.session import Session
 from sirchat.chat.targets import whole_words
-from sirchat.config.profile import FIXED
-from sirchat.errors import SessionError, SirchatError, format_value, nearest
+from sirchat.config.profile import FIXED_SETTINGS
+from sirchat.errors import SessionError, SirchatError, did_you_mean, format_value
 from sirchat.paths import sessions_dir
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.database import SUFFIX
 from sirchat.saved.index import saved_text
 from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import check_model, saved_profile
-from sirchat.saved.search import Part, nothing_found, search_sessions
+from sirchat.saved.search import SnippetPart, nothing_found_error, search_sessions
 from sirchat.saved.session_list import (
-    MOST_LISTED,
+    MAX_LISTED,
     SavedSession,
     branches_of,
     check_name,
     find_session,
     is_prefix_of_id,
     list_sessions,
+    names_match,
     open_saved_file,
-    same_name,
 )
 from sirchat.saved.store import SessionStore
 from sirchat.ui.lists import SessionLines, draw_sessions
@@ -44,7 +44,7 @@ from sirchat.ui.theme import ROLE_NAMES
 # The name by which `/switch` finds the original chat, of which all branches are copies.
 _FIRST = "main"
 
-# Settings that can't change in a chat (`FIXED`), but that are taken from a chat that is loaded.
+# Of `FIXED_SETTINGS`, those that are taken from a chat that is loaded.
 _OF_THE_SESSION = ("description", "seed")
 
 _TURNS = 4  # of a resumed chat that are shown
@@ -108,7 +108,7 @@ class SavedChat:
         if self._saving.id:
             self._saving.save()
         else:
-            self._saving.begin()
+            self._saving.create_file()
         if self._failure:
             self._failure = ""
             self._screen.note("the chat is saved again")
@@ -161,7 +161,7 @@ class SavedChat:
         if ident != "last" and find_session(sessions_dir(), ident).stem == self._saving.id:
             self._screen.note(f"session {self._saving.id} is this chat, which is already open")
             return None
-        store, skipped = open_saved_file(sessions_dir(), ident, own=self._saving.id)
+        store, skipped = open_saved_file(sessions_dir(), ident, own_id=self._saving.id)
         for error in skipped:
             self._screen.note(f"{error}; loading session {store.name or store.id} instead")
         try:
@@ -214,11 +214,11 @@ class SavedChat:
         branches = self._branches()
         for branch in branches:
             is_first = ident == _FIRST and branch.id == self._saving.family
-            if is_first or branch.id == ident or same_name(branch.name, ident):
+            if is_first or branch.id == ident or names_match(branch.name, ident):
                 return self.load(branch.id)
         raise SessionError(
             f"this chat has no branch {format_value(ident)}",
-            hint=nearest(ident, [branch.name or branch.id for branch in branches], "/switch ")
+            hint=did_you_mean(ident, [branch.name or branch.id for branch in branches], "/switch ")
             or "/branches lists the branches; /load opens other chats",
         )
 
@@ -261,12 +261,12 @@ class SavedChat:
         """
         folder = sessions_dir()
         if not words:
-            listing = list_sessions(folder, MOST_LISTED)
-            for refused in listing.refused:
+            listing = list_sessions(folder, MAX_LISTED)
+            for refused in listing.errors:
                 self._screen.error(str(refused))
             if not listing.sessions:
                 self._screen.note("there are no saved chats")
-            older = f" (and {listing.unread:,} older ones)" if listing.unread else ""
+            older = f" (and {listing.more_count:,} older ones)" if listing.more_count else ""
             return self._picked(listing.sessions, more=older)
         if words == "last" or is_prefix_of_id(folder, words):
             return words
@@ -277,12 +277,12 @@ class SavedChat:
                 return find_session(folder, words).stem
             except SessionError:
                 raise error from None
-        if result.named:
-            return result.named[0] if len(result.named) == 1 else words
+        if result.ids_by_name:
+            return result.ids_by_name[0] if len(result.ids_by_name) == 1 else words
         if not result.hits:
-            raise nothing_found(words, result)
-        more = f" (and {result.more:,} that fit less)" if result.more else ""
-        lines = {hit.session.id: hit.line for hit in result.hits}
+            raise nothing_found_error(words, result)
+        more = f" (and {result.more_count:,} that fit less)" if result.more_count else ""
+        lines = {hit.session.id: hit.snippet for hit in result.hits}
         return self._picked([hit.session for hit in result.hits], lines, more)
 
     def search(self, words: str) -> None:
@@ -303,7 +303,7 @@ class SavedChat:
         if not texts and not hits:
             raise SessionError(f"no message and no saved chat has all of {format_value(words)}")
         chats = SessionLines(
-            [hit.session for hit in hits], matches={hit.session.id: hit.line for hit in hits}
+            [hit.session for hit in hits], matches={hit.session.id: hit.snippet for hit in hits}
         )
         here = [Text("in this chat:"), *texts] if texts else []
         title = [Text("in saved chats, which /load ID opens:")] if hits else []
@@ -312,7 +312,7 @@ class SavedChat:
     def _picked(
         self,
         sessions: Sequence[SavedSession],
-        matches: Mapping[str, Sequence[Part]] = MappingProxyType({}),
+        matches: Mapping[str, Sequence[SnippetPart]] = MappingProxyType({}),
         more: str = "",
     ) -> str:
         """Let the user pick one of `sessions`; without a terminal, print them, and return ""."""
@@ -358,7 +358,7 @@ class SavedChat:
             if not self._saving.id:
                 raise
             old, new = self._saving, Autosave(self._session)
-            new.begin()
+            new.create_file()
             old.close_without_saving()
             self._saving = new
             self._screen.note(f"cannot write {old.id}; continuing in a new file")
@@ -390,12 +390,14 @@ class SavedChat:
         )
 
     def _resumed(self, store: SessionStore) -> Session:
-        """The session saved in `store`, with its settings, but most of `FIXED` as they are now."""
-        if store.head() is None:
+        """The session saved in `store`, with its settings, most of `FIXED_SETTINGS` as now."""
+        if store.state_record() is None:
             raise SessionError(f"session {store.id} holds no message yet")
         model, current = self._session.model, self._session.profile
         check_model(store, model)  # first: the settings may be invalid for another model
-        kept = {name: getattr(current, name) for name in FIXED if name not in _OF_THE_SESSION}
+        kept = {
+            name: getattr(current, name) for name in FIXED_SETTINGS if name not in _OF_THE_SESSION
+        }
         trusted_policies = (*self._trusted, current.policy)
         session = Session(model, saved_profile(store, trusted_policies).model_copy(update=kept))
         resume_session(session, store)

@@ -21,10 +21,10 @@ from sirchat.chat.rereading import pinned_text, read_again, repinned_note
 from sirchat.chat.session import Session
 from sirchat.chat.settings import hint_for_fixed, options_of
 from sirchat.chat.targets import Target
-from sirchat.config.profile import FIXED, Profile
+from sirchat.config.profile import FIXED_SETTINGS, Profile
 from sirchat.config.profile_files import list_profiles, load_profile, resolve
-from sirchat.config.values import allowed_in_words, as_typed, parse_option, parse_value
-from sirchat.errors import SettingError, UsageError, format_value, nearest
+from sirchat.config.values import describe_allowed, format_setting, parse_option, parse_value
+from sirchat.errors import SettingError, UsageError, did_you_mean, format_value
 from sirchat.memory.free_memory import trim_memory
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Role
@@ -39,7 +39,7 @@ from sirchat.text.times import TimeRange, time_ago
 from sirchat.ui.interrupt import InterruptFlag
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import loading_bar
-from sirchat.ui.text import counted, shorten
+from sirchat.ui.text import pluralize, shorten
 
 if TYPE_CHECKING:  # loads the prompt, which a program in a pipe does not need
     from sirchat.ui.saved_chat import SavedChat
@@ -87,7 +87,7 @@ class Switching:
             value = parse_value(name, text)
             if name == "policy":
                 import_typed(str(value))
-            self._apply(source, f"{name} is already {as_typed(value)}", **{name: value})
+            self._apply(source, f"{name} is already {format_setting(value)}", **{name: value})
 
     def change_policy(self, name: str, options: list[str]) -> None:
         """Switch to an eviction policy; each of its `options` is a text `NAME=VALUE`."""
@@ -112,14 +112,15 @@ class Switching:
             load_profile(name, trusted_policies),
             resolve(name, {"trust_policy": trusted_policies}, {}),
         )
-        kept = {*FIXED, *(key for key in _SCREEN_SETTINGS if key not in named)}
+        kept = {*FIXED_SETTINGS, *(key for key in _SCREEN_SETTINGS if key not in named)}
         values = {k: v for k, v in profile.model_dump().items() if k not in kept}
         self._apply("/profile", f"all settings already have the values of profile {name}", **values)
-        for key in FIXED:
+        for key in FIXED_SETTINGS:
             old, new = getattr(current, key), getattr(profile, key)
             if key in named and key != "description" and old != new:
                 self._screen.note(
-                    f"{key} stays {as_typed(old)}, not {as_typed(new)}: {hint_for_fixed(key, new)}"
+                    f"{key} stays {format_setting(old)}, not {format_setting(new)}: "
+                    f"{hint_for_fixed(key, new)}"
                 )
 
     def restore(self, target: Target, *, around: int = 0) -> None:
@@ -128,12 +129,12 @@ class Switching:
         before = set(session.ledger.held_positions.tolist())
         for event in session.restore(target, around):
             self._report(event)
-        now, asked = set(session.ledger.held_positions.tolist()), session.state.asked
+        now, asked = set(session.ledger.held_positions.tolist()), session.state.restored_by_user
         came, aside = len((now - before).intersection(asked)), len(before - now)
         how = "restored" if came else "held already, and stays"
         self._screen.note(f"{how} for your next message: “{self._text_at(asked)}”")
         evicted = f", {came:,} of them were evicted" if came else ""
-        price = counted(len(asked), "token") + evicted
+        price = pluralize(len(asked), "token") + evicted
         who = "1 other steps" if aside == 1 else f"{aside:,} others step"
         others = f"; {who} aside until it is answered" if aside else ""
         held = f"holds {session.resident:,}/{session.budget:,}; /pin keeps words"
@@ -156,7 +157,7 @@ class Switching:
         roles = Counter(role for _, role in sorted(messages))
         whose = {"user": "of yours", "assistant": "of the model's", "system": "of the system"}
         return " and ".join(
-            f"{counted(count, 'message')} {whose.get(role, f'({role})')}"
+            f"{pluralize(count, 'message')} {whose.get(role, f'({role})')}"
             for role, count in roles.items()
         )
 
@@ -175,7 +176,7 @@ class Switching:
         changed = sorted(before ^ set(ledger.pinned_positions))  # others were as they are already
         count = len(changed)
         if not pinned:
-            unpinned = f"{counted(count, 'token')} no longer pinned"
+            unpinned = f"{pluralize(count, 'token')} no longer pinned"
             self._screen.note(unpinned if count else "nothing of this was pinned")
             self._screen.note(_moved_in_words(evicted, len(restored), self._session))
             return
@@ -184,11 +185,11 @@ class Switching:
             price = ["all of this is pinned already"]
         else:
             self._screen.note(f"pinned: “{self._text_at(changed)}”")
-            price = [counted(count, "token") + (f", {came:,} of them restored" if came else "")]
+            price = [pluralize(count, "token") + (f", {came:,} of them restored" if came else "")]
             price.append(f"in {self._messages_at(changed)}")
         if others := len(restored) - came:
             why = f"as policy {session.profile.policy} fills the budget anew"
-            price.append(f"{counted(others, 'other')} restored, {why}")
+            price.append(f"{pluralize(others, 'other')} restored, {why}")
         if evicted:
             price.append(f"{evicted:,} evicted to make room")
         held = f"holds {self._session.resident:,}/{self._session.budget:,}"
@@ -221,13 +222,13 @@ class Switching:
         if name in Profile.model_fields:
             meaning = Profile.model_fields[name].description
             value = sampling_in_words(profile).get(name) or self._value(name)
-            return f"{name} is {value}: {meaning} Allowed: {allowed_in_words(name)}."
+            return f"{name} is {value}: {meaning} Allowed: {describe_allowed(name)}."
         option = profile.policy_options.get(name, "at its default")
-        return f"{name} is {as_typed(option)}: an option of policy {profile.policy}"
+        return f"{name} is {format_setting(option)}: an option of policy {profile.policy}"
 
     def _value(self, name: str) -> str:
         """A setting's value; of `recall` also that it can't go by meaning, if so."""
-        value = as_typed(getattr(self._session.profile, name))
+        value = format_setting(getattr(self._session.profile, name))
         if name == "recall" and value == BEST_RETRIEVER and not self._session.recall.by_meaning:
             return f"{value} (by words: no encoder for this model yet)"
         return value
@@ -236,7 +237,7 @@ class Switching:
         options = options_of(self._session.profile.policy)
         known = [*Profile.model_fields, *(option.name for option in options)]
         if name not in known:
-            hint = nearest(name, known) or "/show lists all settings"
+            hint = did_you_mean(name, known) or "/show lists all settings"
             raise SettingError(f"there is no setting {format_value(name)}", hint=hint)
 
     def _apply(self, source: str, otherwise: str, **updates: object) -> None:
@@ -260,7 +261,7 @@ class Switching:
 
 def describe_change(event: Switched) -> str:
     """A changed setting in words: its name, its old and its new value."""
-    old, new = (shorten(as_typed(value), 60) for value in (event.old, event.new))
+    old, new = (shorten(format_setting(value), 60) for value in (event.old, event.new))
     return f"{event.what}: {old} -> {new}"
 
 
@@ -317,7 +318,9 @@ class ModelSwitching:
         with loading_bar(self._screen, name) as report:
             model = self._loaded(name, session.profile, report)
             new = Session(model, self._profile(session, model, name))
-            read_again(new, session.turns, pinned_text(session), session.state.unpinned, report)
+            read_again(
+                new, session.turns, pinned_text(session), session.state.unpinned_sentences, report
+            )
         self._former = _Former(session, new.profile, (new.epoch, new.erasures))
         self._replace_session(new)
         self._report(session, new)
@@ -332,7 +335,7 @@ class ModelSwitching:
             return None
         former, at_first = self._former.session, self._former.profile.model_dump()
         now = session.profile.model_dump()
-        changed = {k: v for k, v in now.items() if k not in FIXED and v != at_first[k]}
+        changed = {k: v for k, v in now.items() if k not in FIXED_SETTINGS and v != at_first[k]}
         if changed:
             former.switch("/undo", **changed)
         self._replace_session(former)
@@ -382,7 +385,7 @@ class ModelSwitching:
             f"the cache holds {now.resident:,}/{now.budget:,}"
         )
         changed = [
-            f"{key} {as_typed(old)} -> {as_typed(new)}"
+            f"{key} {format_setting(old)} -> {format_setting(new)}"
             for key in _FOLLOWING
             if (old := getattr(before.profile, key)) != (new := getattr(now.profile, key))
         ]

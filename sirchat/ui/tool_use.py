@@ -10,14 +10,14 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from sirchat.chat.session import Session
-from sirchat.chat.tool_loop import ChatTool, Toolbox, size_of_tools
+from sirchat.chat.tool_loop import ChatTool, Toolbox, tools_prompt_size
 from sirchat.chat.turn import Interrupted, never
-from sirchat.errors import SirchatError, UsageError, format_value, nearest
+from sirchat.errors import SirchatError, UsageError, did_you_mean, format_value
 from sirchat.text.tool_calls import ToolCall
 from sirchat.tools.config import ToolFlags
 from sirchat.tools.servers import ToolServers, plain_name
 from sirchat.ui.screen import Screen
-from sirchat.ui.text import counted, displayable_line, shorten
+from sirchat.ui.text import displayable_line, pluralize, shorten
 
 if TYPE_CHECKING:
     from sirchat.chat.events import Returned
@@ -96,7 +96,7 @@ class ToolUse(Toolbox):
             for one in self._names:
                 on = sum(tool.origin[0] == one for tool in self.tools.values())
                 state = "started" if self._servers.is_running(one) else "not started"
-                self._screen.note(f"{displayable_line(one)}: {counted(on, 'tool')} on, {state}")
+                self._screen.note(f"{displayable_line(one)}: {pluralize(on, 'tool')} on, {state}")
             self._screen.note("/tools NAME lists a server's tools; /tools on NAME turns them on")
         elif verb in ("on", "off"):
             if not name.strip():
@@ -109,7 +109,7 @@ class ToolUse(Toolbox):
         if on:
             count, tokens = self._turn_on(self._server_of(name), name, session)
             size = f"the model reads about {tokens:,} tokens of them with your next message"
-            self._screen.note(f"{counted(count, 'tool')} turned on; {size}")
+            self._screen.note(f"{pluralize(count, 'tool')} turned on; {size}")
             if tokens > session.budget // 2:
                 self._screen.note(f"that is more than half of the budget of {session.budget:,}")
         else:
@@ -120,7 +120,7 @@ class ToolUse(Toolbox):
                 raise UsageError(f"/tools off: no tool that is on is called {format_value(name)}")
             for tool in gone:
                 del self.tools[tool]
-            self._screen.note(f"{counted(len(gone), 'tool')} turned off")
+            self._screen.note(f"{pluralize(len(gone), 'tool')} turned off")
 
     def _listed(self, server: str) -> list[ChatTool]:
         if not (self._is_script or self._servers.is_running(server)):
@@ -135,8 +135,8 @@ class ToolUse(Toolbox):
         tools = {one.name: one for one in listed if is_all or self._matches(pattern, one.name, one)}
         if not tools:
             raise UsageError(f"server {server} has no tool {format_value(pattern)}")
-        told = Toolbox((self.tools | tools).values()).told
-        tokens = size_of_tools(session, told) if session else 0  # or it raises an error
+        told = Toolbox((self.tools | tools).values()).tools_json
+        tokens = tools_prompt_size(session, told) if session else 0  # or it raises an error
         self._take(tools)
         return len(tools), tokens
 
@@ -148,14 +148,14 @@ class ToolUse(Toolbox):
             if name == server:
                 self._screen.note(f"{sign} {tool.name}: {about}")
             elif self._matches(name, tool.name, tool):
-                self._screen.note(f"{sign} {_readable(Toolbox([tool]).told)}")
+                self._screen.note(f"{sign} {_readable(Toolbox([tool]).tools_json)}")
 
     def _server_of(self, name: str) -> str:
         server = name if name in self._names else self._named(name) or name.partition("__")[0]
         if server not in self._names:
             raise UsageError(
                 f"there is no server {format_value(server)}; there are: {', '.join(self._names)}",
-                hint=nearest(server, self._names),
+                hint=did_you_mean(server, self._names),
             )
         return server
 
@@ -277,4 +277,4 @@ def describe_result(result: Returned) -> str:
     text = shorten(displayable_line(" ".join(result.text.split())), _SHOWN // 10)
     if result.is_error:
         return f"{result.name} failed: {text.removeprefix('error: ')}"
-    return f"{result.name} returned {counted(len(result.text), 'character')}: {text}"
+    return f"{result.name} returned {pluralize(len(result.text), 'character')}: {text}"

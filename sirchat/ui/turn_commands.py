@@ -10,12 +10,17 @@ from typing import Any
 from sirchat.chat.events import Event, Notice, Undone
 from sirchat.chat.model_defaults import SAMPLING_PARAMETERS
 from sirchat.chat.pinned_summary import undo_summaries
-from sirchat.chat.rereading import read_before_last, read_whole, repinned_note
-from sirchat.chat.retry import retriever_for_retry, retry_under, retry_with, settings_for_full
+from sirchat.chat.rereading import repinned_note, reread_before_last_message, reread_session
+from sirchat.chat.retry import (
+    retriever_for_retry,
+    retry_with_sampling,
+    retry_with_settings,
+    settings_for_full,
+)
 from sirchat.chat.session import Interrupted, Session
 from sirchat.config.profile import Profile
 from sirchat.config.values import parse_value
-from sirchat.errors import UndoError, UsageError, format_value, nearest
+from sirchat.errors import UndoError, UsageError, did_you_mean, format_value
 from sirchat.models.progress import Progress
 from sirchat.ui.interrupt import InterruptFlag
 from sirchat.ui.saved_chat import SavedChat
@@ -41,7 +46,7 @@ def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | N
             read = f"; {before.seen:,} tokens of earlier messages were read again"
             _report(text, before, screen, read)
 
-        return _read_anew(session, read_before_last, say, screen, saved_chat)
+        return _read_anew(session, reread_before_last_message, say, screen, saved_chat)
     for event in events:
         if isinstance(event, Undone):
             _report(event.text, session, screen)
@@ -56,7 +61,7 @@ def make_undoable(session: Session, screen: Screen, saved_chat: SavedChat) -> Se
     def say(again: Session) -> None:
         screen.note(f"{again.seen:,} tokens of earlier messages were read again")
 
-    return _read_anew(session, read_whole, say, screen, saved_chat)
+    return _read_anew(session, reread_session, say, screen, saved_chat)
 
 
 @dataclass(frozen=True)
@@ -89,11 +94,11 @@ def retry(session: Session, asked: Retry, stops: Interrupted) -> Iterator[Event]
         updates = {"recall": retriever_for_retry(session, asked.recall)}
     if updates:
         describe = partial(_describe_retry, as_usual=session.profile, note=note)
-        yield from retry_under(session, {**updates, **asked.settings}, describe, stops)
+        yield from retry_with_settings(session, {**updates, **asked.settings}, describe, stops)
         return
     if asked.full or asked.recall is not None:
         yield Notice("everything was held already, so this is a plain /retry")
-    yield from retry_with(session, asked.settings, stops)
+    yield from retry_with_sampling(session, asked.settings, stops)
 
 
 def parse_sampling_settings(words: str) -> dict[str, Any]:
@@ -107,7 +112,7 @@ def parse_sampling_settings(words: str) -> dict[str, Any]:
             raise UsageError(
                 f"/retry: {format_value(flag)} is not allowed; allowed: full, recall, "
                 f"{', '.join(allowed)}",
-                hint=nearest(flag, ["full", "recall", *allowed]),
+                hint=did_you_mean(flag, ["full", "recall", *allowed]),
             )
         if value is None:
             raise UsageError(

@@ -71,7 +71,7 @@ def open_terminal_input(screen: Screen, *, is_persistent: bool = True) -> Iterat
 
 def ask_background(keys: Input, screen: Screen) -> None:
     """Ask the terminal whether it is light, if no variable tells; inside a `Keyboard`."""
-    is_told = os.environ.get("COLORFGBG") or screen.console.no_color or not screen.is_auto
+    is_told = os.environ.get("COLORFGBG") or screen.console.no_color or not screen.has_auto_theme
     # Old consoles of Linux print the question.
     if is_told or screen.terminal is None or os.environ.get("TERM") == "linux":
         return
@@ -94,7 +94,7 @@ def open_history(complain: Callable[[str], None], *, is_persistent: bool = True)
     path = paths.history_file()
     try:
         if is_persistent:
-            paths.private_dir(path.parent)
+            paths.make_private_dir(path.parent)
             paths.open_private(path, "a").close()
     except OSError as error:
         complain(f"the input history is not kept: {error}")
@@ -291,7 +291,7 @@ class _Private(TypedHistory, FileHistory):
         if not self.is_persistent:
             return
         with suppress(OSError):
-            paths.private_dir(paths.history_file().parent)
+            paths.make_private_dir(paths.history_file().parent)
             with _lock():
                 paths.open_private(paths.history_file(), "a").close()  # it may be gone
                 super().store_string(string)
