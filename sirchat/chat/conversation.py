@@ -29,7 +29,7 @@ from sirchat.config.profile import Profile
 from sirchat.engine.extra_passes import score_continuations
 from sirchat.engine.generation import Generation
 from sirchat.engine.prompt_lookup import PromptLookup
-from sirchat.engine.sampling import Allowed
+from sirchat.engine.sampling import TokenFilter
 from sirchat.engine.types import ContinuationScore
 from sirchat.models.model import LoadedModel
 from sirchat.paths import archives_dir
@@ -169,7 +169,7 @@ class Conversation:
         after = self.template.closing if ids.header is None else []
         if ids.header:  # without the given reply, there would be an empty one
             after = [*self.template.assistant_turn("", ids.header).ids, *self.template.closing]
-        with self.engine.evictor.recall_ends_at_error():
+        with self.engine.evictor.ending_recall_on_error():
             yield from turn.recall(self.recall, ids)
             yield from turn.read(ids, interrupted, after=after)
             yield turn.finish(text)
@@ -255,7 +255,7 @@ class Conversation:
         self.engine.require_room(len(ids.ids) + len(closing))
         turn = self._open_turn("assistant")
         positions = range(self.seen, self.seen + len(ids.ids))
-        with self.engine.evictor.recall_ends_at_error():
+        with self.engine.evictor.ending_recall_on_error():
             yield from turn.read(ids, interrupted, after=closing)
             stream = self.template.reply_stream(in_history=True)
             stream.push_ids(ids.ids if self.seen == positions.stop else ())
@@ -268,7 +268,7 @@ class Conversation:
         self,
         interrupted: Interrupted,
         reply: GeneratedReply | None = None,
-        allowed: Allowed | None = None,
+        allowed: TokenFilter | None = None,
         turn: OpenTurn | None = None,
         *,
         attempt: int | None = None,
@@ -295,7 +295,7 @@ class Conversation:
             turn.ref,
             stop_ids=self.stop_ids,
             max_new_tokens=most,
-            closing=len(closing),
+            closing_tokens=len(closing),
             lookup=PromptLookup() if profile.lookup else None,
         )
         opened = OpenReply(

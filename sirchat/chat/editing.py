@@ -101,7 +101,7 @@ def _keep(session: Session, parts: Sequence[KeptTurn]) -> list[_Placed]:
     out = np.concatenate([_NO_POSITIONS, *(one.rows for one in placed if one.turn.is_left_out)])
     new = np.setdiff1d(out, ledger.left_out)
     if len(new):
-        session.engine.evictor.leave_out(new)
+        session.engine.evictor.evict_until_recalled(new)
     return _arrange(session, placed, is_changed=len(new) > 0)
 
 
@@ -120,7 +120,7 @@ def _read_between(
     state.in_round = bool(said) and said[-1].turn.role in _ASKS
     state.reply_header, state.pending_ids = said[-1].header if said else None, []
     engine.reader.logits = None  # what was likely after the turn before, nobody has kept
-    with engine.evictor.reading_before(start):
+    with engine.evictor.without_tokens_from(start):
         yield from part.read()
         session.recall.update()  # without words, whose index those after them would need again
     turns = enumerate(session.turns[count:], count)

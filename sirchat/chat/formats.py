@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sirchat.engine.sampling import Allowed
+from sirchat.engine.sampling import TokenFilter
 from sirchat.errors import ModelError, SettingError
 from sirchat.models.model import LoadedModel
 from sirchat.text.call_forms import CALL_CLOSE, CALL_OPEN
@@ -60,7 +60,7 @@ class ModelFormats:
         begun: Sequence[int],
         *,
         goes_on: bool,
-    ) -> Allowed | None:
+    ) -> TokenFilter | None:
         """JSON by the schema in a file, or calls of `tools`; a reply has `begun` with these ids.
 
         None if the file is `off`. Notes on the schema are added to `notes` if it has changed since

@@ -96,7 +96,7 @@ def describe_excess(turn: TurnDone, session: Session, option: str) -> str:
     held = session.ledger.held_of_turn(turn.index)
     if held == turn.tokens_in:
         return ""
-    enough = session.budget_for(turn.tokens_in)
+    enough = session.smallest_budget_for(turn.tokens_in)
     if enough is None:
         rest = f"the model's context, {session.model.context_length:,} tokens, is too short for all"
     else:
@@ -118,7 +118,7 @@ def raise_budget_for(session: Session, text: str) -> None:
     if wanted <= session.engine.evictor.divide_budget().evictable:
         return
     most = session.model.affordable_rows
-    budget = max(session.budget, min(session.budget_for(wanted) or most, most))
+    budget = max(session.budget, min(session.smallest_budget_for(wanted) or most, most))
     # If all fits, nothing will be evicted, pinned or not.
     pin_system = session.profile.pin_system and not needed <= budget < wanted
     session.switch("ask", budget=budget, pin_system=pin_system)

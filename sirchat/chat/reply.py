@@ -101,7 +101,9 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         if self._stopped is not None or self._failure is not None:
             return True
         is_looping = self._loops is not None and self._loops.found
-        return self.generation.left > 0 and (self._parts.has_ended or is_looping or self._stops())
+        return self.generation.tokens_left > 0 and (
+            self._parts.has_ended or is_looping or self._stops()
+        )
 
     def push(self, done: StepResult) -> list[Event]:
         """Take what a step has done; returns the events. Raises what failed in it."""

@@ -82,7 +82,7 @@ def read_again(
             session.turns[-1].text, session.turns[-1].thinking = turn.text, turn.thinking
         if turn.is_left_out:
             session.turns[-1].is_left_out, last = True, len(session.turns) - 1
-            session.engine.evictor.leave_out(session.ledger.of_turn(last))
+            session.engine.evictor.evict_until_recalled(session.ledger.of_turn(last))
         for index in range(done, done := len(session.turns)):
             session.mark_torn(index, turns[index].torn)
             lost += _pin_again(session, index, parts.get(index, []))
@@ -278,11 +278,11 @@ def _pin_newest(session: Session, pins: Positions, more: int = 0) -> int:
     ledger, before = session.ledger, _own_pins(session)
     division = session.engine.evictor.divide_budget()
     after = pins
-    if division.most_pins is not None:
+    if division.max_pins is not None:
         costly = pins[pins >= division.sinks]
         others = np.setdiff1d(ledger.pinned_positions, before)
         others = np.intersect1d(others, ledger.held_positions)
-        room = max(0, division.most_pins - int((others >= division.sinks).sum()) - more)
+        room = max(0, division.max_pins - int((others >= division.sinks).sum()) - more)
         after = np.setdiff1d(pins, costly[: max(0, len(costly) - room)])
     for positions, pinned in (
         (np.setdiff1d(before, after), False),

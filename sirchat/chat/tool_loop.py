@@ -19,7 +19,7 @@ from sirchat.chat.conversation import Conversation
 from sirchat.chat.events import Called, Delta, Event, Notice, Returned, TurnDone
 from sirchat.chat.state import GeneratedReply
 from sirchat.chat.turn import Interrupted, never
-from sirchat.engine.sampling import Allowed
+from sirchat.engine.sampling import TokenFilter
 from sirchat.text.other_templates import PromptedTools, ToolTemplate
 from sirchat.text.template import TurnIds
 from sirchat.text.text_file import without_surrogates
@@ -107,7 +107,7 @@ def tools_prompt_size(chat: Conversation, told: str) -> int:
 
 def reply_format(
     chat: Conversation, box: Toolbox, begun: GeneratedReply | None = None, *, goes_on: bool = False
-) -> Generator[Event, None, Allowed | None]:
+) -> Generator[Event, None, TokenFilter | None]:
     """What the setting `json_schema` allows in a reply, which may have begun.
 
     Yields what there is to say of the schema. SettingError if it can't be kept. If the round
@@ -130,7 +130,7 @@ def answer_with_tools(
     question: str,
     interrupted: Interrupted,
     reply: GeneratedReply | None = None,
-    allowed: Allowed | None = None,
+    allowed: TokenFilter | None = None,
 ) -> Iterator[Event]:
     """Answer the `question`, do the calls of the reply, read their results, reply again, and so on.
 
@@ -193,11 +193,11 @@ def read_result(
     division = engine.evictor.divide_budget()
     start = engine.ledger.seen
     head = 0  # the number of pinned ids
-    if engine.resident + len(ids.ids) > division.hard_bound and division.most_pins:
-        room = min(division.evictable // _HEAD, division.most_pins - division.pins)
+    if engine.resident + len(ids.ids) > division.hard_bound and division.max_pins:
+        room = min(division.evictable // _HEAD, division.max_pins - division.pins)
         head = max(0, min(room, ids.content[1]))
     after = template.closing if ids.header is None else []
-    with engine.evictor.recall_ends_at_error():
+    with engine.evictor.ending_recall_on_error():
         try:
             yield from turn.read_result(
                 ids, interrupted, chat.recall, sought, head=head, after=after

@@ -123,7 +123,7 @@ def attention_paid(
     then = frozenset(placement.held.tolist())
     if not placement.has_recall or not engine.store.has(placement.held):
         return _paid(engine, turn, then, sinks)
-    with engine.evictor.holding(placement):
+    with engine.evictor.temporary_placement(placement):
         paid = _paid(engine, turn, then, sinks)
     return replace(paid, recalled=frozenset(placement.recalled.tolist()))
 

@@ -337,7 +337,7 @@ class HoldsState(Protocol):
         """Replace the layer's states by a copy of `state`."""
 
 
-def layer_numbers(kinds: Sequence[LayerKind]) -> dict[int, int]:
+def row_layer_indices(kinds: Sequence[LayerKind]) -> dict[int, int]:
     """Map the model's numbers of layers with keys and values to their numbers among these."""
     with_rows = (number for number, (has_rows, _) in enumerate(kinds) if has_rows)
     return {number: at for at, number in enumerate(with_rows)}

@@ -159,7 +159,7 @@ class Recall:
         self.update()
         by_hand = np.intersect1d(asked, engine.store.recallable()) if len(asked) else _NO_POSITIONS
         if len(by_hand):
-            by_hand = by_hand[max(0, len(by_hand) - engine.evictor.room_beside(len(ids)) // 2) :]
+            by_hand = by_hand[max(0, len(by_hand) - engine.evictor.free_budget(len(ids)) // 2) :]
         if recall is None and not len(by_hand):
             self.undo()
             return None

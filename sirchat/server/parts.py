@@ -10,7 +10,7 @@ from typing import Any
 from sirchat.chat.events import Delta, Event
 from sirchat.chat.plain_reply import PlainReply
 from sirchat.chat.session import Session
-from sirchat.engine.sampling import Allowed
+from sirchat.engine.sampling import TokenFilter
 from sirchat.text.tool_calls import CallParser, ToolCall
 
 
@@ -71,7 +71,7 @@ class ReplyOptions:
     settings: dict[str, Any] = field(default_factory=dict)
     stop: Sequence[str] = ()
     calls: CallParser | None = None
-    format: Callable[[Session], Allowed | None] | None = None
+    format: Callable[[Session], TokenFilter | None] | None = None
     is_for_ask: bool = False
     holds_all: bool = False
     source: int = 0

@@ -11,7 +11,7 @@ import torch
 from held_rows import contents, same
 from recall_rounds import as_if_at_zero, find, memory, restore, some_ids, talked
 from session_files import columns
-from sirchat.engine.budget import most_recalled
+from sirchat.engine.budget import recall_limit
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import TurnRef
 from sirchat.memory.key_values import KeyValues
@@ -122,13 +122,13 @@ def test_a_search_leaves_everything_as_it_was(retriever: str) -> None:
 
 
 def test_recall_leaves_the_conversation_room_to_read() -> None:
-    assert most_recalled(200, 1020) == 200
-    assert most_recalled(200, 124) == 116
-    assert most_recalled(200, 16) == 8
-    assert most_recalled(200, 8) == 0
-    assert most_recalled(None, 1020) == 400
-    assert most_recalled(None, 252) == 188
-    assert most_recalled(None, 100) == 36
+    assert recall_limit(200, 1020) == 200
+    assert recall_limit(200, 124) == 116
+    assert recall_limit(200, 16) == 8
+    assert recall_limit(200, 8) == 0
+    assert recall_limit(None, 1020) == 400
+    assert recall_limit(None, 252) == 188
+    assert recall_limit(None, 100) == 36
     engine, _ = talked(memory("sink", 40, n=200), rounds=3)
     assert [engine.evictor.recall_room(incoming) for incoming in (0, 16, 30)] == [28, 12, 0]
 

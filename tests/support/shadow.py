@@ -195,7 +195,7 @@ def watching() -> Iterator[None]:
                 one.surprisal = -float(torch.log_softmax(before.double(), -1)[token_id])
                 one.behind = float(before.max() - before[token_id])
             shadow.tokens[seen + at] = one
-        ahead = self._ahead is not None and len(self._ahead.ids) > 1
+        ahead = self._precomputed is not None and len(self._precomputed.ids) > 1
         observed: bool = self.cache.is_observed  # type: ignore[attr-defined]
         plain = not (ahead or observed or packed._SHARED.get() is not None)
         last = LastPass(chunk.ids, start, self.cache.absolute_positions, held, plain)
