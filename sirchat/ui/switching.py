@@ -35,7 +35,7 @@ from sirchat.models.load import load_model_of
 from sirchat.models.model import LoadedModel
 from sirchat.models.progress import Progress
 from sirchat.text.json_schema import load_schema
-from sirchat.text.times import TimeRange, ago
+from sirchat.text.times import TimeRange, time_ago
 from sirchat.ui.interrupt import InterruptFlag
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import loading_bar
@@ -211,7 +211,7 @@ class Switching:
         if not chosen:
             raise UsageError(f"you said nothing at this time: {asked.words}")
         for index in sorted(chosen):
-            when = ago(session.turns[index].time, time()) or f"turn {index}"
+            when = time_ago(session.turns[index].time, time()) or f"turn {index}"
             self._screen.note(f"{when}: {shorten(session.turns[index].text, 200)}")
         self.restore(np.sort(np.concatenate(list(chosen.values()))))
 

@@ -19,7 +19,7 @@ from sirchat.chat.panel_snapshot import SURPRISAL_EDGES, HeldShare, Histogram
 from sirchat.chat.statements import StatedFact
 from sirchat.chat.why import TokenRank
 from sirchat.recall import RecalledTurn
-from sirchat.text.times import ago
+from sirchat.text.times import time_ago
 from sirchat.ui.cells import StyledRun, cut, join_runs, quote_token
 from sirchat.ui.text import displayable_line, messages_ago, shorten
 from sirchat.ui.theme import ROLE_NAMES, Theme
@@ -83,7 +83,7 @@ def draw_token_ranks(ranks: Sequence[TokenRank], theme: Theme, width: int) -> Re
 def draw_facts(facts: Sequence[StatedFact], now: float, theme: Theme) -> Table:
     """A table with a row for each fact: its time, whether it is held or a rule, and its text."""
     columns: Columns = {
-        "when": [ago(fact.time, now) for fact in facts],
+        "when": [time_ago(fact.time, now) for fact in facts],
         "is": [_fact_state(fact) for fact in facts],
         "you said": [displayable_line(fact.text) for fact in facts],
     }

@@ -276,10 +276,14 @@ def _higher_ranked(rank: TokenRank, policy: str) -> str:
 
 
 def _restore_hint(ranks: Sequence[TokenRank], target: str) -> str:
-    if all(rank.state == "gone" for rank in ranks):
+    if all(rank.state == "not_stored" for rank in ranks):
         return "The tokens are no longer archived, so they can't be restored."
-    is_lost = any(rank.state == "lost" for rank in ranks)
-    archived, restores = ("not all archived", "reads") if is_lost else ("archived", "restores")
+    is_rereadable = any(rank.state == "rereadable" for rank in ranks)
+    archived, restores = (
+        ("not all archived", "reads") if is_rereadable else ("archived", "restores")
+    )
     words = displayable_line(without_quotes(target))
     command = "/pin" if turn_of_target(target, ()) is not None else f'/recall "{words}"'
-    return f"The tokens are {archived}: {command} {restores} them{' again' if is_lost else ''}."
+    return (
+        f"The tokens are {archived}: {command} {restores} them{' again' if is_rereadable else ''}."
+    )
