@@ -283,7 +283,7 @@ def _listed_data(model: "ListedModel") -> dict[str, object]:
         "bytes": model.found.size,
         "budget": model.budget,
         "kv_cache_bytes": model.cache,
-        "largest_budget": model.largest,
+        "largest_budget": model.largest_budget,
         "default": model.is_default,
         "problem": model.found.problem,
     }

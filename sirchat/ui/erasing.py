@@ -17,9 +17,9 @@ from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line, pluralize
 from sirchat.ui.typed_input import TypedHistory
 
-_TELLING = 5.0  # nats: a word with a token of at least this surprisal is telling
-_MOST_NAMED = 5  # such words of an erased turn that stand in other turns
-_COMMAND = re.compile(r"\s*/(erase|forget)\b")
+_MIN_TELLING_NATS = 5.0  # nats: a word with a token of at least this surprisal is telling
+_MAX_NAMED_WORDS = 5  # such words of an erased turn that stand in other turns
+_ERASE_COMMAND = re.compile(r"\s*/(erase|forget)\b")
 
 
 class EraseCommand:
@@ -59,31 +59,31 @@ class EraseCommand:
 
     def _preview(self, target: str, *, everywhere: bool) -> None:
         tokens, turns = self._matching_tokens(target)
-        mine, others = self._count_typed_lines(target)
-        if not (tokens or turns or mine or others):
+        of_this_chat, of_other_chats = self._count_typed_lines(target)
+        if not (tokens or turns or of_this_chat or of_other_chats):
             self._session.tokens_to_erase(target)  # raises the error that says what is missing
-        parts = [f"{pluralize(tokens, 'token')}{' in ' if turns else ''}{_turns(turns)}"]
-        if mine:
-            parts.append(pluralize(mine, "typed line"))
-        of_others = f"{pluralize(others, 'typed line')} of other chats"
-        if others and everywhere:
-            parts.append(of_others)
+        parts = [f"{pluralize(tokens, 'token')}{' in ' if turns else ''}{_name_turns(turns)}"]
+        if of_this_chat:
+            parts.append(pluralize(of_this_chat, "typed line"))
+        other_chats_text = f"{pluralize(of_other_chats, 'typed line')} of other chats"
+        if of_other_chats and everywhere:
+            parts.append(other_chats_text)
         self._screen.note(f"this would erase for good: {' and '.join(parts)}")
-        if others and not everywhere:
-            self._screen.note(f"{of_others} would stay (--everywhere erases such lines)")
-        self._point_out_branches(self._meant(target))
+        if of_other_chats and not everywhere:
+            self._screen.note(f"{other_chats_text} would stay (--everywhere erases such lines)")
+        self._name_branches(self._target_text(target))
         self._screen.note("after that, /undo must read the chat again; to confirm: /erase --yes")
 
     def _erase(self, target: str, *, everywhere: bool) -> None:
         """Erase from cache, archive and saved chat, and then from the typed lines."""
         session = self._session
         telling = self._telling_words(target)
-        turn = self._turn(target)
-        said = self._meant(target)
+        turn = self._target_turn(target)
+        erased_text = self._target_text(target)
         matches = self._line_matcher(target, everywhere=everywhere)
-        mine, others = self._count_typed_lines(target)
-        typed = mine + everywhere * others
-        unnamed = self._saved_chat.drop_revealing_name(said, whole=turn is not None)
+        of_this_chat, of_other_chats = self._count_typed_lines(target)
+        typed = of_this_chat + everywhere * of_other_chats
+        unnamed = self._saved_chat.drop_revealing_name(erased_text, whole=turn is not None)
         try:
             events = session.erase(target)
         except UsageError:
@@ -108,27 +108,27 @@ class EraseCommand:
         else:
             if typed:
                 self._screen.note(f"{pluralize(typed, 'typed line')} erased")
-        self._point_out(telling)
-        self._point_out_branches(said)
+        self._name_other_turns(telling)
+        self._name_branches(erased_text)
 
     def _matching_tokens(self, target: str) -> tuple[int, list[int]]:
         """The number of tokens that match `target`, and their turns' indices."""
-        turn, turns = self._turn(target), self._session.turns
+        turn, turns = self._target_turn(target), self._session.turns
         if turn is None:
-            said = self._turns_with(without_quotes(target))
+            matching_turns = self._turns_with(without_quotes(target))
         else:
-            said = [turn] if 0 <= turn < len(turns) else []
+            matching_turns = [turn] if 0 <= turn < len(turns) else []
         try:
-            return len(self._session.tokens_to_erase(target)), said
+            return len(self._session.tokens_to_erase(target)), matching_turns
         except UsageError:
-            return 0, said
+            return 0, matching_turns
 
-    def _turn(self, target: str) -> int | None:
+    def _target_turn(self, target: str) -> int | None:
         return turn_of_target(target, [turn.role for turn in self._session.turns])
 
-    def _meant(self, target: str) -> str:
+    def _target_text(self, target: str) -> str:
         """The text that `target` names."""
-        turn, turns = self._turn(target), self._session.turns
+        turn, turns = self._target_turn(target), self._session.turns
         return turns[turn or 0].text if turn in range(len(turns)) else without_quotes(target)
 
     def _turns_with(self, words: str) -> list[int]:
@@ -139,29 +139,35 @@ class EraseCommand:
     def _line_matcher(self, target: str, *, everywhere: bool) -> Callable[[str], bool]:
         """A function that returns whether a typed line must be erased."""
         turns = self._session.turns
-        mine = {turn.text.strip() for turn in turns if turn.role == "user"}
-        mine |= self._history.new_lines | set(map(escape_message, mine))
-        turn = self._turn(target)
+        of_this_chat = {turn.text.strip() for turn in turns if turn.role == "user"}
+        of_this_chat |= self._history.new_lines | set(map(escape_message, of_this_chat))
+        turn = self._target_turn(target)
         if turn is None:
             pattern = whole_words(without_quotes(target))
-            mine |= self._commands_about_this_chat(pattern)
+            of_this_chat |= self._commands_about_this_chat(pattern)
 
             def is_meant(line: str) -> bool:
-                return everywhere or line.strip() in mine or bool(_COMMAND.match(line))
+                return (
+                    everywhere or line.strip() in of_this_chat or bool(_ERASE_COMMAND.match(line))
+                )
 
             return lambda line: is_meant(line) and bool(pattern.search(line))
-        said = turns[turn] if 0 <= turn < len(turns) else None
-        message = said.text.strip() if said is not None and said.role == "user" else ""
+        target_turn = turns[turn] if 0 <= turn < len(turns) else None
+        message = (
+            target_turn.text.strip()
+            if target_turn is not None and target_turn.role == "user"
+            else ""
+        )
         message = self._history.typed_by_message.get(message, message)
         return lambda line: bool(message) and line.strip() in (message, escape_message(message))
 
     def _commands_about_this_chat(self, pattern: re.Pattern[str]) -> set[str]:
         """Lines such as `/pin WORDS`, perhaps of an earlier run, whose WORDS this chat contains."""
-        lines = [line.strip() for line in self._lines() if pattern.search(line)]
+        lines = [line.strip() for line in self._typed_lines() if pattern.search(line)]
         words = {line: without_quotes(line.partition(" ")[2]) for line in lines if line[:1] == "/"}
-        return {line for line, said in words.items() if said and self._turns_with(said)}
+        return {line for line, text in words.items() if text and self._turns_with(text)}
 
-    def _lines(self) -> list[str]:
+    def _typed_lines(self) -> list[str]:
         try:
             return self._history.lines()
         except OSError:  # erasing them will fail, too, and say so
@@ -172,13 +178,13 @@ class EraseCommand:
         here, anywhere = (
             self._line_matcher(target, everywhere=everywhere) for everywhere in (False, True)
         )
-        lines = [line for line in self._lines() if not _COMMAND.match(line)]
-        mine = sum(map(here, lines))
-        return mine, sum(map(anywhere, lines)) - mine
+        lines = [line for line in self._typed_lines() if not _ERASE_COMMAND.match(line)]
+        of_this_chat = sum(map(here, lines))
+        return of_this_chat, sum(map(anywhere, lines)) - of_this_chat
 
     def _telling_words(self, target: str) -> list[str]:
         """The surprising words of the turn that `target` names; empty if `target` is no turn."""
-        if self._turn(target) is None:
+        if self._target_turn(target) is None:
             return []
         try:
             rows = [rank.row for rank in self._session.why(target)]
@@ -186,31 +192,31 @@ class EraseCommand:
             return []
         text, marks = "", set[int]()
         for row in rows:
-            if (row.surprisal or 0.0) >= _TELLING:
+            if (row.surprisal or 0.0) >= _MIN_TELLING_NATS:
                 marks.update(range(len(text), len(text) + len(row.text)))
             text += row.text
         words = re.finditer(r"\w{3,}", text)
         return list(dict.fromkeys(word[0] for word in words if marks & set(range(*word.span()))))
 
-    def _point_out(self, telling: list[str]) -> None:
+    def _name_other_turns(self, telling: list[str]) -> None:
         """Print which turns still contain the words `telling` after a turn was erased."""
         named = [
-            f"{displayable_line(word)} in {_turns(turns)}"
+            f"{displayable_line(word)} in {_name_turns(turns)}"
             for word in telling
             if (turns := self._turns_with(word))
         ]
         if named:
             self._screen.note(
-                f"words of this turn in other turns: {', '.join(named[:_MOST_NAMED])}; "
+                f"words of this turn in other turns: {', '.join(named[:_MAX_NAMED_WORDS])}; "
                 "/erase WORD erases a word"
             )
 
-    def _point_out_branches(self, text: str) -> None:
+    def _name_branches(self, text: str) -> None:
         """Print which other branches of this chat have the erased text, and keep it."""
         if names := self._saved_chat.branches_containing(text):
             listed = ", ".join(map(displayable_line, names))
             self._screen.note(f"it stays in branches {listed}: /switch NAME, and /erase it there")
 
 
-def _turns(turns: list[int]) -> str:
+def _name_turns(turns: list[int]) -> str:
     return f"turn{'s' if len(turns) > 1 else ''} {', '.join(map(str, turns))}" if turns else ""

@@ -28,9 +28,9 @@ EXPORT_FORMATS = {
     "html": "the chat as an HTML page",
     "json": "the chat as JSON, which sirchat replay reads",
 }
-_FORCE = re.compile(r"(?:^|\s)--force(?=\s|$)")
-_FLAG = "--osc52"
-_SECONDS = 3.0  # a clipboard tool that takes longer has failed
+_FORCE_FLAG = re.compile(r"(?:^|\s)--force(?=\s|$)")
+_OSC52_FLAG = "--osc52"
+_TOOL_SECONDS = 3.0  # a clipboard tool that takes longer has failed
 
 
 def export_chat(session: Session, screen: Screen, rest: str) -> None:
@@ -38,22 +38,22 @@ def export_chat(session: Session, screen: Screen, rest: str) -> None:
 
     Raises UsageError, with nothing written, for an unknown format and a file that exists or fails.
     """
-    words = _FORCE.sub("", rest)
+    words = _FORCE_FLAG.sub("", rest)
     format, file = split_leading_path(words)
     if format not in EXPORT_FORMATS:
         raise UsageError(
             f"/export: {format_value(format)} is not allowed; allowed: {', '.join(EXPORT_FORMATS)}",
             hint=did_you_mean(format, EXPORT_FORMATS) or "/export md FILE",
         )
-    name, more = split_leading_path(file)
-    if name in ("", '""', "''") or more:
+    name, extra = split_leading_path(file)
+    if name in ("", '""', "''") or extra:
         raise UsageError(
             "/export: expected the name of one file",
             hint=f'type /export {format} FILE; a name with spaces goes in quotes: "a b.{format}"',
         )
-    if not _said(session):
+    if not _turns_with_text(session):
         raise UsageError("there is nothing to export: the chat has no messages yet")
-    _write(name, without_surrogates(_AS[format](session)), force=words != rest)
+    _write(name, without_surrogates(_RENDERERS[format](session)), force=words != rest)
     screen.note(f"{EXPORT_FORMATS[format]} was written to {name}")
 
 
@@ -63,13 +63,13 @@ def copy_reply(session: Session, screen: Screen, rest: str) -> None:
     Raises UsageError if nothing is copied.
     """
     words = rest.split()
-    target = " ".join(word for word in words if word != _FLAG)
+    target = " ".join(word for word in words if word != _OSC52_FLAG)
     text = displayable(_text_to_copy(session, target)).strip("\n")
     if not text.strip():
         raise UsageError("nothing is copied: the reply is empty")
     count = pluralize(len(text), "character")
-    terminal, why = screen.terminal, f"{_FLAG} needs a terminal"
-    if _FLAG not in words:
+    terminal, why = screen.terminal, f"{_OSC52_FLAG} needs a terminal"
+    if _OSC52_FLAG not in words:
         tool, why = copy_with_tool(text, os.environ)
         if tool:
             screen.note(f"copied {count} with {tool}")
@@ -78,9 +78,9 @@ def copy_reply(session: Session, screen: Screen, rest: str) -> None:
         raise UsageError(f"nothing is copied: {why}")
     terminal.write(osc52(text))
     terminal.flush()
-    more = f" ({why})" if _FLAG not in words else ""
+    extra = f" ({why})" if _OSC52_FLAG not in words else ""
     screen.note(
-        f"sent {count} to the terminal for its clipboard; terminals don't confirm copying{more}"
+        f"sent {count} to the terminal for its clipboard; terminals don't confirm copying{extra}"
     )
 
 
@@ -90,17 +90,17 @@ def copy_with_tool(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
     Returns the program's name, or "" and why there is none.
     """
     is_remote = bool(environ.get("SSH_CONNECTION") or environ.get("SSH_TTY"))
-    problems = []
-    for tool in _TOOLS:
-        is_ours = bool(environ.get(tool.display)) if tool.display else not is_remote
-        program = shutil.which(tool.command[0], path=environ.get("PATH")) if is_ours else None
+    failures = []
+    for tool in _CLIPBOARD_TOOLS:
+        is_usable = bool(environ.get(tool.display)) if tool.display else not is_remote
+        program = shutil.which(tool.command[0], path=environ.get("PATH")) if is_usable else None
         if program is not None:
-            problem = _run(program, tool, text)
-            if not problem:
+            failure = _run_tool(program, tool, text)
+            if not failure:
                 return tool.command[0], ""
-            problems.append(f"{tool.command[0]} {problem}")
-    names = ", ".join(tool.command[0] for tool in _TOOLS)
-    return "", "; ".join(problems) or f"there is no display here, or none of the tools {names}"
+            failures.append(f"{tool.command[0]} {failure}")
+    names = ", ".join(tool.command[0] for tool in _CLIPBOARD_TOOLS)
+    return "", "; ".join(failures) or f"there is no display here, or none of the tools {names}"
 
 
 def osc52(text: str) -> str:
@@ -109,7 +109,7 @@ def osc52(text: str) -> str:
     return f"\x1b]52;c;{encoded}\x07"
 
 
-class _Tool(NamedTuple):
+class _ClipboardTool(NamedTuple):
     """A program that puts its standard input on the clipboard."""
 
     command: tuple[str, ...]
@@ -117,26 +117,27 @@ class _Tool(NamedTuple):
     encoding: str = "utf-8"
 
 
-_TOOLS = (
-    _Tool(("wl-copy",), "WAYLAND_DISPLAY"),
-    _Tool(("xclip", "-selection", "clipboard"), "DISPLAY"),
-    _Tool(("xsel", "--clipboard", "--input"), "DISPLAY"),
-    _Tool(("pbcopy",)),
-    _Tool(("clip.exe",), encoding="utf-16-le"),
-    _Tool(("termux-clipboard-set",)),
+_CLIPBOARD_TOOLS = (
+    _ClipboardTool(("wl-copy",), "WAYLAND_DISPLAY"),
+    _ClipboardTool(("xclip", "-selection", "clipboard"), "DISPLAY"),
+    _ClipboardTool(("xsel", "--clipboard", "--input"), "DISPLAY"),
+    _ClipboardTool(("pbcopy",)),
+    _ClipboardTool(("clip.exe",), encoding="utf-16-le"),
+    _ClipboardTool(("termux-clipboard-set",)),
 )
 
 
 def _markdown(session: Session) -> str:
-    said = [(role, displayable(turn.text).strip()) for role, turn in _said(session)]
+    texts = [(role, displayable(turn.text).strip()) for role, turn in _turns_with_text(session)]
     return "\n\n".join(
         # What a tool returned is code: no picture in it is loaded.
-        f"## {_speaker(role)}\n\n{indent(text, '    ') if role == 'tool' else _closed(text)}"
-        for role, text in said
+        f"## {_speaker_name(role)}\n\n"
+        + (indent(text, "    ") if role == "tool" else _close_code(text))
+        for role, text in texts
     )
 
 
-def _closed(text: str) -> str:
+def _close_code(text: str) -> str:
     """A Markdown text, with the end of code that is open at its end."""
     from sirchat.ui.markdown_rules import markdown_parser
 
@@ -145,39 +146,45 @@ def _closed(text: str) -> str:
 
 
 def _json(session: Session) -> str:
-    messages = [message_record(turn.role, turn.text, turn.thinking) for _, turn in _said(session)]
+    messages = [
+        message_record(turn.role, turn.text, turn.thinking) for _, turn in _turns_with_text(session)
+    ]
     record = {"model": session.model.name, "messages": messages}
     return terminal_safe_json(record, indent=1)
 
 
-def _page(session: Session) -> str:
+def _html(session: Session) -> str:
     """An HTML page, in which replies are drawn as Markdown; it loads nothing and runs no script."""
     import jinja2  # like the next, it is slow to load, and few chats need it
 
     from sirchat.ui.markdown_rules import markdown_parser
 
     turns = list[tuple[str, str, str | None]]()  # speaker, text, markup if it has any
-    for role, turn in _said(session):
+    for role, turn in _turns_with_text(session):
         text = displayable(turn.text).strip()
         turns.append(
-            (_speaker(role), text, markdown_parser().render(text) if role == "assistant" else None)
+            (
+                _speaker_name(role),
+                text,
+                markdown_parser().render(text) if role == "assistant" else None,
+            )
         )
     page = Path(__file__).with_name("page.html").read_text("utf-8")
     template = jinja2.Template(page, autoescape=True)
-    drawn: str = template.render(model=displayable_line(session.model.name), turns=turns)
-    return drawn
+    page_text: str = template.render(model=displayable_line(session.model.name), turns=turns)
+    return page_text
 
 
-_AS = {"md": _markdown, "html": _page, "json": _json}
+_RENDERERS = {"md": _markdown, "html": _html, "json": _json}
 
 
-def _said(session: Session) -> list[tuple[str, Turn]]:
+def _turns_with_text(session: Session) -> list[tuple[str, Turn]]:
     """The roles and turns that have text: were not erased, nor interrupted at their beginning."""
     turns = zip(session.state.roles, session.turns, strict=True)
     return [(role, turn) for role, turn in turns if turn.text.strip()]
 
 
-def _speaker(role: str) -> str:
+def _speaker_name(role: str) -> str:
     return ROLE_NAMES[role].capitalize()
 
 
@@ -213,32 +220,32 @@ def _text_to_copy(session: Session, target: str) -> str:
     if target and not target.isdecimal():
         raise UsageError(
             f"/copy: {format_value(target)} is not allowed; allowed: code, a number of replies "
-            f"before the last, {_FLAG}"
+            f"before the last, {_OSC52_FLAG}"
         )
-    ago = int(target or 0)
-    if ago >= len(replies):
+    replies_back = int(target or 0)
+    if replies_back >= len(replies):
         raise UsageError(
-            f"nothing is copied: there is no reply {ago:,} before the last; allowed: 0 (the "
-            f"last) to {len(replies) - 1:,}"
+            f"nothing is copied: there is no reply {replies_back:,} before the last; allowed: 0 "
+            f"(the last) to {len(replies) - 1:,}"
         )
-    return replies[-1 - ago]
+    return replies[-1 - replies_back]
 
 
-def _run(program: str, tool: _Tool, text: str) -> str:
+def _run_tool(program: str, tool: _ClipboardTool, text: str) -> str:
     """Run a clipboard tool with `text` as its input; return what went wrong, or ""."""
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             [program, *tool.command[1:]],
             input=without_surrogates(text).encode(tool.encoding),
             stdout=subprocess.DEVNULL,  # no pipe: a tool that stays to serve the text keeps it open
             stderr=subprocess.DEVNULL,
             env=os.environ,
-            timeout=_SECONDS,
+            timeout=_TOOL_SECONDS,
             check=False,
             start_new_session=True,  # Ctrl-C does not reach it
         )
     except subprocess.TimeoutExpired:
-        return f"did not answer within {_SECONDS:g} seconds"
+        return f"did not answer within {_TOOL_SECONDS:g} seconds"
     except OSError as error:
         return f"can't be started: {error.strerror}"
-    return f"failed with exit code {done.returncode}" if done.returncode else ""
+    return f"failed with exit code {completed.returncode}" if completed.returncode else ""

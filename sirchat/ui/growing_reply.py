@@ -19,25 +19,25 @@ from rich.text import Text
 from sirchat.chat.events import Delta
 from sirchat.ui.text import pluralize
 
-_LINES = 4  # most of them behind which a block that is too tall is tried to be cut
-_NEAR = (0, 1, -1, 2, -2)  # words from where a row seems to begin: marks may be words, too
-_FEW = 5  # blanks
-_GROWTH = 1.25  # of a block that could not be cut, until that is tried again
-_OPEN_CODE = re.compile(r"([ ]{0,3}(?:```+|~~~+))([^\s`]*)")
+_MAX_LINE_CUTS = 4  # last lines behind which a block that is too tall is tried to be cut
+_WORD_OFFSETS = (0, 1, -1, 2, -2)  # from where a row seems to begin: marks may be words, too
+_MIN_BLANKS = 5  # of a text that is cut between words
+_RETRY_GROWTH = 1.25  # of a block that could not be cut, until that is tried again
+_CODE_OPENER = re.compile(r"([ ]{0,3}(?:```+|~~~+))([^\s`]*)")
 _FENCES = "```", "~~~"
 # A word, or a sign that stands alone: a blank, or one of a script without blanks between words.
-_WORDS = re.compile(r"[^\s\u2e80-\U0003ffff]+|.", re.DOTALL)
+_WORD_OR_SIGN = re.compile(r"[^\s\u2e80-\U0003ffff]+|.", re.DOTALL)
 
 
 class RowLayout(Protocol):
     """Turns text into rows of a terminal, with its escape sequences for styles."""
 
     def rows(self, text: str, width: int, *, is_final: bool) -> list[str]:
-        """The rows in a window of `width` columns; of final ones the terminal may wrap code."""
+        """The rows in a window of `width` columns; a final row of code may be longer."""
         ...
 
     def finished_length(self, text: str) -> int:
-        """How many characters belong to finished blocks, which no later text changes."""
+        """Number of characters in finished blocks, which no later text changes."""
         ...
 
 
@@ -49,14 +49,12 @@ class PlainLayout:
         self._console = Console(file=io.StringIO())
 
     def rows(self, text: str, width: int, *, is_final: bool) -> list[str]:
-        """The rows in a window of `width` columns."""
         if not text:
             return []
         wrapped = Text(text.removesuffix("\n")).wrap(self._console, width - 1)
         return [self._style.render(row.plain.rstrip()) for row in wrapped]
 
     def finished_length(self, text: str) -> int:
-        """The number of characters of all whole lines."""
         return text.rfind("\n") + 1
 
 
@@ -65,34 +63,31 @@ class GrowingReply:
 
     Args:
         layout: turns the answer into rows.
-        fold: how reasoning is shown: "show", "fold" or "hide".
+        thinking: how reasoning is shown: "show", "fold" or "hide".
     """
 
     def __init__(
         self, layout: RowLayout, *, thinking: Literal["show", "fold", "hide"] = "show"
     ) -> None:
         self._layout, self._thinking = layout, thinking
-        self._parts: list[_Growing] = []  # that are not final yet; the last of them grows
+        self._parts: list[_GrowingPart] = []  # that are not final yet; the last of them grows
         self._needs_gap = False  # before the next rows, since those above are of another part
         self._tokens = 0  # of the reply so far
 
     @property
     def unfinished(self) -> list[Delta]:
-        """The text that is not final yet, but no reasoning that is not shown."""
+        """The text whose rows are not final yet, without reasoning that is not shown."""
         shown = [part for part in self._parts if self._thinking == "show" or not part.is_reasoning]
         return [Delta(part.text, "thinking" if part.is_reasoning else "answer") for part in shown]
 
     def push(self, text: str, tokens: int = 0, *, is_reasoning: bool = False) -> None:
-        """Add text of reasoning or answer, which is without control sequences.
-
-        The reply has `tokens` tokens up to its end.
-        """
+        """Add text without control sequences; the reply has `tokens` tokens up to its end."""
         last = self._parts[-1] if self._parts else None
         if text and (last is None or last.is_reasoning != is_reasoning):
             if last is not None:  # marks came between
                 last.end = max(last.end, tokens - 1)
             layout = PlainLayout("dim") if is_reasoning else self._layout
-            last = _Growing(layout, is_reasoning=is_reasoning, start=self._tokens)
+            last = _GrowingPart(layout, is_reasoning=is_reasoning, start=self._tokens)
             self._parts.append(last)
         if last is not None and last.is_reasoning == is_reasoning:
             last.text += text
@@ -102,7 +97,7 @@ class GrowingReply:
     def take_rows(
         self, width: int, height: int, *, is_end: bool = False
     ) -> tuple[list[str], list[str]]:
-        """Take the rows that are final now; also returns those below them, at most `height`."""
+        """Take the rows that are final now; return also the last `height` rows below them."""
         final, below = list[str](), list[str]()
         for part in list(self._parts):
             is_over = is_end or part is not self._parts[-1]
@@ -120,22 +115,21 @@ class GrowingReply:
                 self._parts.remove(part)
         return final, below
 
-    def _reasoning_line(self, thought: _Growing, *, is_over: bool) -> tuple[list[str], list[str]]:
-        """The line that stands for reasoning: a final one, or one that counts."""
-        tokens = pluralize(thought.end - thought.start, "token")
+    def _reasoning_line(
+        self, reasoning: _GrowingPart, *, is_over: bool
+    ) -> tuple[list[str], list[str]]:
+        """The line in place of reasoning: a final one, or below it one that counts."""
+        tokens = pluralize(reasoning.end - reasoning.start, "token")
         if not is_over:
             return [], [f"thinking, {tokens}"]
-        told = f"thought for {tokens} (/thinking shows it)"
-        return ([told] if self._thinking == "fold" else []), []
+        line = f"thought for {tokens} (/thinking shows it)"
+        return [line] if self._thinking == "fold" else [], []
 
 
-class _Growing:
-    """A text that grows, and is taken away from its beginning: a part of a reply.
+class _GrowingPart:
+    """Reasoning or answer: text is added at its end, and taken as rows from its beginning.
 
-    Args:
-        layout: turns it into rows.
-        thinks: whether it is reasoning.
-        start: number of tokens of the reply before it.
+    `start` is the number of tokens of the reply before it.
     """
 
     def __init__(self, layout: RowLayout, *, is_reasoning: bool, start: int) -> None:
@@ -145,7 +139,7 @@ class _Growing:
         self.text = ""
         self.has_rows = False  # that are final
         self._has_begun = False
-        self._uncut = 0  # characters of its unfinished block when that could not be cut
+        self._uncut_length = 0  # characters of its unfinished block when that could not be cut
 
     def take_rows(self, width: int, height: int, *, is_end: bool) -> tuple[list[str], list[str]]:
         """Take the rows of finished blocks, of all at the end; and those below, which may grow."""
@@ -155,15 +149,15 @@ class _Growing:
         stop = len(self.text) if is_end else self._layout.finished_length(self.text)
         final = self._layout.rows(self.text[:stop], width, is_final=True)
         if stop:
-            self.text, self._uncut = self.text[stop:], 0
+            self.text, self._uncut_length = self.text[stop:], 0
         below = self._layout.rows(self.text, width, is_final=False)
-        while len(below) > height and len(self.text) >= self._uncut * _GROWTH:
+        while len(below) > height and len(self.text) >= self._uncut_length * _RETRY_GROWTH:
             parts = self._cut(below, width)
             if parts is None:
-                self._uncut = len(self.text)
+                self._uncut_length = len(self.text)
                 break
             final += self._layout.rows(parts[0], width, is_final=True)
-            self.text, self._uncut = parts[1], 0
+            self.text, self._uncut_length = parts[1], 0
             below = self._layout.rows(self.text, width, is_final=False)
         return final, below[-height:]
 
@@ -172,39 +166,41 @@ class _Growing:
         text = self.text
         if text.lstrip().startswith("|"):  # the columns of a table depend on all rows
             return None
-        again = ""
-        if opener := _OPEN_CODE.match(text):  # what is cut within code goes on as code
+        reopening = ""
+        if opener := _CODE_OPENER.match(text):  # what is cut within code goes on as code
             fence, info = opener.groups()
             is_shown = Text.from_ansi(rows[0]).plain == info  # which is no language
-            again = f"{fence}\n" if is_shown else f"{fence}{info}\n"
-        for end, start in self._places(width, is_code=opener is not None):
-            parts = text[:end], again + text[start:]
-            head = self._layout.rows(parts[0], width, is_final=False)
-            if not head or head != rows[: len(head)]:
+            reopening = f"{fence}\n" if is_shown else f"{fence}{info}\n"
+        for end, start in self._cut_positions(width, is_code=opener is not None):
+            first, second = text[:end], reopening + text[start:]
+            first_rows = self._layout.rows(first, width, is_final=False)
+            if not first_rows or first_rows != rows[: len(first_rows)]:
                 continue
-            if self._layout.rows(parts[1], width, is_final=False) == rows[len(head) :]:
-                return parts
+            if self._layout.rows(second, width, is_final=False) == rows[len(first_rows) :]:
+                return first, second
         return None
 
-    def _places(self, width: int, *, is_code: bool) -> Iterator[tuple[int, int]]:
-        """Where it may be cut: behind its first half's last lines, or where the last row begins.
+    def _cut_positions(self, width: int, *, is_code: bool) -> Iterator[tuple[int, int]]:
+        """The end of the first part and the start of the second, for each cut worth trying.
 
-        Each is the end of one part and the start of the other.
+        Cuts are behind the last lines of the text's first half, or where its last row begins.
         """
         half = self.text[: len(self.text) // 2].rstrip()
-        lines = [match.span() for match in re.finditer(r"\n+", half)]
+        line_ends = [match.span() for match in re.finditer(r"\n+", half)]
         if not is_code:  # a line that is indented belongs to an item of a list
-            lines = [(end, start) for end, start in lines if not half[start].isspace()]
-        yield from reversed(lines[-_LINES:])
+            line_ends = [(end, start) for end, start in line_ends if not half[start].isspace()]
+        yield from reversed(line_ends[-_MAX_LINE_CUTS:])
         if is_code:
             return
-        row = Text.from_ansi(self._layout.rows(half, width, is_final=False)[-1]).plain
-        words, count = [match.span() for match in re.finditer(r" +", half)], len(row.split())
-        if len(words) < _FEW:  # as in Chinese
-            words, count = [(at, at) for at in range(1, len(half))], len(row)
-        for number in (len(words) - count + near for near in _NEAR):
-            if 0 <= number < len(words):
-                yield words[number]
+        last_row = Text.from_ansi(self._layout.rows(half, width, is_final=False)[-1]).plain
+        blanks = [match.span() for match in re.finditer(r" +", half)]
+        row_words = len(last_row.split())
+        if len(blanks) < _MIN_BLANKS:  # as in Chinese: it may be cut behind each character
+            blanks, row_words = [(i, i) for i in range(1, len(half))], len(last_row)
+        for offset in _WORD_OFFSETS:
+            index = len(blanks) - row_words + offset
+            if 0 <= index < len(blanks):
+                yield blanks[index]
 
 
 class WordWrapper:
@@ -220,9 +216,9 @@ class WordWrapper:
 
     def push(self, text: str, width: int) -> str:
         """What to write so that a terminal `width` columns wide shows the next text, too."""
-        return "".join([self._placed(part, width) for part in _WORDS.findall(text)])
+        return "".join([self._place(part, width) for part in _WORD_OR_SIGN.findall(text)])
 
-    def _placed(self, part: str, width: int) -> str:
+    def _place(self, part: str, width: int) -> str:
         """Part of a word, with the word's beginning where both go into the next row."""
         if part == "\n":
             self._is_code ^= self._line.lstrip(" >").startswith(_FENCES)

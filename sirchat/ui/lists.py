@@ -32,13 +32,13 @@ if TYPE_CHECKING:  # the prompt needs none of these
 Fragment = tuple[str, str]
 
 _STYLES = {"match": "bold underline"}
-_ONE_LINE = 120  # from this width on, in columns, a chat takes one line instead of two
-_LONGEST_MODEL, _LEAST_TEXT = 20, 12  # cells
+_MIN_ONE_LINE_COLUMNS = 120  # from this width on, in columns, a chat takes one line instead of two
+_MAX_MODEL_CELLS, _MIN_TEXT_CELLS = 20, 12  # cells
 ALSO_KEPT_NOTE = (
     "all but window also keep the first tokens (sinks) and pins, most the newest (recent)"
 )
-_NO_LIMIT = 10_000  # columns, where there is no terminal
-_GAP = "  "
+_UNLIMITED_COLUMNS = 10_000  # columns, where there is no terminal
+_COLUMN_GAP = "  "
 _TITLES = ("model", "kind", "on disk", "context", "budget", "KV cache", "fits up to")
 _LEGEND = (
     "loading: the most that the weights take while they are loaded",
@@ -95,13 +95,15 @@ class SessionLines:
     def __init__(
         self,
         sessions: Sequence[SavedSession],
-        present: str = "",
+        open_id: str = "",
         matches: Mapping[str, Sequence[SnippetPart]] = MappingProxyType({}),
     ) -> None:
-        self.sessions, self._present, self._matches = sessions, present, matches
-        self._turns = max((len(pluralize(chat.turns, "message")) for chat in sessions), default=0)
+        self.sessions, self._open_id, self._matches = sessions, open_id, matches
+        self._turns_width = max(
+            (len(pluralize(chat.turns, "message")) for chat in sessions), default=0
+        )
         models = (cell_len(displayable_line(session.model)) for session in sessions)
-        self._model = min(max(models, default=0), _LONGEST_MODEL)
+        self._model_width = min(max(models, default=0), _MAX_MODEL_CELLS)
 
     def lines(self, number: int, width: int) -> list[list[Fragment]]:
         """The line of chat `number` (from 0): id, time of change, turns, model, name and text.
@@ -110,30 +112,30 @@ class SessionLines:
         """
         session = self.sessions[number]
         model = displayable_line(session.model)
-        turns = pluralize(session.turns, "message").rjust(self._turns)
+        turns = pluralize(session.turns, "message").rjust(self._turns_width)
         facts = f"  {session.updated:%Y-%m-%d %H:%M}  {turns}  "
         head = [("", displayable_line(session.id)), ("dim", facts)]
-        if width < _ONE_LINE:
+        if width < _MIN_ONE_LINE_COLUMNS:
             return [
-                _cut([*head, ("dim", model)], width),
-                _cut([("", "    "), *self._text(session)], width),
+                _cut_fragments([*head, ("dim", model)], width),
+                _cut_fragments([("", "    "), *self._text(session)], width),
             ]
-        model = cut(model, self._model)
-        padding = " " * (self._model - cell_len(model) + 2)
-        return [_cut([*head, ("dim", f"{model}{padding}"), *self._text(session)], width)]
+        model = cut(model, self._model_width)
+        padding = " " * (self._model_width - cell_len(model) + 2)
+        return [_cut_fragments([*head, ("dim", f"{model}{padding}"), *self._text(session)], width)]
 
     def _text(self, session: SavedSession) -> list[Fragment]:
         """The chat's name, and the line that was found, or what the user said first, or last."""
-        is_present = session.id == self._present
+        is_present = session.id == self._open_id
         whose = "(this chat) " if is_present else "(open) " if session.in_use else ""
-        said = (
+        preview = (
             session.first_message
-            if cell_len(session.first_message) >= _LEAST_TEXT
+            if cell_len(session.first_message) >= _MIN_TEXT_CELLS
             else session.last_message
         )
         parts = self._matches.get(session.id, ())
-        name = [("bold", session.name), ("", ": " if said else "")] if session.name else []
-        text = [("match" if part.is_match else "", part.text) for part in parts] or [("", said)]
+        name = [("bold", session.name), ("", ": " if preview else "")] if session.name else []
+        text = [("match" if part.is_match else "", part.text) for part in parts] or [("", preview)]
         return [("dim", whose), *name, *text]
 
 
@@ -154,7 +156,7 @@ def draw_sessions(chats: SessionLines, width: int) -> RenderableType:
 
 def print_sessions(chats: SessionLines, console: Console) -> None:
     """Print a list of saved chats; where there is no terminal, each chat takes one line, uncut."""
-    width = console.width if console.file.isatty() else _NO_LIMIT
+    width = console.width if console.file.isatty() else _UNLIMITED_COLUMNS
     console.print(draw_sessions(chats, width), soft_wrap=True)
 
 
@@ -165,7 +167,7 @@ class ListedModel:
     found: FoundModel
     budget: int | None  # tokens
     cache: int | None  # bytes
-    largest: int | None = None  # budget that fits in the free memory; 0: none does
+    largest_budget: int | None = None  # budget that fits in the free memory; 0: none does
     is_default: bool = False
 
 
@@ -174,18 +176,18 @@ def print_models(models: Iterable[ListedModel], console: Console) -> None:
     models = list(models)
     rows = [_model_cells(model) for model in models if not model.found.problem]
     table = [_TITLES, *rows]
-    if sum(_widths(table)) + len(_GAP) * (len(_TITLES) - 1) <= console.width:
+    if sum(_column_widths(table)) + len(_COLUMN_GAP) * (len(_TITLES) - 1) <= console.width:
         _print_table(console, table, left=2)
     else:
-        for name, kind, size, context, budget, cache, largest in rows:
-            _print(console, name, "bold")
-            _print(console, f"  {kind}, {size}, context {context}")
-            _print(console, f"  KV cache {cache} at budget {budget}")
-            _print(console, f"  fits up to {largest}")
+        for name, kind, size, context, budget, cache, largest_budget in rows:
+            _print_line(console, name, "bold")
+            _print_line(console, f"  {kind}, {size}, context {context}")
+            _print_line(console, f"  KV cache {cache} at budget {budget}")
+            _print_line(console, f"  fits up to {largest_budget}")
     for model in models:
         if model.found.problem:
             line = f"{model.found.name}: {model.found.problem}"
-            _print(console, displayable_line(line), "dim")
+            _print_line(console, displayable_line(line), "dim")
 
 
 def format_bytes(size: int | None) -> str:
@@ -204,39 +206,42 @@ def print_fit(fit: ModelFit, console: Console) -> None:
     from sirchat.models.fit import PROGRAM_BYTES, TOKENS_PER_HOUR
 
     found, shape = fit.found, fit.found.shape
-    context = _count(shape.context_length if shape is not None else None)
+    context = _format_count(shape.context_length if shape is not None else None)
     about = f"{shape.kind if shape is not None else '?'}, {fit.weights / 1e6:,.1f} million weights"
-    _print(console, displayable_line(f"{found.name}: {about}, context {context} tokens"), "bold")
+    _print_line(
+        console, displayable_line(f"{found.name}: {about}, context {context} tokens"), "bold"
+    )
     program = format_bytes(PROGRAM_BYTES)
-    _print(
+    _print_line(
         console, f"free memory here: {format_bytes(fit.free)}, of which {program} are for sirchat"
     )
     budgets = list(fit.choices[0].caches)
-    _print(console, "")
+    _print_line(console, "")
     rows = [
         ("setting", "weights", "loading", "reading", "archive", "fits up to"),
         *(
             (
-                _setting(choice),
+                _setting_name(choice),
                 format_bytes(choice.weights),
                 format_bytes(choice.loading),
                 format_bytes(choice.working),
                 format_bytes(choice.archive),
-                _largest(choice.largest_budget),
+                _format_largest(choice.largest_budget),
             )
             for choice in fit.choices
         ),
     ]
     _print_table(console, rows)
-    _print(console, "")
+    _print_line(console, "")
     titles = ("KV cache for a budget of", *(f"{budget:,}" for budget in budgets))
     caches = (
-        (_setting(choice), *map(format_bytes, choice.caches.values())) for choice in fit.choices
+        (_setting_name(choice), *map(format_bytes, choice.caches.values()))
+        for choice in fit.choices
     )
     _print_table(console, [titles, *caches])
-    _print(console, "")
+    _print_line(console, "")
     for line in _LEGEND:
-        _print(console, line.format(hour=TOKENS_PER_HOUR), "dim")
+        _print_line(console, line.format(hour=TOKENS_PER_HOUR), "dim")
 
 
 def describe_memory(session: Session) -> str:
@@ -262,7 +267,7 @@ def describe_memory(session: Session) -> str:
     return "; ".join([*devices, *archive])
 
 
-def _cut(line: Iterable[Fragment], width: int) -> list[Fragment]:
+def _cut_fragments(line: Iterable[Fragment], width: int) -> list[Fragment]:
     """The line without control characters, cut to `width` cells."""
     shown: list[Fragment] = []
     for style, text in line:
@@ -279,41 +284,41 @@ def _model_cells(model: ListedModel) -> list[str]:
         model.found.name + (" (default)" if model.is_default else ""),
         shape.kind if shape is not None else "?",
         format_bytes(model.found.size),
-        _count(shape.context_length if shape is not None else None),
-        _count(model.budget),
+        _format_count(shape.context_length if shape is not None else None),
+        _format_count(model.budget),
         format_bytes(model.cache),
-        _largest(model.largest),
+        _format_largest(model.largest_budget),
     )
     return [displayable_line(cell) for cell in cells]
 
 
-def _setting(choice: Choice) -> str:
+def _setting_name(choice: Choice) -> str:
     return choice.setting or f"as set ({choice.precision})"
 
 
-def _largest(budget: int | None) -> str:
-    return "too large" if budget == 0 else _count(budget)
+def _format_largest(budget: int | None) -> str:
+    return "too large" if budget == 0 else _format_count(budget)
 
 
-def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+def _column_widths(rows: Sequence[Sequence[str]]) -> list[int]:
     return [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
 
 
 def _print_table(console: Console, rows: Sequence[Sequence[str]], left: int = 1) -> None:
     """Print a table whose first row has the titles; the first `left` columns are left-aligned."""
-    widths = _widths(rows)
+    widths = _column_widths(rows)
     for number, row in enumerate(rows):
         cells = []
         for column, (cell, width) in enumerate(zip(row, widths, strict=True)):
             room = " " * (width - cell_len(cell))
             cells.append(f"{cell}{room}" if column < left else f"{room}{cell}")
-        _print(console, _GAP.join(cells).rstrip(), "" if number else "bold")
+        _print_line(console, _COLUMN_GAP.join(cells).rstrip(), "" if number else "bold")
 
 
-def _count(number: int | None) -> str:
+def _format_count(number: int | None) -> str:
     return "?" if number is None else f"{number:,}"
 
 
-def _print(console: Console, line: str, style: str = "") -> None:
+def _print_line(console: Console, line: str, style: str = "") -> None:
     # The terminal breaks a long name itself, so that it can be copied as a whole.
     console.print(Text(line, style=style), soft_wrap=True)

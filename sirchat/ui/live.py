@@ -28,47 +28,41 @@ from sirchat.ui.tool_use import describe_result
 if TYPE_CHECKING:
     from sirchat.ui.growing_reply import GrowingReply
 
-MIN_FRAME_SECONDS = 1 / 8  # least time between two frames
-_TEXT_SECONDS = 1 / 30  # the same, while no panel is drawn, only text
-MAX_BYTES_PER_SECOND = 12_000  # most bytes for drawing, besides the text of the reply itself
-MAX_TIME_SHARE = 1 / 50  # largest share of the time that may be spent on drawing
+MIN_FRAME_SECONDS = 1 / 8  # between two frames
+_MIN_TEXT_SECONDS = 1 / 30  # the same, while no panel is drawn, only text
+MAX_BYTES_PER_SECOND = 12_000  # for drawing, besides the text of the reply itself
+MAX_TIME_SHARE = 1 / 50  # of the time that may be spent on drawing
 
-LIVE_PANEL_SETTINGS = (
-    "auto",
-    "live",
-)  # values of the setting `panel` that draw it while the model writes
-_WORDS = 3  # most evicted words of the user that the status line names
-_LATEST = 100  # a frame shows words of this number of tokens: those evicted last
-_REGION_ROWS = 10  # most rows of the live region
+LIVE_PANEL_SETTINGS = ("auto", "live")  # of the setting `panel`: drawn while the model writes
+_MAX_NAMED_WORDS = 3  # evicted words of the user that the status line names
+_MAX_FRAME_TOKENS = 100  # the last evicted ones, of whose words a frame shows some
+_MAX_REGION_ROWS = 10
 
-_ERASE = "\r\x1b[J"
+_ERASE_BELOW = "\r\x1b[J"
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 # Most new terminals show a frame, and a new window size, only when the frame is complete.
-_FRAME, _FRAME_END = "\x1b[?2026h", "\x1b[?2026l"
+_BEGIN_FRAME, _END_FRAME = "\x1b[?2026h", "\x1b[?2026l"
 
 
 class LiveView:
-    """Context manager that shows the events of one turn on the terminal.
-
-    Inside, nothing else may write to the terminal.
-    """
+    """Context manager that shows the events of one turn; nothing else may write meanwhile."""
 
     def __init__(self, session: Session, screen: Screen) -> None:
         self._session = session
         self._screen = screen
         self._filter = DisplayFilter()
-        self._text = TaggedText()  # as the reply is shown where nothing is dimmed
-        self._streams = False  # the reply is streamed; its line is unfinished
+        self._tagged_text = TaggedText()  # as the reply is shown where nothing is dimmed
+        self._is_streaming = False  # the reply is streamed; its line is unfinished
         self._hides_reasoning = False  # in what is streamed
         self._reply: GrowingReply | None = None  # the reply that is not streamed
         self._has_begun = False
         self._reading: Reading | None = None
-        self._user: TurnDone | None = None
+        self._user_turn: TurnDone | None = None
         self._notes: list[str] = []
         self._evicted_positions: list[int] = []  # positions evicted since the last frame
         self._evicted_words: tuple[str, ...] = ()  # words of the latest eviction that had any
-        self._gone: set[int] = set()  # positions evicted in this round
-        self._pace = FramePacer()
+        self._evicted_in_round: set[int] = set()  # positions evicted in this round
+        self._pacer = FramePacer()
         self._region = LiveRegion(screen.console)
         self._size = screen.console.size  # of the window, at the last frame
 
@@ -84,40 +78,40 @@ class LiveView:
         """Show one event of the turn, such as text of the reply, progress, or the turn's end."""
         match event:
             case Delta():
-                self._delta(event)
+                self._show_delta(event)
             case Reading():
                 self._reading = event if event.done < event.total else None
                 if self._reading or self._draws_panel:
                     self._draw_when_due()
             case Evicted():
-                self._gone.update(event.positions)
+                self._evicted_in_round.update(event.positions)
                 if self._draws_panel:
                     positions = [*self._evicted_positions, *event.positions]
-                    self._evicted_positions = positions[-_LATEST:]
+                    self._evicted_positions = positions[-_MAX_FRAME_TOKENS:]
                     self._draw_when_due()
             case Notice(text):
                 self._note(text)
             case Returned():
                 self._note(describe_result(event))
             case TurnDone():
-                self._done(event)
+                self._end_turn(event)
 
     @property
     def _draws_panel(self) -> bool:
         return self._session.profile.panel in LIVE_PANEL_SETTINGS and not self._screen.is_plain
 
-    def _delta(self, new: Delta) -> None:
+    def _show_delta(self, new: Delta) -> None:
         text = self._filter.push(new.text)
         if not self._has_begun and text:
             self._begin_reply()
         if self._reply is None:
             if new.part == "answer" or not self._hides_reasoning:
-                self._stream(self._text.push(replace(new, text=text)))
+                self._stream(self._tagged_text.push(replace(new, text=text)))
             return
         tokens = self._session.state.last_reply_stats.tokens_out
         self._reply.push(text, tokens, is_reasoning=new.part == "thinking")
         if self._is_due():  # checked before anything slow: this runs for every token
-            self._draw_in_time()
+            self._draw_frame()
 
     def _begin_reply(self) -> None:
         """Decide whether the reply is streamed as it is written, or shown in rows as it grows."""
@@ -139,12 +133,12 @@ class LiveView:
             layout = MarkdownLayout(colours=colours, color_system=system)
         self._reply = GrowingReply(layout, thinking=profile.thinking)
         if not self._draws_panel:
-            self._pace = FramePacer(_TEXT_SECONDS)
+            self._pacer = FramePacer(_MIN_TEXT_SECONDS)
 
-    def _done(self, turn: TurnDone) -> None:
+    def _end_turn(self, turn: TurnDone) -> None:
         self._reading = None
         if turn.role in ("user", "tool"):
-            self._user = turn
+            self._user_turn = turn
             # After `/retry full`, the reply has begun, and had more than is held now.
             excess = describe_excess(turn, self._session, "/budget")
             if excess and not self._has_begun:
@@ -153,22 +147,25 @@ class LiveView:
         if turn.role != "assistant":
             return
         self._end_reply()
-        gone, self._gone = sorted(self._gone), set()
-        self._has_begun, self._text = False, TaggedText()
+        evicted, self._evicted_in_round = sorted(self._evicted_in_round), set()
+        self._has_begun, self._tagged_text = False, TaggedText()
         self._hides_reasoning = False
-        if calls_tools(turn, self._session):
-            return  # another reply follows
-        if not self._screen.is_quiet:
-            words = evicted_words(self._session, gone)[:_WORDS] if gone else ()
-            recalled = describe_recalled(self._session.recall, turn.seen)
-            budget = self._session.budget
-            self._note(describe_round(self._user, turn, budget, words, recalled))
-            if how := continue_hint(turn.finish, self._session.profile):
-                self._note(how)
-        if self._session.profile.panel == "turn" and not self._screen.is_plain:
-            theme, width, snapshot = self._screen.theme, self._screen.width, self._snapshot()
-            evicted = surprising_words(self._session, gone, snapshot.rows)
-            self._screen.show(draw_compact_panel(snapshot, theme, width, evicted=evicted))
+        if not calls_tools(turn, self._session):  # else another reply follows
+            self._show_round(turn, evicted)
+
+    def _show_round(self, reply: TurnDone, evicted: list[int]) -> None:
+        """Print the status line of a round, and the panel where it is shown once a turn."""
+        session, screen = self._session, self._screen
+        if not screen.is_quiet:
+            words = evicted_words(session, evicted)[:_MAX_NAMED_WORDS] if evicted else ()
+            recalled = describe_recalled(session.recall, reply.seen)
+            self._note(describe_round(self._user_turn, reply, session.budget, words, recalled))
+            if hint := continue_hint(reply.finish, session.profile):
+                self._note(hint)
+        if session.profile.panel == "turn" and not screen.is_plain:
+            snapshot = self._snapshot()
+            latest = surprising_words(session, evicted, snapshot.rows)
+            screen.show(draw_compact_panel(snapshot, screen.theme, screen.width, evicted=latest))
 
     def _note(self, text: str) -> None:
         if not self._region.is_shown and self._reply is None:
@@ -177,38 +174,38 @@ class LiveView:
             self._notes.append(text)
 
     def _draw_when_due(self) -> None:
-        if self._is_due() and not self._screen.is_plain and not self._streams:
-            self._draw_in_time()
+        if self._is_due() and not self._screen.is_plain and not self._is_streaming:
+            self._draw_frame()
 
     def _is_due(self) -> bool:
-        return self._pace.is_due() or self._screen.console.size != self._size
+        return self._pacer.is_due() or self._screen.console.size != self._size
 
-    def _draw_in_time(self) -> None:
+    def _draw_frame(self) -> None:
         """Draw a frame, and see when the next one is due."""
         start, written = time.perf_counter(), self._screen.bytes_written
         self._draw()
-        self._pace.record_frame(time.perf_counter() - start, self._screen.bytes_written - written)
+        self._pacer.record_frame(time.perf_counter() - start, self._screen.bytes_written - written)
 
     def _draw(self, *, is_end: bool = False) -> None:
         self._size = self._screen.console.size
         if self._reply is not None and self._screen.is_plain:  # the window may have shrunk
             self._region.remove()
             for part in self._reply.unfinished:
-                self._stream(self._text.push(part))
+                self._stream(self._tagged_text.push(part))
             self._reply = None
             self._hides_reasoning = self._session.profile.thinking != "show"
             return
         above, rows = list[str](), list[str]()
         if self._reply is not None:
-            height = self._size.height - (_REGION_ROWS if self._draws_panel else 1)
+            height = self._size.height - (_MAX_REGION_ROWS if self._draws_panel else 1)
             above, rows = self._reply.take_rows(self._size.width, height, is_end=is_end)
         if not is_end:
             with self._screen.console.capture() as captured:
-                self._screen.show(Group(*self._parts()))
+                self._screen.show(Group(*self._region_parts()))
             rows = [*rows, *captured.get().splitlines()]
         self._region.draw(rows, above="".join(f"{row}\n" for row in above))
 
-    def _parts(self) -> list[RenderableType]:
+    def _region_parts(self) -> list[RenderableType]:
         parts: list[RenderableType] = []
         theme, width = self._screen.theme, self._screen.width
         if self._reading is not None:
@@ -231,19 +228,18 @@ class LiveView:
         return self._session.snapshot(strongest=self._screen.width)
 
     def _stream(self, text: str) -> None:
-        """Print the reply's next text as it is written."""
         if text:
             self._screen.stream(text)
-            self._streams = True
+            self._is_streaming = True
 
     def _end_reply(self) -> None:
         if self._reply is not None:
             self._draw(is_end=True)
             self._reply = None
         self._region.remove()
-        if self._streams:
-            self._screen.line(self._text.end())
-            self._streams = False
+        if self._is_streaming:
+            self._screen.line(self._tagged_text.end())
+            self._is_streaming = False
         for note in self._notes:
             self._screen.note(note)
         self._notes = []
@@ -270,18 +266,17 @@ class LiveRegion:
         up = f"\x1b[{len(rows) - 1}A" if len(rows) > 1 else ""
         # The terminal wraps no row, even if the window has just become narrower.
         drawn = "\x1b[?7l" + "\n".join(rows) + f"{up}\r\x1b[?7h"
-        begin = _ERASE if self.is_shown else _HIDE_CURSOR
-        self._write(f"{_FRAME}{begin}{above}{drawn}{_FRAME_END}")
+        begin = _ERASE_BELOW if self.is_shown else _HIDE_CURSOR
+        self._write(f"{_BEGIN_FRAME}{begin}{above}{drawn}{_END_FRAME}")
         self.is_shown = True
 
     def remove(self) -> None:
-        """Erase the region from the screen."""
         if self.is_shown:
-            self._write(_ERASE + _SHOW_CURSOR)
+            self._write(_ERASE_BELOW + _SHOW_CURSOR)
         self.is_shown = False
 
     def _write(self, text: str) -> None:
-        """Write `text` to the terminal unfiltered, because it has escape sequences of our own."""
+        """Write unfiltered: `text` has escape sequences of our own."""
         self._console.file.write(text)
         self._console.file.flush()
 
@@ -291,13 +286,12 @@ class FramePacer:
 
     def __init__(self, seconds: float = MIN_FRAME_SECONDS) -> None:
         self._seconds = seconds
-        self._due = 0.0
+        self._due_time = 0.0
 
     def is_due(self) -> bool:
-        """Whether enough time has passed since the last frame to draw another."""
-        return time.monotonic() >= self._due
+        return time.monotonic() >= self._due_time
 
     def record_frame(self, seconds: float, size: int) -> None:
-        """Record that a frame was drawn: `seconds` is the time that it took, `size` its bytes."""
+        """Record that a frame of `size` bytes was drawn in `seconds`."""
         wait = max(self._seconds, size / MAX_BYTES_PER_SECOND, seconds / MAX_TIME_SHARE)
-        self._due = time.monotonic() + wait
+        self._due_time = time.monotonic() + wait

@@ -24,7 +24,7 @@ from rich.theme import Theme as Styles
 from sirchat.ui.markdown_rules import markdown_parser
 from sirchat.ui.text import displayable
 
-_STYLES = {
+_ELEMENT_STYLES = {
     **dict.fromkeys(("h1", "table.header"), "bold underline"),
     **dict.fromkeys(("h2", "h3", "h4", "h5", "h6", "strong"), "bold"),
     **dict.fromkeys(("code", "code_block"), "cyan"),
@@ -34,10 +34,10 @@ _STYLES = {
     "link": "underline",
     "s": "strike",
 }
-_UNWRAPPED = 100_000  # columns, more than a table has
+_UNWRAPPED_COLUMNS = 100_000  # columns, more than a table has
 
-_COLOURLESS = {"code": "none", "code_block": "none"}
-_CODE = {
+_COLOURLESS_STYLES = {"code": "none", "code_block": "none"}
+_CODE_COLOURS = {
     ("Keyword",): "magenta",
     ("Operator", "Word"): "magenta",
     ("Literal", "String"): "green",
@@ -56,7 +56,7 @@ class MarkdownLayout:
     """
 
     def __init__(self, *, colours: bool, color_system: str | None) -> None:
-        styles = _STYLES if colours else _STYLES | _COLOURLESS
+        styles = _ELEMENT_STYLES if colours else _ELEMENT_STYLES | _COLOURLESS_STYLES
         self._console = Console(
             file=io.StringIO(),
             theme=Styles({f"markdown.{name}": style for name, style in styles.items()}),
@@ -67,14 +67,14 @@ class MarkdownLayout:
                 'Literal["standard", "256", "truecolor"] | None', color_system or "standard"
             ),
         )
-        self._empty = _Blocks([], ANSISyntaxTheme(_code_styles(colours)))
-        self._colors = COLOR_SYSTEMS[color_system or "standard"]
+        self._drawing = _Blocks([], ANSISyntaxTheme(_code_styles(colours)))
+        self._color_system = COLOR_SYSTEMS[color_system or "standard"]
 
     def rows(self, text: str, width: int, *, is_final: bool) -> list[str]:
         """The rows in a window of `width` columns; a long line of final code is one row."""
         rows: list[str] = []
         lines = text.split("\n")
-        drawing = copy(self._empty)  # a new one would make a parser of its own
+        drawing = copy(self._drawing)  # a new one would make a parser of its own
         drawing.wraps_code = not is_final
         options = self._console.options.update(width=width - 1, height=None)
         for block in parse_blocks(text):
@@ -83,7 +83,7 @@ class MarkdownLayout:
                 rows.append("")
             drawing.parsed = _as_written(block)
             drawn = list(self._console.render(drawing, options))
-            block_rows = [self._row(line) for line in Segment.split_lines(drawn)]
+            block_rows = [self._ansi_row(line) for line in Segment.split_lines(drawn)]
             rows += "\n".join(block_rows).strip("\n").split("\n")
         return rows
 
@@ -96,14 +96,14 @@ class MarkdownLayout:
             end -= 1
         return sum(map(len, lines[:end]))
 
-    def _row(self, line: list[Segment]) -> str:
+    def _ansi_row(self, line: list[Segment]) -> str:
         """A line without the blanks at its end, and with the escape sequences of its styles."""
         while line and not line[-1].text.strip():
             line.pop()
         if line:
             line[-1] = Segment(line[-1].text.rstrip(), line[-1].style)
         return "".join(
-            (style or Style.null()).render(displayable(text), color_system=self._colors)
+            (style or Style.null()).render(displayable(text), color_system=self._color_system)
             for text, style, control in line
             if not control
         )
@@ -138,7 +138,7 @@ def _as_written(tokens: Sequence[Token]) -> list[Token]:
 
 def _code_styles(colours: bool) -> dict[tuple[str, ...], Style]:
     if colours:
-        return {kind: Style.parse(style) for kind, style in _CODE.items()}
+        return {kind: Style.parse(style) for kind, style in _CODE_COLOURS.items()}
     return {("Keyword",): Style(bold=True), ("Comment",): Style(dim=True)}
 
 
@@ -229,9 +229,9 @@ class _List(markdown.ListElement):
 class _Table(markdown.TableElement):
     """A table; if it is too wide, its text, as a cell that is wrapped is hard to read."""
 
-    def __init__(self, written: str) -> None:
+    def __init__(self, source: str) -> None:
         super().__init__()
-        self._written = written
+        self._source = source
 
     @classmethod
     def create(cls, markdown: markdown.Markdown, token: Token) -> _Table:
@@ -246,9 +246,9 @@ class _Table(markdown.TableElement):
             table.add_column(cell.content, justify=side, overflow="fold")
         for row in self.body.rows if self.body else ():
             table.add_row(*(cell.content for cell in row.cells))
-        wide = options.update(width=_UNWRAPPED)
+        wide = options.update(width=_UNWRAPPED_COLUMNS)
         if console.measure(table, options=wide).maximum > options.max_width:
-            yield Text(self._written, no_wrap=True, overflow="ignore")
+            yield Text(self._source, no_wrap=True, overflow="ignore")
         else:
             yield table
 

@@ -16,20 +16,22 @@ from markdown_it.rules_block import StateBlock, blockquote, heading, list_block,
 from markdown_it.rules_inline import StateInline, link
 from markdown_it.rules_inline.state_inline import Delimiter
 
-_DEEPEST = 16  # level of the deepest list or quote; rich draws each by recursion
+_MAX_LEVEL = 16  # level of the deepest list or quote; rich draws each by recursion
 _MARKS = re.compile(r"\*+|_+|~~+")
 _DUNDER = re.compile(r"__\w+__(?!\w)")  # a name in Python, more often than one strong word
-_OPENERS = "([{<\"'“‘«„‚‹¿¡–—…|"  # emphasis may begin behind these
-_JOINS = "/\\@=+&#^`"  # these join what is around them to one word
-_IN_NAMES = ".,:;!?"  # and these do before a letter: file.txt, 1,000
+_BEFORE_EMPHASIS = "([{<\"'“‘«„‚‹¿¡–—…|"  # emphasis may begin behind these
+_JOINING_SIGNS = "/\\@=+&#^`"  # these join what is around them to one word
+_NAME_SIGNS = ".,:;!?"  # and these do before a letter: file.txt, 1,000
 _FORMULA = re.compile(
     r"\\\(.{1,2000}?\\\)|\\\[.{1,2000}?\\\]|\$\$[^$]+\$\$|\$(?![\s$])[^$\n]*(?<![\s$])\$(?!\d)",
     re.DOTALL,
 )
 _FORMULA_ENDS = {"\\[": "\\]", "$$": "$$"}
-_NO_QUOTE = re.compile(r">(?:>>|=|[-+.$€£]?\d)")  # Python's prompt, or a comparison: >= 3, >5, >-1
+_NOT_A_QUOTE = re.compile(
+    r">(?:>>|=|[-+.$€£]?\d)"
+)  # Python's prompt, or a comparison: >= 3, >5, >-1
 _CELL_ENDS = re.compile(r"(?<!\\)\|")
-_BESIDE_CELLS = re.compile(r"\A\||\|\Z")
+_OUTER_BARS = re.compile(r"\A\||\|\Z")
 
 
 @cache
@@ -84,9 +86,9 @@ def _emphasis(state: StateInline, silent: bool) -> bool:
     step = 2 if sign == "~" else 1
     for _ in range(length // step):
         state.push("text", "", 0).content = sign * step
-        counted = 0 if sign == "~" else length  # 0: no pair is refused for its lengths
+        rule_of_three_length = 0 if sign == "~" else length  # 0: no pair is refused for its lengths
         state.delimiters.append(
-            Delimiter(ord(sign), counted, len(state.tokens) - 1, -1, opens, closes)
+            Delimiter(ord(sign), rule_of_three_length, len(state.tokens) - 1, -1, opens, closes)
         )
     if length % step:
         state.push("text", "", 0).content = sign
@@ -104,10 +106,10 @@ def _flanks(text: str, start: int, end: int) -> tuple[bool, bool]:
     while end < len(text) and text[end] in "*_~":
         end += 1
     before, after = text[start - 1 : start] or " ", text[end : end + 1] or " "
-    is_name = after in _IN_NAMES and _is_letter(text[end + 1 : end + 2] or " ")  # as *.py
-    begins = before.isspace() or before in _OPENERS or _is_wide(before)
+    is_name = after in _NAME_SIGNS and _is_letter(text[end + 1 : end + 2] or " ")  # as *.py
+    begins = before.isspace() or before in _BEFORE_EMPHASIS or _is_wide(before)
     opens = begins and not (after.isspace() or after in "/\\" or is_name)
-    ends = not (_is_letter(after) or after in _JOINS or is_name)
+    ends = not (_is_letter(after) or after in _JOINING_SIGNS or is_name)
     return opens, ends and not (before.isspace() or before in "/\\")
 
 
@@ -138,22 +140,22 @@ def _link(state: StateInline, silent: bool) -> bool:
     return True
 
 
-def _line(state: StateBlock, line: int) -> str:
+def _line_text(state: StateBlock, line: int) -> str:
     """A line without what lists and quotes around it have at its beginning."""
     return state.src[state.bMarks[line] + state.tShift[line] : state.eMarks[line]]
 
 
 def _formula_block(state: StateBlock, start: int, end: int, silent: bool) -> bool:
     """A formula over lines that would be lists, quotes or headings is a paragraph."""
-    closer = _FORMULA_ENDS.get(_line(state, start)[:2])
+    closer = _FORMULA_ENDS.get(_line_text(state, start)[:2])
     if closer is None or state.is_code_block(start):
         return False
-    line, text = start, _line(state, start)[2:]
+    line, text = start, _line_text(state, start)[2:]
     while closer not in text:
         line += 1
         if line >= end or state.isEmpty(line) or state.sCount[line] < state.blkIndent:
             return False
-        text = _line(state, line)
+        text = _line_text(state, line)
     if not silent:
         state.line = line + 1
         state.push("paragraph_open", "p", 1).map = [start, state.line]
@@ -170,8 +172,8 @@ def _table(state: StateBlock, start: int, end: int, silent: bool) -> bool:
         return False
     if silent:
         return True
-    rows = [_line(state, line).strip() for line in range(start, state.line)]
-    cells = [len(_CELL_ENDS.split(_BESIDE_CELLS.sub("", row))) for row in rows]
+    rows = [_line_text(state, line).strip() for line in range(start, state.line)]
+    cells = [len(_CELL_ENDS.split(_OUTER_BARS.sub("", row))) for row in rows]
     if max(cells) > cells[0]:  # the parser drops cells that have no head
         del state.tokens[count:]
         state.line = start
@@ -181,12 +183,14 @@ def _table(state: StateBlock, start: int, end: int, silent: bool) -> bool:
 
 
 def _quote(state: StateBlock, start: int, end: int, silent: bool) -> bool:
-    text = _line(state, start)
-    if state.level > _DEEPEST or not text.startswith(">") or _NO_QUOTE.match(text):
+    text = _line_text(state, start)
+    if state.level > _MAX_LEVEL or not text.startswith(">") or _NOT_A_QUOTE.match(text):
         return False
     count, last = len(state.tokens), state.lineMax
     lines = takewhile(lambda line: not state.isEmpty(line), range(start + 1, end))
-    state.lineMax = next((line for line in lines if _NO_QUOTE.match(_line(state, line))), last)
+    state.lineMax = next(
+        (line for line in lines if _NOT_A_QUOTE.match(_line_text(state, line))), last
+    )
     is_quote = blockquote(state, start, min(end, state.lineMax), silent)
     state.lineMax = last
     if not is_quote:
@@ -199,11 +203,11 @@ def _quote(state: StateBlock, start: int, end: int, silent: bool) -> bool:
 
 
 def _list(state: StateBlock, start: int, end: int, silent: bool) -> bool:
-    return state.level <= _DEEPEST and list_block(state, start, end, silent)
+    return state.level <= _MAX_LEVEL and list_block(state, start, end, silent)
 
 
 def _heading(state: StateBlock, start: int, end: int, silent: bool) -> bool:
-    text = _line(state, start).lstrip("#").strip()
+    text = _line_text(state, start).lstrip("#").strip()
     if not text or not heading(state, start, end, silent):
         return False
     if not silent:

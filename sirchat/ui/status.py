@@ -23,10 +23,10 @@ if TYPE_CHECKING:  # a bar is drawn before anything heavy is imported
     from sirchat.config.profile import Profile
     from sirchat.recall.recall import Recall
 
-_GAUGE = 8  # cells of the toolbar's bar
-_WIDE = 80  # least columns for that bar
-_QUOTED = 50  # characters of a passage in a line about recall
-_ENDINGS = {
+_BAR_CELLS = 8  # cells of the toolbar's bar
+_MIN_BAR_COLUMNS = 80  # least columns for that bar
+_MAX_QUOTED_CHARS = 50  # characters of a passage in a line about recall
+_FINISH_NOTES = {
     "length": "reply stopped at the length limit",
     "loop": "reply ended because it repeated itself",
     "interrupt": "interrupted",
@@ -34,16 +34,16 @@ _ENDINGS = {
     "context": "model's context full",
 }
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
-_LONGEST = 24  # characters of a file's name in a bar
-_OTHERS = 48  # columns beside the bar, and for the ^C that a terminal shows
+_MAX_FILE_CHARS = 24  # characters of a file's name in a bar
+_COLUMNS_BESIDE_BAR = 48  # columns beside the bar, and for the ^C that a terminal shows
 
 
 def toolbar_text(session: Session, width: int) -> str:
     """The line below the prompt: model, policy, held tokens and budget, decay, last speed."""
     profile = session.profile
     *_, name = session.model.name.rstrip("/").rpartition("/")
-    full = round(_GAUGE * min(session.resident / session.budget, 1.0))
-    gauge = "━" * full + "─" * (_GAUGE - full) + " " if width >= _WIDE else ""
+    full = round(_BAR_CELLS * min(session.resident / session.budget, 1.0))
+    gauge = "━" * full + "─" * (_BAR_CELLS - full) + " " if width >= _MIN_BAR_COLUMNS else ""
     parts = [
         displayable_line(name),
         displayable_line(profile.policy),
@@ -74,10 +74,10 @@ def describe_round(
     if reply.role == "assistant":
         parts.append(f"{reply.tokens_out:,} written")
     if reply.tokens_out:
-        parts.append(_speed(reply))
+        parts.append(_describe_speed(reply))
     if recalled:
         parts.append(recalled)
-    return ", ".join(parts + _cache(reply, evicted, budget, evicted_words))
+    return ", ".join(parts + _describe_cache(reply, evicted, budget, evicted_words))
 
 
 def describe_recalled(recall: Recall, seen: int) -> str:
@@ -98,7 +98,7 @@ def describe_recalled(recall: Recall, seen: int) -> str:
     best_first = recall.search.passages.rows["turn"][list(found.passages)].tolist()
     best = min(turns, key=lambda turn: [*best_first, turn.turn].index(turn.turn))
     more = f" and {rest:,} more" if rest else ""
-    return f'{tokens}: "{shorten(displayable_line(best.text), _QUOTED)}"{more}'
+    return f'{tokens}: "{shorten(displayable_line(best.text), _MAX_QUOTED_CHARS)}"{more}'
 
 
 def continue_hint(finish: Finish, profile: Profile) -> str:
@@ -157,7 +157,7 @@ def download_bar(console: Console) -> Iterator[Progress]:
         return
     columns = (
         bars.TextColumn("{task.description}", markup=False),
-        bars.BarColumn(bar_width=max(4, min(40, console.width - _OTHERS))),
+        bars.BarColumn(bar_width=max(4, min(40, console.width - _COLUMNS_BESIDE_BAR))),
         bars.TaskProgressColumn(),
         bars.TextColumn("{task.fields[size]}"),
         bars.TimeRemainingColumn(compact=True),
@@ -166,18 +166,20 @@ def download_bar(console: Console) -> Iterator[Progress]:
         task = progress.add_task("", total=None, size="")
 
         def report(file: str, done: int, total: int | None) -> None:
-            name, size = shorten(displayable_line(file), _LONGEST), format_bytes(total)
+            name, size = shorten(displayable_line(file), _MAX_FILE_CHARS), format_bytes(total)
             progress.update(task, description=name, completed=done, total=total, size=size)
 
         yield report
 
 
-def _speed(turn: TurnDone) -> str:
+def _describe_speed(turn: TurnDone) -> str:
     return f"{turn.tokens_out / max(turn.seconds_decode, 1e-9):,.0f} tok/s"
 
 
-def _cache(turn: TurnDone, evicted: int, budget: int, words: Sequence[str] = ()) -> list[str]:
-    of_yours = f" (your words: {', '.join(words)})" if words else ""
-    parts = [f"{evicted:,} evicted{of_yours}"] if evicted else []
+def _describe_cache(
+    turn: TurnDone, evicted: int, budget: int, words: Sequence[str] = ()
+) -> list[str]:
+    user_words = f" (your words: {', '.join(words)})" if words else ""
+    parts = [f"{evicted:,} evicted{user_words}"] if evicted else []
     parts.append(f"cache holds {turn.resident:,}/{budget:,}")
-    return [*parts, _ENDINGS[turn.finish]] if turn.finish in _ENDINGS else parts
+    return [*parts, _FINISH_NOTES[turn.finish]] if turn.finish in _FINISH_NOTES else parts

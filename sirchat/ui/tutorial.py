@@ -79,16 +79,16 @@ STEPS: Final = tuple(
 FURTHER_COMMANDS: Final[dict[str, str]] = _SCRIPT["more"]  # commands, listed at the end
 
 _TOOLBAR = "Enter sends this line, or type your own; q leaves"
-_MOST_COLUMNS = 92  # of explanations; longer lines are hard to read
+_MAX_COLUMNS = 92  # of explanations; longer lines are hard to read
 
 if TYPE_CHECKING:
     from sirchat.ui.startup import OpenSession
 
 # Takes the suggested line; returns the line that the user enters, or None if the user leaves.
-Read = Callable[[str], InputLine | None]
+ReadLine = Callable[[str], InputLine | None]
 
 # Takes the flag for Ctrl-C; returns a function that says whether to stop the reply.
-Stops = Callable[[InterruptFlag], Interrupted]
+MakeStopCheck = Callable[[InterruptFlag], Interrupted]
 
 
 def run_tutorial(open_session: OpenSession, screen: Screen, *, waits: bool) -> bool:
@@ -115,13 +115,13 @@ def run_tutorial(open_session: OpenSession, screen: Screen, *, waits: bool) -> b
             keyboard.pass_keys_to_prompt()
             return prompt.read(suggested)
 
-        def stops(interrupt: InterruptFlag) -> Interrupted:
+        def stop_check_for(interrupt: InterruptFlag) -> Interrupted:
             return make_stop_check(interrupt, keyboard, False)
 
-        return _Tutorial(session, screen, read, stops).run()
+        return _Tutorial(session, screen, read, stop_check_for).run()
 
 
-def _echo(screen: Screen) -> Read:
+def _echo(screen: Screen) -> ReadLine:
     """Without a user: prints the suggested line, and returns it."""
 
     def read(suggested: str) -> InputLine:
@@ -134,48 +134,50 @@ def _echo(screen: Screen) -> Read:
 class _Tutorial:
     """One run of the tutorial, from its first step to its last."""
 
-    def __init__(self, session: Session, screen: Screen, read: Read, stops: Stops) -> None:
+    def __init__(
+        self, session: Session, screen: Screen, read: ReadLine, stop_check_for: MakeStopCheck
+    ) -> None:
         self._session, self._screen = session, screen
-        self._read, self._stops = read, stops
+        self._read_line, self._stop_check_for = read, stop_check_for
         self._commands = Commands(
             session, screen, InMemoryTypedHistory(), SavedChat(session, screen)
         )
-        self._has_own_lines = False
+        self._has_other_lines = False
 
     def run(self) -> bool:
         """Run the steps; False if the end is reached and an effect was not observed."""
         self._explain(_SCRIPT["welcome"])
-        missing = 0
+        failed_steps = 0
         try:
             for number, step in enumerate(STEPS, 1):
-                self._head(f"{number} of {len(STEPS)}")
+                self._print_title(f"{number} of {len(STEPS)}")
                 self._explain(step.before)
-                if not self._take(step):
-                    self._say_how_to_go_on()
+                if not self._run_step(step):
+                    self._print_ways_on()
                     return True
-                missing += not self._conclude(step)
+                failed_steps += not self._check_effects(step)
         except KeyboardInterrupt:
-            self._say_how_to_go_on()
+            self._print_ways_on()
             raise
-        self._end(missing)
-        return not missing
+        self._end(failed_steps)
+        return not failed_steps
 
-    def _say_how_to_go_on(self) -> None:
+    def _print_ways_on(self) -> None:
         self._screen.remark(
             "sirchat tutorial starts the tutorial again; sirchat alone opens a chat"
         )
 
-    def _take(self, step: TutorialStep) -> bool:
+    def _run_step(self, step: TutorialStep) -> bool:
         """Run the lines that the user types, up to `step.line`; return False if the user leaves."""
         while True:
-            line = self._read(step.line)
+            line = self._read_line(step.line)
             if line is None or line.text.strip().lower() == "q":
                 return False
             if isinstance(self._send(line), Leave):
                 return False
             if line.text.strip() == step.line:
                 return True
-            self._has_own_lines = True
+            self._has_other_lines = True
 
     def _send(self, line: InputLine) -> Action | None:
         try:
@@ -184,7 +186,7 @@ class _Tutorial:
             if line.is_command:
                 return self._run(line.text)
             with InterruptFlag() as interrupt, LiveView(self._session, self._screen) as view:
-                for event in self._session.ask(line.text, self._stops(interrupt)):
+                for event in self._session.ask(line.text, self._stop_check_for(interrupt)):
                     view.show(event)
             if interrupt():
                 raise KeyboardInterrupt
@@ -200,20 +202,20 @@ class _Tutorial:
             )
         return self._commands.run(text)
 
-    def _conclude(self, step: TutorialStep) -> bool:
+    def _check_effects(self, step: TutorialStep) -> bool:
         """Explain the effects of `step`; if some did not happen, name these, and return False."""
         if step.shows_panel and self._screen.is_plain:  # replies are then shown without the panel
             snapshot = self._session.snapshot(strongest=self._screen.width)
             self._screen.show(draw_compact_panel(snapshot, self._screen.theme, self._screen.width))
-        wrong = [fault for effect in step.effects if (fault := self._fault(effect))]
-        if wrong:
-            why = "Your own lines may be why." if self._has_own_lines else "Please report it."
-            self._explain(f"This did not go as it should: {', '.join(wrong)}. {why}")
+        faults = [fault for effect in step.effects if (fault := self._describe_fault(effect))]
+        if faults:
+            why = "Your own lines may be why." if self._has_other_lines else "Please report it."
+            self._explain(f"This did not go as it should: {', '.join(faults)}. {why}")
         elif step.after:
             self._explain(step.after)
-        return not wrong
+        return not faults
 
-    def _fault(self, effect: ExpectedEffect) -> str:
+    def _describe_fault(self, effect: ExpectedEffect) -> str:
         """Say in words how the outcome differs from `effect`; "" if it does not differ."""
         reply = next((t.text for t in reversed(self._session.turns) if t.role == "assistant"), "")
         for place, text, wanted in (
@@ -224,23 +226,23 @@ class _Tutorial:
                 return f"{effect.word} is {'not ' if wanted else ''}in the {place}"
         return ""
 
-    def _end(self, missing: int) -> None:
-        self._head("the end")
-        if missing:
-            self._explain(f"{missing} of the steps did not go as they should.")
+    def _end(self, failed_steps: int) -> None:
+        self._print_title("the end")
+        if failed_steps:
+            self._explain(f"{failed_steps} of the steps did not go as they should.")
         else:
             self._explain("Evicted, held, and restored.")
         width = max(map(len, FURTHER_COMMANDS))
         rows = [f"{name:<{width}}  {does}" for name, does in FURTHER_COMMANDS.items()]
         self._explain("\n".join([_SCRIPT["goodbye"], *rows]))
 
-    def _head(self, title: str) -> None:
+    def _print_title(self, title: str) -> None:
         self._screen.show(Text(f"\n── {title} ──", self._screen.theme.empty))
 
     def _explain(self, text: str) -> None:
         """Print an explanation, with a bar at the left of each line."""
         screen = self._screen
-        width = min(screen.width - 3, _MOST_COLUMNS)
+        width = min(screen.width - 3, _MAX_COLUMNS)
         for row in Text(text).wrap(screen.console, width):
             row.rstrip()
             screen.show(Text.assemble(("│ ", screen.theme.empty), row))
@@ -248,8 +250,8 @@ class _Tutorial:
 
 def _held_text(session: Session) -> str:
     """The text of all tokens in the cache, with a mark wherever tokens are missing."""
-    parts, before = [], -1
+    parts, last_position = [], -1
     for row in session.snapshot().rows:
-        parts.append(row.text if row.position == before + 1 else f"⋯{row.text}")
-        before = row.position
+        parts.append(row.text if row.position == last_position + 1 else f"⋯{row.text}")
+        last_position = row.position
     return "".join(parts)

@@ -174,7 +174,7 @@ def test_the_terminal_is_asked_only_where_no_tool_is_or_the_user_says_so(
 def test_a_tool_that_fails_is_named_and_gives_way_to_the_next(
     chat: Session, tools: Tools, monkeypatch: pytest.MonkeyPatch, script: bytes, problem: str
 ) -> None:
-    monkeypatch.setattr(clipboard, "_SECONDS", 0.3)
+    monkeypatch.setattr(clipboard, "_TOOL_SECONDS", 0.3)
     monkeypatch.setenv("DISPLAY", ":9")
     tools.add("xclip")
     (Path(os.environ["PATH"]) / "xclip").write_bytes(script)
