@@ -42,12 +42,12 @@ from sirchat.ui.turn_commands import Retry, make_undoable, retry
 from sirchat.ui.typed_input import Keyboard, TerminalInput
 
 # Words that end other programs; the first time one is typed, the chat asks whether to leave.
-_LEAVING = ("exit", "quit", "q", ":q", "bye")
+_EXIT_WORDS = ("exit", "quit", "q", ":q", "bye")
 
 
 _MIN_WINDOW_ROWS = 24  # least rows of a window for the panel above the prompt
 
-_REVIEW = "k or Enter keeps it, e edits, d drops: "
+_REVIEW_QUESTION = "k or Enter keeps it, e edits, d drops: "
 
 
 class Chat:
@@ -67,7 +67,7 @@ class Chat:
         self,
         session: Session,
         screen: Screen,
-        entry: TerminalInput,
+        terminal_input: TerminalInput,
         store: SessionStore | None,
         debug: bool,
         trusted_policies: Collection[str],
@@ -75,8 +75,12 @@ class Chat:
     ) -> None:
         self._trusted = trusted_policies
         self._screen = screen
-        self._ctrl_c = entry.ctrl_c
-        self._keyboard, self._history, self._prompt = entry.keyboard, entry.history, entry.prompt
+        self._ctrl_c = terminal_input.ctrl_c
+        self._keyboard, self._history, self._prompt = (
+            terminal_input.keyboard,
+            terminal_input.history,
+            terminal_input.prompt,
+        )
         self.saved_chat = SavedChat(
             session, screen, store, debug=debug, trusted_policies=trusted_policies, pick=self._pick
         )
@@ -90,16 +94,16 @@ class Chat:
             lambda: self._session.profile.tool_timeout,
             self._keyboard.escape_pressed,
         )
-        self._models = ModelSwitching(screen, self.saved_chat, trusted_policies)
+        self._model_switching = ModelSwitching(screen, self.saved_chat, trusted_policies)
         self._switch_to(session)
         self._prompt.set_completer(
             SlashCompleter(lambda: self._session), lambda: toolbar(self._session, screen.width)
         )
-        self._prompt.set_header(self._memory)
+        self._prompt.set_header(self._draw_header)
 
-    def run(self, first: InputLine | None = None) -> None:
-        """Run the line `first`, if given, and then each line read, until the user leaves."""
-        line = first
+    def run(self, first_line: InputLine | None = None) -> None:
+        """Run the line `first_line`, if given, and then each line read, until the user leaves."""
+        line = first_line
         while True:
             try:
                 with self._ctrl_c.interruptible():
@@ -108,8 +112,8 @@ class Chat:
                         self._history.is_persistent = self._session.profile.save
                         self._prompt.set_editing_mode(self._session.profile.editing)
                         line = self._prompt.read()
-                    goes_on = line is not None and self._act_on(line)
-                if not goes_on:
+                    is_open = line is not None and self._handle_line(line)
+                if not is_open:
                     return
                 with InterruptFlag():  # ends only at the third Ctrl-C
                     self.saved_chat.save()
@@ -133,7 +137,7 @@ class Chat:
         if self._session.seen and not self._screen.is_quiet:
             show_resumed_chat(self._session, self._screen)
 
-    def _memory(self) -> str:
+    def _draw_header(self) -> str:
         """The panel above the prompt, or "" where it is not wanted, or nothing was said yet."""
         session, screen = self._session, self._screen
         how, rows = session.profile.panel, screen.console.size.height
@@ -154,16 +158,21 @@ class Chat:
     def _switch_to(self, session: Session) -> None:
         self._session, session.toolbox = session, self.tools
         self._commands = Commands(
-            session, self._screen, self._history, self.saved_chat, self._trusted, self._models
+            session,
+            self._screen,
+            self._history,
+            self.saved_chat,
+            self._trusted,
+            self._model_switching,
         )
         self._screen.use_theme(session.profile.theme)
 
-    def _act_on(self, line: InputLine) -> bool:
+    def _handle_line(self, line: InputLine) -> bool:
         """Run `line` as a command or send it, and print any error; False if the user leaves."""
         try:
             if line.is_command:
-                return self._do(self._commands.run(line.text), line)
-            if line.text.strip().casefold() in _LEAVING and not self._has_asked_to_leave:
+                return self._perform(self._commands.run(line.text), line)
+            if line.text.strip().casefold() in _EXIT_WORDS and not self._has_asked_to_leave:
                 return not self._ask_whether_to_leave()
             with (
                 InterruptFlag() as interrupt
@@ -192,7 +201,7 @@ class Chat:
         self._screen.note("nothing was sent; send that line again to send it as a message")
         return False
 
-    def _do(self, action: Action | None, line: InputLine) -> bool:
+    def _perform(self, action: Action | None, line: InputLine) -> bool:
         """Do the `action` that the command in `line` asks for; return False if the user leaves."""
         match action:
             case Leave():
@@ -201,10 +210,10 @@ class Chat:
                 self._send(text, line)
             case Continue():
                 self._make_undoable()
-                self._turn(lambda stops: go_on(self._session, stops))
+                self._run_turn(lambda stops: go_on(self._session, stops))
             case Retry() as asked:
                 self._make_undoable()
-                self._turn(lambda stops: retry(self._session, asked, stops))
+                self._run_turn(lambda stops: retry(self._session, asked, stops))
             case Edit(text):
                 self._edit(text)
             case Summarize():
@@ -225,7 +234,7 @@ class Chat:
             self._make_undoable()
             undo_summaries(self._session)
             self._screen.note("your last message and its reply are replaced by what follows")
-            self._turn(lambda stops: self._session.retry(stops, changed))
+            self._run_turn(lambda stops: self._session.retry(stops, changed))
 
     def _make_undoable(self) -> None:
         session = make_undoable(self._session, self._screen, self.saved_chat)
@@ -252,11 +261,11 @@ class Chat:
             yield Delta(text)
             yield from left_out_of(facts, text)
 
-        self._turn(made)
+        self._run_turn(made)
         if text and self._screen.terminal is not None:
             text = self._let_user_review(text)
         if text:
-            self._turn(lambda stops: pin_summary(self._session, text))
+            self._run_turn(lambda stops: pin_summary(self._session, text))
         else:
             self._screen.note("no summary is kept; the conversation is unchanged")
 
@@ -264,7 +273,7 @@ class Chat:
         """The summary as the user keeps or edits it, or "" if the user drops it."""
         while True:
             try:
-                key = self._ask_for_key(_REVIEW, "k\red\x1b")
+                key = self._ask_for_key(_REVIEW_QUESTION, "k\red\x1b")
             except KeyboardInterrupt:
                 return ""
             if key != "e":
@@ -281,13 +290,13 @@ class Chat:
         """Send the message `text`, which was made from the typed `line`, and show the turn."""
         if text != line.text:
             self._history.typed_by_message[without_surrogates(text).strip()] = line.text.strip()
-        self._turn(lambda stops: self._session.ask(text, stops), line.is_stopped)
+        self._run_turn(lambda stops: self._session.ask(text, stops), line.is_stopped)
 
-    def _turn(
+    def _run_turn(
         self, events: Callable[[Interrupted], Iterator[Event]], is_stopped: bool = False
     ) -> None:
-        self._models.drop_previous_session()
-        self.tools.is_stopped, began = False, monotonic()
+        self._model_switching.drop_previous_session()
+        self.tools.is_stopped, start = False, monotonic()
         self._keyboard.set_bracketed_paste(True)
         try:
             with InterruptFlag() as interrupt, LiveView(self._session, self._screen) as view:
@@ -298,7 +307,7 @@ class Chat:
                         self.saved_chat.save()
         finally:
             self._keyboard.set_bracketed_paste(False)
-        if 0 < self._session.profile.bell <= monotonic() - began:
+        if 0 < self._session.profile.bell <= monotonic() - start:
             self._screen.ring()
 
 

@@ -53,9 +53,9 @@ _CACHE_SETTINGS = {
     *("system", "pin_system", "protect", "evict", "recall", "recall_n"),
 }
 
-_MOST_PINNED = 300  # characters of what was pinned that are shown
+_MAX_PINNED_CHARS = 300  # characters of what was pinned that are shown
 # Settings that `/model` changes to the new model's default, if they have the old one's default.
-_FOLLOWING = ("budget", *SAMPLING_PARAMETERS)
+_SETTINGS_OF_MODEL = ("budget", *SAMPLING_PARAMETERS)
 
 
 class Switching:
@@ -77,17 +77,17 @@ class Switching:
         A SettingError names the command, `source`.
         """
         profile = self._session.profile
-        self._refuse_unknown(name)
+        self._check_name(name)
         if not text:
-            self._screen.note(f"{name} is {self._value(name)}")
+            self._screen.note(f"{name} is {self._describe_value(name)}")
         elif name not in Profile.model_fields:
             options = {**profile.policy_options, name: parse_option(text)}
-            self._apply(source, f"{name} is already {text}", policy_options=options)
+            self._switch_settings(source, f"{name} is already {text}", policy_options=options)
         else:
             value = parse_value(name, text)
             if name == "policy":
                 import_typed(str(value))
-            self._apply(source, f"{name} is already {as_typed(value)}", **{name: value})
+            self._switch_settings(source, f"{name} is already {as_typed(value)}", **{name: value})
 
     def change_policy(self, name: str, options: list[str]) -> None:
         """Switch to an eviction policy; each of its `options` is a text `NAME=VALUE`."""
@@ -95,7 +95,7 @@ class Switching:
         updates: dict[str, object] = {"policy": name}
         if options:
             updates["policy_options"] = parse_value("policy_options", ",".join(options))
-        self._apply("/policy", f"policy is already {name}", **updates)
+        self._switch_settings("/policy", f"policy is already {name}", **updates)
 
     def apply_profile(self, name: str) -> None:
         """Apply a profile, or print the names of all if "" is given.
@@ -114,7 +114,9 @@ class Switching:
         )
         kept = {*FIXED, *(key for key in _SCREEN_SETTINGS if key not in named)}
         values = {k: v for k, v in profile.model_dump().items() if k not in kept}
-        self._apply("/profile", f"all settings already have the values of profile {name}", **values)
+        self._switch_settings(
+            "/profile", f"all settings already have the values of profile {name}", **values
+        )
         for key in FIXED:
             old, new = getattr(current, key), getattr(profile, key)
             if key in named and key != "description" and old != new:
@@ -122,30 +124,30 @@ class Switching:
                     f"{key} stays {as_typed(old)}, not {as_typed(new)}: {hint_for_fixed(key, new)}"
                 )
 
-    def restore(self, target: Target, *, around: int = 0) -> None:
-        """Restore the tokens of `target`, and `around` on each side, for the next message."""
+    def restore(self, target: Target, *, context_tokens: int = 0) -> None:
+        """Restore the tokens of `target`, and `context_tokens` on each side, for the next message."""
         session = self._session
         before = set(session.ledger.held_positions.tolist())
-        for event in session.restore(target, around):
-            self._report(event)
+        for event in session.restore(target, context_tokens):
+            self._print_event(event)
         now, asked = set(session.ledger.held_positions.tolist()), session.state.asked
-        came, aside = len((now - before).intersection(asked)), len(before - now)
-        how = "restored" if came else "held already, and stays"
-        self._screen.note(f"{how} for your next message: “{self._text_at(asked)}”")
-        evicted = f", {came:,} of them were evicted" if came else ""
+        num_restored, aside = len((now - before).intersection(asked)), len(before - now)
+        how = "restored" if num_restored else "held already, and stays"
+        self._screen.note(f"{how} for your next message: “{self._text_of(asked)}”")
+        evicted = f", {num_restored:,} of them were evicted" if num_restored else ""
         price = counted(len(asked), "token") + evicted
         who = "1 other steps" if aside == 1 else f"{aside:,} others step"
         others = f"; {who} aside until it is answered" if aside else ""
         held = f"holds {session.resident:,}/{session.budget:,}; /pin keeps words"
         self._screen.note(f"{price}{others}; {held}")
 
-    def _text_at(self, positions: Sequence[int]) -> str:
+    def _text_of(self, positions: Sequence[int]) -> str:
         spans = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1)
         texts = ["".join(row.text for row in self._session.tokens(list(s))) for s in spans]
         text = " … ".join(text.strip(" \n\ufffd") for text in texts)  # half a character
-        return shorten(text, _MOST_PINNED)
+        return shorten(text, _MAX_PINNED_CHARS)
 
-    def _messages_at(self, positions: Sequence[int]) -> str:
+    def _describe_messages(self, positions: Sequence[int]) -> str:
         """Of how many messages, and whose, the tokens at these positions are."""
         session, turns = self._session, self._session.ledger.column("turn")[positions].tolist()
         own = session.snapshot(strongest=0).prompt  # the end of what the chat template adds
@@ -171,22 +173,25 @@ class Switching:
             elif isinstance(event, Restored):
                 restored += event.positions
             elif not isinstance(event, Pinned):
-                self._report(event)
+                self._print_event(event)
         changed = sorted(before ^ set(ledger.pinned_positions))  # others were as they are already
         count = len(changed)
         if not pinned:
             unpinned = f"{counted(count, 'token')} no longer pinned"
             self._screen.note(unpinned if count else "nothing of this was pinned")
-            self._screen.note(_moved_in_words(evicted, len(restored), self._session))
+            self._screen.note(_describe_moved_tokens(evicted, len(restored), self._session))
             return
-        came = sum("pinned" in row.flags for row in self._session.tokens(restored))
+        num_restored = sum("pinned" in row.flags for row in self._session.tokens(restored))
         if not count:
             price = ["all of this is pinned already"]
         else:
-            self._screen.note(f"pinned: “{self._text_at(changed)}”")
-            price = [counted(count, "token") + (f", {came:,} of them restored" if came else "")]
-            price.append(f"in {self._messages_at(changed)}")
-        if others := len(restored) - came:
+            self._screen.note(f"pinned: “{self._text_of(changed)}”")
+            price = [
+                counted(count, "token")
+                + (f", {num_restored:,} of them restored" if num_restored else "")
+            ]
+            price.append(f"in {self._describe_messages(changed)}")
+        if others := len(restored) - num_restored:
             why = f"as policy {session.profile.policy} fills the budget anew"
             price.append(f"{counted(others, 'other')} restored, {why}")
         if evicted:
@@ -217,41 +222,41 @@ class Switching:
     def describe(self, name: str) -> str:
         """The value of a setting or policy option, what it means, and the allowed values."""
         profile = self._session.profile
-        self._refuse_unknown(name)
+        self._check_name(name)
         if name in Profile.model_fields:
             meaning = Profile.model_fields[name].description
-            value = sampling_in_words(profile).get(name) or self._value(name)
+            value = sampling_in_words(profile).get(name) or self._describe_value(name)
             return f"{name} is {value}: {meaning} Allowed: {allowed_in_words(name)}."
         option = profile.policy_options.get(name, "at its default")
         return f"{name} is {as_typed(option)}: an option of policy {profile.policy}"
 
-    def _value(self, name: str) -> str:
+    def _describe_value(self, name: str) -> str:
         """A setting's value; of `recall` also that it can't go by meaning, if so."""
         value = as_typed(getattr(self._session.profile, name))
         if name == "recall" and value == BEST_RETRIEVER and not self._session.recall.by_meaning:
             return f"{value} (by words: no encoder for this model yet)"
         return value
 
-    def _refuse_unknown(self, name: str) -> None:
+    def _check_name(self, name: str) -> None:
         options = options_of(self._session.profile.policy)
         known = [*Profile.model_fields, *(option.name for option in options)]
         if name not in known:
             hint = nearest(name, known) or "/show lists all settings"
             raise SettingError(f"there is no setting {format_value(name)}", hint=hint)
 
-    def _apply(self, source: str, otherwise: str, **updates: object) -> None:
-        """Change the settings; print what has changed, or `otherwise` if nothing has changed."""
+    def _switch_settings(self, source: str, unchanged_note: str, **updates: object) -> None:
+        """Change the settings; print what has changed, or `unchanged_note` if nothing has changed."""
         load_schema(str(updates.get("json_schema", "off")))  # raises SettingError
         with InterruptFlag() as interrupted:
             events = self._session.switch(source, interrupted, **updates)
         for event in events:
-            self._report(event)
+            self._print_event(event)
         self._screen.use_theme(self._session.profile.theme)
-        self._screen.note(describe_switch(events, self._session, otherwise))
+        self._screen.note(describe_switch(events, self._session, unchanged_note))
 
-    def _report(self, event: Event) -> None:
+    def _print_event(self, event: Event) -> None:
         if isinstance(event, Switched):
-            self._screen.note(describe_change(replace(event, new=self._value(event.what))))
+            self._screen.note(describe_change(replace(event, new=self._describe_value(event.what))))
         elif isinstance(event, TurnDone):
             self._screen.note(f"the system prompt was read: {event.tokens_in:,} tokens")
         elif isinstance(event, Notice):
@@ -264,25 +269,25 @@ def describe_change(event: Switched) -> str:
     return f"{event.what}: {old} -> {new}"
 
 
-def describe_switch(events: Sequence[Event], session: Session, otherwise: str) -> str:
-    """What a switch evicted and restored, if that was possible; `otherwise` if it changed nothing.
+def describe_switch(events: Sequence[Event], session: Session, unchanged_note: str) -> str:
+    """What a switch evicted and restored, if that was possible; `unchanged_note` if it changed nothing.
 
     `events` are those of the switch.
     """
     switched = [event for event in events if isinstance(event, Switched)]
     if not switched:
-        return otherwise
+        return unchanged_note
     if _CACHE_SETTINGS.isdisjoint(event.what for event in switched):
         return ""
     evicted = sum(len(event.positions) for event in events if isinstance(event, Evicted))
-    return _moved_in_words(evicted, sum(event.restored for event in switched), session)
+    return _describe_moved_tokens(evicted, sum(event.restored for event in switched), session)
 
 
-def _moved_in_words(evicted: int, restored: int, session: Session) -> str:
+def _describe_moved_tokens(evicted: int, restored: int, session: Session) -> str:
     now = f"cache holds {session.resident:,}/{session.budget:,}"
     left = [f"{evicted:,} evicted" if evicted else "nothing evicted"]
-    came = [f"{restored:,} restored"] if restored else []
-    return ", ".join([*left, *came, now])
+    num_restored = [f"{restored:,} restored"] if restored else []
+    return ", ".join([*left, *num_restored, now])
 
 
 class ModelSwitching:
@@ -296,7 +301,7 @@ class ModelSwitching:
         self, screen: Screen, saved_chat: SavedChat, trusted_policies: Collection[str] = ()
     ) -> None:
         self._screen, self._saved_chat, self._trusted = screen, saved_chat, trusted_policies
-        self._former: _Former | None = None
+        self._previous: _PreviousSession | None = None
 
     def show(self, session: Session) -> None:
         """Print the name of the model in use, and the names of the other models on this machine."""
@@ -315,12 +320,12 @@ class ModelSwitching:
             self._screen.note(f"model is already {name}")
             return None
         with loading_bar(self._screen, name) as report:
-            model = self._loaded(name, session.profile, report)
-            new = Session(model, self._profile(session, model, name))
+            model = self._load_model(name, session.profile, report)
+            new = Session(model, self._adapt_profile(session, model, name))
             read_again(new, session.turns, pinned_text(session), session.state.unpinned, report)
-        self._former = _Former(session, new.profile, (new.epoch, new.erasures))
+        self._previous = _PreviousSession(session, new.profile, (new.epoch, new.erasures))
         self._replace_session(new)
-        self._report(session, new)
+        self._print_event(session, new)
         return new
 
     def restore_previous_session(self, session: Session) -> Session | None:
@@ -328,38 +333,38 @@ class ModelSwitching:
 
         None if there is none. Raises SettingError if it can't have one of these settings.
         """
-        if self._former is None:
+        if self._previous is None:
             return None
-        former, at_first = self._former.session, self._former.profile.model_dump()
+        previous, at_first = self._previous.session, self._previous.profile.model_dump()
         now = session.profile.model_dump()
         changed = {k: v for k, v in now.items() if k not in FIXED and v != at_first[k]}
         if changed:
-            former.switch("/undo", **changed)
-        self._replace_session(former)
+            previous.switch("/undo", **changed)
+        self._replace_session(previous)
         self.drop_previous_session()
         self._screen.note(
-            f"back to {former.model.name}, with the chat as it was; "
-            f"the cache holds {former.resident:,}/{former.budget:,}"
+            f"back to {previous.model.name}, with the chat as it was; "
+            f"the cache holds {previous.resident:,}/{previous.budget:,}"
         )
-        return former
+        return previous
 
     def drop_previous_session(self) -> None:
         """Drop the session from before the last change of the model, and free its memory."""
-        if self._former is not None:
-            self._former = None
+        if self._previous is not None:
+            self._previous = None
             trim_memory()
 
-    def check(self, session: Session) -> None:
+    def drop_outdated_session(self, session: Session) -> None:
         """Drop the previous session if the user has reset `session` or erased something from it."""
-        if self._former and self._former.stamp != (session.epoch, session.erasures):
+        if self._previous and self._previous.stamp != (session.epoch, session.erasures):
             self.drop_previous_session()
 
-    def _loaded(self, name: str, profile: Profile, report: Progress | None) -> LoadedModel:
-        if self._former is not None and self._former.session.model.name == name:
-            return self._former.session.model
+    def _load_model(self, name: str, profile: Profile, report: Progress | None) -> LoadedModel:
+        if self._previous is not None and self._previous.session.model.name == name:
+            return self._previous.session.model
         return load_model_of(profile.model_copy(update={"model": name}), progress=report)
 
-    def _profile(self, session: Session, model: LoadedModel, name: str) -> Profile:
+    def _adapt_profile(self, session: Session, model: LoadedModel, name: str) -> Profile:
         """The chat's settings, with the new model's defaults in place of the old model's."""
         profile, updates = session.profile, dict[str, Any](model=name)
         origins = dict[str, str]()
@@ -376,14 +381,14 @@ class ModelSwitching:
         with InterruptFlag():  # Ctrl-C does not stop it halfway
             self._saved_chat.replace_session(session)
 
-    def _report(self, before: Session, now: Session) -> None:
+    def _print_event(self, before: Session, now: Session) -> None:
         self._screen.note(
             f"the model is now {now.model.name}; it read {now.seen:,} tokens, "
             f"the cache holds {now.resident:,}/{now.budget:,}"
         )
         changed = [
             f"{key} {as_typed(old)} -> {as_typed(new)}"
-            for key in _FOLLOWING
+            for key in _SETTINGS_OF_MODEL
             if (old := getattr(before.profile, key)) != (new := getattr(now.profile, key))
         ]
         if changed:
@@ -392,12 +397,12 @@ class ModelSwitching:
         for event in now.opening_events():
             if isinstance(event, Notice):
                 self._screen.note(event.text)
-        former = f"{before.model.name}, which stays in memory until the next message"
-        self._screen.note(f"/undo goes back to {former}")
+        previous = f"{before.model.name}, which stays in memory until the next message"
+        self._screen.note(f"/undo goes back to {previous}")
 
 
 @dataclass(frozen=True)
-class _Former:
+class _PreviousSession:
     """The session before the last change of the model, and how the new session began."""
 
     session: Session

@@ -22,10 +22,12 @@ from sirchat.ui.text import counted, displayable_line, shorten
 if TYPE_CHECKING:
     from sirchat.chat.events import Returned
 
-_KEYS = "y does it, n refuses, a always does it in this chat, e edits: "
-_REFUSED = "the user refuses this call"
-_SHOWN = 1000  # characters of a call; of a result, a tenth
-_HIDDEN = {*map(chr, (*range(0xFE00, 0xFE10), *range(0xE0000, 0xE0200)))}  # beside controls
+_CALL_QUESTION = "y does it, n refuses, a always does it in this chat, e edits: "
+_REFUSAL = "the user refuses this call"
+_MAX_CALL_CHARS = 1000  # characters of a call; of a result, a tenth
+_INVISIBLE_CHARS = {
+    *map(chr, (*range(0xFE00, 0xFE10), *range(0xE0000, 0xE0200)))
+}  # beside controls
 _NO_SERVERS = "no tools: sirchat --tools FILE names their servers"
 
 Ask = Callable[[str, Collection[str]], str]  # shows a question, and returns the key
@@ -37,7 +39,7 @@ class ToolUse(Toolbox):
     Tools that match the patterns in `flags` are on, and are called without asking, as long as their
     servers describe them as they did. Of others each call is shown; `ask` gets the user's key, and
     `edit` the changed arguments. Without them nobody can be asked, and such calls are refused.
-    `limit` is as in `ToolServers`, and `stops` says whether the user stops the start of a server.
+    `timeout` is as in `ToolServers`, and `stops` says whether the user stops the start of a server.
     """
 
     def __init__(
@@ -46,19 +48,23 @@ class ToolUse(Toolbox):
         screen: Screen,
         ask: Ask | None = None,
         edit: Callable[[str], str] = lambda text: text,
-        limit: Callable[[], float] = lambda: 60.0,
+        timeout: Callable[[], float] = lambda: 60.0,
         stops: Interrupted = never,
     ) -> None:
         super().__init__(decide=self._decide)
-        self._servers, self._screen = ToolServers(flags.servers, screen.note, limit), screen
+        self._tool_servers, self._screen = ToolServers(flags.servers, screen.note, timeout), screen
         self._ask, self._edit = ask, edit
         self._stops: Interrupted = never
         self._stops_later = stops  # at first the keys are for the prompt
         self._patterns = flags.allow
-        self._always: list[tuple[str, ChatTool | None]] = []  # that the user allows, as they were
-        self._first: dict[str, ChatTool] = {}  # as they were when first turned on, also if now gone
+        self._always_allowed: list[
+            tuple[str, ChatTool | None]
+        ] = []  # that the user allows, as they were
+        self._first_seen: dict[
+            str, ChatTool
+        ] = {}  # as they were when first turned on, also if now gone
         self.is_stopped = False  # by Esc at a question
-        self._names, self._is_script = list(flags.servers), False
+        self._server_names, self._is_script = list(flags.servers), False
 
     def begin(self, *, is_script: bool = False) -> None:
         """Turn on what the flags allow; a server that can't be started is a line.
@@ -67,14 +73,14 @@ class ToolUse(Toolbox):
         """
         self._is_script = is_script
         for pattern in self._patterns:
-            servers = [name for name in self._names if self._may_match(pattern, name)]
+            servers = [name for name in self._server_names if self._may_match(pattern, name)]
             errors: list[SirchatError] = []
             if not servers:
-                hint = f"there are: {', '.join(self._names) or 'none; give --tools FILE'}"
+                hint = f"there are: {', '.join(self._server_names) or 'none; give --tools FILE'}"
                 errors = [UsageError(f"--tools-allow {pattern} matches no server", hint=hint)]
             for name in servers:
                 try:
-                    self._turn_on(name, pattern)
+                    self._turn_on_matching(name, pattern)
                 except SirchatError as error:
                     errors.append(error)
             if is_script and len(errors) == max(1, len(servers)):
@@ -85,29 +91,29 @@ class ToolUse(Toolbox):
 
     def close(self) -> None:
         """End all servers."""
-        self._servers.close()
+        self._tool_servers.close()
 
     def command(self, session: Session, rest: str) -> None:
         """Run `/tools [NAME|on NAME|off NAME]`; raises UsageError for a wrong name, or none."""
-        if not self._names:
+        if not self._server_names:
             raise UsageError(_NO_SERVERS)
         verb, _, name = rest.strip().partition(" ")
         if not verb:
-            for one in self._names:
+            for one in self._server_names:
                 on = sum(tool.origin[0] == one for tool in self.tools.values())
-                state = "started" if self._servers.is_running(one) else "not started"
+                state = "started" if self._tool_servers.is_running(one) else "not started"
                 self._screen.note(f"{displayable_line(one)}: {counted(on, 'tool')} on, {state}")
             self._screen.note("/tools NAME lists a server's tools; /tools on NAME turns them on")
         elif verb in ("on", "off"):
             if not name.strip():
                 raise UsageError(f"/tools {verb} needs a name", hint="/tools lists the servers")
-            self._turn(session, verb == "on", name.strip())
+            self._switch_tools(session, verb == "on", name.strip())
         else:
-            self._list(rest.strip())
+            self._show_tools(rest.strip())
 
-    def _turn(self, session: Session, on: bool, name: str) -> None:
+    def _switch_tools(self, session: Session, on: bool, name: str) -> None:
         if on:
-            count, tokens = self._turn_on(self._server_of(name), name, session)
+            count, tokens = self._turn_on_matching(self._find_server(name), name, session)
             size = f"the model reads about {tokens:,} tokens of them with your next message"
             self._screen.note(f"{counted(count, 'tool')} turned on; {size}")
             if tokens > session.budget // 2:
@@ -122,52 +128,56 @@ class ToolUse(Toolbox):
                 del self.tools[tool]
             self._screen.note(f"{counted(len(gone), 'tool')} turned off")
 
-    def _listed(self, server: str) -> list[ChatTool]:
-        if not (self._is_script or self._servers.is_running(server)):
+    def _list_tools(self, server: str) -> list[ChatTool]:
+        if not (self._is_script or self._tool_servers.is_running(server)):
             self._screen.note(f"starting the server {server}")
-        return self._servers.tools(server, self._stops)
+        return self._tool_servers.tools(server, self._stops)
 
-    def _turn_on(
+    def _turn_on_matching(
         self, server: str, pattern: str, session: Session | None = None
     ) -> tuple[int, int]:
         """Turn on tools that a pattern matches, or the user means; returns their and all's size."""
-        listed, is_all = self._listed(server), session is not None and pattern == server
+        listed, is_all = self._list_tools(server), session is not None and pattern == server
         tools = {one.name: one for one in listed if is_all or self._matches(pattern, one.name, one)}
         if not tools:
             raise UsageError(f"server {server} has no tool {format_value(pattern)}")
         told = Toolbox((self.tools | tools).values()).told
         tokens = size_of_tools(session, told) if session else 0  # or it raises an error
-        self._take(tools)
+        self._turn_on_tools(tools)
         return len(tools), tokens
 
-    def _list(self, name: str) -> None:
-        server = self._server_of(name)
-        for tool in self._listed(server):
+    def _show_tools(self, name: str) -> None:
+        server = self._find_server(name)
+        for tool in self._list_tools(server):
             sign = "on " if tool.name in self.tools else "off"
             about = shorten(displayable_line(" ".join(tool.description.split())), 100)
             if name == server:
                 self._screen.note(f"{sign} {tool.name}: {about}")
             elif self._matches(name, tool.name, tool):
-                self._screen.note(f"{sign} {_readable(Toolbox([tool]).told)}")
+                self._screen.note(f"{sign} {_readable_json(Toolbox([tool]).told)}")
 
-    def _server_of(self, name: str) -> str:
-        server = name if name in self._names else self._named(name) or name.partition("__")[0]
-        if server not in self._names:
+    def _find_server(self, name: str) -> str:
+        server = (
+            name
+            if name in self._server_names
+            else self._server_prefix(name) or name.partition("__")[0]
+        )
+        if server not in self._server_names:
             raise UsageError(
-                f"there is no server {format_value(server)}; there are: {', '.join(self._names)}",
-                hint=nearest(server, self._names),
+                f"there is no server {format_value(server)}; there are: {', '.join(self._server_names)}",
+                hint=nearest(server, self._server_names),
             )
         return server
 
     def _decide(self, call: ToolCall) -> ToolCall | str:
         """The call as it is to be done, or why it is refused."""
         self.is_stopped = False
-        tool = self._as_listed(call.name)
-        is_allowed = (call.name, tool) in self._always or (
-            self._first.get(call.name) == tool and self._is_allowed(call.name, tool)
+        tool = self._reload_tool(call.name)
+        is_allowed = (call.name, tool) in self._always_allowed or (
+            self._first_seen.get(call.name) == tool and self._is_allowed(call.name, tool)
         )
         while True:
-            written = shorten(_readable(call.arguments), _SHOWN)
+            written = shorten(_readable_json(call.arguments), _MAX_CALL_CHARS)
             if written.endswith("…"):  # nobody says yes to what is not seen
                 written += f" (of {len(call.arguments):,} characters; e shows all)"
             self._screen.note(f"{'calls' if is_allowed else 'wants to call'} {call.name} {written}")
@@ -175,53 +185,55 @@ class ToolUse(Toolbox):
                 return call
             if self._ask is None:
                 self._screen.note("refused: nobody can be asked; --tools-allow PATTERN allows it")
-                return _REFUSED
+                return _REFUSAL
             try:
-                key = self._ask(_KEYS, "ynae\x1b")
+                key = self._ask(_CALL_QUESTION, "ynae\x1b")
             except KeyboardInterrupt:
                 key = "\x1b"
             if key == "e":
-                call = replace(call, arguments=self._edited(call.arguments))
+                call = replace(call, arguments=self._let_user_edit(call.arguments))
                 continue
             if key == "a":
-                self._always.append((call.name, tool))
+                self._always_allowed.append((call.name, tool))
             self.is_stopped = key == "\x1b"
-            return call if key in ("y", "a") else _REFUSED
+            return call if key in ("y", "a") else _REFUSAL
 
-    def _as_listed(self, name: str) -> ChatTool | None:
+    def _reload_tool(self, name: str) -> ChatTool | None:
         """A tool that is on, as its server describes it now; SirchatError if it is gone."""
         if (before := self.tools.get(name)) is None or not before.origin[0]:
             return before
         server, own = before.origin
-        now = {tool.name: tool for tool in self._listed(server)}.get(name)
+        now = {tool.name: tool for tool in self._list_tools(server)}.get(name)
         if now is None:
             del self.tools[name]
-            what = f"the server {server} has no tool {shorten(own, _SHOWN)} any more"
+            what = f"the server {server} has no tool {shorten(own, _MAX_CALL_CHARS)} any more"
             raise SirchatError(what)
-        self._take({name: now})
+        self._turn_on_tools({name: now})
         return now
 
-    def _take(self, tools: Mapping[str, ChatTool]) -> None:
+    def _turn_on_tools(self, tools: Mapping[str, ChatTool]) -> None:
         """Turn these on; of those that once were something else, a line says so."""
         for name, tool in tools.items():
-            if tool != self.tools.get(name, self._first.setdefault(name, tool)):
-                about = shorten(displayable_line(" ".join(tool.description.split())), _SHOWN)
+            if tool != self.tools.get(name, self._first_seen.setdefault(name, tool)):
+                about = shorten(
+                    displayable_line(" ".join(tool.description.split())), _MAX_CALL_CHARS
+                )
                 self._screen.note(f"{name} was changed by its server, and is now: {about}")
             self.tools[name] = tool
 
     def _is_allowed(self, name: str, tool: ChatTool | None) -> bool:
         return any(self._matches(pattern, name, tool) for pattern in self._patterns)
 
-    def _named(self, pattern: str) -> str | None:
+    def _server_prefix(self, pattern: str) -> str | None:
         """The server whose name a pattern begins with; None if it begins with none."""
-        begun = [name for name in self._names if pattern.startswith(f"{name}__")]
-        plain = [name for name in self._names if pattern.startswith(f"{plain_name(name)}__")]
+        begun = [name for name in self._server_names if pattern.startswith(f"{name}__")]
+        plain = [name for name in self._server_names if pattern.startswith(f"{plain_name(name)}__")]
         return max(begun or plain, key=len, default=None)
 
     def _matches(self, pattern: str, name: str, tool: ChatTool | None) -> bool:
         """Whether a pattern means a tool; one that begins with a server's name means only its."""
         server, own = tool.origin if tool is not None else ("", "")
-        if (named := self._named(pattern)) not in (None, server):
+        if (named := self._server_prefix(pattern)) not in (None, server):
             return False
         is_own = named is not None and fnmatchcase(own, pattern[len(named) + 2 :])
         return is_own or any(fnmatchcase(full, pattern) for full in (name, f"{server}__{own}"))
@@ -229,11 +241,11 @@ class ToolUse(Toolbox):
     def _may_match(self, pattern: str, server: str) -> bool:
         """Whether a tool of the server may match."""
         begun = pattern.partition("*")[0].partition("?")[0].partition("[")[0]
-        named = self._named(pattern)
+        named = self._server_prefix(pattern)
         return named == server or (named is None and f"{server}__".startswith(begun))
 
-    def _edited(self, arguments: str) -> str:
-        shown = _readable(arguments)
+    def _let_user_edit(self, arguments: str) -> str:
+        shown = _readable_json(arguments)
         changed = self._edit(shown).strip()
         if changed in ("", shown):
             return arguments
@@ -246,11 +258,13 @@ class ToolUse(Toolbox):
         return changed
 
 
-def _readable(text: str) -> str:
+def _readable_json(text: str) -> str:
     """JSON with its letters as they are; what nobody sees is escaped."""
     with suppress(ValueError, RecursionError):
         text = json.dumps(json.loads(text), ensure_ascii=False)
-    return "".join(c if c.isprintable() and c not in _HIDDEN else json.dumps(c)[1:-1] for c in text)
+    return "".join(
+        c if c.isprintable() and c not in _INVISIBLE_CHARS else json.dumps(c)[1:-1] for c in text
+    )
 
 
 def run_tools_command(session: Session, rest: str) -> None:
@@ -263,7 +277,7 @@ def run_tools_command(session: Session, rest: str) -> None:
 @contextmanager
 def tools_of(flags: ToolFlags, session: Session, screen: Screen) -> Iterator[None]:
     """Context manager: in it, a session has the tools that flags allow, and nobody is asked."""
-    box = ToolUse(flags, screen, limit=lambda: session.profile.tool_timeout)
+    box = ToolUse(flags, screen, timeout=lambda: session.profile.tool_timeout)
     try:
         box.begin(is_script=True)
         session.toolbox = box
@@ -274,7 +288,7 @@ def tools_of(flags: ToolFlags, session: Session, screen: Screen) -> Iterator[Non
 
 def describe_result(result: Returned) -> str:
     """A line about what a tool returned."""
-    text = shorten(displayable_line(" ".join(result.text.split())), _SHOWN // 10)
+    text = shorten(displayable_line(" ".join(result.text.split())), _MAX_CALL_CHARS // 10)
     if result.is_error:
         return f"{result.name} failed: {text.removeprefix('error: ')}"
     return f"{result.name} returned {counted(len(result.text), 'character')}: {text}"

@@ -37,14 +37,14 @@ def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | N
             raise
         text = next(turn.text for turn in reversed(session.turns) if turn.role == "user")
 
-        def say(before: Session) -> None:
+        def print_result(before: Session) -> None:
             read = f"; {before.seen:,} tokens of earlier messages were read again"
-            _report(text, before, screen, read)
+            _print_undone(text, before, screen, read)
 
-        return _read_anew(session, read_before_last, say, screen, saved_chat)
+        return _read_again(session, read_before_last, print_result, screen, saved_chat)
     for event in events:
         if isinstance(event, Undone):
-            _report(event.text, session, screen)
+            _print_undone(event.text, session, screen)
     return None
 
 
@@ -53,10 +53,10 @@ def make_undoable(session: Session, screen: Screen, saved_chat: SavedChat) -> Se
     if session.undo_points or not _has_message(session):
         return session
 
-    def say(again: Session) -> None:
+    def print_result(again: Session) -> None:
         screen.note(f"{again.seen:,} tokens of earlier messages were read again")
 
-    return _read_anew(session, read_whole, say, screen, saved_chat)
+    return _read_again(session, read_whole, print_result, screen, saved_chat)
 
 
 @dataclass(frozen=True)
@@ -79,21 +79,21 @@ def parse_retry(rest: str) -> Retry:
     return Retry(parse_sampling_settings(rest))
 
 
-def retry(session: Session, asked: Retry, stops: Interrupted) -> Iterator[Event]:
-    """Undo the last reply, and generate another as `asked` says; yields the events of this turn."""
+def retry(session: Session, request: Retry, stops: Interrupted) -> Iterator[Event]:
+    """Undo the last reply, and generate another as `request` says; yields the events of this turn."""
     undo_summaries(session)
     updates, note = dict[str, Any](), ""
-    if asked.full:
+    if request.full:
         updates, note = settings_for_full(session)
-    elif asked.recall is not None and session.resident < session.seen:
-        updates = {"recall": retriever_for_retry(session, asked.recall)}
+    elif request.recall is not None and session.resident < session.seen:
+        updates = {"recall": retriever_for_retry(session, request.recall)}
     if updates:
         describe = partial(_describe_retry, as_usual=session.profile, note=note)
-        yield from retry_under(session, {**updates, **asked.settings}, describe, stops)
+        yield from retry_under(session, {**updates, **request.settings}, describe, stops)
         return
-    if asked.full or asked.recall is not None:
+    if request.full or request.recall is not None:
         yield Notice("everything was held already, so this is a plain /retry")
-    yield from retry_with(session, asked.settings, stops)
+    yield from retry_with(session, request.settings, stops)
 
 
 def parse_sampling_settings(words: str) -> dict[str, Any]:
@@ -121,10 +121,10 @@ def _has_message(session: Session) -> bool:
     return any(turn.role == "user" for turn in session.turns)
 
 
-def _read_anew(
+def _read_again(
     session: Session,
     read: Callable[[Session, Progress | None], Session],
-    say: Callable[[Session], None],
+    print_result: Callable[[Session], None],
     screen: Screen,
     saved_chat: SavedChat,
 ) -> Session:
@@ -133,26 +133,26 @@ def _read_anew(
         again = read(session, progress)
     with InterruptFlag():  # Ctrl-C does not stop it halfway
         saved_chat.replace_session(again)
-    say(again)
+    print_result(again)
     screen.note(repinned_note(again))
     return again
 
 
-def _report(text: str, session: Session, screen: Screen, how: str = "") -> None:
+def _print_undone(text: str, session: Session, screen: Screen, remark: str = "") -> None:
     text = shorten(displayable_line(text), 60)
-    screen.note(f"undone: {text}{how}; holds {session.resident:,}/{session.budget:,}")
+    screen.note(f"undone: {text}{remark}; holds {session.resident:,}/{session.budget:,}")
 
 
 def _describe_retry(session: Session, as_usual: Profile, note: str) -> str:
     """What a reply under other settings than `as_usual` had; called while these are in force."""
     if session.profile.recall != as_usual.recall and session.recall.turns:
-        how = describe_recalled(session.recall, session.seen)
+        remark = describe_recalled(session.recall, session.seen)
     elif session.profile.recall != "off":
-        how = "recall found nothing to restore"
+        remark = "recall found nothing to restore"
     elif session.resident == session.seen:
-        how = f"answered with all {session.seen:,} tokens held"
+        remark = f"answered with all {session.seen:,} tokens held"
     else:
         why = note or "some tokens were erased, or are no longer archived"
-        how = f"{why}: answered with {session.resident:,} of {session.seen:,} tokens held"
+        remark = f"{why}: answered with {session.resident:,} of {session.seen:,} tokens held"
     usual = f"policy {displayable_line(as_usual.policy)}, budget {as_usual.budget:,}"
-    return f"{how}, for this reply alone; the memory is then as before: {usual}"
+    return f"{remark}, for this reply alone; the memory is then as before: {usual}"

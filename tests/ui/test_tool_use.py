@@ -204,7 +204,7 @@ def test_a_tool_that_was_gone_is_allowed_only_as_it_was(tmp_path: Path, is_same:
     each.use.begin()
     assert each.call("read") == ""
     comes_back = each.use.tools["snow__read"]
-    servers = each.use._servers
+    servers = each.use._tool_servers
     with patch.object(servers, "tools", return_value=[]), pytest.raises(SirchatError, match="more"):
         each.call("read")
     assert "snow__read" not in each.use.tools
