@@ -298,10 +298,10 @@ class Commands:
         run_tools_command(self._session, arguments)
 
     def do_pin(self, arguments: str) -> None:
-        self._switching.pin(arguments, pinned=True)
+        self._switching.pin(arguments)
 
     def do_unpin(self, arguments: str) -> None:
-        self._switching.pin(arguments, pinned=False)
+        self._switching.unpin(arguments)
 
     def do_erase(self, arguments: str) -> None:
         self._erasing.run(arguments)
