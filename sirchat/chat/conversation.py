@@ -5,16 +5,25 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from sirchat.chat.event_builder import EventBuilder
 from sirchat.chat.events import Event
 from sirchat.chat.formats import ModelFormats
-from sirchat.chat.reply import AfterReply, OpenReply, state_now
+from sirchat.chat.reply import OpenReply, ReplyCheckpoints, state_now
 from sirchat.chat.settings import build_cache_settings, build_engine, build_sampler, check_profile
-from sirchat.chat.state import ConversationState, Reply, Turn, TurnStats, UndoPoint, undo_depth
-from sirchat.chat.statements import Said, pin_rules
+from sirchat.chat.state import (
+    ConversationState,
+    GeneratedReply,
+    SystemPrompt,
+    Turn,
+    TurnStats,
+    UndoPoint,
+    undo_depth,
+)
+from sirchat.chat.statements import StatementCache, pin_rules
 from sirchat.chat.turn import Interrupted, OpenTurn, never
 from sirchat.config.profile import Profile
 from sirchat.engine.extra_passes import score_continuations
@@ -70,8 +79,8 @@ class Conversation:
         self.undo_points = list[UndoPoint]()
         self.recall = Recall(self.engine, self.model, self._texts)
         self._events = EventBuilder(self.engine, self._texts, self._rows_in_events)
-        self._said = Said()
-        self.last_reply = AfterReply()
+        self._statement_cache = StatementCache()
+        self.reply_checkpoints = ReplyCheckpoints()
 
     @property
     def template(self) -> Template:
@@ -123,35 +132,39 @@ class Conversation:
         text: str,
         interrupted: Interrupted = never,
         *,
-        before: str | None = None,
+        next_role: str | None = None,
         given: TurnIds | None = None,
     ) -> Iterator[Event]:
         """Read a user turn, as `read_user` does, and pin its rules and preferences."""
-        yield from self.read_user(text, interrupted, before=before, given=given)
+        yield from self.read_user(text, interrupted, next_role=next_role, given=given)
         wanted = self.profile.pin_instructions and self.engine.settings.policy.honours_pins
         engine, encoder = self.engine, self.model.encoder
-        yield from pin_rules(engine, self._texts, encoder, self.state, self._said, is_wanted=wanted)
+        yield from pin_rules(
+            engine, self._texts, encoder, self.state, self._statement_cache, is_wanted=wanted
+        )
 
     def read_user(
         self,
         text: str,
         interrupted: Interrupted = never,
         *,
-        before: str | None = None,
+        next_role: str | None = None,
         given: TurnIds | None = None,
     ) -> Iterator[Event]:
         """Read a user turn without answering it; before the first one, read the system prompt.
 
-        `before` is the role of the next message, if that is given and not generated; `given` are
+        `next_role` is the role of the next message, if that is given and not generated; `given` are
         the ids of the turn, if they are not those of a user turn `text`.
         """
         text, state = without_surrogates(text), self.state
         is_first = self.seen == 0
         if is_first:  # nothing was read: an earlier turn is treated as never begun
-            state.pending_ids, state.turns, state.in_round, state.saved = [], [], False, 0
-        is_unanswered = state.in_round and state.header == []
-        system, ids = self.user_ids(text, given, before, first=is_first, after_user=is_unanswered)
-        torn, state.torn = state.torn, ()
+            state.pending_ids, state.turns, state.in_round, state.saved_turns = [], [], False, 0
+        is_unanswered = state.in_round and state.reply_header == []
+        system, ids = self.user_ids(
+            text, given, next_role, first=is_first, after_user=is_unanswered
+        )
+        torn, state.retried = state.retried.torn, replace(state.retried, torn=())
         turn = yield from self.begin_message("user", ids, system, text)
         after = self.template.closing if ids.header is None else []
         if ids.header:  # without the given reply, there would be an empty one
@@ -172,7 +185,13 @@ class Conversation:
                 self.ledger.torn = np.union1d(self.ledger.torn, at)
 
     def user_ids(
-        self, text: str, given: TurnIds | None, before: str | None, *, first: bool, after_user: bool
+        self,
+        text: str,
+        given: TurnIds | None,
+        next_role: str | None,
+        *,
+        first: bool,
+        after_user: bool,
     ) -> tuple[TurnIds | None, TurnIds]:
         """The ids of the system prompt, if the user turn `text` is the `first`, and of the turn.
 
@@ -183,7 +202,7 @@ class Conversation:
             system, ids = self.template.opening(text, self.profile.system)
         elif ids is None:
             ids = self.template.user(text, after_user=after_user)
-        return system, self.template.followed_by(ids, before)
+        return system, self.template.followed_by(ids, next_role)
 
     def begin_message(
         self, role: str, ids: TurnIds, system: TurnIds | None = None, said: str | None = None
@@ -207,7 +226,7 @@ class Conversation:
             yield from self.read_system(system)
         state.round += 1
         state.in_round = True
-        state.header = ids.header
+        state.reply_header = ids.header
         if said is not None:
             state.attempt = 0
         turn = self._open_turn(role)
@@ -220,8 +239,7 @@ class Conversation:
         try:
             yield from turn.read(ids, interrupted, pinned=self.profile.pin_system)
         finally:  # also after an error: the part that was read is pinned, and can be unpinned
-            self.state.system = range(start, self.seen)
-            self.state.prompt = self.profile.system
+            self.state.system = SystemPrompt(range(start, self.seen), self.profile.system)
         yield turn.finish(self.profile.system or "")
 
     def read_reply(
@@ -232,7 +250,7 @@ class Conversation:
         `given` are the ids of the turn, if it has more than this text.
         """
         text = without_surrogates(text)
-        ids = given or self.template.assistant(text, self.state.header)
+        ids = given or self.template.assistant(text, self.state.reply_header)
         closing = self.template.closing if ids.closing is None else ids.closing
         self.engine.require_room(len(ids.ids) + len(closing))
         turn = self._open_turn("assistant")
@@ -249,7 +267,7 @@ class Conversation:
     def begin_reply(
         self,
         interrupted: Interrupted,
-        reply: Reply | None = None,
+        reply: GeneratedReply | None = None,
         allowed: Allowed | None = None,
         turn: OpenTurn | None = None,
         *,
@@ -292,7 +310,7 @@ class Conversation:
             finish=reply.finish if reply else None,
             can_go_on=has_archive,
         )
-        self.last_reply = opened.after
+        self.reply_checkpoints = opened.after
         opened.after.before = before
         return opened
 
@@ -301,7 +319,7 @@ class Conversation:
 
         Raises LookupError, changing nothing, if more was read since, or if a token is lost.
         """
-        last = self.last_reply
+        last = self.reply_checkpoints
         point = last.cut if to_cut else last.before
         is_last = last.at_end is not None and last.at_end[0] == self.seen
         if point is None or not is_last or not self.undo_points:
@@ -315,7 +333,7 @@ class Conversation:
 
     def score_continuations(self, replies: Sequence[str]) -> tuple[ContinuationScore, ...]:
         """For each of `replies`, its tokens' log-probabilities; for "", those of the end tokens."""
-        template, header = self.template, self.state.header
+        template, header = self.template, self.state.reply_header
         ids = [template.assistant(reply, header).ids or template.closing for reply in replies]
         return score_continuations(self.engine.reader, ids)
 

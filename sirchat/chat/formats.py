@@ -21,7 +21,7 @@ from sirchat.text.other_templates import ToolTemplate
 from sirchat.text.template import Template
 from sirchat.text.tool_calls import PYTHON
 
-MOST_CALLS = 8  # in a reply that must call tools, or be JSON
+MAX_CALLS_PER_REPLY = 8  # in a reply that must call tools, or be JSON
 
 Schema = dict[str, Any] | None  # None: no JSON, only calls
 Tools = Sequence[tuple[str, dict[str, Any]]]  # names, and the schemas of their arguments
@@ -45,7 +45,7 @@ class ModelFormats:
         self._vocabulary: Any = None
         self._last: tuple[str, Schema] | None = None
 
-    def by_file(
+    def from_file(
         self,
         chat: _Chat,
         notes: list[str],
@@ -65,7 +65,7 @@ class ModelFormats:
         is_known = goes_on and before is not None and before[0] == file
         if (schema := before[1] if before and is_known else load_schema(file)) is None:
             return None
-        made = self.json_or_calls(chat, subject, told, schema, tools, MOST_CALLS)
+        made = self.json_or_calls(chat, subject, told, schema, tools, MAX_CALLS_PER_REPLY)
         if before != (file, schema):
             self._last = file, schema
             if before is not None and before[0] == file:

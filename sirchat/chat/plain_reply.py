@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sirchat.chat.events import Delta, Event, Notice, TurnDone
 from sirchat.chat.session import Session
-from sirchat.chat.why import sentence_behind
+from sirchat.chat.why import supporting_sentence
 from sirchat.text.call_forms import CLOSE as CALL_END
 from sirchat.text.detokenizer import QUESTION_MARKS
 from sirchat.text.transcript import CLOSE, OPEN
@@ -71,7 +71,7 @@ class PlainReply:
 
     def _compare(self, answer: str) -> list[str]:
         """Quote the sentence that fits a complete answer; the note says that the text has none."""
-        sentence, is_said = sentence_behind(answer, self._question, self._source)
+        sentence, is_said = supporting_sentence(answer, self._question, self._source)
         asks = bool(self._source) and any(mark in self._question for mark in QUESTION_MARKS)
         if is_said or not asks:
             self.quote = f'the text says: "{sentence}"' if sentence else ""
@@ -109,7 +109,7 @@ def raise_budget_for(session: Session, text: str) -> None:
 
     It is at most the model's context, and the KV cache takes at most half of the free memory.
     """
-    told = session.toolbox.told
+    told = session.toolbox.tools_json
     template = session.template_with(told) if told else session.template
     head, turn = template.opening(text, session.profile.system)
     pins = len(head.ids) if head is not None else 0
@@ -117,7 +117,7 @@ def raise_budget_for(session: Session, text: str) -> None:
     wanted = max(needed, 2 * pins)  # pins take at most half of a budget
     if wanted <= session.engine.evictor.divide_budget().evictable:
         return
-    most = session.model.most_rows
+    most = session.model.affordable_rows
     budget = max(session.budget, min(session.budget_for(wanted) or most, most))
     # If all fits, nothing will be evicted, pinned or not.
     pin_system = session.profile.pin_system and not needed <= budget < wanted

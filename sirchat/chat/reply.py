@@ -11,7 +11,7 @@ from itertools import starmap
 import numpy as np
 
 from sirchat.chat.events import Delta, Event, Finish, Notice
-from sirchat.chat.state import CUT, ConversationState, UndoPoint
+from sirchat.chat.state import UNFINISHED, ConversationState, UndoPoint
 from sirchat.chat.turn import OpenTurn
 from sirchat.engine.engine import Engine
 from sirchat.engine.generation import Generation, StepResult, step
@@ -25,7 +25,7 @@ from sirchat.text.reply_parts import Piece, ReplyStream
 
 
 @dataclass(eq=False)
-class AfterReply:
+class ReplyCheckpoints:
     """What is known of a reply once it has ended.
 
     `at_end`: the number of tokens seen, and their placement. `before`: the state before the reply,
@@ -69,9 +69,9 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         self._stopped: Stopped | None = None
         self._is_done = False
         self._failure: ContextFullError | None = None
-        self.after = AfterReply()
+        self.after = ReplyCheckpoints()
         self._at, self._said = self._said_before()
-        turn.now.reply, turn.now.pending_ids = turn.stats, list(closing)
+        turn.now.last_reply_stats, turn.now.pending_ids = turn.stats, list(closing)
         turn.stats.finish = "interrupt"  # not changed if the caller takes no more events
 
     def __enter__(self) -> OpenReply:
@@ -131,7 +131,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         turn, stats = self._turn, self._turn.stats
         self.generation.close()
         self._note_finish()
-        if stats.finish in CUT and self._can_go_on:
+        if stats.finish in UNFINISHED and self._can_go_on:
             self.after.cut = state_now(turn.now, turn.engine)
         new = [] if self._failure else self._parts.flush()
         self._said += new

@@ -68,12 +68,14 @@ def read_again(
             lost += _read_prompt(session, prompt, pinned=pinned)
         elif turn.role == "user":
             following = turns[number + 1].role if number + 1 < len(turns) else None
-            list(session.read_user(turn.text, before=following))
+            list(session.read_user(turn.text, next_role=following))
             session.turns[-1].is_summary = turn.is_summary
         elif turn.role == "tool":
             following = turns[number + 1].role if number + 1 < len(turns) else None
             call = calls.pop(0) if calls else ToolCall(call_id(number), "tool", "{}")
-            list(read_result(session, call, turn.text, session.last_said, before=following))
+            list(
+                read_result(session, call, turn.text, session.undoable_message, next_role=following)
+            )
         else:
             calls, given = calls_in(session, turn.text)
             list(session.read_reply(tagged(turn.thinking, turn.text), given=given))
@@ -94,18 +96,23 @@ def read_again(
             session.turns[number] = Turn("system")
     for new, old in zip(session.turns, turns, strict=False):
         new.time = old.time
-    session.state.repinned, session.state.unpinned = (len(_own_pins(session)), lost), unpinned
+    session.state.repinned, session.state.unpinned_sentences = (
+        (len(_own_pins(session)), lost),
+        unpinned,
+    )
 
 
-def read_whole(session: Session, progress: Progress | None = None) -> Session:
+def reread_session(session: Session, progress: Progress | None = None) -> Session:
     """A new session that has read all turns of `session` again, so that they can be undone."""
     again = Session(session.model, session.profile)
-    read_again(again, session.turns, pinned_text(session), session.state.unpinned, progress)
+    read_again(
+        again, session.turns, pinned_text(session), session.state.unpinned_sentences, progress
+    )
     again.state.attempt = session.state.attempt  # another reply gets other numbers
     return again
 
 
-def read_before_last(session: Session, progress: Progress | None = None) -> Session:
+def reread_before_last_message(session: Session, progress: Progress | None = None) -> Session:
     """A new session that has read all turns before the last user turn, under its system prompt.
 
     Raises UndoError if there is no user turn.
@@ -117,7 +124,7 @@ def read_before_last(session: Session, progress: Progress | None = None) -> Sess
         pinned = np.intersect1d(pinned, point.pinned)
     again = Session(session.model, _profile_at(session, start))
     pins = pinned_text(session, pinned)
-    read_again(again, session.turns[:start], pins, session.state.unpinned, progress)
+    read_again(again, session.turns[:start], pins, session.state.unpinned_sentences, progress)
     return again
 
 
@@ -142,7 +149,7 @@ def rewind(session: Session, count: int) -> bool:
     except UndoError:
         start = asked[-count]
         before, pins = session.turns[:start], pinned_text(session)
-        unpinned = session.state.unpinned
+        unpinned = session.state.unpinned_sentences
         profile = _profile_at(session, start)
         session.reset()
         session.note_profile(profile)
@@ -151,7 +158,7 @@ def rewind(session: Session, count: int) -> bool:
     return False
 
 
-def copied(session: Session, limit: int | None = None) -> Session | None:
+def copy_session(session: Session, limit: int | None = None) -> Session | None:
     """An independent copy of the session in the same state, without reading.
 
     If all keys and values are larger than `limit` bytes, it has only those of the held tokens; if
@@ -165,16 +172,16 @@ def copied(session: Session, limit: int | None = None) -> Session | None:
         return None
     points = [replace(point, state=deepcopy(point.state)) for point in session.undo_points]
     attention = session.ledger.attention.checkpoint(rows.positions)
-    copy.load(session.save(), deepcopy(session.state), rows, attention, points)
+    copy.load(session.engine.save(), deepcopy(session.state), rows, attention, points)
     return copy
 
 
-def copied_beginning(session: Session, profile: Profile) -> Session | None:
+def copy_system_prompt(session: Session, profile: Profile) -> Session | None:
     """A session that has read the system prompt of `session`, of which only one id is read again.
 
-    None if that is not as it was when it was read, or can't be copied.
+    None if that is not as it was when it was read, or can't be copy_session.
     """
-    prompt, engine = session.state.system, session.engine
+    prompt, engine = session.state.system.positions, session.engine
     at, flags = np.arange(prompt.stop), session.ledger.column("flags")[: prompt.stop]
     copy, held = Session(session.model, profile), session.ledger.held_positions
     is_whole = not prompt.start and not (flags & np.uint8(Flag.ERASED | Flag.EXCLUDED)).any()
@@ -193,7 +200,7 @@ def copied_beginning(session: Session, profile: Profile) -> Session | None:
     rows["turn"], rows["round"], rows["birth_decay"] = 0, 0, 0.0
     saved = replace(now, rows=rows, held=at, log_decay=0.0, logits=None, round=0)
     turn, state = replace(session.turns[0]), ConversationState()
-    state.turns, state.system, state.prompt = [turn], prompt, session.state.prompt
+    state.turns, state.system = [turn], session.state.system
     written = engine.cache.first_written(torch.from_numpy(at), at)  # the first ones are in order
     copy.load(saved, state, written.to("cpu"))
     copy.ledger.pin(prompt, profile.pin_system)
@@ -233,8 +240,8 @@ def repinned_note(session: Session) -> str:
 
 def _own_pins(session: Session) -> Positions:
     """Positions of the tokens that the user pinned, not of what `pin_system` pins."""
-    pinned, prompt = session.ledger.pinned_positions, session.state.system
-    pinned = np.setdiff1d(pinned, session.state.heads)
+    pinned, prompt = session.ledger.pinned_positions, session.state.system.positions
+    pinned = np.setdiff1d(pinned, session.state.result_pins)
     if not session.profile.pin_system:
         return pinned
     return pinned[(pinned < prompt.start) | (pinned >= prompt.stop)]

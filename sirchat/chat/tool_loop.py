@@ -17,7 +17,7 @@ from pydantic_core import ArgsKwargs
 
 from sirchat.chat.conversation import Conversation
 from sirchat.chat.events import Called, Delta, Event, Notice, Returned, TurnDone
-from sirchat.chat.state import Reply
+from sirchat.chat.state import GeneratedReply
 from sirchat.chat.turn import Interrupted, never
 from sirchat.engine.sampling import Allowed
 from sirchat.text.other_templates import PromptedTools, ToolTemplate
@@ -25,7 +25,7 @@ from sirchat.text.template import TurnIds
 from sirchat.text.text_file import without_surrogates
 from sirchat.text.tool_calls import CallParser, ToolCall, calls_from_key, calls_key, with_calls
 
-MOST_CALLS = 64  # for one message
+MAX_CALLS_PER_MESSAGE = 64  # for one message
 _ARGUMENTS = '"arguments"'
 _EMPTY = "(empty)"  # what is read of a result without text
 _HEAD = 8  # the beginning of a large result may take one of so many parts of the policy's tokens
@@ -80,10 +80,12 @@ class Toolbox:
         each = [tool if isinstance(tool, ChatTool) else ChatTool.of(tool) for tool in tools]
         self.tools = {tool.name: tool for tool in each}
         self.decide = decide
-        self.is_explained = False  # whether the note of the template was said, if it has one
+        self.is_template_note_shown = (
+            False  # whether the note of the template was said, if it has one
+        )
 
     @property
-    def told(self) -> str:
+    def tools_json(self) -> str:
         """The tools as JSON, as the model is told of them; "" if there are none."""
         if not self.tools:
             return ""
@@ -95,16 +97,16 @@ class Toolbox:
         return without_surrogates(json.dumps(told, ensure_ascii=False))
 
 
-def size_of_tools(chat: Conversation, told: str) -> int:
+def tools_prompt_size(chat: Conversation, told: str) -> int:
     """Tokens of the system prompt with the tools `told`; SirchatError if it can't be pinned."""
     size = len(chat.template_with(told).system(chat.profile.system or "").ids)
     if chat.profile.pin_system:
-        chat.engine.evictor.check_pins(size - len(chat.state.system))
+        chat.engine.evictor.check_pins(size - len(chat.state.system.positions))
     return size
 
 
 def reply_format(
-    chat: Conversation, box: Toolbox, begun: Reply | None = None, *, goes_on: bool = False
+    chat: Conversation, box: Toolbox, begun: GeneratedReply | None = None, *, goes_on: bool = False
 ) -> Generator[Event, None, Allowed | None]:
     """What the setting `json_schema` allows in a reply, which may have begun.
 
@@ -117,7 +119,7 @@ def reply_format(
     ids = begun.ids if begun else ()
     notes = list[str]()
     file = chat.profile.json_schema
-    allowed = chat.formats.by_file(chat, notes, file, tools, ids, goes_on=goes_on)
+    allowed = chat.formats.from_file(chat, notes, file, tools, ids, goes_on=goes_on)
     yield from map(Notice, notes)
     return allowed
 
@@ -127,24 +129,24 @@ def answer_with_tools(
     box: Toolbox,
     question: str,
     interrupted: Interrupted,
-    reply: Reply | None = None,
+    reply: GeneratedReply | None = None,
     allowed: Allowed | None = None,
 ) -> Iterator[Event]:
     """Answer the `question`, do the calls of the reply, read their results, reply again, and so on.
 
     `reply` and `allowed` are those of `Session.ask`, for the first reply.
     """
-    left = MOST_CALLS
+    left = MAX_CALLS_PER_MESSAGE
     if not box.tools:
         yield from chat.begin_reply(interrupted, reply, allowed).events()
         return
-    if not box.is_explained and (note := _tool_template(chat).note):
+    if not box.is_template_note_shown and (note := _tool_template(chat).note):
         yield Notice(note)
-    box.is_explained = True
+    box.is_template_note_shown = True
     parser = first = _parser(chat, box)
     stops = interrupted
     if begun := _begun_call(chat):
-        reply = Reply(begun, None)
+        reply = GeneratedReply(begun, None)
         allowed = None
         stops = lambda: interrupted() or first.has_ended  # noqa: E731
     while True:
@@ -153,14 +155,16 @@ def answer_with_tools(
             yield from taken.push(event)
         calls = taken.calls
         if left <= 0 and calls:
-            yield Notice(f"the model goes on calling tools; {MOST_CALLS} calls for a message are")
+            yield Notice(
+                f"the model goes on calling tools; {MAX_CALLS_PER_MESSAGE} calls for a message are"
+            )
         if not calls or left <= 0 or interrupted():
             return
         for number, call in enumerate(calls, 1):
             left -= 1
             text = yield from _run(chat, box, call, interrupted, is_last=left <= 0)
             following = "tool" if number < len(calls) else None
-            yield from read_result(chat, call, text, question, interrupted, before=following)
+            yield from read_result(chat, call, text, question, interrupted, next_role=following)
         reply = None
         allowed = yield from reply_format(chat, box, goes_on=True)
         parser = _parser(chat, box)
@@ -174,17 +178,17 @@ def read_result(
     question: str,
     interrupted: Interrupted = never,
     *,
-    before: str | None = None,
+    next_role: str | None = None,
 ) -> Iterator[Event]:
     """Read what a tool returned, as a turn, and recall what fits the `question`.
 
-    The beginning of a text that is larger than what is free is pinned for the reply. `before` is
+    The beginning of a text that is larger than what is free is pinned for the reply. `next_role` is
     the role of the next message, if that is given and not generated.
     """
     template, engine = _tool_template(chat), chat.engine
     text = without_surrogates(text) if text.strip() else _EMPTY
     sought = template.user(question)
-    ids = template.followed_by(template.results([call.result(text)]), before)
+    ids = template.followed_by(template.results([call.result(text)]), next_role)
     turn = yield from chat.begin_message("tool", ids)
     division = engine.evictor.divide_budget()
     start = engine.ledger.seen
@@ -200,7 +204,7 @@ def read_result(
             )
         finally:
             read = range(start, min(start + head, engine.ledger.seen))
-            chat.state.heads = [*chat.state.heads, *read]
+            chat.state.result_pins = [*chat.state.result_pins, *read]
         yield turn.finish(text)
 
 
@@ -211,7 +215,7 @@ def calls_in(chat: Conversation, text: str) -> tuple[list[ToolCall], TurnIds | N
     if not parser.calls:
         return [], None
     said, calls = calls_from_key(calls_key(said, parser.calls))
-    return parser.calls, _tool_template(chat).calls(said, calls, chat.state.header)
+    return parser.calls, _tool_template(chat).calls(said, calls, chat.state.reply_header)
 
 
 def _begun_call(chat: Conversation) -> tuple[int, ...]:
@@ -302,6 +306,6 @@ def _run(
     if decided.arguments != call.arguments:
         text = f"The user changed the arguments to {decided.arguments}.\n{text}"
     if is_last:
-        text += f"\nThat was the last of {MOST_CALLS} calls; answer without tools."
+        text += f"\nThat was the last of {MAX_CALLS_PER_MESSAGE} calls; answer without tools."
     yield Returned(call.id, call.name, text, is_error, time.perf_counter() - start)
     return text

@@ -21,7 +21,7 @@ from sirchat.engine.extra_passes import attention_from
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Role, State
 from sirchat.memory.placement import Placement
-from sirchat.recall.word_index import DENSE, LESS, STOP_WORDS, letter_groups, terms_of
+from sirchat.recall.word_index import DISCOUNT, FIRST_CJK, STOP_WORDS, letter_groups, terms_of
 from sirchat.text.detokenizer import Texts, sentence_bounds
 
 _ONES = re.findall(
@@ -49,7 +49,7 @@ class TokenRank:
     rank: int | None  # by score among the held tokens, as if held; 1 is highest; null: no scores
     held: int  # number of held tokens
     threshold: float | None  # as in `Snapshot`
-    leaves: bool  # whether it is among the tokens that will be evicted next
+    is_evicted_next: bool  # whether it is among the tokens that will be evicted next
     is_measured: bool = True  # false if the policy ranks by attention, and none to it is recorded
 
 
@@ -102,7 +102,7 @@ def token_ranks(
             rank=ranks[i] if measured[i] else None,
             held=ledger.held_count,
             threshold=now.threshold,
-            leaves=row.position in leaving,
+            is_evicted_next=row.position in leaving,
             is_measured=bool(measured[i]),
         )
         for i, row in enumerate(rows)
@@ -115,7 +115,7 @@ def attention_paid(
     """The attention that the reply with turn index `turn` paid to each held token before it.
 
     The model reads the reply once more, over what was held then; no state changes. `at_end` is that
-    of the chat's last `AfterReply`.
+    of the chat's last `ReplyCheckpoints`.
     """
     if at_end is None or at_end[0] != engine.ledger.seen:
         return _paid(engine, turn, None, sinks)
@@ -184,7 +184,7 @@ def related_turn(turns: Sequence[Turn], asked: int) -> tuple[int, tuple[str, ...
     return (best[1], best[2]) if best[2] else None
 
 
-def sentence_behind(answer: str, question: str, text: str) -> tuple[str, bool]:
+def supporting_sentence(answer: str, question: str, text: str) -> tuple[str, bool]:
     """The statement of a text that has most telling words of an answer, or "", and `is_said`.
 
     `is_said` is false if no statement has a word that only the answer has; but not of a yes or no,
@@ -200,10 +200,13 @@ def sentence_behind(answer: str, question: str, text: str) -> tuple[str, bool]:
         having = [at for at, these in enumerate(terms) if _is_among(groups, these)]
         rarity = math.log(1 + len(terms) / max(1, len(having)))
         is_asked = _is_among(groups, asked)
-        scores[having] += rarity * (LESS if is_asked else 2 if word.isdecimal() else 1)
+        scores[having] += rarity * (DISCOUNT if is_asked else 2 if word.isdecimal() else 1)
         own, found = own + (not is_asked), found + (not is_asked and bool(having))
     is_said = (
-        found > 0 or not own or bool(_CONFIRMS.match(answer)) or max(answer, default="") >= DENSE
+        found > 0
+        or not own
+        or bool(_CONFIRMS.match(answer))
+        or max(answer, default="") >= FIRST_CJK
     )
     return sentences[int(scores.argmax())] if scores.any() else "", is_said
 

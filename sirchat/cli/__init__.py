@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from sirchat.cli.registry import overview
 from sirchat.cli.signals import prepare_streams
-from sirchat.models.importing import defer_parts_of_torch
+from sirchat.models.torch_imports import defer_parts_of_torch
 
 __all__ = ("main",)
 

@@ -68,8 +68,8 @@ def models_list(
     allocate at its budget. The last column is the largest budget, in tokens, for which the free
     memory suffices; sirchat models fit NAME tells more.
     """
-    from sirchat.chat.model_defaults import most_rows
-    from sirchat.models.fit import fit_of
+    from sirchat.chat.model_defaults import affordable_rows
+    from sirchat.models.fit import compute_fit
     from sirchat.models.listing import find_model, find_models
     from sirchat.models.shape import cache_bytes, free_memory
     from sirchat.ui.lists import ListedModel, print_models
@@ -78,7 +78,7 @@ def models_list(
     for folder in places:
         if not folder.is_dir():
             raise UsageError(f"--in: there is no folder {str(folder)!r}")
-    profile, free = _profile(budget), free_memory()
+    profile, free = _resolve_profile(budget), free_memory()
     models: list[ListedModel] = []
     found = find_models(places)
     if all(model.name != profile.model for model in found):  # a file or a folder elsewhere
@@ -89,9 +89,9 @@ def models_list(
         if shape is None or shape.context_length is None:
             models.append(ListedModel(model, None, None, is_default=is_default))
             continue
-        rows, largest = most_rows(profile, model.name, shape.context_length), None
+        rows, largest = affordable_rows(profile, model.name, shape.context_length), None
         with suppress(ModelError):  # the weights can't be read
-            largest = fit_of(model, profile, free).choices[0].largest_budget
+            largest = compute_fit(model, profile, free).choices[0].largest_budget
         cache = cache_bytes(shape, profile, rows)
         models.append(ListedModel(model, rows, cache, largest, is_default))
     if json:
@@ -119,11 +119,11 @@ def models_fit(
     settings. The largest budget is what the free memory has room for, after the weights and
     500 MB for the program itself, and no more than the model's context.
     """
-    from sirchat.models.fit import PROGRAM, TOKENS_PER_HOUR, fit_of
+    from sirchat.models.fit import PROGRAM_BYTES, TOKENS_PER_HOUR, compute_fit
     from sirchat.models.listing import find_model
     from sirchat.models.shape import free_memory
 
-    fit = fit_of(find_model(name), _profile(None), free_memory())
+    fit = compute_fit(find_model(name), _resolve_profile(None), free_memory())
     if not json:
         from sirchat.ui.lists import print_fit
 
@@ -132,8 +132,8 @@ def models_fit(
     data = {
         **_model_data(fit.found),
         "weights": fit.weights,
-        "free_bytes": fit.free,
-        "program_bytes": PROGRAM,
+        "free_gpu_bytes": fit.free,
+        "program_bytes": PROGRAM_BYTES,
         "tokens_per_hour": TOKENS_PER_HOUR,
         "choices": [_choice_data(choice) for choice in fit.choices],
     }
@@ -157,9 +157,9 @@ def models_default(
         return
     require_available(name)
     path = write_default_setting("model", name)
-    _say(f"{name} is now the default model ({paths.abbreviated(path)})")
+    _print_remark(f"{name} is now the default model ({paths.with_tilde(path)})")
     if (other := os.environ.get("SIRCHAT_MODEL")) and other != name:
-        _say(f"here the environment variable SIRCHAT_MODEL still says {other}")
+        _print_remark(f"here the environment variable SIRCHAT_MODEL still says {other}")
 
 
 @models_app.command("pull")
@@ -181,14 +181,14 @@ def models_pull(
     same command continues the download.
     """
     from sirchat.models.hub import pull
-    from sirchat.models.names import cached_folder, snapshot_of
+    from sirchat.models.names import cached_folder, snapshot_folder
     from sirchat.models.shape import shape_of_folder
-    from sirchat.ui.lists import in_bytes
+    from sirchat.ui.lists import format_bytes
     from sirchat.ui.screen import make_notes_console
-    from sirchat.ui.status import pull_progress
+    from sirchat.ui.status import download_bar
 
     try:
-        with pull_progress(make_notes_console()) as progress:
+        with download_bar(make_notes_console()) as progress:
             pulled = pull(name, file, progress)
     except KeyboardInterrupt:
         sys.stderr.write(
@@ -196,13 +196,13 @@ def models_pull(
         )
         raise
     use = f"to chat with this model: sirchat -m {pulled.name}"
-    folder = snapshot_of(cached_folder(name))
+    folder = snapshot_folder(cached_folder(name))
     if file is None and folder is not None:
         try:
             shape_of_folder(folder)
         except ModelError as error:
             use = str(error.args[0]).replace(str(folder), "it")
-    _say(f"{pulled.name}: {in_bytes(pulled.size)}; {use}")
+    _print_remark(f"{pulled.name}: {format_bytes(pulled.size)}; {use}")
 
 
 @models_app.command("recommend")
@@ -212,18 +212,18 @@ def models_recommend(debug: Debug = False) -> None:
     It is the largest of a few well known ones that fits the free memory with a budget of 4,096
     tokens, and is not too slow without a GPU. Nothing is downloaded or asked of the network.
     """
-    from sirchat.models.fit import recommended
+    from sirchat.models.fit import recommend_model
     from sirchat.models.shape import free_memory, uses_cpu
-    from sirchat.ui.lists import in_bytes
+    from sirchat.ui.lists import format_bytes
 
     free = free_memory()
-    model = recommended(free, on_cpu=uses_cpu(_profile(None)))
+    model = recommend_model(free, on_cpu=uses_cpu(_resolve_profile(None)))
     there = "the system does not say what is free"
     if free is not None:
         is_more = "more than is " if model["memory"] > free else ""
-        there = f"{is_more}free here, in main memory: {in_bytes(free)}"
-    takes = f"takes about {in_bytes(model['memory'])} of memory; {there}"
-    size, command = in_bytes(model["download"]), f"pull {model['name']} --file {model['file']}"
+        there = f"{is_more}free here, in main memory: {format_bytes(free)}"
+    takes = f"takes about {format_bytes(model['memory'])} of memory; {there}"
+    size, command = format_bytes(model["download"]), f"pull {model['name']} --file {model['file']}"
     typer.echo(f"{model['file'].removesuffix('.gguf')}: {model['use']}; {takes}")
     typer.echo(f"to download it ({size}): sirchat models {command}")
 
@@ -245,7 +245,7 @@ def models_prepared(
     """
     from sirchat.models.prepared import prepared_files
     from sirchat.text.times import local_time
-    from sirchat.ui.lists import in_bytes
+    from sirchat.ui.lists import format_bytes
 
     found = [file for file in prepared_files() if name is None or name in file.model]
     if json:
@@ -255,11 +255,11 @@ def models_prepared(
             file.path.unlink(missing_ok=True)
         if not json:
             day = local_time(file.used).strftime("%Y-%m-%d")
-            model = paths.abbreviated(Path(file.model)) if file.model else "damaged"
-            typer.echo(displayable_line(f"{in_bytes(file.size):>7}  {day}  {model}"))
-    total = in_bytes(sum(file.size for file in found))
-    _say(
-        f"{'deleted' if remove else 'in all'}: {total} in {paths.abbreviated(paths.prepared_dir())}"
+            model = paths.with_tilde(Path(file.model)) if file.model else "damaged"
+            typer.echo(displayable_line(f"{format_bytes(file.size):>7}  {day}  {model}"))
+    total = format_bytes(sum(file.size for file in found))
+    _print_remark(
+        f"{'deleted' if remove else 'in all'}: {total} in {paths.with_tilde(paths.prepared_dir())}"
     )
 
 
@@ -299,7 +299,7 @@ def _model_data(model: FoundModel) -> dict[str, object]:
     }
 
 
-def _profile(budget: str | None) -> Profile:
+def _resolve_profile(budget: str | None) -> Profile:
     return resolve(None, {"budget": budget} if budget else {}, os.environ)
 
 
@@ -313,5 +313,5 @@ def _print_json(data: object) -> None:
     typer.echo(json_format.dumps(data, indent=2))
 
 
-def _say(text: str) -> None:
+def _print_remark(text: str) -> None:
     typer.echo(displayable_line(text), err=True)

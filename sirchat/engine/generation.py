@@ -16,7 +16,7 @@ from sirchat.engine.sampling import Sampler
 from sirchat.engine.types import EvictedRows, GeneratedToken, NewTokens, Stopped, TurnRef
 from sirchat.memory.ledger import Role
 from sirchat.models.captured_step import Likeliest
-from sirchat.models.encoder import Readings
+from sirchat.models.encoder import EncoderOutput
 
 _LOG = logging.getLogger(__name__)
 
@@ -193,9 +193,13 @@ def _read_together(replies: Sequence[Generation]) -> None:
         logits, states = model.decode_step.read_together(
             [(reply.chosen, reply.reader.rotary_position, reply.reader.cache) for reply in replies]
         )
-        readings = Readings(any(reader.ledger.token_vectors.wanted for reader in readers))
-        model.encoder.fill(readings, states)
+        encoder_output = EncoderOutput(
+            any(reader.ledger.token_vectors.wanted for reader in readers)
+        )
+        model.encoder.fill(encoder_output, states)
         for at, (reply, most) in enumerate(zip(replies, Likeliest.of_rows(logits), strict=True)):
-            reply.reader.note_ahead(reply.chosen, logits[at][None], readings.part(at), most)
+            reply.reader.note_ahead(
+                reply.chosen, logits[at][None], encoder_output.of_token(at), most
+            )
     except Exception as error:  # whatever a model raises
         _LOG.warning("tokens are read one by one: %s", type(error).__name__)

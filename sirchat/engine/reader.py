@@ -28,7 +28,7 @@ from sirchat.models.captured_step import (
     TokenChoice,
     TokenRun,
 )
-from sirchat.models.encoder import Readings
+from sirchat.models.encoder import EncoderOutput
 from sirchat.models.model import LoadedModel
 from sirchat.models.packed import matmul_method_of
 from sirchat.models.surprisal import PassResult
@@ -54,7 +54,7 @@ class _Ahead:
 
     ids: Sequence[int]
     logits: Tensor  # [m, V], after each id
-    readings: Readings  # of the m ids
+    encoder_output: EncoderOutput  # of the m ids
     start: int  # slot of the first id
     likeliest: Likeliest | None = None  # after the id, if there is one id
     used: int = 0  # ids that have turned out right and been read
@@ -71,7 +71,7 @@ class Reader:
         self.model, self.cache, self.ledger = model, cache, ledger
         # Ids in one pass, to limit its memory; halved when the memory is not enough.
         self.rows_per_pass = max(1, PASS_BYTES // (4 * model.vocab_size))
-        if model.has_plain_head:
+        if model.has_linear_head:
             self.rows_per_pass = _MOST_ROWS
         if cache.reads_singly:
             self.rows_per_pass = 1
@@ -173,19 +173,19 @@ class Reader:
             while start < count:
                 size = self.pass_size(count - start, is_observed=tracker is not None)
                 part = chunk if size == count else chunk.part(start, start + size)
-                readings = Readings(self.ledger.token_vectors.wanted)
+                encoder_output = EncoderOutput(self.ledger.token_vectors.wanted)
                 try:
                     observer = None if tracker is None else tracker.observer()
                     mask = None
                     if anchor_sinks is not None and part.flags[-1] & _ANCHOR:
                         mask = self._anchor_mask(size, anchor_sinks)
-                    result = self._forward(part.ids, mask, observer, readings)
+                    result = self._forward(part.ids, mask, observer, encoder_output)
                 except torch.OutOfMemoryError:
                     if size == 1:
                         raise
                     self.rows_per_pass = size // 2
                     continue
-                surprisals += self._record(part, result, readings)
+                surprisals += self._record(part, result, encoder_output)
                 if tracker is not None and observer is not None:
                     tracker.add(observer)
                 start += size
@@ -243,11 +243,11 @@ class Reader:
         """
         if self.cache.has_state:
             raise RuntimeError("layers with a state can't look ahead")
-        readings = Readings(self.ledger.token_vectors.wanted)
+        encoder_output = EncoderOutput(self.ledger.token_vectors.wanted)
         logits = self.model.forward(
-            ids, self.cache, positions=self.next_positions(len(ids)), readings=readings
+            ids, self.cache, positions=self.next_positions(len(ids)), encoder_output=encoder_output
         )
-        self._ahead = _Ahead(ids, logits, readings, self.cache.length)
+        self._ahead = _Ahead(ids, logits, encoder_output, self.cache.length)
 
     def is_ahead(self, token_id: int) -> bool:
         """Whether the logits after `token_id`, read next, were computed in advance."""
@@ -273,10 +273,10 @@ class Reader:
         return self.ledger.seen if self.cache.absolute_positions else self.cache.length
 
     def note_ahead(
-        self, token_id: int, logits: Tensor, readings: Readings, likeliest: Likeliest
+        self, token_id: int, logits: Tensor, encoder_output: EncoderOutput, likeliest: Likeliest
     ) -> None:
         """Take what the caller has computed in advance for `token_id`: logits [1, V] and so on."""
-        self._ahead = _Ahead([token_id], logits, readings, self.cache.length, likeliest)
+        self._ahead = _Ahead([token_id], logits, encoder_output, self.cache.length, likeliest)
 
     def pass_size(self, count: int, *, is_observed: bool) -> int:
         """How many of the next `count` ids one pass may read, at least 1, to limit its memory.
@@ -284,13 +284,15 @@ class Reader:
         `is_observed`: whether attention weights are recorded.
         """
         size = min(count, self.rows_per_pass)
-        if size > _MOST_OF_OWN and self.model.has_plain_head:
+        if size > _MOST_OF_OWN and self.model.has_linear_head:
             how = matmul_method_of(self.model.module)
             if how is not None and how.own >= size:
                 size = _MOST_OF_OWN
         if not is_observed:
             return size
-        id_bytes = 4 * self.model.heads * (self.cache.length + size)  # of its weights in a layer
+        id_bytes = (
+            4 * self.model.query_heads * (self.cache.length + size)
+        )  # of its weights in a layer
         return max(1, min(size, PASS_BYTES // id_bytes))
 
     def next_positions(self, count: int) -> Sequence[int] | None:
@@ -304,14 +306,16 @@ class Reader:
         ids: Sequence[int],
         mask: Tensor | None,
         observer: AttentionObserver | None,
-        readings: Readings,
+        encoder_output: EncoderOutput,
     ) -> PassResult:
         """Run ids [m] through the model, or take what was computed in advance."""
         ahead = self._ahead
         if ahead is not None:
             if len(ids) == 1 and observer is None and mask is None and self.is_ahead(ids[0]):
                 logits = ahead.logits[ahead.used]
-                readings.numbers = ahead.readings.part(ahead.used).numbers
+                encoder_output.token_vectors = ahead.encoder_output.of_token(
+                    ahead.used
+                ).token_vectors
                 ahead.used += 1
                 return PassResult(logits.new_empty(0), logits.clone())
             self._ahead = None
@@ -322,7 +326,7 @@ class Reader:
             visible=mask,
             positions=self.next_positions(len(ids)) if is_absolute else None,
             observer=observer,
-            readings=readings,
+            encoder_output=encoder_output,
         )
 
     def _said_ids(self, count: int) -> list[int]:
@@ -332,14 +336,14 @@ class Reader:
         ids: list[int] = self.ledger.column("token_id")[said].tolist()
         return ids
 
-    def _note(self, readings: Readings) -> None:
+    def _note(self, encoder_output: EncoderOutput) -> None:
         """Record what is read from the newest token, which is known after the next was chosen."""
-        self._keep_numbers(self.ledger.seen - 1, readings)
+        self._keep_token_vectors(self.ledger.seen - 1, encoder_output)
 
-    def _keep_numbers(self, start: int, readings: Readings) -> None:
+    def _keep_token_vectors(self, start: int, encoder_output: EncoderOutput) -> None:
         vectors = self.ledger.token_vectors
-        if vectors.wanted and readings.numbers is not None:
-            vectors.append(start, readings.numbers)
+        if vectors.wanted and encoder_output.token_vectors is not None:
+            vectors.append(start, encoder_output.token_vectors)
 
     def _read_chosen(self, chunk: NewTokens, run: TokenRun, chosen: Chosen) -> float:
         """Read the id that the GPU has chosen, unless it has begun to; returns its surprisal."""
@@ -373,7 +377,9 @@ class Reader:
     def _tracker(self, stats: AttentionStatsConfig) -> AttentionTracker:
         return AttentionTracker(stats, self.model, self.cache, self.ledger)
 
-    def _record(self, chunk: NewTokens, result: PassResult, readings: Readings) -> list[float]:
+    def _record(
+        self, chunk: NewTokens, result: PassResult, encoder_output: EncoderOutput
+    ) -> list[float]:
         """Add the ids of `chunk`, which the model has read, to cache and ledger.
 
         Returns their surprisals; that of the first id comes from the logits before it.
@@ -394,7 +400,7 @@ class Reader:
         ledger = self.ledger
         self.cache.commit(len(ids), ledger.seen)
         ledger.append(ids, nats, turn=ref.turn, round=ref.round, roles=roles, flags=flags)
-        self._keep_numbers(ledger.seen - len(ids), readings)
+        self._keep_token_vectors(ledger.seen - len(ids), encoder_output)
         return nats
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from sirchat.paths import private_dir
+from sirchat.paths import make_private_dir
 
 _LOCK = ".lock"
 _OLD = 24 * 3600  # seconds after which a lock without a folder is removed
@@ -30,10 +30,10 @@ class ArchiveFolder:
 
     def make(self) -> None:
         """Make the folder, unless it exists, for this user alone, and lock it; raises OSError."""
-        private_dir(self.path.parent)
+        make_private_dir(self.path.parent)
         if not self._lock.is_locked:
             self._lock.acquire(blocking=False)  # first, so that no other process sweeps it
-        private_dir(self.path)
+        make_private_dir(self.path)
 
 
 def sweep(parent: Path) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_values import to_device
 from sirchat.models.attention_hook import AttentionObserver, MeanObserver
-from sirchat.models.encoder import Encoder, Readings
+from sirchat.models.encoder import Encoder, EncoderOutput
 from sirchat.models.llama_step import Kernels
 
 # Numbers of conversations for which a step is captured; with fewer, some compute nothing of use.
@@ -386,10 +386,10 @@ class TokenRun:
         step: CapturedStep,
         cache: BoundedCache,
         choice: TokenChoice,
-        note: Callable[[Readings], None],
+        note: Callable[[EncoderOutput], None],
     ) -> None:
         self._step, self._cache, self._choice = step, cache, choice
-        self._note_readings = note
+        self._note_encoder_output = note
         self._state = step.state
         self._slot = 0  # of the newest logits
         # Of results not returned: slot, end, and whether a token was read before.
@@ -458,7 +458,7 @@ class TokenRun:
             state.slot.bitwise_xor_(1)  # the other of the two
             state.logits.index_copy_(0, state.slot, logits)
             if step.encoder.layers:
-                state.encoded.index_copy_(0, state.slot, step.encoder.numbers(states))
+                state.encoded.index_copy_(0, state.slot, step.encoder.token_vectors(states))
                 state.host_encoded.copy_(state.encoded, non_blocking=True)
             return self._choose(inputs, logits[0], reads=True)
 
@@ -478,7 +478,7 @@ class TokenRun:
         token_id, surprisal, is_right = self._state.host[slot].tolist()
         if has_read:
             encoded = self._state.host_encoded[slot][None].clone()
-            self._note_readings(Readings(True, encoded))
+            self._note_encoder_output(EncoderOutput(True, encoded))
         return Chosen(int(token_id), surprisal, bool(is_right))
 
     def logits(self) -> Tensor:

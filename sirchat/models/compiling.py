@@ -35,10 +35,10 @@ from sirchat.models.products import (
 from sirchat.models.progress import Progress
 from sirchat.models.shape import compiler
 from sirchat.paths import (
-    abbreviated,
-    changeable_by_others,
     compiled_dir,
-    private_dir,
+    find_changeable_by_others,
+    make_private_dir,
+    with_tilde,
     write_private,
 )
 
@@ -117,7 +117,7 @@ def make_library(patience: float = -1) -> str:
         return "there is no C++ compiler ($CXX, g++, clang++, or pip install 'sirchat[fast]')"
     lock = FileLock(path.with_suffix(".lock"), mode=0o600, thread_local=False)
     try:
-        private_dir(path.parent)
+        make_private_dir(path.parent)
         with lock.acquire(timeout=patience):
             try:
                 return "" if path.exists() else _read_failure(path) or _build(path)
@@ -160,14 +160,14 @@ def _open_library(progress: Progress | None, patience: float) -> ctypes.CDLL | s
     if problem := make_library(patience):
         return problem
     try:
-        if foreign := changeable_by_others(path):
-            return f"{abbreviated(foreign)} could have been changed by others, so it is not loaded"
+        if foreign := find_changeable_by_others(path):
+            return f"{with_tilde(foreign)} could have been changed by others, so it is not loaded"
         return load_library(path)
     except DamagedProgramError:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
-            return f"{abbreviated(path)} is damaged and can't be deleted: {error.strerror}"
+            return f"{with_tilde(path)} is damaged and can't be deleted: {error.strerror}"
         return _open_library(progress, patience)
     except WrongProgramError as error:
         _record_failure(path, str(error))
@@ -211,7 +211,7 @@ def _delete_leftovers(folder: Path) -> None:
 def _record_failure(path: Path, problem: str) -> None:
     """Delete a library and write its error to a file, so that no later start compiles it again."""
     failure = path.with_suffix(".failed")
-    about = f"{problem} (delete {abbreviated(failure)} to try again)"
+    about = f"{problem} (delete {with_tilde(failure)} to try again)"
     with suppress(OSError):  # if nothing can be written, later starts try again
         path.unlink(missing_ok=True)
         write_private(failure, about, replaces=True)

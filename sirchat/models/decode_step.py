@@ -11,7 +11,7 @@ from torch import Tensor
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.decoder import Decoder
 from sirchat.models.devices import is_spread
-from sirchat.models.hidden_states import recorded_states, side_by_side
+from sirchat.models.hidden_states import concat_states, record_states
 from sirchat.models.model_config import LLAMA_KINDS, sliding_window
 from sirchat.models.native_step import MOST, NativeStep, Read
 from sirchat.models.probe import cache_argument
@@ -53,14 +53,14 @@ class DecodeStep:
         if self.native is not None and self.native.fits(token_id, cache):
             return self.native([(token_id, position, cache)])
         cache.begin_pass()
-        with recorded_states(self.module, self.wanted) as states:
+        with record_states(self.module, self.wanted) as states:
             logits = self.module(
                 input_ids=torch.tensor([[token_id]]),
                 position_ids=torch.tensor([[position]]),
                 use_cache=True,
                 **cache_argument(self.module, cache),
             ).logits[0]
-        return logits.float(), side_by_side(states) if states else torch.empty(1, 0)
+        return logits.float(), concat_states(states) if states else torch.empty(1, 0)
 
     @torch.inference_mode()
     def read_together(self, tokens: Sequence[Read]) -> tuple[Tensor, Tensor]:

@@ -20,21 +20,21 @@ import torch
 from torch import nn
 
 from sirchat.config.values import parse_yaml
-from sirchat.errors import ModelError, format_value, nearest
+from sirchat.errors import ModelError, did_you_mean, format_value
 from sirchat.memory.archive_folder import ArchiveFolder
 from sirchat.memory.free_memory import free_large_blocks_at_once
 from sirchat.models.devices import (
     CPU,
     DISK,
+    DeviceOrDisk,
     DtypeName,
-    Placement,
-    Where,
-    accelerators,
-    free_bytes,
+    ModuleDevices,
+    available_gpus,
+    free_gpu_bytes,
     is_submodule,
     pick_dtype,
 )
-from sirchat.models.fit import PROGRAM
+from sirchat.models.fit import PROGRAM_BYTES
 from sirchat.models.hidden_states import decoder_layers
 from sirchat.models.listing import find_model
 from sirchat.models.progress import no_warnings
@@ -43,22 +43,22 @@ from sirchat.paths import archives_dir
 
 GPU_RESERVE = 1_000_000_000  # bytes of each GPU left free, for its driver and results; assumed
 
-_PLANS = ("auto", "balanced")
-_MOST_BYTES = 1_000_000  # most bytes of a file with a device map
-_UNLIMITED = 1 << 60  # bytes of main memory where the system does not say what is free
+_PLAN_NAMES = ("auto", "balanced")
+_MAX_FILE_BYTES = 1_000_000  # most bytes of a file with a device map
+_UNLIMITED_BYTES = 1 << 60  # bytes of main memory where the system does not say what is free
 
 
-def read_device_map(setting: str) -> str | dict[str, Where]:
+def read_device_map(setting: str) -> str | dict[str, DeviceOrDisk]:
     """Read the setting `device_map`: returns `auto`, `balanced`, or devices by module name.
 
     Raises ModelError if the file can't be read or names a device that this machine does not have,
     and SettingError if it is not valid YAML.
     """
-    if setting in _PLANS:
+    if setting in _PLAN_NAMES:
         return setting
     path, said = Path(setting).expanduser(), "--device-map"
     try:
-        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
+        if not path.is_file() or path.stat().st_size > _MAX_FILE_BYTES:
             raise ModelError(
                 f"{said} {format_value(setting)}: there is no such file, or it is too large",
                 hint="give auto, balanced, or a YAML or JSON file with a device for each module",
@@ -73,9 +73,9 @@ def read_device_map(setting: str) -> str | dict[str, Where]:
     return {str(name): _parse_device(value, f"{path}: {name}") for name, value in values.items()}
 
 
-def make_spread(
+def make_device_map(
     name: str, device_map: str, rows: int, dtype: DtypeName, *, device: str, quantize: str
-) -> Spread:
+) -> DeviceMap:
     """Make the device map with which the model `name` will be loaded.
 
     `auto` and `balanced` leave room for the KV cache of `rows` tokens. Raises ModelError if the map
@@ -85,7 +85,7 @@ def make_spread(
         other = f"device={device}" if device != "auto" else f"quantize={quantize}"
         raise ModelError(f"{other} can't be used with a device map", hint="leave out one of them")
     _require_accelerate()
-    spread, shape = Spread(name, read_device_map(device_map)), None
+    spread, shape = DeviceMap(name, read_device_map(device_map)), None
     if isinstance(spread.said, str):
         with suppress(ModelError):  # it is not on this machine yet
             shape = find_model(name).shape
@@ -95,7 +95,7 @@ def make_spread(
 
 
 @dataclass(frozen=True)
-class Spread:
+class DeviceMap:
     """The device map of a model: says on which device each part of the model is loaded.
 
     Attributes:
@@ -105,13 +105,13 @@ class Spread:
     """
 
     model: str
-    said: str | dict[str, Where]
+    said: str | dict[str, DeviceOrDisk]
     cache: int = 0
 
     @property
     def main_device(self) -> torch.device:
         """The first GPU of this device map; the CPU if the map has no GPU."""
-        places = accelerators() if isinstance(self.said, str) else self.said.values()
+        places = available_gpus() if isinstance(self.said, str) else self.said.values()
         gpus = (place for place in places if isinstance(place, torch.device))
         return min(gpus, key=lambda gpu: gpu.index, default=torch.device(CPU))
 
@@ -137,7 +137,7 @@ class Spread:
         """Make the layers on the CPU compute on the CPU; accelerate would copy them to a GPU."""
         from accelerate import hooks
 
-        placement: Placement = getattr(module, "hf_device_map", {})
+        placement: ModuleDevices = getattr(module, "hf_device_map", {})
         if DISK in placement.values():
             module.offloaded = self._folder  # it is deleted with the model
         if not any(isinstance(place, torch.device) for place in placement.values()):
@@ -150,7 +150,7 @@ class Spread:
                 hooks.attach_execution_device_hook(part, CPU)
         module.tie_weights()
 
-    def place(self, module: Any) -> Placement:
+    def place(self, module: Any) -> ModuleDevices:
         """Choose the device of each part of a model; shapes and types of weights are enough.
 
         Raises ModelError if the map names a module that the model does not have or leaves a part
@@ -160,25 +160,25 @@ class Spread:
         layers = [names[id(layer)] for layer in decoder_layers(module)]
         is_tied = getattr(module.config, "tie_word_embeddings", False)
         head = names[id(module.get_output_embeddings())] if is_tied else None
-        parts = [part for part in _parts_of(module, layers) if part != head]
-        said = self._planned(module, parts) if isinstance(self.said, str) else self.said
+        parts = [part for part in _placed_modules(module, layers) if part != head]
+        said = self._plan(module, parts) if isinstance(self.said, str) else self.said
         known = parts if head is None else [*parts, head]
-        placement = self._placement_by_names(said, known, parts, layers)
+        placement = self._devices_by_name(said, known, parts, layers)
         if head is not None:  # its weights are those of the embeddings
             placement[head] = placement[names[id(module.get_input_embeddings())]]
         return placement
 
-    def _placement_by_names(
-        self, said: Placement, known: list[str], parts: list[str], layers: list[str]
-    ) -> Placement:
+    def _devices_by_name(
+        self, said: ModuleDevices, known: list[str], parts: list[str], layers: list[str]
+    ) -> ModuleDevices:
         for name in said:
             if not any(is_submodule(one, name) for one in known):
                 what = "has no such module, or has it within a layer"
                 raise ModelError(
                     f"the device map names {format_value(name)}; {self.model} {what}",
-                    hint=nearest(name, known, alike=0.7) or f"its first layer is {layers[0]}",
+                    hint=did_you_mean(name, known, cutoff=0.7) or f"its first layer is {layers[0]}",
                 )
-        placement = Placement()
+        placement = ModuleDevices()
         for part in parts:
             longest = max(
                 (name for name in said if is_submodule(part, name)), key=len, default=None
@@ -191,15 +191,15 @@ class Spread:
             placement[part] = said[longest]
         return placement
 
-    def _planned(self, module: Any, parts: list[str]) -> Placement:
+    def _plan(self, module: Any, parts: list[str]) -> ModuleDevices:
         """Where accelerate lays the parts, by the plan `auto` or `balanced`."""
-        places = {gpu.index if gpu.type != "mps" else "mps": gpu for gpu in accelerators()}
-        rooms = {place: max(0, free_bytes(gpu) - GPU_RESERVE) for place, gpu in places.items()}
+        places = {gpu.index if gpu.type != "mps" else "mps": gpu for gpu in available_gpus()}
+        rooms = {place: max(0, free_gpu_bytes(gpu) - GPU_RESERVE) for place, gpu in places.items()}
         free = free_memory()
-        rooms[CPU] = _UNLIMITED if free is None else max(0, free - PROGRAM)
+        rooms[CPU] = _UNLIMITED_BYTES if free is None else max(0, free - PROGRAM_BYTES)
         weights = sum(one.nbytes for one in module.parameters())
         share = weights / (weights + self.cache)  # each layer's keys and values are beside it
-        placed = self._inferred(module, parts, {at: int(rooms[at] * share) for at in rooms})
+        placed = self._infer(module, parts, {at: int(rooms[at] * share) for at in rooms})
         first = next(iter(rooms))
         on_disk = [module.get_submodule(part) for part in parts if placed[part] == DISK]
         if on_disk:  # these layers' keys and values are in the first place, where they compute
@@ -209,11 +209,11 @@ class Spread:
                     f"{self.model} does not fit, not even with its layers on disk",
                     hint="choose a smaller budget or model",
                 )
-            placed = self._inferred(module, parts, rooms | {first: rooms[first] - self.cache})
-        where: dict[int | str, Where] = {**places, CPU: CPU, DISK: DISK}
+            placed = self._infer(module, parts, rooms | {first: rooms[first] - self.cache})
+        where: dict[int | str, DeviceOrDisk] = {**places, CPU: CPU, DISK: DISK}
         return {part: where[place] for part, place in placed.items()}
 
-    def _inferred(
+    def _infer(
         self, module: Any, parts: list[str], memory: dict[int | str, int]
     ) -> dict[str, int | str]:
         """The place of each part, if each place has so many bytes of memory for weights."""
@@ -232,7 +232,7 @@ class Spread:
             if is_submodule(part, name)
         }
 
-    def _offload_folder(self, placement: Placement) -> str | None:
+    def _offload_folder(self, placement: ModuleDevices) -> str | None:
         return str(self._folder.path) if DISK in placement.values() else None
 
     @cached_property
@@ -251,12 +251,12 @@ def _require_accelerate() -> None:
         )
 
 
-def _parse_device(value: object, where: str) -> Where:
+def _parse_device(value: object, where: str) -> DeviceOrDisk:
     is_number = isinstance(value, int) and not isinstance(value, bool)
     text = f"cuda:{value}" if is_number else str(value)
     if text in (CPU, DISK):
         return text
-    available = accelerators()
+    available = available_gpus()
     with suppress(RuntimeError):  # it is not the name of a device
         device = torch.device(text)
         if (gpu := torch.device(device.type, device.index or 0)) in available:
@@ -265,7 +265,7 @@ def _parse_device(value: object, where: str) -> Where:
     raise ModelError(f"{where} has the device {format_value(value)}", hint=f"allowed: {allowed}")
 
 
-def _parts_of(module: nn.Module, layers: list[str]) -> Iterator[str]:
+def _placed_modules(module: nn.Module, layers: list[str]) -> Iterator[str]:
     """Yield the names of the parts that are placed: layers, and what has weights beside them.
 
     Raises ModelError if a module that contains a layer has weights or buffers of its own.

@@ -22,15 +22,15 @@ from sirchat.models.shape import free_memory, hides_avx512
 DeviceName = Literal["auto", "cuda", "mps", "cpu"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
-Where = torch.device | str  # of a part of a model: a GPU, `CPU` or `DISK`
-Placement = dict[str, Where]  # by the name of a layer, or of a module outside the layers
+DeviceOrDisk = torch.device | str  # of a part of a model: a GPU, `CPU` or `DISK`
+ModuleDevices = dict[str, DeviceOrDisk]  # by the name of a layer, or of a module outside the layers
 
 CPU, DISK = "cpu", "disk"
 
 _SYS = Path("/sys")
 
 
-def accelerators() -> list[torch.device]:
+def available_gpus() -> list[torch.device]:
     """The GPUs of this machine."""
     if torch.cuda.is_available():
         return [torch.device("cuda", at) for at in range(torch.cuda.device_count())]
@@ -62,7 +62,7 @@ def is_submodule(name: str, outer: str) -> bool:
     return not outer or name == outer or name.startswith(f"{outer}.")
 
 
-def free_bytes(device: torch.device) -> int:
+def free_gpu_bytes(device: torch.device) -> int:
     """Bytes of free memory on a GPU."""
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory())
@@ -70,14 +70,14 @@ def free_bytes(device: torch.device) -> int:
     return free
 
 
-def free_at(device: torch.device) -> int | None:
+def free_memory_at(device: torch.device) -> int | None:
     """Bytes of memory that can still be taken where the device has it; None if that is unknown."""
     if device.type == "cpu":
         return free_memory()
     held = 0  # by torch, for what comes next
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free_bytes(device) + held
+    return free_gpu_bytes(device) + held
 
 
 def is_spread(module: Any) -> bool:
@@ -92,16 +92,16 @@ def input_device(module: Any) -> torch.device:
     return torch.device(CPU) if device.type == "meta" else device
 
 
-def parameters_once(module: Any) -> Iterator[tuple[str, Tensor]]:
+def unique_parameters(module: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the tensor of each parameter of a model, each once."""
     # accelerate lists tied ones, such as a head of the embeddings' weights, twice if on disk.
     tied = getattr(module, "all_tied_weights_keys", None) or {}
     return (pair for pair in module.named_parameters() if pair[0] not in tied)
 
 
-def stored_weights_of(module: Any) -> Iterator[Tensor]:
+def loaded_parameters(module: Any) -> Iterator[Tensor]:
     """Yield all parameters of a model; those on disk are read into memory."""
-    for name, parameter in parameters_once(module):
+    for name, parameter in unique_parameters(module):
         if not parameter.is_meta:
             yield parameter
             continue
@@ -143,7 +143,7 @@ def use_threads(count: int, environment: Mapping[str, str] = os.environ) -> None
     if count == 0 and told.isdecimal():
         count = int(told)
     if count == 0 and not environment.get("OMP_NUM_THREADS"):
-        count = free_threads()
+        count = free_thread_count()
     if count:
         torch.set_num_threads(count)
 
@@ -155,7 +155,7 @@ def agree_on_instructions() -> None:
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2_VNNI_2")
 
 
-def most_of_onednn() -> str:
+def onednn_isa_limit() -> str:
     """The instructions that ONEDNN_MAX_CPU_ISA lets oneDNN use at most; "" for all there are."""
     most = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
     return "" if most in ("DEFAULT", "ALL") else most
@@ -164,11 +164,11 @@ def most_of_onednn() -> str:
 def has_vnni() -> bool:
     """Whether there is AVX-512 VNNI, and oneDNN may use it: else sums of eight bits overflow."""
     return torch.cpu._is_vnni_supported() and (
-        not (most := most_of_onednn()) or most.startswith(("AVX512_CORE_", "AVX10"))
+        not (most := onednn_isa_limit()) or most.startswith(("AVX512_CORE_", "AVX10"))
     )
 
 
-def free_threads(load: float | None = None) -> int:
+def free_thread_count(load: float | None = None) -> int:
     """The number of physical cores of this process that are not busy; at least 1.
 
     `load` is how many others keep busy; None measures that.
@@ -177,7 +177,7 @@ def free_threads(load: float | None = None) -> int:
     everywhere = range(os.cpu_count() or 1)
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(everywhere)
     cores = physical_cores(set(everywhere) | allowed)
-    return threads_for(cores, physical_cores(allowed), cpu_quota(), load)
+    return thread_count(cores, physical_cores(allowed), cpu_quota(), load)
 
 
 def load_of_others(loadavg: Path = Path("/proc/loadavg")) -> float:
@@ -194,7 +194,7 @@ def load_of_others(loadavg: Path = Path("/proc/loadavg")) -> float:
     return max(0.0, min(load, now) - background.is_running())
 
 
-def threads_for(cores: int, allowed: int, quota: float | None, load: float) -> int:
+def thread_count(cores: int, allowed: int, quota: float | None, load: float) -> int:
     """How many of the machine's physical `cores` are free for threads of this process; at least 1.
 
     `load` is how many were busy in the last minute. This process may use `allowed` of them, and as
@@ -232,14 +232,14 @@ def cpu_quota(sys: Path = _SYS) -> float | None:
     return int(quota) / int(period)
 
 
-def threads_in_words(device: torch.device, *, was_free: bool = False) -> str:
+def describe_threads(device: torch.device, *, was_free: bool = False) -> str:
     """torch's number of CPU threads, such as `2 threads`; empty if `device` is no CPU.
 
     `was_free`: no setting has chosen it; the text says if other programs are why there are no more.
     """
     if device.type != "cpu":
         return ""
-    count, most = torch.get_num_threads(), free_threads(0)
+    count, most = torch.get_num_threads(), free_thread_count(0)
     words = f"{count} thread{'s' if count > 1 else ''}"
     is_said = any(map(os.environ.get, ("SIRCHAT_THREADS", "OMP_NUM_THREADS")))
     if not was_free or count >= most or is_said:
@@ -250,8 +250,8 @@ def threads_in_words(device: torch.device, *, was_free: bool = False) -> str:
 def weights_by_device(module: Any) -> Counter[str]:
     """The bytes of a model's weights, packed ones too, on each device."""
     sizes, seen = Counter[str](), set[object]()
-    placement: Placement = getattr(module, "hf_device_map", {})
-    for name, tensor in chain(parameters_once(module), module.named_buffers()):
+    placement: ModuleDevices = getattr(module, "hf_device_map", {})
+    for name, tensor in chain(unique_parameters(module), module.named_buffers()):
         where = str(tensor.device)
         if tensor.is_meta:
             where = next(str(at) for part, at in placement.items() if is_submodule(name, part))

@@ -21,7 +21,7 @@ def layer_count(module: Any) -> int:
 
 
 @contextmanager
-def recorded_states(
+def record_states(
     module: Any, layers: Sequence[int], *, ends_pass: bool = False
 ) -> Iterator[list[Tensor]]:
     """Context manager: records the hidden states [m, d] after layers (ascending, from 1) of a pass.
@@ -48,7 +48,7 @@ def recorded_states(
             raise
 
 
-def side_by_side(states: Sequence[Tensor]) -> Tensor:
+def concat_states(states: Sequence[Tensor]) -> Tensor:
     """Join the states of several layers, float32 [m, layers x d]."""
     return torch.cat([layer.to(states[0].device).float() for layer in states], -1)
 

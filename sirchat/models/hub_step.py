@@ -16,7 +16,7 @@ from torch import Tensor
 from sirchat.errors import ModelError
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.devices import is_spread
-from sirchat.models.hidden_states import recorded_states, side_by_side
+from sirchat.models.hidden_states import concat_states, record_states
 from sirchat.models.llama_step import Kernels, UnusedSlots
 from sirchat.models.packing import PackedExperts
 from sirchat.models.probe import cache_argument
@@ -84,7 +84,7 @@ class HubStep:
         try:
             with (
                 _batched_experts(self._module),
-                recorded_states(self._module, self._wanted_layers) as states,
+                record_states(self._module, self._wanted_layers) as states,
             ):
                 out = self._module(
                     input_ids=ids[None],
@@ -95,7 +95,7 @@ class HubStep:
         finally:
             cache.cursor.slot = None
         logits: Tensor = out.logits[0].float()
-        return logits, side_by_side(states) if states else logits[:, :0]
+        return logits, concat_states(states) if states else logits[:, :0]
 
 
 @contextmanager

@@ -13,12 +13,12 @@ from sirchat.errors import ModelError
 from sirchat.models.names import (
     BUNDLED,
     PACKAGED,
-    all_parts,
     cached_folder,
     cached_models,
     locate,
     packaged_gguf,
-    snapshot_of,
+    part_names,
+    snapshot_folder,
     suggestion,
 )
 from sirchat.models.shape import ModelShape, shape_of_folder, shape_of_gguf
@@ -26,8 +26,8 @@ from sirchat.models.stored_weights import weights_in_folder
 
 Source = Literal["bundled", "package", "folder", "hub"]
 
-_DEPTH = 3  # levels of a folder of models that are searched: OWNER/NAME/FILE
-_MOST_FOLDERS = 5_000
+_MAX_DEPTH = 3  # levels of a folder of models that are searched: OWNER/NAME/FILE
+_MAX_FOLDERS = 5_000
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,18 @@ class FoundModel:
 
 def find_models(folders: Iterable[Path] = ()) -> list[FoundModel]:
     """List all models on this machine, including those in the given `folders`."""
-    models = [_inspect_model(name, "bundled", paths.tiny_dir().parent / name) for name in BUNDLED]
+    models = [
+        _inspect_model(name, "bundled", paths.tiny_model_dir().parent / name) for name in BUNDLED
+    ]
     for name in PACKAGED:
         try:
             models.append(_inspect_model(name, "package", packaged_gguf(name)))
         except ModelError as error:
             models.append(FoundModel(name, "package", None, problem=f"not installed: {error.hint}"))
-    home = paths.models_dir()
+    models_folder = paths.models_dir()
     models += [
-        _inspect_model(str(path.relative_to(home)), "folder", path) for path in _models_in(home)
+        _inspect_model(str(path.relative_to(models_folder)), "folder", path)
+        for path in _models_in(models_folder)
     ]
     for folder in folders:
         models += [
@@ -109,7 +112,7 @@ def _inspect_model(name: str, source: Source, path: Path) -> FoundModel:
 
 def _in_hub_cache(name: str, folder: Path) -> Iterator[FoundModel]:
     """Yield the models of a repository: each GGUF file, or else the repository itself."""
-    snapshot = snapshot_of(folder)
+    snapshot = snapshot_folder(folder)
     incomplete = f"incomplete; to continue: sirchat models pull {name}"
     if snapshot is None:
         yield FoundModel(name, "hub", folder, problem=incomplete)
@@ -145,8 +148,8 @@ def _models_in(folder: Path) -> list[Path]:
 def _files_below(folder: Path) -> list[Path]:
     files = list[Path]()
     for folders, (parent, inner, names) in enumerate(os.walk(folder)):
-        deep = len(Path(parent).relative_to(folder).parts) >= _DEPTH
-        inner[:] = [] if deep or folders > _MOST_FOLDERS else sorted(inner)
+        deep = len(Path(parent).relative_to(folder).parts) >= _MAX_DEPTH
+        inner[:] = [] if deep or folders > _MAX_FOLDERS else sorted(inner)
         files += [Path(parent) / name for name in sorted(names)]
     return files
 
@@ -157,12 +160,12 @@ def _ggufs_of(files: Iterable[Path]) -> list[Path]:
     for path in files:
         # A file mmproj-*.gguf is the image encoder of another model.
         if path.suffix.lower() == ".gguf" and not path.name.lower().startswith("mmproj"):
-            found.setdefault(path.with_name(all_parts(path.name)[0]), path)
+            found.setdefault(path.with_name(part_names(path.name)[0]), path)
     return list(found.values())
 
 
 def _size(path: Path) -> int:
-    names = all_parts(path.name) if path.is_file() else [one.name for one in path.iterdir()]
+    names = part_names(path.name) if path.is_file() else [one.name for one in path.iterdir()]
     parent = path.parent if path.is_file() else path
     return sum(one.stat().st_size for name in names if (one := parent / name).is_file())
 

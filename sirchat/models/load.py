@@ -16,11 +16,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from sirchat.config.profile import Profile
-from sirchat.errors import ModelError, no_panic
+from sirchat.errors import ModelError, panic_as_model_error
 from sirchat.memory.free_memory import trim_memory
 from sirchat.models.compiling import compile_meanwhile, library_when_made, use_compiled
 from sirchat.models.decoder import Decoder
-from sirchat.models.device_map import Spread, make_spread
+from sirchat.models.device_map import DeviceMap, make_device_map
 from sirchat.models.devices import (
     DeviceName,
     DtypeName,
@@ -29,12 +29,13 @@ from sirchat.models.devices import (
     pick_dtype,
     use_threads,
 )
+from sirchat.models.file_checks import TensorSpan
 from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.gguf.translate import (
-    add_sampling,
     config_values,
     has_blocks,
     refuse_unsupported,
+    set_sampling,
 )
 from sirchat.models.hub import must_use_cache
 from sirchat.models.model import LoadedModel, wrap_model
@@ -53,8 +54,7 @@ from sirchat.models.processor import UnpackName, choose_matmul_method
 from sirchat.models.progress import Progress, no_warnings, reporting, switch_off_bars
 from sirchat.models.sentence_encoder import SentenceEncoder
 from sirchat.models.stored_weights import weights_in_folder
-from sirchat.models.whole_files import StoredPlace
-from sirchat.paths import abbreviated, changeable_by_others
+from sirchat.paths import find_changeable_by_others, with_tilde
 from sirchat.text.tokenizer import tokenizer_of_folder
 
 # How weights are stored. `packed` keeps those of a GGUF file packed; `auto` does so if they are in
@@ -63,9 +63,9 @@ from sirchat.text.tokenizer import tokenizer_of_folder
 # weights, where the shape of the matrix allows it.
 Quantize = Literal["auto", "none", "packed", "int8", "int4"]
 
-MOST_ROWS = 4096  # a device map leaves room for the KV cache of at least so many tokens
+MIN_RESERVED_ROWS = 4096  # a device map leaves room for the KV cache of at least so many tokens
 
-_Weights = dict[str, tuple[Path, StoredPlace]]  # by name
+_Weights = dict[str, tuple[Path, TensorSpan]]  # by name
 
 
 def load_model_of(
@@ -93,7 +93,7 @@ def load_model_of(
         cache_type=profile.cache_dtype,
         for_hub=for_hub,
         device_map=profile.device_map,
-        rows=max(profile.budget, MOST_ROWS),
+        rows=max(profile.budget, MIN_RESERVED_ROWS),
         compiles=profile.compile != "off",
     )
     model = replace(model, sentence_encoder=own)
@@ -102,7 +102,7 @@ def load_model_of(
 
 
 @no_warnings()
-@no_panic("the model's tokenizer can't be used")
+@panic_as_model_error("the model's tokenizer can't be used")
 def load_model(
     name: str,
     *,
@@ -128,7 +128,7 @@ def load_model(
     """
     target, spread = pick_device(device), None
     if device_map != "off":
-        spread = make_spread(name, device_map, rows, dtype, device=device, quantize=quantize)
+        spread = make_device_map(name, device_map, rows, dtype, device=device, quantize=quantize)
         target, for_hub = spread.main_device, True
     if target.type == "cpu" or spread is not None:
         agree_on_instructions()
@@ -179,7 +179,7 @@ def load_gguf_parts(
     *,
     packs: bool | None,
     for_hub: bool = False,
-    spread: Spread | None = None,
+    spread: DeviceMap | None = None,
     compiles: bool = False,
 ) -> tuple[Any, Any]:
     """Load module and tokenizer of a GGUF file.
@@ -200,9 +200,9 @@ def load_gguf_parts(
     place, problem = prepared_path(path, how_made) if is_usual else None, ""
     if place is not None and place.exists():
         try:
-            if (foreign := changeable_by_others(place)) is None:
+            if (foreign := find_changeable_by_others(place)) is None:
                 return _mapped(place, dtype)
-            problem = f"could have been changed by others ({abbreviated(foreign)})"
+            problem = f"could have been changed by others ({with_tilde(foreign)})"
             place = None if foreign.is_dir() else place  # there it would be refused again
         except Exception:  # of all kinds
             problem = "was damaged"
@@ -221,7 +221,7 @@ def load_gguf_parts(
                 module = model.load_module(file, dtype, progress, native=native, **how)
             finally:
                 tokenizer = making.result()
-    add_sampling(module, file.metadata)
+    set_sampling(module, file.metadata)
     if spread is not None:
         spread.dispatch(module)
     if place is not None:
@@ -237,7 +237,7 @@ def _mapped(place: Path, dtype: torch.dtype) -> tuple[Any, Any]:
 
     found = prepared.map_prepared(place, dtype)
     tokenizer = vocabulary.load_tokenizer(found.tokenizer)
-    add_sampling(found.module, found.tokenizer)
+    set_sampling(found.module, found.tokenizer)
     found.tokenizer.clear()  # of a large vocabulary, 60 MB
     trim_memory()
     return found.module, tokenizer
@@ -304,7 +304,7 @@ def _load_with_transformers(
     dtype: torch.dtype,
     progress: Progress | None,
     options: dict[str, Any],
-    spread: Spread | None,
+    spread: DeviceMap | None,
 ) -> tuple[Any, Any]:
     """Load module and tokenizer of a folder or a hub id with transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM

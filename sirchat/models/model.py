@@ -28,18 +28,18 @@ from sirchat.models.decode_step import DecodeStep
 from sirchat.models.decoder import Decoder
 from sirchat.models.devices import (
     DtypeName,
-    free_at,
+    free_memory_at,
     input_device,
     is_spread,
+    loaded_parameters,
     pick_dtype,
-    stored_weights_of,
 )
-from sirchat.models.encoder import Encoder, Readings
-from sirchat.models.hidden_states import layer_count, recorded_states, side_by_side
+from sirchat.models.encoder import Encoder, EncoderOutput
+from sirchat.models.hidden_states import concat_states, layer_count, record_states
 from sirchat.models.hub_step import HubStep
 from sirchat.models.learning import why_no_encoder
 from sirchat.models.llama_step import LlamaStep
-from sirchat.models.model_config import context_length, refuse_odd_numbers, sliding_window
+from sirchat.models.model_config import context_length, refuse_invalid_numbers, sliding_window
 from sirchat.models.packed import SharedWeights, packed_buffers
 from sirchat.models.probe import (
     cache_argument,
@@ -49,12 +49,12 @@ from sirchat.models.probe import (
     state_kinds,
 )
 from sirchat.models.sentence_encoder import Pooling, SentenceEncoder
-from sirchat.models.surprisal import PassResult, has_linear_head, surprisal_at
+from sirchat.models.surprisal import PassResult, has_linear_head, surprisal_of_states
 from sirchat.text.anchors import Anchors, anchors_of
 
-_USUAL_CONTEXT = 2048  # tokens, for a model that does not state its context length
+_DEFAULT_CONTEXT = 2048  # tokens, for a model that does not state its context length
 # So many rows leave gaps of tens of MB, in which surprisal's blocks of logits have no place.
-_MANY = 256
+_MIN_TRIMMED_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class LoadedModel:
         visible: Tensor | None = None,
         positions: Sequence[int] | None = None,
         observer: AttentionObserver | None = None,
-        readings: Readings | None = None,
+        encoder_output: EncoderOutput | None = None,
     ) -> Tensor:
         """Read ids [m] after the n slots of the cache; returns float32 logits [m, V].
 
@@ -105,7 +105,7 @@ class LoadedModel:
             visible: bool [m, n + m], the slots that each id attends to; None for causal attention.
             positions: [m], the position of each id; None for n, n + 1, ...
             observer: receives each layer's attention, if the model exposes it.
-            readings: is filled with what the model's encoder reads from the states of the ids.
+            encoder_output: is filled with the encoder's vector of each id.
         """
         step = None
         if len(ids) == 1 and visible is None and not OBSERVERS.get():
@@ -118,10 +118,10 @@ class LoadedModel:
                 observer.add(weights)
             else:
                 logits, states = step.read(ids[0], position, cache)
-            if readings is not None:
-                self.encoder.fill(readings, states)
+            if encoder_output is not None:
+                self.encoder.fill(encoder_output, states)
             return logits
-        with self._observed_by(observer), self._collect(readings):
+        with self._observed_by(observer), self._collect(encoder_output):
             return self._module_logits(ids, cache, visible, positions)
 
     def read(
@@ -132,27 +132,27 @@ class LoadedModel:
         visible: Tensor | None = None,
         positions: Sequence[int] | None = None,
         observer: AttentionObserver | None = None,
-        readings: Readings | None = None,
+        encoder_output: EncoderOutput | None = None,
     ) -> PassResult:
         """Read ids as `forward` does; returns their surprisal, and the logits after the last id."""
-        if len(ids) == 1 or not self.has_plain_head:
+        if len(ids) == 1 or not self.has_linear_head:
             logits = self.forward(
                 ids,
                 cache,
                 visible=visible,
                 positions=positions,
                 observer=observer,
-                readings=readings,
+                encoder_output=encoder_output,
             )
             return PassResult.of_logits(logits, ids)
         with self._observed_by(observer), torch.inference_mode():
-            with self._collect(readings):
+            with self._collect(encoder_output):
                 hidden = self.module.model(**self._inputs(ids, cache, visible, positions))[0][0]
             head = self.module.get_output_embeddings()
             following = torch.tensor(ids[1:], device=hidden.device)
-            if len(ids) >= _MANY and hidden.is_cpu:
+            if len(ids) >= _MIN_TRIMMED_ROWS and hidden.is_cpu:
                 trim_memory()
-            surprisals = surprisal_at(head, hidden[:-1], following)
+            surprisals = surprisal_of_states(head, hidden[:-1], following)
             return PassResult(surprisals, head(hidden[-1:]).float()[0])
 
     @torch.inference_mode()
@@ -168,10 +168,10 @@ class LoadedModel:
         size, parts = 1 if cache.reads_singly else len(ids), list[Tensor]()
         for at in range(0, len(ids), size):
             is_last = at + size >= len(ids)
-            with recorded_states(self.module, layers, ends_pass=is_last and not pooling) as states:
+            with record_states(self.module, layers, ends_pass=is_last and not pooling) as states:
                 out = body(**self._inputs(ids[at : at + size], cache, None, None))
-            both = side_by_side(states if pooling is None else [out[0][0]])
-            parts.append(encoder.numbers(both) if encoder.layers else both)
+            both = concat_states(states if pooling is None else [out[0][0]])
+            parts.append(encoder.token_vectors(both) if encoder.layers else both)
             if not is_last:
                 cache.commit(size)
         of_text = torch.cat(parts)[start:]
@@ -215,7 +215,7 @@ class LoadedModel:
 
     def weight_samples(self) -> list[tuple[tuple[int, ...], Tensor]]:
         """For each tensor of weights: its shape, and about 64 of its numbers, on the CPU."""
-        weights = chain(stored_weights_of(self.module), packed_buffers(self.module))
+        weights = chain(loaded_parameters(self.module), packed_buffers(self.module))
         return [
             (
                 tuple(weight.shape),
@@ -230,11 +230,11 @@ class LoadedModel:
         return int(self.module.get_output_embeddings().out_features)
 
     @cached_property
-    def heads(self) -> int:
+    def query_heads(self) -> int:
         """The number of query heads in a layer; the largest one if layers differ; 1 if unknown."""
         config = self.module.config.get_text_config(decoder=True)
-        heads = getattr(config, "num_attention_heads", None) or 1
-        return int(max(heads) if isinstance(heads, list | tuple) else heads)
+        query_heads = getattr(config, "num_attention_heads", None) or 1
+        return int(max(query_heads) if isinstance(query_heads, list | tuple) else query_heads)
 
     @cached_property
     def sliding_layers(self) -> frozenset[int]:
@@ -306,9 +306,9 @@ class LoadedModel:
         return cache.nbytes // cache.capacity
 
     @property
-    def most_rows(self) -> int:
+    def affordable_rows(self) -> int:
         """Tokens of a KV cache that takes at most half of the free memory, within the context."""
-        free = free_at(self.device)
+        free = free_memory_at(self.device)
         within = self.context_length if free is None else free // 2 // self.row_bytes
         return min(self.context_length, within)
 
@@ -327,7 +327,7 @@ class LoadedModel:
         """The decode step for a GPU, or why there is none."""
         if self.device.type != "cuda":
             return Captured(None, "there is no GPU")
-        return capture_first(self._step_bodies(), self.device, self.error_of_step, self.encoder)
+        return capture_first(self._step_bodies(), self.device, self.step_error, self.encoder)
 
     @property
     def passage_encoder(self) -> Encoder | SentenceEncoder:
@@ -340,7 +340,7 @@ class LoadedModel:
         return None if self.encoder.layers else Pooling.of_model(self.name)
 
     @property
-    def encoder_in_words(self) -> str:
+    def encoder_description(self) -> str:
         """By what recall finds what is said in other words."""
         own, encoder = self.sentence_encoder, self.encoder
         if own is not None:
@@ -368,7 +368,7 @@ class LoadedModel:
         """The tokens into which the model compresses a sentence or a round; None without such."""
         return anchors_of(self.module.config)
 
-    def error_of_step(self, step: CapturedStep) -> float:
+    def step_error(self, step: CapturedStep) -> float:
         """How much the logits of a decode step differ from the module's, as a relative error."""
         ids, caches = [1, 2, 3, 4], [self.new_cache(8) for _ in range(2)]
         expected = self._module_logits(ids, caches[0])[-1]
@@ -412,7 +412,7 @@ class LoadedModel:
         return getattr(config, "layer_types", None) or []
 
     @cached_property
-    def has_plain_head(self) -> bool:
+    def has_linear_head(self) -> bool:
         """Whether a pass over many ids computes no logits but the last."""
         return has_linear_head(self.module)
 
@@ -462,13 +462,15 @@ class LoadedModel:
         return observed_by(self.module, observer, self.layer_numbers)
 
     @contextmanager
-    def _collect(self, readings: Readings | None) -> Iterator[None]:
-        """Fill `readings` with those of the ids that are read within the block."""
-        layers = self.encoder.layers if readings is not None and readings.encodes else ()
-        with recorded_states(self.module, layers) as states:
+    def _collect(self, encoder_output: EncoderOutput | None) -> Iterator[None]:
+        """Fill `encoder_output` with those of the ids that are read within the block."""
+        layers = (
+            self.encoder.layers if encoder_output is not None and encoder_output.is_wanted else ()
+        )
+        with record_states(self.module, layers) as states:
             yield
-        if readings is not None and layers:
-            self.encoder.fill(readings, side_by_side(states))
+        if encoder_output is not None and layers:
+            self.encoder.fill(encoder_output, concat_states(states))
 
 
 def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
@@ -478,7 +480,7 @@ def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
     """
     config = module.config.get_text_config(decoder=True)
     kinds, reads_singly = None, False
-    refuse_odd_numbers(config, name)
+    refuse_invalid_numbers(config, name)
     if isinstance(module, Decoder):
         rotations = module.rotations
     else:
@@ -493,7 +495,7 @@ def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
         rotations=rotations,
         kinds=kinds,
         reads_singly=reads_singly,
-        context_length=context_length(config) or _USUAL_CONTEXT,
+        context_length=context_length(config) or _DEFAULT_CONTEXT,
         window=sliding_window(config),
         encoder=Encoder.of_model(name, module).to(input_device(module)),
     )

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-from sirchat.models.devices import most_of_onednn
+from sirchat.models.devices import onednn_isa_limit
 from sirchat.models.packed import (
     ANY_ROWS,
     MatmulMethod,
@@ -37,7 +37,7 @@ class Features(NamedTuple):
 
 def features() -> Features:
     """The features of this processor that may be used."""
-    is_x86, most = platform.machine().lower() in ("x86_64", "amd64"), most_of_onednn()
+    is_x86, most = platform.machine().lower() in ("x86_64", "amd64"), onednn_isa_limit()
     has_amx = torch.cpu._is_amx_tile_supported()
     # oneDNN alone says that it has bfloat16 with plain AVX-512, too, where it converts to float32.
     has_bfloat16 = has_fast_bfloat16() and most not in _CONVERTING

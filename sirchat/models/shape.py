@@ -30,7 +30,7 @@ from sirchat.models.model_config import (
     ConfigValues,
     context_length,
     load_config,
-    positive,
+    positive_int,
 )
 
 # The most bytes of unpacked weights that several passes share; see `packed.SharedWeights`.
@@ -99,7 +99,7 @@ def shape_of_gguf(path: Path) -> ModelShape:
 
     Raises ModelError if it is damaged, or sirchat can't run the model.
     """
-    file = parse_gguf(path, with_lists_of_text=False)
+    file = parse_gguf(path, with_text_lists=False)
     refuse_unsupported(file)
     architecture, weights = file.architecture, Counter[str]()
     for tensor in file.tensors.values():
@@ -196,8 +196,11 @@ def packed_rows(profile: Profile) -> int:
 
 def _layer_types(config: Mapping[str, Any]) -> list[Any]:
     """The kind of each layer; empty if the config does not say it."""
-    listed, interval = config.get("layer_types"), positive(config.get("full_attention_interval"))
-    layers = positive(config.get("num_hidden_layers"), _MOST_LAYERS)
+    listed, interval = (
+        config.get("layer_types"),
+        positive_int(config.get("full_attention_interval")),
+    )
+    layers = positive_int(config.get("num_hidden_layers"), _MOST_LAYERS)
     if listed is None and layers and interval:
         return ["none" if at % interval else _WITH_ROWS[0] for at in range(1, layers + 1)]
     return listed if isinstance(listed, list) else []
@@ -206,28 +209,28 @@ def _layer_types(config: Mapping[str, Any]) -> list[Any]:
 def _elements(config: Mapping[str, Any]) -> _Elements:
     """Count a token's numbers in all layers of the KV cache, and in those of the archive."""
     kinds = _layer_types(config)
-    layers = positive(config.get("num_hidden_layers") or config.get("n_layer"), _MOST_LAYERS)
+    layers = positive_int(config.get("num_hidden_layers") or config.get("n_layer"), _MOST_LAYERS)
     if config.get("model_type") == "longcat_flash":  # two attention layers in each layer
-        layers = 2 * (positive(config.get("num_layers"), _MOST_LAYERS) or 0) or None
-    heads = positive(config.get("num_attention_heads") or config.get("n_head"))
-    hidden = positive(config.get("hidden_size") or config.get("n_embd"))
+        layers = 2 * (positive_int(config.get("num_layers"), _MOST_LAYERS) or 0) or None
+    heads = positive_int(config.get("num_attention_heads") or config.get("n_head"))
+    hidden = positive_int(config.get("hidden_size") or config.get("n_embd"))
     if layers is None or heads is None or (not kinds and config.get("model_type") in _HYBRID):
         return None, None
     # The last layers may use others' keys; the others than those with rows have a constant state.
-    layers -= positive(config.get("num_kv_shared_layers")) or 0
+    layers -= positive_int(config.get("num_kv_shared_layers")) or 0
     kinds = [*kinds[:layers], *([_WITH_ROWS[0]] * (layers - len(kinds)))]
-    latent = positive(config.get("kv_lora_rank"))
+    latent = positive_int(config.get("kv_lora_rank"))
     if latent is not None:  # DeepSeek: a compressed part and a rotated part
-        rotated_part = positive(config.get("qk_rope_head_dim")) or 0
+        rotated_part = positive_int(config.get("qk_rope_head_dim")) or 0
         count = sum(kind in _WITH_ROWS for kind in kinds)
         return count * (latent + 2 * rotated_part), count * (latent + rotated_part)
-    size = positive(config.get("head_dim")) or (hidden // heads if hidden else None)
+    size = positive_int(config.get("head_dim")) or (hidden // heads if hidden else None)
     if not size:  # unknown, or more heads than numbers
         return None, None
     near = _key_value_heads(config, heads) * size
-    far = positive(config.get("global_head_dim")) or size  # Gemma 4: of layers that see all
-    far *= positive(config.get("num_global_key_value_heads")) or near // size
-    interval = positive(config.get("no_rope_layer_interval")) or layers + 1
+    far = positive_int(config.get("global_head_dim")) or size  # Gemma 4: of layers that see all
+    far *= positive_int(config.get("num_global_key_value_heads")) or near // size
+    interval = positive_int(config.get("no_rope_layer_interval")) or layers + 1
     rotated = config.get("no_rope_layers")  # 1 for a layer with positions, despite its name
     rotates = rotated if isinstance(rotated, list) else []
     rotates = [*rotates, *((at + 1) % interval for at in range(len(rotates), layers))]
@@ -242,7 +245,7 @@ def _key_value_heads(config: Mapping[str, Any], heads: int) -> int:
         return heads
     if config.get("multi_query") is True:
         return 1
-    given = (positive(config.get(name)) for name in ("num_key_value_heads", "num_kv_heads"))
+    given = (positive_int(config.get(name)) for name in ("num_key_value_heads", "num_kv_heads"))
     return next((count for count in given if count), heads)
 
 

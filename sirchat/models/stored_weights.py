@@ -12,17 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from sirchat.errors import ModelError
+from sirchat.models.file_checks import TensorSpan, read_tensor_spans
 from sirchat.models.gguf.header import parse_gguf
-from sirchat.models.model_config import ConfigValues, load_config, refuse_odd_numbers
-from sirchat.models.names import all_parts
-from sirchat.models.whole_files import StoredPlace, safetensors_in
+from sirchat.models.model_config import ConfigValues, load_config, refuse_invalid_numbers
+from sirchat.models.names import part_names
 
-_EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight")
-_HEADS = ("lm_head.weight", "embed_out.weight")
+_EMBEDDING_SUFFIXES = (
+    "embed_tokens.weight",
+    "embed_in.weight",
+    "wte.weight",
+    "word_embeddings.weight",
+)
+_HEAD_SUFFIXES = ("lm_head.weight", "embed_out.weight")
 # What a config.json says of sizes that building the model would take memory for.
-_LAYERS = "num_hidden_layers"
-_SIZES = [
-    *(_LAYERS, "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"),
+_LAYER_COUNT_KEY = "num_hidden_layers"
+_SIZE_KEYS = [
+    *(_LAYER_COUNT_KEY, "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"),
     *("head_dim", "num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts"),
 ]
 
@@ -48,12 +53,12 @@ class StoredTensor:
     @property
     def is_head(self) -> bool:
         """Whether this is the model's output head."""
-        return self.name.endswith(_HEADS) or self.name == "output.weight"
+        return self.name.endswith(_HEAD_SUFFIXES) or self.name == "output.weight"
 
     @property
     def is_embedding(self) -> bool:
         """Whether this is the matrix of the model's input embeddings."""
-        return self.name.endswith(_EMBEDDINGS) or self.name == "token_embd.weight"
+        return self.name.endswith(_EMBEDDING_SUFFIXES) or self.name == "token_embd.weight"
 
     @property
     def is_table(self) -> bool:
@@ -92,7 +97,7 @@ def stored_weights(path: Path) -> StoredWeights:
     Raises ModelError if the files can't be read.
     """
     if path.is_file():
-        file = parse_gguf(path, with_lists_of_text=False)
+        file = parse_gguf(path, with_text_lists=False)
         tensors = tuple(StoredTensor(n, t.shape, t.type) for n, t in file.tensors.items())
         is_tied = not any(tensor.is_head for tensor in tensors)
         return StoredWeights(tensors, is_tied, is_gguf=True)
@@ -106,7 +111,7 @@ def stored_weights(path: Path) -> StoredWeights:
     return StoredWeights(tensors, is_tied)
 
 
-def weights_in_folder(folder: Path) -> dict[str, tuple[Path, StoredPlace]]:
+def weights_in_folder(folder: Path) -> dict[str, tuple[Path, TensorSpan]]:
     """The weights that a folder's safetensors have: for each name its file, and where it is there.
 
     Raises ModelError if a file is missing, damaged or of another kind.
@@ -117,23 +122,28 @@ def weights_in_folder(folder: Path) -> dict[str, tuple[Path, StoredPlace]]:
             f"{folder} has only some of its weights; missing: {', '.join(missing)}",
             hint="the download is incomplete",
         )
-    found = {name: (file, place) for file in files for name, place in safetensors_in(file).items()}
+    found = {
+        name: (file, place) for file in files for name, place in read_tensor_spans(file).items()
+    }
     _refuse_larger_config(folder, config, found)
     text = config.get("text_config")
-    refuse_odd_numbers(ConfigValues(text if isinstance(text, dict) else config), str(folder))
+    refuse_invalid_numbers(ConfigValues(text if isinstance(text, dict) else config), str(folder))
     return found
 
 
 def _refuse_larger_config(
-    folder: Path, config: Mapping[str, Any], weights: Mapping[str, tuple[Path, StoredPlace]]
+    folder: Path, config: Mapping[str, Any], weights: Mapping[str, tuple[Path, TensorSpan]]
 ) -> None:
     """Raise ModelError if a folder's config.json has larger sizes than its weights can have."""
     largest = max((size for _, place in weights.values() for size in place.shape), default=0)
     for part in (config, *(part for part in config.values() if isinstance(part, dict))):
-        for name in _SIZES:
-            size, most = part.get(name), len(weights) if name == _LAYERS else max(largest, 1024)
+        for name in _SIZE_KEYS:
+            size, most = (
+                part.get(name),
+                len(weights) if name == _LAYER_COUNT_KEY else max(largest, 1024),
+            )
             if weights and isinstance(size, int) and size > most:
-                what = "weights" if name == _LAYERS else "rows in the largest weight"
+                what = "weights" if name == _LAYER_COUNT_KEY else "rows in the largest weight"
                 said = f"{folder / 'config.json'} says {name}: {size:,}"
                 raise ModelError(f"{said}; the files have {most:,} {what}")
 
@@ -144,7 +154,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if (folder / "model.safetensors").exists():
         return [folder / "model.safetensors"]
     if not index.exists():
-        names = {part for file in folder.glob("*.safetensors") for part in all_parts(file.name)}
+        names = {part for file in folder.glob("*.safetensors") for part in part_names(file.name)}
         return [folder / name for name in sorted(names)]
     files = load_config(index).get("weight_map")
     names = set(map(str, files.values())) if isinstance(files, dict) else set()

@@ -13,11 +13,11 @@ from sirchat.models.devices import has_vnni
 from sirchat.models.packed import Int8Linear, has_tiles
 
 # Types of models whose logits are the product of the last hidden states and the output head.
-_KINDS = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
+_LINEAR_HEAD_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
 
-_ROWS, _COLUMNS = 256, 1024  # hidden states and vocabulary tokens in a block on a CPU
+_BLOCK_ROWS, _BLOCK_TOKENS = 256, 1024  # hidden states and vocabulary tokens in a block on a CPU
 
-_STEPS = 254  # steps of a digit that make one step of the digit before it
+_DIGIT_STEPS = 254  # steps of a digit that make one step of the digit before it
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,12 +52,12 @@ def has_linear_head(module: Any) -> bool:
     """Whether a model's logits are just the product of its last hidden states and its head."""
     head, config = module.get_output_embeddings(), module.config
     is_bent = bool(getattr(config, "final_logit_softcapping", None))
-    is_linear = config.model_type in _KINDS and isinstance(head, nn.Linear | Int8Linear)
+    is_linear = config.model_type in _LINEAR_HEAD_TYPES and isinstance(head, nn.Linear | Int8Linear)
     return is_linear and not is_bent
 
 
 @torch.inference_mode()
-def surprisal_at(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
+def surprisal_of_states(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
     """The surprisal of each id [m] after the hidden states [m, d], float32 in nats, at least 0.
 
     On a CPU logits are float32, also for bfloat16 weights; by `tiles.cpp`, those of eight-bit
@@ -65,8 +65,10 @@ def surprisal_at(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
     """
     weight = getattr(head, "weight", hidden)
     if not (hidden.device.type == weight.device.type == "cpu"):  # the head may be on disk
-        each = (torch.log_softmax(head(some).float(), -1) for some in torch.split(hidden, _ROWS))
-        blocks = zip(each, torch.split(ids, _ROWS), strict=True)
+        each = (
+            torch.log_softmax(head(some).float(), -1) for some in torch.split(hidden, _BLOCK_ROWS)
+        )
+        blocks = zip(each, torch.split(ids, _BLOCK_ROWS), strict=True)
         parts = [log_p.gather(1, some.to(log_p.device)[:, None])[:, 0] for log_p, some in blocks]
         return -torch.cat(parts).clamp_max(0.0)
     if has_tiles() and isinstance(head, Int8Linear) and head.own_rows and head.bias is None:
@@ -77,11 +79,11 @@ def surprisal_at(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
     chosen = torch.empty(len(ids))
     is_fast = isinstance(head, Int8Linear) and has_vnni()
     products = _WholeNumberProducts(head, hidden) if is_fast else _FloatProducts(head, hidden)
-    for start in range(0, head.out_features, _COLUMNS):
-        end = min(start + _COLUMNS, head.out_features)
+    for start in range(0, head.out_features, _BLOCK_TOKENS):
+        end = min(start + _BLOCK_TOKENS, head.out_features)
         products.select_weights(start, end)
-        for at in range(0, len(ids), _ROWS):
-            some = slice(at, at + _ROWS)
+        for at in range(0, len(ids), _BLOCK_ROWS):
+            some = slice(at, at + _BLOCK_ROWS)
             logits = products.multiply(some)  # [m, n]
             if isinstance(head, Int8Linear):
                 logits.mul_(head.scale[start:end])
@@ -124,7 +126,7 @@ class _WholeNumberProducts:
         for _ in range(3):
             digit = (rest / step).round_()
             digits.append(digit.to(torch.int8))
-            rest, step = torch.addcmul(rest, digit, step, value=-1), step / _STEPS
+            rest, step = torch.addcmul(rest, digit, step, value=-1), step / _DIGIT_STEPS
         self._digits = torch.stack(digits)  # [3, m, d]
 
     def select_weights(self, start: int, end: int) -> None:
@@ -134,6 +136,6 @@ class _WholeNumberProducts:
         digits = self._digits[:, some]
         products = torch._int_mm(digits.flatten(0, 1), self._weight).float()
         first, second, third = products.view(3, digits.shape[1], -1)
-        third.div_(_STEPS).add_(second).div_(_STEPS).add_(first)
+        third.div_(_DIGIT_STEPS).add_(second).div_(_DIGIT_STEPS).add_(first)
         product: Tensor = third.mul_(self._step[some])
         return product

@@ -20,10 +20,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sirchat.errors import format_value
-from sirchat.server.fields import MOST_BYTES, RequestError
+from sirchat.server.fields import MAX_BODY_BYTES, RequestError
 
 # `host.docker.internal` is how containers call the machine on which they run.
-_NAMES = ("localhost", "127.0.0.1", "::1", "host.docker.internal")
+_LOCAL_HOST_NAMES = ("localhost", "127.0.0.1", "::1", "host.docker.internal")
 
 
 def is_loopback(host: str) -> bool:
@@ -35,12 +35,12 @@ def is_loopback(host: str) -> bool:
 
 
 async def read_body(request: Request) -> bytes:
-    """Read a request's body; raises RequestError as soon as it has more than `MOST_BYTES` bytes."""
+    """Read a request's body; RequestError as soon as it has more than `MAX_BODY_BYTES`."""
     body = bytearray()
     try:
         async for chunk in request.stream():
             body += chunk
-            if len(body) > MOST_BYTES:
+            if len(body) > MAX_BODY_BYTES:
                 raise _too_large()
     except ClientDisconnect:
         raise RequestError("the client closed the connection", status=499) from None
@@ -50,11 +50,11 @@ async def read_body(request: Request) -> bytes:
 async def show_error(request: Request, error: Exception) -> Response:
     """The HTTP response that reports an error to the client."""
     if isinstance(error, HTTPException):
-        words, headers = f"{request.method} {request.url.path}: {error.detail}", error.headers
-        error = RequestError(words, status=error.status_code, headers=dict(headers or {}))
+        message, headers = f"{request.method} {request.url.path}: {error.detail}", error.headers
+        error = RequestError(message, status=error.status_code, headers=dict(headers or {}))
     if not isinstance(error, RequestError):
         error = RequestError(f"the request failed: {type(error).__name__}", status=500)
-    return JSONResponse(error.body_at(request.url.path), error.status, error.headers)
+    return JSONResponse(error.body_for(request.url.path), error.status, error.headers)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Access:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                # No port: a program of the server's user asks, see `cli/own_server.py`.
+                # No port: a program of the server's user asks, see `cli/ask_port.py`.
                 _, port = scope.get("server") or ("", 0)
                 needs_key = scope["path"] not in ("/", "/health") and port is not None
                 self._check(Headers(scope=scope), needs_key=needs_key)
@@ -84,19 +84,21 @@ class Access:
         await self.app(scope, receive, send)
 
     def _check(self, headers: Headers, *, needs_key: bool) -> None:
-        asked = _host_of(f"//{headers.get('host', '')}")
-        names = {*_NAMES, self.host.lower()}
+        requested_host = _host_of(f"//{headers.get('host', '')}")
+        allowed_hosts = {*_LOCAL_HOST_NAMES, self.host.lower()}
         if is_loopback(self.host):
-            if asked not in names:
+            if requested_host not in allowed_hosts:
                 raise RequestError(
-                    f"the host of the request, {format_value(asked)}, is not this machine; "
-                    "to serve others: sirchat serve --host 0.0.0.0 --api-key KEY",
+                    f"the host of the request, {format_value(requested_host)}, is not this "
+                    "machine; to serve others: sirchat serve --host 0.0.0.0 --api-key KEY",
                     status=403,
                 )
-        elif asked is not None:
-            names.add(asked)  # the server's own page, under the name by which others reach it
-        others = (one for one in headers.getlist("origin") if one not in self.origins)
-        if any(_host_of(one) not in names for one in others):
+        elif requested_host is not None:
+            allowed_hosts.add(
+                requested_host
+            )  # the server's own page, under the name by which others reach it
+        origins = (origin for origin in headers.getlist("origin") if origin not in self.origins)
+        if any(_host_of(origin) not in allowed_hosts for origin in origins):
             raise RequestError(
                 "requests from other web sites are refused; to allow one: sirchat serve --cors URL",
                 status=403,
@@ -109,14 +111,14 @@ class Access:
                 headers={"WWW-Authenticate": "Bearer"},
             )
         size = headers.get("content-length", "0")
-        if not size.isdecimal() or int(size[:20]) > MOST_BYTES:
+        if not size.isdecimal() or int(size[:20]) > MAX_BODY_BYTES:
             raise _too_large()
 
     def _has_key(self, headers: Headers) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = key if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        right = (self.key or "").strip().encode()
-        return hmac.compare_digest(given.strip().encode("latin-1"), right)
+        sent_key = key if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        right_key = (self.key or "").strip().encode()
+        return hmac.compare_digest(sent_key.strip().encode("latin-1"), right_key)
 
 
 def _host_of(url: str) -> str | None:
@@ -129,5 +131,5 @@ def _host_of(url: str) -> str | None:
 
 
 def _too_large() -> RequestError:
-    most = MOST_BYTES // 2**20
-    return RequestError(f"the request is too large; allowed: up to {most} MiB", status=413)
+    mebibytes = MAX_BODY_BYTES // 2**20
+    return RequestError(f"the request is too large; allowed: up to {mebibytes} MiB", status=413)

@@ -9,38 +9,38 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from sirchat.server.completions import Shape, server_sent_event
+from sirchat.server.completions import ReplySerializer, server_sent_event
 from sirchat.server.fields import (
-    MANY,
-    MOST_MESSAGES,
-    Body,
-    Fields,
+    MAX_MESSAGES,
+    MAX_TOKEN_LIMIT,
     FunctionName,
     Json,
     Options,
+    RequestBody,
     RequestError,
+    RequestObject,
     make_request,
 )
-from sirchat.server.pieces import ReplyEnd, ReplyText
+from sirchat.server.parts import ReplyEnd, ReplyText
 from sirchat.server.requests import (
     ChatRequest,
     ConversationFields,
     FlatTool,
     HostedTool,
-    tools_of,
+    chat_tools,
 )
 from sirchat.text.tool_calls import ToolCall
 
 _RENAMED = {"max_tokens": "max_completion_tokens", "stop_sequences": "stop"}
 _SAME = ("model", "temperature", "top_p", "top_k", "stream", "sirchat")
-_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 _Blocks = Annotated[
     list[dict[str, Any]],
     BeforeValidator(lambda given: [_text(given)] if isinstance(given, str) else given),
 ]
 
 
-class AnthropicMessage(Fields):
+class AnthropicMessage(RequestObject):
     """One message in the field `messages`: its content is a text, or a list of blocks."""
 
     role: Literal["system", "user", "assistant"]
@@ -48,7 +48,7 @@ class AnthropicMessage(Fields):
 
     def messages(self) -> Iterator[dict[str, Any]]:
         """Yield the messages of a chat request that this is: what tools returned comes first."""
-        said, calls = list[dict[str, Any]](), list[dict[str, Any]]()
+        blocks, calls = list[dict[str, Any]](), list[dict[str, Any]]()
         for block in self.content:
             kind = block.get("type")
             if kind == "tool_use":
@@ -58,9 +58,9 @@ class AnthropicMessage(Fields):
                 content = block.get("content") or ""
                 yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
             elif kind not in ("thinking", "redacted_thinking"):
-                said.append(block)
-        if said or calls or not self.content:
-            yield {"role": self.role, "content": said or "", "tool_calls": calls}
+                blocks.append(block)
+        if blocks or calls or not self.content:
+            yield {"role": self.role, "content": blocks or "", "tool_calls": calls}
 
 
 class AnthropicTool(FlatTool):
@@ -70,7 +70,7 @@ class AnthropicTool(FlatTool):
     parameters: Json = Field(alias="input_schema")
 
 
-class AnthropicChoice(Fields):
+class AnthropicChoice(RequestObject):
     """The field `tool_choice`."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -78,7 +78,7 @@ class AnthropicChoice(Fields):
     disable_parallel_tool_use: bool | None = None
 
 
-class OutputFormat(Fields):
+class OutputFormat(RequestObject):
     """The field `format` of `output_config`, or of earlier requests `output_format`."""
 
     type: Literal["json_schema"]
@@ -103,17 +103,17 @@ def _kind_of_tool(tool: Any) -> str:
     return "hosted" if is_hosted else "custom"
 
 
-class MessagesRequest(Body):
+class MessagesRequest(RequestBody):
     """The body of a request to `/v1/messages`."""
 
     model: str
-    max_tokens: int = Field(ge=1, le=MANY)
+    max_tokens: int = Field(ge=1, le=MAX_TOKEN_LIMIT)
     stop_sequences: list[str] = Field(default=[])
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     stream: bool = False
-    messages: list[AnthropicMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
+    messages: list[AnthropicMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: _Blocks | None = None
     tools: list[
         Annotated[
@@ -127,24 +127,26 @@ class MessagesRequest(Body):
     output_format: OutputFormat | None = None
     sirchat: ConversationFields = ConversationFields()
 
-    def as_request(self) -> ChatRequest:
+    def as_chat_request(self) -> ChatRequest:
         """This request in OpenAI's shape; RequestError if a value is not allowed."""
-        messages = [one for message in self.messages for one in message.messages()]
+        messages = [
+            chat_message for message in self.messages for chat_message in message.messages()
+        ]
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": self.system})
         choice: Any = self.tool_choice.type.replace("any", "required")
         if choice == "tool":
             choice = {"type": "function", "function": {"name": self.tool_choice.name}}
-        is_one = self.tool_choice.disable_parallel_tool_use
+        is_single = self.tool_choice.disable_parallel_tool_use
         fields = {name: getattr(self, name) for name in (*_SAME, *_RENAMED)} | {
             "messages": messages,
-            "tools": tools_of(self.tools),
+            "tools": chat_tools(self.tools),
             "tool_choice": choice,
-            "parallel_tool_calls": None if is_one is None else not is_one,
+            "parallel_tool_calls": None if is_single is None else not is_single,
             "reasoning_effort": self._reasoning_effort,
         }
-        if wanted := self.output_config.format or self.output_format:
-            schema = {"name": "format", "schema": wanted.schema_}
+        if output_format := self.output_config.format or self.output_format:
+            schema = {"name": "format", "schema": output_format.schema_}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return make_request(ChatRequest, {_RENAMED.get(k, k): v for k, v in fields.items()})
 
@@ -158,7 +160,7 @@ class MessagesRequest(Body):
         return effort or ("on" if self.thinking.type == "enabled" else None)
 
 
-class MessageShape(Shape):
+class MessageSerializer(ReplySerializer):
     """The JSON of one reply as a message of Anthropic's, whole or as events."""
 
     def __init__(self, model: str) -> None:
@@ -170,49 +172,51 @@ class MessageShape(Shape):
         }
         self._index, self._open = -1, ""  # of the last block, and its kind if that has not ended
 
-    def whole(self, said: ReplyText, end: ReplyEnd) -> dict[str, Any]:
+    def response_body(self, reply: ReplyText, end: ReplyEnd) -> dict[str, Any]:
         """The JSON object of a message with this reply, in one part."""
-        content = [_thinking(said.thinking)] if said.thinking else []
-        content += [_text(said.text)] if said.text or not said.calls else []
-        content += [_call(call) | {"input": json.loads(call.arguments)} for call in said.calls]
-        return {**self._message, "content": content, **_ended(end), "sirchat": end.memory}
+        content = [_thinking(reply.thinking)] if reply.thinking else []
+        content += [_text(reply.text)] if reply.text or not reply.calls else []
+        content += [_call(call) | {"input": json.loads(call.arguments)} for call in reply.calls]
+        return {**self._message, "content": content, **_stop_fields(end), "sirchat": end.memory}
 
-    def begun(self) -> Iterable[str]:
+    def first_events(self) -> Iterable[str]:
         """The first event: a message without content."""
         empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
         return (_event("message_start", message={**self._message, **empty, "usage": _usage({})}),)
 
-    def ended(self, end: ReplyEnd) -> Iterable[str]:
+    def last_events(self, end: ReplyEnd) -> Iterable[str]:
         """The last events."""
-        yield from self._closed()
-        ended = _ended(end)
-        usage = ended.pop("usage")
-        yield _event("message_delta", delta=ended, usage=usage, sirchat=end.memory)
+        yield from self._end_block()
+        stop_fields = _stop_fields(end)
+        usage = stop_fields.pop("usage")
+        yield _event("message_delta", delta=stop_fields, usage=usage, sirchat=end.memory)
         yield _event("message_stop")
 
-    def failed(self, error: RequestError) -> Iterable[str]:
+    def error_events(self, error: RequestError) -> Iterable[str]:
         """The last event, if the reply fails."""
-        return (server_sent_event(error.body_at("/messages"), "error"),)
+        return (server_sent_event(error.body_for("/messages"), "error"),)
 
-    def told(self, part: ReplyText) -> Iterable[str]:
+    def part_events(self, part: ReplyText) -> Iterable[str]:
         """The events that tell a part, in blocks."""
         for kind, text in (("thinking", part.thinking), ("text", part.text)):
             if text:
-                yield from self._begun(kind, _thinking("") if kind == "thinking" else _text(""))
+                yield from self._begin_block(
+                    kind, _thinking("") if kind == "thinking" else _text("")
+                )
                 yield self._delta(type=f"{kind}_delta", **{kind: text})
         for call in part.calls:
-            yield from self._begun("", _call(call))
+            yield from self._begin_block("", _call(call))
             yield self._delta(type="input_json_delta", partial_json=call.arguments)
             yield _event("content_block_stop", index=self._index)
 
-    def _begun(self, kind: str, block: dict[str, Any]) -> Iterator[str]:
+    def _begin_block(self, kind: str, block: dict[str, Any]) -> Iterator[str]:
         """Begin a block, unless one of this kind is open."""
         if not kind or kind != self._open:
-            yield from self._closed()
+            yield from self._end_block()
             self._index, self._open = self._index + 1, kind
             yield _event("content_block_start", index=self._index, content_block=block)
 
-    def _closed(self) -> Iterator[str]:
+    def _end_block(self) -> Iterator[str]:
         if self._open == "thinking":
             yield self._delta(type="signature_delta", signature=_thinking("")["signature"])
         if self._open:
@@ -223,10 +227,10 @@ class MessageShape(Shape):
         return _event("content_block_delta", index=self._index, delta=delta)
 
 
-def _ended(end: ReplyEnd) -> dict[str, Any]:
-    reason = "stop_sequence" if end.stopped_by else _REASONS.get(end.finish, "end_turn")
-    about = {"stop_reason": reason, "stop_sequence": end.stopped_by or None}
-    return about | {"usage": _usage(end.usage)}
+def _stop_fields(end: ReplyEnd) -> dict[str, Any]:
+    reason = "stop_sequence" if end.stopped_by else _STOP_REASONS.get(end.finish, "end_turn")
+    fields = {"stop_reason": reason, "stop_sequence": end.stopped_by or None}
+    return fields | {"usage": _usage(end.usage)}
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, int]:

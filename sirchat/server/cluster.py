@@ -24,16 +24,16 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve
 from sirchat.errors import UsageError
 from sirchat.memory.archive_folder import sweep
-from sirchat.models.ending_thread import call_in_new_thread
 from sirchat.models.load import load_model_of
+from sirchat.models.new_thread import call_in_new_thread
 from sirchat.paths import archives_dir, served_dir
 from sirchat.server.access import read_body, show_error
-from sirchat.server.app import REPLIES, Limits, open_server
+from sirchat.server.app import REPLY_ENDPOINTS, Limits, open_server
 from sirchat.server.fields import RequestError, parse_request
-from sirchat.server.requests import LONGEST_NAME
+from sirchat.server.requests import MAX_NAME_CHARS
 
-_SCOPE = ("type", "asgi", "http_version", "method", "scheme", "path", "query_string")
-_MANY = 100_000  # requests: the replica itself says how many may wait
+_SCOPE_KEYS = ("type", "asgi", "http_version", "method", "scheme", "path", "query_string")
+_MAX_ONGOING_REQUESTS = 100_000  # requests: the replica itself says how many may wait
 _LOG = logging.getLogger(__name__)
 
 
@@ -59,17 +59,17 @@ class Replica:
 
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[dict[str, Any]]:
         """Answer a request, given by its ASGI scope and body; yields the ASGI messages."""
-        sent, asked = asyncio.Queue[Any](), [body]
+        messages, bodies = asyncio.Queue[Any](), [body]
 
         async def receive() -> dict[str, Any]:
-            if asked:
-                return {"type": "http.request", "body": asked.pop()}
+            if bodies:
+                return {"type": "http.request", "body": bodies.pop()}
             return await asyncio.Future()  # if the client leaves, this task is cancelled
 
-        running = asyncio.create_task(self._server.app(scope, receive, sent.put))
-        running.add_done_callback(lambda _: sent.put_nowait(None))
+        running = asyncio.create_task(self._server.app(scope, receive, messages.put))
+        running.add_done_callback(lambda _: messages.put_nowait(None))
         try:
-            while (message := await sent.get()) is not None:
+            while (message := await messages.get()) is not None:
                 yield message
         finally:
             running.cancel()
@@ -95,7 +95,7 @@ class Router:
     async def __call__(self, request: Request) -> Response:
         """The response of the replica that has the conversation."""
         path = request.url.path
-        name = request.headers.get("X-Sirchat-Conversation", "")[:LONGEST_NAME]
+        name = request.headers.get("X-Sirchat-Conversation", "")[:MAX_NAME_CHARS]
         try:
             if "/sirchat/" in path:
                 raise RequestError("replicas do not show their conversations", status=404)
@@ -107,18 +107,18 @@ class Router:
 
     async def _forward(self, number: int, request: Request, body: bytes) -> Response:
         """The response of one replica, as a stream; RequestError if the replica has died."""
-        scope = {name: request.scope[name] for name in _SCOPE if name in request.scope}
+        scope = {name: request.scope[name] for name in _SCOPE_KEYS if name in request.scope}
         scope |= {"root_path": "", "headers": [tuple(pair) for pair in request.scope["headers"]]}
         messages = self._replicas[number].options(stream=True).answer.remote(scope, body)
         try:
-            begun = await anext(messages)
+            start = await anext(messages)
         except Exception as error:  # whatever Ray raises
             _LOG.warning("replica %d: %s", number, type(error).__name__)
             problem = "the replica of this conversation is starting again; try again later"
             raise RequestError(problem, status=503, headers={"Retry-After": "5"}) from None
         pieces = (message.get("body", b"") async for message in messages)
-        response = StreamingResponse(pieces, begun["status"])
-        response.raw_headers = [tuple(pair) for pair in begun["headers"]]
+        response = StreamingResponse(pieces, start["status"])
+        response.raw_headers = [tuple(pair) for pair in start["headers"]]
         return response
 
 
@@ -127,13 +127,13 @@ def conversation_key(path: str, body: bytes, name: str = "") -> bytes:
 
     `name` is that of the header, which the one in the request's `body` comes before.
     """
-    of_path = REPLIES.get(path) or REPLIES.get(f"/v1{path}")
-    begun: Any = None
-    if of_path is not None:
+    endpoint = REPLY_ENDPOINTS.get(path) or REPLY_ENDPOINTS.get(f"/v1{path}")
+    beginning: Any = None
+    if endpoint is not None:
         with suppress(RequestError):  # the replica answers with the same error
-            asked = parse_request(body, of_path[0]).as_request()
-            begun = asked.sirchat.conversation or name or [asked.system, asked.turns[0]]
-    return sha256(json.dumps(begun).encode()).digest()
+            asked = parse_request(body, endpoint[0]).as_chat_request()
+            beginning = asked.sirchat.conversation or name or [asked.system, asked.turns[0]]
+    return sha256(json.dumps(beginning).encode()).digest()
 
 
 def replica_of(key: bytes, count: int) -> int:
@@ -159,12 +159,16 @@ def app(settings: Mapping[str, Any]) -> Any:
 
     folder = options.folder or served_dir()
     actor = {"num_cpus": options.cpus, "num_gpus": options.gpus}
-    deployed = serve.deployment(ray_actor_options=actor, max_ongoing_requests=_MANY)(Replica)
+    deployed = serve.deployment(
+        ray_actor_options=actor, max_ongoing_requests=_MAX_ONGOING_REQUESTS
+    )(Replica)
     names = [f"replica-{number}" for number in range(options.replicas)]
     replicas = [
         deployed.options(name=name).bind(profile, options, folder.absolute() / name, key)
         for name in names
     ]
     actor = {"num_cpus": 0}
-    router = serve.deployment(ray_actor_options=actor, max_ongoing_requests=_MANY)(Router)
+    router = serve.deployment(ray_actor_options=actor, max_ongoing_requests=_MAX_ONGOING_REQUESTS)(
+        Router
+    )
     return router.bind(*replicas)

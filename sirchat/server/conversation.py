@@ -16,16 +16,16 @@ from typing import Any
 from pydantic import ConfigDict
 
 from sirchat.chat.editing import can_edit
-from sirchat.chat.rereading import copied
+from sirchat.chat.rereading import copy_session
 from sirchat.chat.session import Session
 from sirchat.chat.state import Turn
 from sirchat.config.profile import Profile
 from sirchat.errors import UndoError
-from sirchat.saved.autosave import KV_BYTES, Autosave
+from sirchat.saved.autosave import AUTO_KV_BYTES, Autosave
 from sirchat.saved.store import SavedTurn
 from sirchat.text.text_file import without_surrogates
 
-_FIRST = 80  # characters
+_PREVIEW_CHARS = 80  # characters
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,10 @@ class History:
 
 def key_after(key: bytes, role: str, text: str) -> bytes:
     """The key (hash) of a list of messages; `key` is the key of all messages but the last."""
-    said = text.strip() if role == "assistant" else text  # clients often remove blanks around it
-    return sha256(key + role.encode() + b"\n" + said.encode()).digest()
+    stripped = (
+        text.strip() if role == "assistant" else text
+    )  # clients often remove blanks around it
+    return sha256(key + role.encode() + b"\n" + stripped.encode()).digest()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -122,7 +124,7 @@ class KnownConversation:
     def __post_init__(self) -> None:
         self.origin = self.origin or self.id
 
-    def known(self) -> dict[str, Any]:
+    def known_fields(self) -> dict[str, Any]:
         """All of this, by name, as copies."""
         return {each.name: copy(getattr(self, each.name)) for each in fields(KnownConversation)}
 
@@ -131,17 +133,17 @@ class KnownConversation:
         """How many user messages can be undone."""
         return 0
 
-    def count_shared(self, history: History) -> int:
+    def count_shared_messages(self, history: History) -> int:
         """How many messages of `history` need not be read again; the last one always must.
 
         Undo goes back to just before a user message, so this can be less than all equal messages.
         """
         keys, roles = self.keys, self.roles
-        most = min(len(keys), len(history.keys) - 1)
-        shared = next((n for n in reversed(range(most)) if keys[n] == history.keys[n]), 0)
-        while shared and shared < len(roles) and roles[shared] != "user":
-            shared -= 1
-        return shared if roles[shared:].count("user") <= self.undoable else 0
+        limit = min(len(keys), len(history.keys) - 1)
+        count = next((n for n in reversed(range(limit)) if keys[n] == history.keys[n]), 0)
+        while count and count < len(roles) and roles[count] != "user":
+            count -= 1
+        return count if roles[count:].count("user") <= self.undoable else 0
 
 
 @dataclass(eq=False, kw_only=True)
@@ -165,15 +167,15 @@ class ServedConversation(KnownConversation):
     """
 
     session: Session
-    saving: Autosave | None = None
+    autosave: Autosave | None = None
     is_busy: bool = False
     is_exact: bool = True
     is_outdated: bool = False
-    kept: dict[int, int] = field(default_factory=dict)
-    is_again: bool = False
+    reused: dict[int, int] = field(default_factory=dict)
+    is_retry: bool = False
     reasoning: str = ""
     has_exact_prompt: bool = True
-    continued_by: History | None = None
+    full_history: History | None = None
 
     def add(self, role: str, text: str) -> None:
         """Note a message that the session has read or generated."""
@@ -181,7 +183,7 @@ class ServedConversation(KnownConversation):
         self.marks.append(key_after(b"", role, text))
         self.roles.append("user" if role == "tool" else role)  # undo can go back to before it
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Forget all messages; what is saved of them stays, as another conversation."""
         template = self.session.template
         self.session.reset()
@@ -190,7 +192,7 @@ class ServedConversation(KnownConversation):
         self.is_edited, self.has_exact_prompt = False, True
         del self.keys[1:], self.roles[:], self.marks[:]
 
-    def become(self, history: History, count: int) -> None:
+    def set_messages(self, history: History, count: int) -> None:
         """Note that the session has read the first `count` messages of `history`, and no others."""
         self.keys, self.marks = [*history.keys[: count + 1]], [*history.marks[:count]]
         roles = (role for role, _ in history.messages[:count])
@@ -207,45 +209,53 @@ class ServedConversation(KnownConversation):
         """How many user messages can be undone."""
         return len(self.session.undo_points)
 
-    def continued(self, history: History, found: int) -> History:
+    def history_with_earlier(self, history: History, matched_count: int) -> History:
         """A history that goes on here by this conversation's name, with all messages before.
 
         Of those that the client sends, the first ones may be the last ones here: it may send only
         what is new, or a window. If it sends the chat from its beginning, or if more of it is
         `found` here than a window would have, `history` itself.
         """
-        sent, size = history.marks, len(self.marks)
-        if not self.roles or (len(sent) > 1 and sent[0] == self.marks[0]):
+        marks, size = history.marks, len(self.marks)
+        if not self.roles or (len(marks) > 1 and marks[0] == self.marks[0]):
             return history
-        said = history.messages
-        if said[0] == ("user", "") and len(sent) > 1:  # stands before a window with a reply first
-            said, sent = said[1:], sent[1:]
-        sizes = range(min(size, len(sent) - 1), -1, -1)
-        end, same = size, next(n for n in sizes if [*sent[:n]] == self.marks[size - n :])
-        asked, before = self._last_question, len(sent) - 1
-        if 0 < before <= asked and [*sent] == self.marks[asked - before : asked + 1]:
-            end, same = asked, before  # another reply to the last message
-        if found > same:
+        messages = history.messages
+        if (
+            messages[0] == ("user", "") and len(marks) > 1
+        ):  # stands before a window with a reply first
+            messages, marks = messages[1:], marks[1:]
+        sizes = range(min(size, len(marks) - 1), -1, -1)
+        end, overlap = size, next(n for n in sizes if [*marks[:n]] == self.marks[size - n :])
+        question, sent_before = self._last_question, len(marks) - 1
+        if (
+            0 < sent_before <= question
+            and [*marks] == self.marks[question - sent_before : question + 1]
+        ):
+            end, overlap = question, sent_before  # another reply to the last message
+        if matched_count > overlap:
             return history
         # Calls and results are read again, if need be, as the texts that the session has of them.
         roles = ("assistant" if role == "calls" else role for role in self.roles[:end])
         texts = (self.session.turns[at].text for at in self.turn_numbers)
-        said = (*zip(roles, texts, strict=False), *said[same:])
+        messages = (*zip(roles, texts, strict=False), *messages[overlap:])
         has_prompt = history.system is not None or history.tools
         is_new = has_prompt and history.keys[0] != self.keys[0] and can_edit(self.session)
         if history.system is None:  # the one before stays
             history = replace(history, system=self.session.profile.system)
         first = History.of(history.system, (), history.tools).keys
         keys = [*first] if is_new and first[0] != self.keys[0] else self.keys[: end + 1]
-        for role, text in said[len(keys) - 1 :]:
+        for role, text in messages[len(keys) - 1 :]:
             keys.append(key_after(keys[-1], role, text))
-        marks = (*self.marks[:end], *sent[same:])
-        return replace(history, messages=said, keys=tuple(keys), marks=marks)
+        marks = (*self.marks[:end], *marks[overlap:])
+        return replace(history, messages=messages, keys=tuple(keys), marks=marks)
 
-    def is_answered_again(self, history: History) -> bool:
+    def has_same_question(self, history: History) -> bool:
         """Whether `history` differs from this conversation only after its last user message."""
-        asked = 1 + self._last_question
-        return len(history.keys) > asked and history.keys[asked] == self.keys[asked]
+        question_end = 1 + self._last_question
+        return (
+            len(history.keys) > question_end
+            and history.keys[question_end] == self.keys[question_end]
+        )
 
     def has_answered(self, history: History) -> bool:
         """Whether the last messages here are the last one of `history`, and a reply to it."""
@@ -253,15 +263,15 @@ class ServedConversation(KnownConversation):
         return len(self.keys) == size + 1 and self.keys[size - 1] == history.keys[-1]
 
     def copy(self) -> ServedConversation | None:
-        """A copy, session included; None if keys and values take more than `KV_BYTES` bytes."""
-        session = copied(self.session, KV_BYTES)
+        """A copy, session included; None if keys and values take more than `AUTO_KV_BYTES`."""
+        session = copy_session(self.session, AUTO_KV_BYTES)
         return None if session is None else self.with_session(session)
 
     def with_session(self, session: Session) -> ServedConversation:
         """A copy, under a new id, that uses `session`, which has read the same messages."""
-        own = self.known() | {"id": secrets.token_hex(12), "is_branch": True, "name": ""}
+        fields = self.known_fields() | {"id": secrets.token_hex(12), "is_branch": True, "name": ""}
         is_exact = self.has_exact_prompt
-        return ServedConversation(session=session, **own, has_exact_prompt=is_exact)
+        return ServedConversation(session=session, **fields, has_exact_prompt=is_exact)
 
     def undo_reply(self) -> bool:
         """Undo the last reply; if that is not possible, also its message, or all, and return False.
@@ -275,7 +285,7 @@ class ServedConversation(KnownConversation):
         except LookupError:
             self.undo_last_question()
             if not self.is_exact:
-                self.begin_anew()
+                self.reset()
             self.is_exact = False
             return False
         del self.roles[-1], self.marks[-1], self.keys[-1]
@@ -309,14 +319,14 @@ class ServedConversation(KnownConversation):
     @property
     def first(self) -> str:
         """The beginning of the first user message, on one line."""
-        return first_words(self.session.turns)
+        return preview(self.session.turns)
 
     @property
     def _last_question(self) -> int:
         return len(self.roles) - 1 - self.roles[::-1].index("user")
 
 
-def first_words(turns: Iterable[Turn | SavedTurn]) -> str:
+def preview(turns: Iterable[Turn | SavedTurn]) -> str:
     """The beginning of the first user turn, on one line; "" if there is none."""
-    first = next((turn.text for turn in turns if turn.role == "user"), "")
-    return " ".join(first.split())[:_FIRST]
+    text = next((turn.text for turn in turns if turn.role == "user"), "")
+    return " ".join(text.split())[:_PREVIEW_CHARS]

@@ -21,13 +21,15 @@ from sirchat.errors import format_value, on_one_line
 from sirchat.text.text_file import without_surrogates
 from sirchat.text.tool_calls import is_deep
 
-MOST_BYTES = 16 * 2**20  # of a request's body
-MOST_MESSAGES = 10_000
-MANY = 10**9  # the highest limit of tokens, such as `max_tokens`, that a request may give
+MAX_BODY_BYTES = 16 * 2**20  # of a request's body
+MAX_MESSAGES = 10_000
+MAX_TOKEN_LIMIT = (
+    10**9
+)  # the highest limit of tokens, such as `max_tokens`, that a request may give
 
 # Fields that ask for another kind of answer: refused, unless they have one of these values. Any
-# other field that is not known has no effect, which the header `X-Sirchat-Note` says.
-_REFUSED: dict[str, tuple[Any, ...]] = {
+# other unknown field has no effect, which the header `X-Sirchat-Note` says.
+_REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "logprobs": (False,),
@@ -39,9 +41,9 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("grammar", "guided_grammar", "guided_json", "guided_regex"), ()),
     **dict.fromkeys(("guided_choice", "json_schema", "structured_outputs"), ()),
 }
-EMPTY: tuple[Any, ...] = (None, "", [], {})
+EMPTY_VALUES: tuple[Any, ...] = (None, "", [], {})
 # Values by which clients say, beside null, that a field is not given.
-_NOT_GIVEN: dict[str, tuple[Any, ...]] = {
+_UNSET_VALUES: dict[str, tuple[Any, ...]] = {
     "seed": (-1,),
     "top_k": (0, -1),
     "num_predict": (-1, -2),
@@ -50,9 +52,9 @@ _NOT_GIVEN: dict[str, tuple[Any, ...]] = {
 }
 
 # The parts of a message's content that are read, and where each has its text.
-_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 # Anthropic's names of errors, by their status; others are `invalid_request_error` or `api_error`.
-_ERRORS = {
+_ANTHROPIC_ERRORS = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -77,15 +79,17 @@ class RequestError(Exception):
         message, param = on_one_line(message), param and on_one_line(param)  # may name fields
         super().__init__(message)
         self.status = status
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        error_type = "invalid_request_error" if status < 500 else "server_error"
+        self.body = {
+            "error": {"message": message, "type": error_type, "param": param, "code": code}
+        }
         self.headers = headers or {}
 
-    def body_at(self, path: str) -> dict[str, Any]:
+    def body_for(self, path: str) -> dict[str, Any]:
         """The JSON of the response at a path, as its API has it."""
         if path.endswith(("/messages", "/count_tokens")):
-            usual = "invalid_request_error" if self.status < 500 else "api_error"
-            error = {"type": _ERRORS.get(self.status, usual), "message": str(self)}
+            default_type = "invalid_request_error" if self.status < 500 else "api_error"
+            error = {"type": _ANTHROPIC_ERRORS.get(self.status, default_type), "message": str(self)}
             return {"type": "error", "error": error}
         return {"error": str(self)} if path.startswith("/api/") else self.body
 
@@ -103,10 +107,10 @@ def join_text_parts(content: Any) -> Any:
         return content
     texts = []
     for part in content:
-        name = _PARTS.get(str(part.get("type"))) if isinstance(part, dict) else None
-        if name is None or not isinstance(part.get(name), str):
+        text_field = _TEXT_FIELDS.get(str(part.get("type"))) if isinstance(part, dict) else None
+        if text_field is None or not isinstance(part.get(text_field), str):
             raise PydanticCustomError("content", "only text is read: no images, audio or files")
-        texts.append(part[name])
+        texts.append(part[text_field])
     return "\n".join(texts)
 
 
@@ -116,7 +120,7 @@ CallId = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:|/=+@~-]{1,256}$")]
 Json = Annotated[dict[str, Any], BeforeValidator(refuse_deep_nesting)]
 
 
-class Fields(BaseModel):
+class RequestObject(BaseModel):
     """Base class of requests and of the objects in them; fields that are not known have no effect.
 
     Raises PydanticCustomError for fields that ask for another kind of answer.
@@ -126,81 +130,83 @@ class Fields(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _as_meant(cls, given: Any) -> Any:
+    def _without_unset(cls, fields: Any) -> Any:
         """The fields that are given; whole numbers may be written as fractions."""
-        if not isinstance(given, dict):
-            return given
-        known = {field.alias or name: field for name, field in cls.model_fields.items()}
-        kept = {}
-        for name, value in given.items():
-            if name in _REFUSED and name not in known:
-                if value not in (*EMPTY, *_REFUSED[name]):
-                    raise _not_had(name, value)
+        if not isinstance(fields, dict):
+            return fields
+        model_fields = {field.alias or name: field for name, field in cls.model_fields.items()}
+        set_fields = {}
+        for name, value in fields.items():
+            if name in _REFUSED_UNLESS and name not in model_fields:
+                if value not in (*EMPTY_VALUES, *_REFUSED_UNLESS[name]):
+                    raise _unsupported(name, value)
                 continue
-            if value is None or value in _NOT_GIVEN.get(name, ()):
+            if value is None or value in _UNSET_VALUES.get(name, ()):
                 continue
-            is_whole = name in known and known[name].annotation == int | None
-            if is_whole and isinstance(value, float) and value.is_integer():
+            is_integer = name in model_fields and model_fields[name].annotation == int | None
+            if is_integer and isinstance(value, float) and value.is_integer():
                 value = int(value)
-            kept[name] = value
-        return kept
+            set_fields[name] = value
+        return set_fields
 
     def check(self) -> None:
         """Raise RequestError if the values of some fields contradict each other."""
 
 
-def _not_had(name: str, value: Any) -> PydanticCustomError:
+def _unsupported(name: str, value: Any) -> PydanticCustomError:
     """The error of a field that asks for what can't be had."""
-    allowed = " or ".join(map(format_value, _REFUSED[name]))
+    allowed = " or ".join(map(format_value, _REFUSED_UNLESS[name]))
     problem = f"can't be {format_value(value)}; allowed: {allowed}"
     return PydanticCustomError(
-        "not_had", "{problem}", {"problem": problem if allowed else "can't be had", "field": name}
+        "unsupported",
+        "{problem}",
+        {"problem": problem if allowed else "can't be had", "field": name},
     )
 
 
-class Options(Fields):
+class Options(RequestObject):
     """An object of which a note says what has no effect: fields that are not known."""
 
     model_config = ConfigDict(extra="allow")
 
-    def without_effect(self, place: str = "") -> Iterator[str]:
+    def ignored_fields(self, place: str = "") -> Iterator[str]:
         """The names of such fields in this object, at `place`, and in the objects in it."""
         for name, value in (self.model_extra or {}).items():
-            if value not in (*EMPTY, 0):
+            if value not in (*EMPTY_VALUES, 0):
                 yield place + name
         for name, value in self:
             if isinstance(value, Options):
-                yield from value.without_effect(f"{place}{name}.")
+                yield from value.ignored_fields(f"{place}{name}.")
 
 
-class Body(Options):
+class RequestBody(Options):
     """The body of a request, which may name the model."""
 
     model: str | None = None
 
 
-Request = TypeVar("Request", bound=Fields)
+Request = TypeVar("Request", bound=RequestObject)
 
 
 def parse_request(body: bytes, kind: type[Request]) -> Request:
     """Parse the JSON body of a request of this kind; RequestError for the first problem."""
-    return make_request(kind, parse_object(body))
+    return make_request(kind, parse_json_object(body))
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
+def parse_json_object(body: bytes) -> dict[str, Any]:
     """Parse a body that is a JSON object; RequestError if it is something else."""
     try:
-        given = json.loads(body, parse_float=_number, parse_constant=_number)
+        value = json.loads(body, parse_float=_finite_number, parse_constant=_finite_number)
         if b"\\u" in body or b"\xed" in body:  # may have lone surrogates
-            given = json.loads(without_surrogates(json.dumps(given, ensure_ascii=False)))
+            value = json.loads(without_surrogates(json.dumps(value, ensure_ascii=False)))
     except (ValueError, RecursionError):
         raise RequestError("the request's body is not JSON") from None
-    if not isinstance(given, dict):
+    if not isinstance(value, dict):
         raise RequestError("the request's body is not a JSON object")
-    return given
+    return value
 
 
-def _number(text: str) -> float:
+def _finite_number(text: str) -> float:
     if not math.isfinite(number := float(text)):
         raise RequestError(f"the request has the number {text[:30]}; allowed: finite numbers")
     return number
@@ -211,20 +217,20 @@ def make_request(kind: type[Request], fields: dict[str, Any], *place: str | int)
     try:
         request = kind.model_validate(fields)
     except ValidationError as error:
-        raise _refusal(error, place) from None
+        raise _first_error(error, place) from None
     request.check()
     return request
 
 
-def _refusal(error: ValidationError, within: tuple[str | int, ...]) -> RequestError:
-    first = error.errors(include_url=False)[0]
-    names = [str(n) for n in (*within, *first["loc"]) if not str(n).startswith("literal[")]
-    if first["type"] == "not_had":
-        place = ".".join([*names, first["ctx"]["field"]])
-        problem = f"{place} {first['msg']}"
+def _first_error(error: ValidationError, prefix: tuple[str | int, ...]) -> RequestError:
+    detail = error.errors(include_url=False)[0]
+    names = [str(n) for n in (*prefix, *detail["loc"]) if not str(n).startswith("literal[")]
+    if detail["type"] == "unsupported":
+        place = ".".join([*names, detail["ctx"]["field"]])
+        problem = f"{place} {detail['msg']}"
         return RequestError(problem, param=place, code="unsupported_value")
-    place, value = ".".join(names), format_value(first["input"])
-    if first["type"] == "extra_forbidden":
+    place, value = ".".join(names), format_value(detail["input"])
+    if detail["type"] == "extra_forbidden":
         return RequestError(f"{place} is not supported", param=place, code="unsupported_parameter")
-    shown = "" if first["type"] == "missing" else f" (not {value})"
-    return RequestError(f"{place}: {first['msg']}{shown}", param=place)
+    shown = "" if detail["type"] == "missing" else f" (not {value})"
+    return RequestError(f"{place}: {detail['msg']}{shown}", param=place)

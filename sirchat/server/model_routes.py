@@ -20,23 +20,23 @@ from sirchat.errors import format_value
 from sirchat.models.devices import weights_by_device
 from sirchat.models.model import LoadedModel
 from sirchat.server.access import read_body
-from sirchat.server.fields import Body, RequestError, parse_request
+from sirchat.server.fields import RequestBody, RequestError, parse_request
 from sirchat.server.reply_thread import ReplyThread
 from sirchat.text.times import local_time
 
-VERSION = "0.12.0"  # of Ollama, whose API this is
+OLLAMA_VERSION = "0.12.0"  # of Ollama, whose API this is
 
-_MOST_TEXTS = 2048  # in a request for embeddings
-_WITHOUT_ENCODER = "the last layer's states, pooled as the model's files say, or else their mean"
+_MAX_TEXTS = 2048  # in a request for embeddings
+_POOLED_STATES = "the last layer's states, pooled as the model's files say, or else their mean"
 
 _Texts = Annotated[
     list[str],
     BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
-    Field(min_length=1, max_length=_MOST_TEXTS),
+    Field(min_length=1, max_length=_MAX_TEXTS),
 ]
 
 
-class EmbeddingRequest(Body):
+class EmbeddingRequest(RequestBody):
     """The body of a request to `/v1/embeddings`; texts only, as ids of other models differ."""
 
     input: _Texts
@@ -44,7 +44,7 @@ class EmbeddingRequest(Body):
     dimensions: int | None = None
 
 
-class ShowRequest(Body):
+class ShowRequest(RequestBody):
     """The body of a request to `/api/show`; `name` is the model's in earlier versions."""
 
     name: str | None = None
@@ -59,8 +59,8 @@ class ModelRoutes:
 
     def __init__(self, model: LoadedModel, names: tuple[str, ...], replies: ReplyThread) -> None:
         self._model, self._names, self._replies = model, names, replies
-        self._since = int(time.time())
-        self._since_as_text = local_time(self._since).astimezone(UTC).isoformat()
+        self._loaded_at = int(time.time())
+        self._loaded_at_text = local_time(self._loaded_at).astimezone(UTC).isoformat()
         self.routes = [
             Route("/v1/models", self._list),
             Route("/v1/models/{name:path}", self._find),
@@ -90,91 +90,101 @@ class ModelRoutes:
 
     @property
     def _as_openai(self) -> dict[str, Any]:
-        about = {"object": "model", "created": self._since, "owned_by": "sirchat"}
+        fields = {"object": "model", "created": self._loaded_at, "owned_by": "sirchat"}
         # Histories may be longer than the context: what is evicted is archived.
         length = self._model.context_length
-        return {"id": self._names[-1], **about, "context_length": length, "max_model_len": length}
+        return {"id": self._names[-1], **fields, "context_length": length, "max_model_len": length}
 
     async def _embed(self, request: Request) -> Response:
-        asked = parse_request(await read_body(request), EmbeddingRequest)
-        self.check_name(asked.model)
-        vectors, tokens = await self._vectors(asked)
+        body = parse_request(await read_body(request), EmbeddingRequest)
+        self.check_name(body.model)
+        vectors, tokens = await self._vectors(body)
         data = [
-            {"object": "embedding", "index": at, "embedding": _encoded(one, asked.encoding_format)}
-            for at, one in enumerate(vectors)
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": _encode_vector(vector, body.encoding_format),
+            }
+            for index, vector in enumerate(vectors)
         ]
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        answer = {"object": "list", "data": data, "model": self._names[-1], "usage": usage}
+        response = {"object": "list", "data": data, "model": self._names[-1], "usage": usage}
         model = self._model
-        how = model.encoder_in_words if model.passage_encoder.size else _WITHOUT_ENCODER
-        return JSONResponse(answer | {"sirchat": {"vectors": how}})
+        vector_kind = model.encoder_description if model.passage_encoder.size else _POOLED_STATES
+        return JSONResponse(response | {"sirchat": {"vectors": vector_kind}})
 
     async def _embed_as_ollama(self, request: Request) -> Response:
-        asked = parse_request(await read_body(request), EmbeddingRequest)
-        self.check_name(asked.model)
-        vectors, tokens = await self._vectors(asked)
-        about = {"model": self._names[-1], "prompt_eval_count": tokens}
-        return JSONResponse(about | {"embeddings": [vector.tolist() for vector in vectors]})
+        body = parse_request(await read_body(request), EmbeddingRequest)
+        self.check_name(body.model)
+        vectors, tokens = await self._vectors(body)
+        fields = {"model": self._names[-1], "prompt_eval_count": tokens}
+        return JSONResponse(fields | {"embeddings": [vector.tolist() for vector in vectors]})
 
-    async def _vectors(self, asked: EmbeddingRequest) -> tuple[list[NDArray[np.float32]], int]:
+    async def _vectors(self, body: EmbeddingRequest) -> tuple[list[NDArray[np.float32]], int]:
         """The vectors of texts, one at a time between the steps of replies, and their tokens."""
-        model, most, texts = self._model, self._model.context_length, asked.input
+        model, max_tokens, texts = self._model, self._model.context_length, body.input
         hidden = model.module.config.get_text_config(decoder=True).hidden_size
         try:
             size = model.passage_encoder.size or hidden
-            adds = model.sentence_encoder is None and model.pooling is not None
+            adds_special_tokens = model.sentence_encoder is None and model.pooling is not None
         except Exception as error:  # for damaged files, of all kinds
             raise RequestError(f"this model makes no vectors: {error}") from error
-        if asked.dimensions not in (None, size):
-            problem = f"dimensions can't be {asked.dimensions}; allowed: {size}, the model's own"
+        if body.dimensions not in (None, size):
+            problem = f"dimensions can't be {body.dimensions}; allowed: {size}, the model's own"
             raise RequestError(problem, param="dimensions", code="unsupported_value")
-        encode = partial(model.tokenizer.encode, add_special_tokens=adds)
-        each = await asyncio.to_thread(lambda: [encode(text) or [0] for text in texts])
-        if (longest := max(map(len, each))) > most:
+        encode = partial(model.tokenizer.encode, add_special_tokens=adds_special_tokens)
+        token_ids = await asyncio.to_thread(lambda: [encode(text) or [0] for text in texts])
+        if (longest := max(map(len, token_ids))) > max_tokens:
             raise RequestError(
-                f"a text has {longest:,} tokens; the model's context length is {most:,}",
+                f"a text has {longest:,} tokens; the model's context length is {max_tokens:,}",
                 param="input",
                 code="context_length_exceeded",
             )
-        found = []
-        for text, ids in zip(texts, each, strict=True):
+        vectors = []
+        for text, ids in zip(texts, token_ids, strict=True):
             call = self._replies.call(partial(self._vector, text, ids))
-            found.append(await asyncio.wrap_future(call))
-        return found, sum(map(len, each))
+            vectors.append(await asyncio.wrap_future(call))
+        return vectors, sum(map(len, token_ids))
 
     def _vector(self, text: str, ids: list[int]) -> NDArray[np.float32]:
-        own = self._model.sentence_encoder
-        return (own.vectors([text])[0] if own else self._model.encode(ids)).numpy()
+        encoder = self._model.sentence_encoder
+        return (encoder.vectors([text])[0] if encoder else self._model.encode(ids)).numpy()
 
     async def _list_as_ollama(self, request: Request) -> Response:
         size = weights_by_device(self._model.module).total()
-        name, since = self._names[-1], self._since_as_text
-        about = {"name": name, "model": name, "size": size, "digest": "", "modified_at": since}
-        return JSONResponse({"models": [about | {"details": self._details}]})
+        name, modified_at = self._names[-1], self._loaded_at_text
+        fields = {
+            "name": name,
+            "model": name,
+            "size": size,
+            "digest": "",
+            "modified_at": modified_at,
+        }
+        return JSONResponse({"models": [fields | {"details": self._details}]})
 
     async def _show(self, request: Request) -> Response:
-        asked = parse_request(await read_body(request), ShowRequest)
-        self.check_name(asked.model or asked.name)
+        body = parse_request(await read_body(request), ShowRequest)
+        self.check_name(body.model or body.name)
         kind = self._model.module.config.model_type
         template = str(self._model.tokenizer.chat_template or "")
-        able = ["completion", *(("tools",) if "tools" in template else ())]
+        capabilities = ["completion", *(("tools",) if "tools" in template else ())]
         length = self._model.context_length
-        info = {"general.architecture": kind, f"{kind}.context_length": length}
-        about = {"template": template, "model_info": info, "capabilities": able}
-        since = self._since_as_text
-        return JSONResponse(about | {"details": self._details, "modified_at": since})
+        model_info = {"general.architecture": kind, f"{kind}.context_length": length}
+        fields = {"template": template, "model_info": model_info, "capabilities": capabilities}
+        modified_at = self._loaded_at_text
+        return JSONResponse(fields | {"details": self._details, "modified_at": modified_at})
 
     @property
     def _details(self) -> dict[str, Any]:
         kind = self._model.module.config.model_type
-        about = {"parent_model": "", "format": "", "family": kind, "families": [kind]}
-        return about | {"parameter_size": "", "quantization_level": ""}
+        fields = {"parent_model": "", "format": "", "family": kind, "families": [kind]}
+        return fields | {"parameter_size": "", "quantization_level": ""}
 
 
 async def _version(request: Request) -> Response:
-    return JSONResponse({"version": VERSION})
+    return JSONResponse({"version": OLLAMA_VERSION})
 
 
-def _encoded(vector: NDArray[np.float32], encoding: str) -> str | list[float]:
-    as_text = encoding == "base64"
-    return b64encode(vector.astype("<f4").tobytes()).decode() if as_text else vector.tolist()
+def _encode_vector(vector: NDArray[np.float32], encoding: str) -> str | list[float]:
+    is_base64 = encoding == "base64"
+    return b64encode(vector.astype("<f4").tobytes()).decode() if is_base64 else vector.tolist()

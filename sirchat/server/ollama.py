@@ -11,20 +11,20 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from sirchat.server.completions import Shape
+from sirchat.server.completions import ReplySerializer
 from sirchat.server.fields import (
-    MANY,
-    MOST_MESSAGES,
-    Body,
+    MAX_MESSAGES,
+    MAX_TOKEN_LIMIT,
     CallId,
-    Fields,
     Json,
     Name,
     Options,
+    RequestBody,
     RequestError,
+    RequestObject,
     make_request,
 )
-from sirchat.server.pieces import ReplyEnd, ReplyText
+from sirchat.server.parts import ReplyEnd, ReplyText
 from sirchat.server.requests import (
     Arguments,
     ChatRequest,
@@ -39,7 +39,7 @@ from sirchat.text.tool_calls import call_id
 class OllamaOptions(SamplingFields, Options):
     """The field `options` of a request: sampling settings and other settings, by Ollama's names."""
 
-    num_predict: int | None = Field(default=None, ge=1, le=MANY)
+    num_predict: int | None = Field(default=None, ge=1, le=MAX_TOKEN_LIMIT)
 
 
 class OllamaFunction(FunctionCall):
@@ -48,14 +48,14 @@ class OllamaFunction(FunctionCall):
     arguments: Arguments = "{}"
 
 
-class OllamaCall(Fields):
+class OllamaCall(RequestObject):
     """A tool call in a message; without an id, its result is found by order and by name."""
 
     id: CallId | None = None
     function: OllamaFunction
 
 
-class OllamaMessage(Fields):
+class OllamaMessage(RequestObject):
     """One message in the field `messages` of a request for a reply."""
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -65,11 +65,11 @@ class OllamaMessage(Fields):
     tool_call_id: CallId | None = None
 
 
-class OllamaRequest(Body):
+class OllamaRequest(RequestBody):
     """The body of a request to `/api/chat`."""
 
     model: str
-    messages: list[OllamaMessage] = Field(max_length=MOST_MESSAGES)  # none: it only loads
+    messages: list[OllamaMessage] = Field(max_length=MAX_MESSAGES)  # none: it only loads
     tools: list[Tool] = Field(default=[])
     options: OllamaOptions = OllamaOptions()
     format: Literal["json"] | Json | None = None
@@ -77,10 +77,10 @@ class OllamaRequest(Body):
     stream: bool = True
     sirchat: ConversationFields = ConversationFields()
 
-    def as_request(self) -> ChatRequest:
+    def as_chat_request(self) -> ChatRequest:
         """This request in OpenAI's shape; RequestError if a value is not allowed."""
-        same = ("model", "stream", "sirchat", "tools")
-        fields: dict[str, Any] = {name: getattr(self, name) for name in same}
+        shared = ("model", "stream", "sirchat", "tools")
+        fields: dict[str, Any] = {name: getattr(self, name) for name in shared}
         if isinstance(self.think, bool):
             fields["reasoning_effort"] = "on" if self.think else "none"
         else:
@@ -91,78 +91,79 @@ class OllamaRequest(Body):
         elif self.format is not None:
             schema = {"name": "format", "schema": self.format}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-        known = set(OllamaOptions.model_fields)
-        options = self.options.model_dump(include=known, exclude_unset=True)
+        option_names = set(OllamaOptions.model_fields)
+        options = self.options.model_dump(include=option_names, exclude_unset=True)
         fields["max_tokens"] = options.pop("num_predict", None)
         return make_request(ChatRequest, fields | options)
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         """Yield the messages of a chat request, in which each call and each result has an id."""
-        ids, waiting = map(call_id, count()), list[tuple[str, str]]()  # of calls: name and id
+        ids, unanswered = map(call_id, count()), list[tuple[str, str]]()  # of calls: name and id
         for message in self.messages:
             fields: dict[str, Any] = {"role": message.role, "content": message.content}
             fields["tool_calls"] = []
             for call in message.tool_calls:
-                ident, name = call.id or next(ids), call.function.name
+                ident = call.id or next(ids)
                 fields["tool_calls"].append({"id": ident, "function": call.function})
-                waiting.append((name, ident))
+                unanswered.append((call.function.name, ident))
             if message.role == "tool":
-                fits = [pair for pair in waiting if message.tool_name in (None, pair[0])]
-                waiting = [pair for pair in waiting if pair not in fits[:1]]
-                answered = message.tool_call_id or next((ident for _, ident in fits), "none")
-                fields |= {"tool_call_id": answered, "name": message.tool_name}
+                candidates = [pair for pair in unanswered if message.tool_name in (None, pair[0])]
+                unanswered = [pair for pair in unanswered if pair not in candidates[:1]]
+                first_id = next((ident for _, ident in candidates), "none")
+                fields["tool_call_id"] = message.tool_call_id or first_id
+                fields["name"] = message.tool_name
             yield fields
 
 
-class OllamaShape(Shape):
+class OllamaSerializer(ReplySerializer):
     """The JSON of one reply in Ollama's format: one object, or one object per line."""
 
     media = "application/x-ndjson"
 
     def __init__(self, model: str) -> None:
         self._model = model
-        self._asked_at = time.monotonic_ns()
+        self._began_at = time.monotonic_ns()
 
-    def loaded(self) -> dict[str, Any]:
+    def loaded_body(self) -> dict[str, Any]:
         """The JSON object of a response without a reply, as the model is loaded."""
-        return self._piece(ReplyText("")) | {"done": True, "done_reason": "load"}
+        return self._reply_body(ReplyText("")) | {"done": True, "done_reason": "load"}
 
-    def whole(self, said: ReplyText, end: ReplyEnd) -> dict[str, Any]:
+    def response_body(self, reply: ReplyText, end: ReplyEnd) -> dict[str, Any]:
         """The JSON object of a response with this reply, in one part."""
-        return self._piece(said) | self._end(end)
+        return self._reply_body(reply) | self._end_fields(end)
 
-    def begun(self) -> Iterable[str]:
+    def first_events(self) -> Iterable[str]:
         """Nothing."""
         return ()
 
-    def told(self, part: ReplyText) -> Iterable[str]:
+    def part_events(self, part: ReplyText) -> Iterable[str]:
         """The line that tells a part."""
-        return (_line(self._piece(part)),) if part != ReplyText("") else ()
+        return (_line(self._reply_body(part)),) if part != ReplyText("") else ()
 
-    def ended(self, end: ReplyEnd) -> Iterable[str]:
+    def last_events(self, end: ReplyEnd) -> Iterable[str]:
         """The last line."""
-        return (_line(self._piece(ReplyText("")) | self._end(end)),)
+        return (_line(self._reply_body(ReplyText("")) | self._end_fields(end)),)
 
-    def failed(self, error: RequestError) -> Iterable[str]:
+    def error_events(self, error: RequestError) -> Iterable[str]:
         """The last line, if the reply fails."""
-        return (_line(error.body_at("/api/")),)
+        return (_line(error.body_for("/api/")),)
 
-    def _piece(self, said: ReplyText) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": said.text}
-        if said.thinking:
-            message["thinking"] = said.thinking
-        if said.calls:
-            given = ({"name": c.name, "arguments": json.loads(c.arguments)} for c in said.calls)
-            message["tool_calls"] = [{"function": function} for function in given]
+    def _reply_body(self, part: ReplyText) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": part.text}
+        if part.thinking:
+            message["thinking"] = part.thinking
+        if part.calls:
+            functions = ({"name": c.name, "arguments": json.loads(c.arguments)} for c in part.calls)
+            message["tool_calls"] = [{"function": function} for function in functions]
         now = datetime.now(UTC).isoformat()
         return {"model": self._model, "created_at": now, "message": message, "done": False}
 
-    def _end(self, end: ReplyEnd) -> dict[str, Any]:
+    def _end_fields(self, end: ReplyEnd) -> dict[str, Any]:
         """The fields of only the last object."""
         return {
             "done": True,
             "done_reason": "length" if end.finish == "length" else "stop",
-            "total_duration": time.monotonic_ns() - self._asked_at,
+            "total_duration": time.monotonic_ns() - self._began_at,
             "prompt_eval_count": end.usage["prompt_tokens"],
             "eval_count": end.usage["completion_tokens"],
             "sirchat": end.memory,

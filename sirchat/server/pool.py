@@ -12,7 +12,7 @@ from typing import Any
 
 from sirchat.chat.editing import can_edit
 from sirchat.chat.events import Event
-from sirchat.chat.rereading import copied_beginning
+from sirchat.chat.rereading import copy_system_prompt
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.models.model import LoadedModel
@@ -22,7 +22,7 @@ from sirchat.server.fields import RequestError
 from sirchat.server.matching import matched, unread
 from sirchat.server.saved_conversations import SavedConversation, SavedConversations
 
-_LONG = 2000  # characters, which take longer to read than a conversation to load
+_MIN_CHARS_TO_LOAD = 2000  # characters, which take longer to read than a conversation to load
 
 
 class BusyError(Exception):
@@ -50,8 +50,8 @@ class ConversationPool:
         self.limit = limit
         self._disk, self._reuse = disk, reuse
         free = free_memory()
-        self._most_bytes = math.inf if free is None else free // 2
-        self._held: list[ServedConversation] = []  # by last use, the latest at the end
+        self._max_bytes = math.inf if free is None else free // 2
+        self._in_memory: list[ServedConversation] = []  # by last use, the latest at the end
 
     def take(self, history: History) -> ServedConversation:
         """The conversation in which to answer `history`, now busy; it may be new, or a copy.
@@ -62,40 +62,40 @@ class ConversationPool:
         if named is not None and named.is_busy:
             raise BusyError
         if named is not None:
-            own = named.continued(history, len(matched(named, history)))
-            if own is not history:  # it has the messages before, too
-                named.is_again, named.continued_by = named.has_answered(own), own
-                if own.keys[0] != named.keys[0]:  # with another system prompt, or other tools
-                    before = min(len(named.marks), len(own.marks) - 1)
-                    named.kept, named.is_edited = {at: at for at in range(before)}, True
+            full = named.history_with_earlier(history, len(matched(named, history)))
+            if full is not history:  # it has the messages before, too
+                named.is_retry, named.full_history = named.has_answered(full), full
+                if full.keys[0] != named.keys[0]:  # with another system prompt, or other tools
+                    earlier = min(len(named.marks), len(full.marks) - 1)
+                    named.reused, named.is_edited = {index: index for index in range(earlier)}, True
                 return self._begin_use(named)
-        taken = self._begin_use(self._by_messages(history))
+        conversation = self._begin_use(self._take_by_messages(history))
         if history.name:
             if named is not None:
                 named.name = ""
-            taken.name = history.name
-        return taken
+            conversation.name = history.name
+        return conversation
 
-    def _by_messages(self, history: History) -> ServedConversation:
+    def _take_by_messages(self, history: History) -> ServedConversation:
         """As `take`, by what the messages have in common with those of a conversation."""
         is_exact = self._reuse == "exact"
-        own = (each for each in self._all if history.may_use(each.name))
-        able = (each for each in own if not (is_exact and each.is_edited))
-        best = max(able, key=partial(_fitness, history), default=None)
-        shared = 0 if best is None else best.count_shared(history)
+        usable = (each for each in self._newest_first if history.may_use(each.name))
+        candidates = (each for each in usable if not (is_exact and each.is_edited))
+        best = max(candidates, key=partial(_match_quality, history), default=None)
+        shared = 0 if best is None else best.count_shared_messages(history)
         if shared and isinstance(best, SavedConversation):
             if (best := self._load(best)) is None:
-                return self._by_messages(history)  # it is no longer listed
-            shared = best.count_shared(history)
+                return self._take_by_messages(history)  # it is no longer listed
+            shared = best.count_shared_messages(history)
         if not is_exact and shared < len(history.marks) - 1:
-            edited = self._best_edited(history, unread(history, range(shared), shared > 0))
+            edited = self._find_editable(history, unread(history, range(shared), shared > 0))
             if edited is not None:
                 return edited
         if not (shared and isinstance(best, ServedConversation)):
-            return self._asked_again(history) or self._new(history)
+            return self._find_retry(history) or self._create(history)
         if best.is_busy:
             raise BusyError
-        return self._rewind(best, history, shared) or self._new(history)
+        return self._rewind(best, history, shared) or self._create(history)
 
     def find(self, ident: str) -> ServedConversation:
         """The conversation with this id, loaded if it is only on disk.
@@ -106,15 +106,15 @@ class ConversationPool:
             raise RequestError("there is no such conversation; it may be dropped", status=404)
         return found
 
-    def _find(self, is_it: Callable[[KnownConversation], bool]) -> ServedConversation | None:
-        found = next(filter(is_it, self._all), None)
+    def _find(self, matches: Callable[[KnownConversation], bool]) -> ServedConversation | None:
+        found = next(filter(matches, self._newest_first), None)
         return self._load(found) if isinstance(found, SavedConversation) else found
 
     @property
-    def _all(self) -> list[ServedConversation | SavedConversation]:
+    def _newest_first(self) -> list[ServedConversation | SavedConversation]:
         """All conversations, in memory, and then on disk; of each, the one used last is first."""
-        away = [] if self._disk is None else self._disk.all
-        return [*reversed(self._held), *reversed(away)]
+        on_disk = [] if self._disk is None else self._disk.entries
+        return [*reversed(self._in_memory), *reversed(on_disk)]
 
     def change(
         self,
@@ -148,7 +148,7 @@ class ConversationPool:
                 "in_memory": isinstance(each, ServedConversation),
                 "bytes": each.nbytes if isinstance(each, ServedConversation) else 0,
             }
-            for each in self._all
+            for each in self._newest_first
         ]
 
     def release(
@@ -163,11 +163,11 @@ class ConversationPool:
             conversation.is_busy = False
             then()
 
-        conversation.kept, conversation.continued_by = {}, None  # of a request that was refused
-        conversation.is_again = False
+        conversation.reused, conversation.full_history = {}, None  # of a request that was refused
+        conversation.is_retry = False
 
         if not conversation.is_exact or not conversation.roles:
-            self._drop(conversation)
+            self._remove(conversation)
             if self._disk is not None:
                 self._disk.keep_last_saved(conversation)
             free()
@@ -179,11 +179,11 @@ class ConversationPool:
     def end(self) -> None:
         """Save all conversations with keys and values; of an unfinished reply nothing is saved."""
         if self._disk is not None:
-            for conversation in self._held:
+            for conversation in self._in_memory:
                 is_whole = conversation.is_exact and conversation.roles
                 (self._disk.move_to_disk if is_whole else self._disk.keep_last_saved)(conversation)
             self._disk.end()
-        self._held = []
+        self._in_memory = []
 
     def _rewind(
         self, conversation: ServedConversation, history: History, shared: int
@@ -197,56 +197,64 @@ class ConversationPool:
             conversation.is_branch = False
             return conversation
         if conversation.has_answered(history):
-            conversation.is_again = True
+            conversation.is_retry = True
             return conversation
-        if not conversation.is_answered_again(history):
+        if not conversation.has_same_question(history):
             conversation = self._branch(conversation)
         return conversation if conversation.undo_to(shared) else None
 
-    def _asked_again(self, history: History) -> ServedConversation | None:
+    def _find_retry(self, history: History) -> ServedConversation | None:
         """A conversation with the one message of `history` alone, for another reply to it."""
-        for held in reversed(self._held):
-            is_changed = bool(held.settings.keys() - {"pin_system"}) or held.is_edited
-            is_own = is_changed or held.name != history.name  # for its own client alone
-            if held.has_answered(history) and not (held.is_busy or is_own):
-                held.is_again = True
-                return held
+        for conversation in reversed(self._in_memory):
+            has_own_settings = (
+                bool(conversation.settings.keys() - {"pin_system"}) or conversation.is_edited
+            )
+            is_private = (
+                has_own_settings or conversation.name != history.name
+            )  # for its own client alone
+            if conversation.has_answered(history) and not (conversation.is_busy or is_private):
+                conversation.is_retry = True
+                return conversation
         return None
 
     def _branch(self, conversation: ServedConversation) -> ServedConversation:
         """A copy, so that both can be continued; without room for it, the other is on disk."""
         copy = conversation.copy() if self._make_room(besides=conversation) else None
         if copy is None and self._disk is not None:
-            self._drop(conversation)
+            self._remove(conversation)
             self._disk.move_to_disk(conversation).file.result()
             copy = conversation.with_session(conversation.session)
         return copy or conversation
 
-    def _best_edited(self, history: History, most: int) -> ServedConversation | None:
+    def _find_editable(self, history: History, max_chars: int) -> ServedConversation | None:
         """The conversation that has read most of `history`, whatever stands between.
 
         None if more than `most` characters are left to read. A copy, if the client goes on from
         before the last question, perhaps with both. BusyError if it is in use.
         """
-        best, kept = None, dict[int, int]()
-        for each in self._all:
-            found = matched(each, history) if history.may_use(each.name) else {}
-            left = unread(history, found, each.keys[0] == history.keys[0])
-            own = each.session if isinstance(each, ServedConversation) else None
-            if found and left < most and (self._can_edit if own is None else can_edit(own)):
-                best, kept, most = each, found, left
+        best, reused = None, dict[int, int]()
+        for each in self._newest_first:
+            pairs = matched(each, history) if history.may_use(each.name) else {}
+            chars = unread(history, pairs, each.keys[0] == history.keys[0])
+            session = each.session if isinstance(each, ServedConversation) else None
+            if (
+                pairs
+                and chars < max_chars
+                and (self._can_edit if session is None else can_edit(session))
+            ):
+                best, reused, max_chars = each, pairs, chars
         if isinstance(best, SavedConversation):
             best = self._load(best)
         if best is None or not can_edit(best.session):
             return None
         if best.is_busy:
             raise BusyError
-        end = max(kept.values()) + 1
-        is_last = best.marks[end : end + 1] == [history.marks[-1]]
-        is_again = is_last and best.roles[end:].count("user") == 1
+        end = max(reused.values()) + 1
+        ends_with_question = best.marks[end : end + 1] == [history.marks[-1]]
+        is_retry = ends_with_question and best.roles[end:].count("user") == 1
         is_branch = end < len(best.marks)
-        best = self._branch(best) if is_branch and not is_again else best
-        best.is_edited, best.kept, best.is_branch = True, kept, end < len(best.marks)
+        best = self._branch(best) if is_branch and not is_retry else best
+        best.is_edited, best.reused, best.is_branch = True, reused, end < len(best.marks)
         return best
 
     @cached_property
@@ -254,47 +262,53 @@ class ConversationPool:
         """Whether conversations with the settings of this server can be edited."""
         return can_edit(Session(self.model, self.profile))
 
-    def _new(self, history: History) -> ServedConversation:
+    def _create(self, history: History) -> ServedConversation:
         if not self._make_room():
             raise BusyError
-        own = self.profile
+        profile = self.profile
         if history.system is not None or not history.name:
-            own = own.model_copy(update={"system": history.system})
-        alike = (each for each in reversed(self._held) if each.keys[0] == history.keys[0])
-        able = (each for each in alike if each.roles and not each.kept and each.has_exact_prompt)
-        source = next(able, None)
-        source = source or self._load_beginning(history)
-        session = Session(self.model, history.profile or own)
+            profile = profile.model_copy(update={"system": history.system})
+        same_prompt = (
+            each for each in reversed(self._in_memory) if each.keys[0] == history.keys[0]
+        )
+        sources = (
+            each for each in same_prompt if each.roles and not each.reused and each.has_exact_prompt
+        )
+        source = next(sources, None)
+        source = source or self._load_same_prompt(history)
+        session = Session(self.model, history.profile or profile)
         new = ServedConversation(session=session, keys=[history.keys[0]], roles=[])
         if source is not None and history.profile is None:  # it begins with the same
             new.least_budget, is_pinned = source.least_budget, source.settings.get("pin_system")
             new.settings = {} if is_pinned is None else {"pin_system": is_pinned}
-            same = {"budget": max(own.budget, new.least_budget), **new.settings}
-            own = own.model_copy(update=same)
-            new.session = copied_beginning(source.session, own) or Session(self.model, own)
+            changes = {"budget": max(profile.budget, new.least_budget), **new.settings}
+            profile = profile.model_copy(update=changes)
+            new.session = copy_system_prompt(source.session, profile) or Session(
+                self.model, profile
+            )
         return new
 
-    def _load_beginning(self, history: History) -> ServedConversation | None:
+    def _load_same_prompt(self, history: History) -> ServedConversation | None:
         """Load a conversation with this system prompt and tools, if that is faster than reading."""
-        has_place = len(self._held) + 1 < self.limit
-        is_long = len(history.system or "") + len(history.tools) >= _LONG
-        if self._disk is None or not (has_place and is_long):
+        has_room = len(self._in_memory) + 1 < self.limit
+        is_long = len(history.system or "") + len(history.tools) >= _MIN_CHARS_TO_LOAD
+        if self._disk is None or not (has_room and is_long):
             return None
-        for saved in reversed(self._disk.all):
+        for saved in reversed(self._disk.entries):
             is_exact = saved.keys[0] == history.keys[0] and not saved.is_edited
             if is_exact and saved.has_keys_and_values():
                 return self._load(saved)
         return None
 
     def _begin_use(self, conversation: ServedConversation) -> ServedConversation:
-        self._drop(conversation)
-        self._held.append(conversation)
+        self._remove(conversation)
+        self._in_memory.append(conversation)
         conversation.is_busy = True
         if self._disk is not None:
-            while sum(held.nbytes for held in self._held) > self._most_bytes:
-                if not self._let_one_leave():
+            while sum(each.nbytes for each in self._in_memory) > self._max_bytes:
+                if not self._unload_oldest():
                     break
-            self._disk.prune(self._held)
+            self._disk.prune(self._in_memory)
         return conversation
 
     def _load(self, saved: SavedConversation) -> ServedConversation | None:
@@ -307,7 +321,7 @@ class ConversationPool:
         assert self._disk is not None
         loaded = self._disk.load(saved)
         if loaded is not None:
-            self._held.append(loaded)
+            self._in_memory.append(loaded)
         return loaded
 
     def _make_room(self, besides: ServedConversation | None = None) -> bool:
@@ -315,25 +329,25 @@ class ConversationPool:
 
         Neither a busy conversation nor `besides` leaves.
         """
-        return len(self._held) < self.limit or self._let_one_leave(besides)
+        return len(self._in_memory) < self.limit or self._unload_oldest(besides)
 
-    def _let_one_leave(self, besides: ServedConversation | None = None) -> bool:
+    def _unload_oldest(self, besides: ServedConversation | None = None) -> bool:
         """Let the conversation used longest ago leave memory; False if all are in use."""
-        idle = (each for each in self._held if not each.is_busy and each is not besides)
+        idle = (each for each in self._in_memory if not each.is_busy and each is not besides)
         if (leaving := next(idle, None)) is None:
             return False
-        self._drop(leaving)
+        self._remove(leaving)
         if self._disk is not None:
             self._disk.move_to_disk(leaving)
         return True
 
-    def _drop(self, conversation: ServedConversation) -> None:
-        self._held = [each for each in self._held if each is not conversation]
+    def _remove(self, conversation: ServedConversation) -> None:
+        self._in_memory = [each for each in self._in_memory if each is not conversation]
 
 
-def _fitness(history: History, known: KnownConversation) -> tuple[int, bool, bool]:
+def _match_quality(history: History, conversation: KnownConversation) -> tuple[int, bool, bool]:
     """How well a conversation suits to continue `history`; a greater tuple is better."""
-    shared = known.count_shared(history)
-    if not isinstance(known, ServedConversation):
+    shared = conversation.count_shared_messages(history)
+    if not isinstance(conversation, ServedConversation):
         return shared, False, False
-    return shared, not known.is_busy, shared == len(known.roles)
+    return shared, not conversation.is_busy, shared == len(conversation.roles)

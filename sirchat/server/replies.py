@@ -22,7 +22,7 @@ from sirchat.memory.ledger import Flag
 from sirchat.server.conversation import History, ServedConversation
 from sirchat.server.fields import RequestError
 from sirchat.server.matching import edited
-from sirchat.server.pieces import Pieces, ReplyEnd, ReplyOptions, ReplyText
+from sirchat.server.parts import ReplyEnd, ReplyOptions, ReplySplitter, ReplyText
 from sirchat.text.other_templates import PromptedTools, ToolTemplate
 from sirchat.text.template import TurnIds
 from sirchat.text.tool_calls import (
@@ -34,9 +34,11 @@ from sirchat.text.tool_calls import (
 )
 
 # Of the budget: what the tools may take where a text tells of them, unless they are needed.
-_MOST_TOLD = 0.5
-_LEAST_ROOM = 1.25  # the smallest budget, relative to system prompt and tools that are not pinned
-_SHORT = ("length", "loop", "context")  # reasons of an end that cuts a reply
+_MAX_TOOLS_SHARE = 0.5
+_MIN_BUDGET_RATIO = (
+    1.25  # the smallest budget, relative to system prompt and tools that are not pinned
+)
+_CUT_REASONS = ("length", "loop", "context")  # reasons of an end that cuts a reply
 
 
 Part = ReplyText | ReplyEnd | None
@@ -44,7 +46,7 @@ Part = ReplyText | ReplyEnd | None
 Parts = Generator[Part | Generation, StepResult | None]
 
 
-class AnsweredRequest:
+class ReplyGenerator:
     """Answers one request, which has the messages of `history`, in its conversation.
 
     Once `gone()` is true, the client has left: the reply ends, and its text is kept; a message that
@@ -56,12 +58,12 @@ class AnsweredRequest:
         conversation: ServedConversation,
         history: History,
         options: ReplyOptions,
-        gone: Interrupted,
+        is_cancelled: Interrupted,
     ) -> None:
         self._conversation, self._session = conversation, conversation.session
-        self._history = conversation.continued_by or history
-        self._options, self._gone = options, gone
-        self._whole = self._session.seen  # number of tokens of whole messages
+        self._history = conversation.full_history or history
+        self._options, self._is_cancelled = options, is_cancelled
+        self._complete_tokens = self._session.seen  # number of tokens of whole messages
 
     def parts(self) -> Parts:
         """Read the new messages, and generate the reply to the last one, part by part.
@@ -73,42 +75,42 @@ class AnsweredRequest:
         with session.temporary_reply_settings(options.settings):
             try:
                 _set_template(session, self._history, options)
-                options.notes.extend(_of_reasoning(session, options))
+                options.notes.extend(_reasoning_notes(session, options))
                 is_chat = not options.is_for_ask
-                if is_chat and (conversation.kept or not conversation.roles):
+                if is_chat and (conversation.reused or not conversation.roles):
                     _raise_budget(conversation, self._history)
                 if is_chat and conversation.least_budget == session.budget:
-                    how = "" if session.profile.pin_system else ", which are not pinned"
-                    note = f"budget is {session.budget}, for the system prompt and tools{how}"
+                    pinning = "" if session.profile.pin_system else ", which are not pinned"
+                    note = f"budget is {session.budget}, for the system prompt and tools{pinning}"
                     options.notes.append(note)
                 allowed = None if options.format is None else options.format(session)
                 if not conversation.roles and session.seen:
                     _check_beginning(conversation, self._history)
-                is_again = conversation.is_again and conversation.undo_reply()
-                cached = yield from self._go_back(is_again=is_again)
+                is_retry = conversation.is_retry and conversation.undo_reply()
+                cached = yield from self._go_back(is_retry=is_retry)
                 options.headers["X-Sirchat-Reused"] = str(cached)
-                if (yield from self._read_all_but_last(self._gone)):
-                    yield from self._reply(cached, allowed, is_again=is_again)
+                if (yield from self._read_all_but_last(self._is_cancelled)):
+                    yield from self._reply(cached, allowed, is_retry=is_retry)
             except (ContextFullError, SettingError, RequestError):
                 # Most of these errors are raised before anything of the message is read.
-                conversation.is_exact = session.seen == self._whole
+                conversation.is_exact = session.seen == self._complete_tokens
                 raise
 
-    def _go_back(self, *, is_again: bool) -> Generator[None, None, int]:
+    def _go_back(self, *, is_retry: bool) -> Generator[None, None, int]:
         """Keep the messages of the conversation that the request has, too, and no others.
 
         New messages between them are read; if no message can stay, the conversation begins anew.
         Returns how many tokens are not read again.
         """
         conversation, session, history = self._conversation, self._session, self._history
-        goes_back = conversation.continued_by is not None and not is_again
+        goes_back = conversation.full_history is not None and not is_retry
         if goes_back and not conversation.undo_to(len(history.messages) - 1):
             self._begin_anew()
-        self._whole = cached = session.seen
-        if conversation.kept:
-            self._whole = -1  # a failure within leaves a part of this
+        self._complete_tokens = cached = session.seen
+        if conversation.reused:
+            self._complete_tokens = -1  # a failure within leaves a part of this
             read = partial(_read_message, session, never)
-            parts = edited(conversation, history, conversation.kept, read)
+            parts = edited(conversation, history, conversation.reused, read)
             cached = sum(len(part.rows) for part in parts if isinstance(part, KeptTurn))
             try:
                 if parts:
@@ -116,44 +118,44 @@ class AnsweredRequest:
             except (SettingError, ContextFullError):  # it may fit without what was pinned or left
                 parts = []
             if parts:
-                conversation.kept = {}
-                conversation.become(history, len(conversation.turn_numbers))
+                conversation.reused = {}
+                conversation.set_messages(history, len(conversation.turn_numbers))
             else:
                 self._begin_anew()
                 cached = 0
-            self._whole = session.seen
+            self._complete_tokens = session.seen
         return cached - len(session.ledger.left_out)
 
     def _begin_anew(self) -> None:
         """Forget all messages; the system prompt is that of the request."""
         conversation, session = self._conversation, self._session
-        own = session.profile.model_copy(update={"system": self._history.system})
-        session.note_profile(own)
-        conversation.begin_anew()
-        conversation.become(self._history, 0)
-        conversation.kept = {}
+        profile = session.profile.model_copy(update={"system": self._history.system})
+        session.note_profile(profile)
+        conversation.reset()
+        conversation.set_messages(self._history, 0)
+        conversation.reused = {}
 
-    def _read_all_but_last(self, gone: Interrupted) -> Generator[None, None, bool]:
+    def _read_all_but_last(self, is_cancelled: Interrupted) -> Generator[None, None, bool]:
         """Read the messages before the last one; False, as soon as the client has left."""
         conversation, session = self._conversation, self._session
-        new = self._history.messages[len(conversation.roles) :]
-        for (role, text), (following, _) in pairwise(new):
-            yield from (None for _ in _read_message(session, gone, role, text, following))
+        unread = self._history.messages[len(conversation.roles) :]
+        for (role, text), (next_role, _) in pairwise(unread):
+            yield from (None for _ in _read_message(session, is_cancelled, role, text, next_role))
             conversation.add(role, text)
-            self._whole = session.seen
-            if gone():
+            self._complete_tokens = session.seen
+            if is_cancelled():
                 conversation.undo_last_question()
                 return False
         return True
 
-    def _reply(self, cached: int, allowed: Allowed | None, *, is_again: bool) -> Parts:
-        """Read the last message, unless it `is_again` answered, and reply.
+    def _reply(self, cached: int, allowed: Allowed | None, *, is_retry: bool) -> Parts:
+        """Read the last message, unless it `is_retry` answered, and reply.
 
         `cached` tokens had been read before this request.
         """
         conversation, session, options = self._conversation, self._session, self._options
         role, question = self._history.messages[-1]
-        text, given = _prepared(session, role, question)
+        text, ids = _stored_text_and_ids(session, role, question)
         notes = list[str]()
         plain = None
         if options.is_for_ask:
@@ -161,50 +163,52 @@ class AnsweredRequest:
             if options.holds_all:
                 raise_budget_for(session, question)
             notes = [event.text for event in session.opening_events() if isinstance(event, Notice)]
-        pieces = Pieces(session, options, plain)
+        splitter = ReplySplitter(session, options, plain)
         is_read = True
-        if not is_again:
-            for event in session.read_question(text, self._gone, given=given):
+        if not is_retry:
+            for event in session.read_question(text, self._is_cancelled, given=ids):
                 if isinstance(event, TurnDone) and event.role == "user":
                     is_read = event.finish != "interrupt"
-                yield pieces.push(event)
+                yield splitter.push(event)
             conversation.reasoning = session.profile.reasoning
-        asked = session.seen, session.resident
-        done = yield from self._generate(pieces, allowed)
-        yield pieces.end(is_short=done.finish in _SHORT)
-        if not is_again:
+        start = session.seen, session.resident
+        done = yield from self._generate(splitter, allowed)
+        yield splitter.end(is_short=done.finish in _CUT_REASONS)
+        if not is_retry:
             conversation.add("tool" if role == "tool" else "user", question)
-        calls = pieces.calls
+        calls = splitter.calls
         if calls:
-            conversation.add("calls", calls_key(pieces.said, calls))
+            conversation.add("calls", calls_key(splitter.answer, calls))
         else:
             conversation.add("assistant", done.text)
-        conversation.is_exact = not (options.is_for_ask or pieces.is_cut)
-        end = _end(conversation, asked, done, cached)
+        conversation.is_exact = not (options.is_for_ask or splitter.has_unsent_text)
+        end = _reply_end(conversation, start, done, cached)
         if not is_read:
             conversation.undo_last_question()
         if plain is not None:
             end.memory["quote"] = plain.quote
-            end.memory["notes"] = [*notes, *options.notes, *pieces.notes]
-        yield replace(end, stopped_by=pieces.stops.found, finish=_finish(done, calls))
+            end.memory["notes"] = [*notes, *options.notes, *splitter.notes]
+        yield replace(
+            end, stopped_by=splitter.stops.complete_stop, finish=_finish_reason(done, calls)
+        )
 
     def _generate(
-        self, pieces: Pieces, allowed: Allowed | None
+        self, splitter: ReplySplitter, allowed: Allowed | None
     ) -> Generator[Part | Generation, StepResult | None, TurnDone]:
         """Generate a reply, and yield all its parts but the last."""
 
         def stops() -> bool:
-            return self._gone() or pieces.has_ended
+            return self._is_cancelled() or splitter.has_ended
 
         done = None
-        with self._session.begin_reply(stops, allowed=allowed, is_undoable=True) as opened:
-            while not opened.is_over():
-                stepped = yield opened.generation
-                assert stepped is not None
-                yield from filter(None, map(pieces.push, opened.push(stepped)))
-            for event in opened.end():
+        with self._session.begin_reply(stops, allowed=allowed, is_undoable=True) as reply:
+            while not reply.is_over():
+                result = yield reply.generation
+                assert result is not None
+                yield from filter(None, map(splitter.push, reply.push(result)))
+            for event in reply.end():
                 done = event if isinstance(event, TurnDone) else done
-                if (part := pieces.push(event)) is not None:
+                if (part := splitter.push(event)) is not None:
                     yield part
         assert done is not None
         return done
@@ -217,20 +221,21 @@ def _raise_budget(conversation: ServedConversation, history: History) -> None:
     they would take more than half of that, they are not pinned. RequestError if they don't fit.
     """
     session, (role, text) = conversation.session, history.messages[0]
-    room = session.engine.evictor.divide_budget().most_pins
-    if room is None or not session.profile.pin_system or role != "user":
+    max_pins = session.engine.evictor.divide_budget().most_pins
+    if max_pins is None or not session.profile.pin_system or role != "user":
         return
     with _refuse_template_errors("messages"):
         prompt = session.template.opening(text, history.system)[0]
-    if prompt is None or len(prompt.ids) <= room:
+    if prompt is None or len(prompt.ids) <= max_pins:
         return
-    size, most = len(prompt.ids), session.model.most_rows
-    if size * _LEAST_ROOM > most:
-        problem = f"system prompt and tools take {size} tokens, which needs a budget of "
-        problem += f"{int(size * _LEAST_ROOM)}; here, at most {most} can be had: send fewer tools"
+    size, max_budget = len(prompt.ids), session.model.affordable_rows
+    if size * _MIN_BUDGET_RATIO > max_budget:
+        needed = int(size * _MIN_BUDGET_RATIO)
+        problem = f"system prompt and tools take {size} tokens, which needs a budget of {needed}; "
+        problem += f"here, at most {max_budget} can be had: send fewer tools"
         raise RequestError(problem, param="messages", code="context_length_exceeded")
-    conversation.least_budget = min(2 * size, most)
-    if 2 * size > most:
+    conversation.least_budget = min(2 * size, max_budget)
+    if 2 * size > max_budget:
         conversation.settings["pin_system"] = False
         session.switch("sirchat", pin_system=False)
     session.switch("sirchat", budget=conversation.least_budget)
@@ -242,24 +247,24 @@ def _check_beginning(conversation: ServedConversation, history: History) -> None
     prompt = session.template.opening(text, history.system)[0] if role == "user" else None
     ids = session.ledger.column("token_id").tolist()
     if prompt is None or prompt.ids != ids:
-        conversation.begin_anew()
+        conversation.reset()
 
 
 def _read_message(
     session: Session,
-    gone: Interrupted,
+    is_cancelled: Interrupted,
     role: str,
     text: str,
-    following: str | None,
-    given: TurnIds | None = None,
+    next_role: str | None,
+    ids: TurnIds | None = None,
 ) -> Iterator[Event]:
     """Read a message, before one of the role `following`; `given` are its ids, if known."""
-    said, own = _prepared(session, role, text)
-    given = given or own
+    stored_text, stored_ids = _stored_text_and_ids(session, role, text)
+    ids = ids or stored_ids
     if role not in ("user", "tool"):
-        return session.read_reply(said, gone, given)
-    take = session.read_question if role == "user" else session.read_user
-    return take(said, gone, before=following, given=given)
+        return session.read_reply(stored_text, is_cancelled, ids)
+    read = session.read_question if role == "user" else session.read_user
+    return read(stored_text, is_cancelled, next_role=next_role, given=ids)
 
 
 def _set_template(session: Session, history: History, options: ReplyOptions) -> None:
@@ -270,40 +275,40 @@ def _set_template(session: Session, history: History, options: ReplyOptions) -> 
         is_new = template is not session.template
         if is_new and isinstance(template, PromptedTools):
             size = sum(len(part.ids) for part in template.opening("") if part is not None)
-            if size > session.budget * _MOST_TOLD and not (has_calls or options.must_call):
-                why = "the model's chat template takes no tools, and a text is too long"
-                options.notes.append(f"tools are left out: {why}")
+            if size > session.budget * _MAX_TOOLS_SHARE and not (has_calls or options.must_call):
+                reason = "the model's chat template takes no tools, and a text is too long"
+                options.notes.append(f"tools are left out: {reason}")
                 template = session.template_with(None)
         elif is_new and isinstance(template, ToolTemplate) and history.tools and template.note:
             options.notes.append(template.note)
     session.template = template
 
 
-def _of_reasoning(session: Session, options: ReplyOptions) -> Iterator[str]:
+def _reasoning_notes(session: Session, options: ReplyOptions) -> Iterator[str]:
     """A note if the reasoning that the request asks for can't be had."""
-    wanted, switches = options.settings.get("reasoning", "auto"), session.template.switches
-    is_usual = wanted in ("off", "medium") and not switches.has_effort
-    if not is_usual and (problem := switches.problem(wanted)):
+    reasoning, switches = options.settings.get("reasoning", "auto"), session.template.switches
+    needs_no_note = reasoning in ("off", "medium") and not switches.has_effort
+    if not needs_no_note and (problem := switches.problem(reasoning)):
         yield problem
 
 
-def _prepared(session: Session, role: str, text: str) -> tuple[str, TurnIds | None]:
+def _stored_text_and_ids(session: Session, role: str, text: str) -> tuple[str, TurnIds | None]:
     """The text of a message as the session stores it; its ids if these are of calls or results.
 
     Or if it is the first one, and the system prompt before it was not read with it.
     """
     template = session.template
-    if role == "user" and session.seen and all(one.role == "system" for one in session.turns):
+    if role == "user" and session.seen and all(turn.role == "system" for turn in session.turns):
         return text, template.opening(text, session.profile.system)[1]
     if not isinstance(template, ToolTemplate) or role not in ("tool", "calls"):
         return text, None
     with _refuse_template_errors("messages"):
         if role == "tool":
             results = results_from_json(text)
-            return "\n".join(one["content"] for one in results), template.results(results)
-        said, calls = calls_from_key(text)
-        given = template.calls(said, calls, session.state.header)
-        return calls_as_text(said, [call["function"] for call in calls]), given
+            return "\n".join(turn["content"] for turn in results), template.results(results)
+        answer, calls = calls_from_key(text)
+        ids = template.calls(answer, calls, session.state.reply_header)
+        return calls_as_text(answer, [call["function"] for call in calls]), ids
 
 
 @contextmanager
@@ -315,22 +320,22 @@ def _refuse_template_errors(param: str) -> Iterator[None]:
         raise RequestError(str(error), param=param) from None
 
 
-def _finish(done: TurnDone, calls: Sequence[ToolCall]) -> str:
-    finish = "length" if done.finish in _SHORT else "stop"
+def _finish_reason(done: TurnDone, calls: Sequence[ToolCall]) -> str:
+    finish = "length" if done.finish in _CUT_REASONS else "stop"
     return "tool_calls" if calls and finish == "stop" else finish
 
 
-def _end(
-    served: ServedConversation, asked: tuple[int, int], done: TurnDone, cached: int
+def _reply_end(
+    conversation: ServedConversation, start: tuple[int, int], done: TurnDone, cached: int
 ) -> ReplyEnd:
     """The end of a reply.
 
     When it began, the tokens `asked` were seen, and held; `cached` ones were not read again.
     """
-    seen, held = asked
-    ledger, left_out = served.session.ledger, len(served.session.ledger.left_out)
-    thinks = (ledger.column("flags") & np.uint8(Flag.THINKING)) > 0
-    thought = int((thinks & (ledger.column("turn") == done.index)).sum())
+    seen, held = start
+    ledger, left_out = conversation.session.ledger, len(conversation.session.ledger.left_out)
+    is_thinking = (ledger.column("flags") & np.uint8(Flag.THINKING)) > 0
+    reasoning_tokens = int((is_thinking & (ledger.column("turn") == done.index)).sum())
     usage = {
         "prompt_tokens": seen - left_out,
         "completion_tokens": done.tokens_out,
@@ -340,16 +345,16 @@ def _end(
             # Recall may have restored some that are left out.
             "evicted_tokens": max(0, seen - left_out - held),
         },
-        "completion_tokens_details": {"reasoning_tokens": thought},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }
     memory = {
-        "id": served.id,
+        "id": conversation.id,
         "seen": done.seen,
         "held": done.resident,
         "evicted": done.seen - done.resident,
         "left_out": left_out,
         "recalled": done.recalled,
-        "policy": served.session.profile.policy,
-        "budget": served.session.budget,
+        "policy": conversation.session.profile.policy,
+        "budget": conversation.session.budget,
     }
     return ReplyEnd("", usage, memory)

@@ -19,16 +19,16 @@ from sirchat.engine.generation import Generation, StepResult, step
 from sirchat.errors import ContextFullError, SirchatError, UsageError
 from sirchat.server.conversation import History, ServedConversation
 from sirchat.server.fields import RequestError
-from sirchat.server.pieces import ReplyEnd, ReplyOptions, ReplyText
+from sirchat.server.parts import ReplyEnd, ReplyOptions, ReplyText
 from sirchat.server.pool import BusyError, ConversationPool
-from sirchat.server.replies import AnsweredRequest, Parts
+from sirchat.server.replies import Parts, ReplyGenerator
 
-Sent = ReplyText | ReplyEnd | RequestError  # the last one sent is a `ReplyEnd` or an error
+SentPart = ReplyText | ReplyEnd | RequestError  # the last one sent is a `ReplyEnd` or an error
 
 Result = TypeVar("Result")
 
 _LOG = logging.getLogger(__name__)
-_SECONDS = 5.0  # for which the end of the program waits for the last step
+_JOIN_SECONDS = 5.0  # for which the end of the program waits for the last step
 
 
 @dataclass(eq=False)
@@ -45,7 +45,7 @@ class WaitingReply:
 
     history: History
     options: ReplyOptions
-    send: Callable[[Sent], None]
+    send: Callable[[SentPart], None]
     is_cancelled: bool = False
     conversation: ServedConversation | None = None
     parts: Parts | None = None
@@ -58,16 +58,18 @@ class ReplyThread:
     At most `most` replies may be under way or wait for a conversation that is free.
     """
 
-    def __init__(self, conversations: ConversationPool, most: int) -> None:
+    def __init__(self, conversations: ConversationPool, max_replies: int) -> None:
         self._conversations = conversations
-        self._most = most
+        self._max_replies = max_replies
         self._replies = set[WaitingReply]()  # all that wait or are under way
         self._running: list[WaitingReply] = []
-        self._asked: list[tuple[Callable[[], Any], Future[Any]]] = []
-        self._later: list[tuple[Callable[[], Any], Future[Any]]] = []  # called when a reply ends
+        self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
+        self._postponed: list[
+            tuple[Callable[[], Any], Future[Any]]
+        ] = []  # called when a reply ends
         self._changed = threading.Condition()
         self._may_begin = False  # whether a reply that waits could begin in the next round
-        self._is_free = False  # whether it could in this one
+        self._retries_postponed = False  # whether it could in this one
         self._is_ending = self._is_saving = False
         self._thread = threading.Thread(target=self._run, name="replies", daemon=True)
         self._thread.start()
@@ -77,7 +79,7 @@ class ReplyThread:
         with self._changed:
             if self._is_ending:
                 raise _ending_error()
-            if len(self._replies) >= self._most:
+            if len(self._replies) >= self._max_replies:
                 raise RequestError(
                     "too many requests are waiting; try again later",
                     status=429,
@@ -86,7 +88,9 @@ class ReplyThread:
                 )
             self._replies.add(reply)
             self._may_begin = True  # those that wait longer are tried before it
-            self.call(partial(self._begin, reply)).add_done_callback(partial(self._refuse, reply))
+            self.call(partial(self._begin, reply)).add_done_callback(
+                partial(self._send_begin_error, reply)
+            )
 
     def cancel(self, reply: WaitingReply) -> None:
         """Stop a reply, because the client no longer waits for it."""
@@ -99,13 +103,13 @@ class ReplyThread:
             self._may_begin = True
             self._changed.notify()
 
-    def call(self, work: Callable[[], Result]) -> Future[Result]:
+    def call(self, function: Callable[[], Result]) -> Future[Result]:
         """Let the thread call `work` between two steps; if that raises BusyError, again later."""
         result: Future[Result] = Future()
         with self._changed:
             if self._is_ending:
                 raise _ending_error()
-            self._asked.append((work, result))
+            self._calls.append((function, result))
             self._changed.notify()
         return result
 
@@ -117,14 +121,14 @@ class ReplyThread:
 
     def join(self) -> None:
         """Wait until all conversations are saved, or 5 seconds if the last step takes longer."""
-        self._thread.join(_SECONDS)
+        self._thread.join(_JOIN_SECONDS)
         if self._is_saving:
             self._thread.join()
 
     def _run(self) -> None:
         try:
             while self._wait():
-                self._call()
+                self._run_calls()
                 self._step()
         except Exception as error:  # of this thread itself: then no reply may wait for it
             _LOG.critical("the server can answer no more", exc_info=error)
@@ -132,8 +136,8 @@ class ReplyThread:
         for reply in self._running:
             with suppress(Exception):  # what failed above may fail again
                 reply.send(_ending_error())
-        self._call()
-        for _, result in self._later:
+        self._run_calls()
+        for _, result in self._postponed:
             result.set_exception(_ending_error())
         self._is_saving = True
         self._conversations.end()
@@ -141,25 +145,25 @@ class ReplyThread:
     def _wait(self) -> bool:
         """Wait until the thread has something to do; returns False if it must end."""
         with self._changed:
-            while not (self._running or self._may_begin or self._asked or self._is_ending):
+            while not (self._running or self._may_begin or self._calls or self._is_ending):
                 self._changed.wait()
             # Once a round: who is waked within it waits for the next.
-            self._is_free, self._may_begin = self._may_begin, False
+            self._retries_postponed, self._may_begin = self._may_begin, False
             return not self._is_ending
 
-    def _call(self) -> None:
+    def _run_calls(self) -> None:
         """Call what was passed to `call`."""
         with self._changed:
-            asked, self._asked = self._asked, []
-            if self._is_free or self._is_ending:
-                asked, self._later = self._later + asked, []
-        for work, result in asked:
+            calls, self._calls = self._calls, []
+            if self._retries_postponed or self._is_ending:
+                calls, self._postponed = self._postponed + calls, []
+        for function, result in calls:
             if not (result.running() or result.set_running_or_notify_cancel()):
                 continue
             try:
-                result.set_result(work())
+                result.set_result(function())
             except BusyError:
-                self._later.append((work, result))
+                self._postponed.append((function, result))
             except Exception as error:  # whatever a policy's scores raise
                 result.set_exception(_error_for_client(error))
 
@@ -169,14 +173,16 @@ class ReplyThread:
             raise _ending_error()
         if reply.is_cancelled:
             raise RequestError("the request was cancelled", status=499)
-        reply.conversation = taken = self._conversations.take(reply.history)
-        answer = AnsweredRequest(taken, reply.history, reply.options, lambda: reply.is_cancelled)
-        reply.parts = answer.parts()
+        reply.conversation = conversation = self._conversations.take(reply.history)
+        generator = ReplyGenerator(
+            conversation, reply.history, reply.options, lambda: reply.is_cancelled
+        )
+        reply.parts = generator.parts()
         self._running.append(reply)
 
-    def _refuse(self, reply: WaitingReply, begun: Future[None]) -> None:
+    def _send_begin_error(self, reply: WaitingReply, future: Future[None]) -> None:
         """Send the error of a reply that could not begin."""
-        if (error := begun.exception()) is not None:
+        if (error := future.exception()) is not None:
             self._replies.discard(reply)
             reply.send(_error_for_client(error))
 
@@ -187,15 +193,15 @@ class ReplyThread:
                 self._advance(reply)
         generating = [reply for reply in self._running if reply.next is not None]
         # The rounding of plain replies is that of a program on its own.
-        together = [reply for reply in generating if not reply.options.is_for_ask]
-        alone = [[reply] for reply in generating if reply.options.is_for_ask]
-        for replies in (together, *alone) if together else alone:
+        batch = [reply for reply in generating if not reply.options.is_for_ask]
+        single_replies = [[reply] for reply in generating if reply.options.is_for_ask]
+        for replies in (batch, *single_replies) if batch else single_replies:
             steps = step([reply.next for reply in replies if reply.next is not None])
-            for reply, done in zip(replies, steps, strict=True):
+            for reply, result in zip(replies, steps, strict=True):
                 reply.next = None
-                self._advance(reply, done)
+                self._advance(reply, result)
 
-    def _advance(self, reply: WaitingReply, done: StepResult | None = None) -> None:
+    def _advance(self, reply: WaitingReply, result: StepResult | None = None) -> None:
         """Let a reply go on, after the step `done`, and send its parts.
 
         It stops where a part of a message was read, or where it needs its next step.
@@ -203,7 +209,7 @@ class ReplyThread:
         assert reply.parts is not None
         while True:
             try:
-                part, done = reply.parts.send(done), None
+                part, result = reply.parts.send(result), None
             except StopIteration:
                 self._finish(reply)
                 return
@@ -226,9 +232,9 @@ class ReplyThread:
         self._running.remove(reply)
         self._replies.discard(reply)
         # Whoever still refers to the reply must not keep the memory of its conversation.
-        ended, reply.conversation, reply.parts = reply.conversation, None, None
-        if ended is not None:
-            self._conversations.release(ended, self.wake)
+        conversation, reply.conversation, reply.parts = reply.conversation, None, None
+        if conversation is not None:
+            self._conversations.release(conversation, self.wake)
 
 
 def _ending_error() -> RequestError:
@@ -243,7 +249,7 @@ def _error_for_client(error: BaseException) -> RequestError:
         return RequestError(str(error), param="messages", code="context_length_exceeded")
     if isinstance(error, UsageError):
         return RequestError(str(error))
-    known = str(error) if isinstance(error, SirchatError) else type(error).__name__
-    shows = _LOG.isEnabledFor(logging.DEBUG)
-    _LOG.error("a reply failed: %s", known, exc_info=error if shows else None)
-    return RequestError(f"the reply failed: {known}", status=500)
+    problem = str(error) if isinstance(error, SirchatError) else type(error).__name__
+    has_traceback = _LOG.isEnabledFor(logging.DEBUG)
+    _LOG.error("a reply failed: %s", problem, exc_info=error if has_traceback else None)
+    return RequestError(f"the reply failed: {problem}", status=500)

@@ -20,59 +20,59 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from sirchat.config.profile import LEAST_TEMPERATURE
+from sirchat.config.profile import MIN_TEMPERATURE
 from sirchat.errors import format_value
 from sirchat.server.fields import (
-    MANY,
-    MOST_MESSAGES,
-    Body,
+    MAX_MESSAGES,
+    MAX_TOKEN_LIMIT,
     CallId,
-    Fields,
     FunctionName,
     Json,
     Name,
     Options,
+    RequestBody,
     RequestError,
+    RequestObject,
     join_text_parts,
     refuse_deep_nesting,
 )
 from sirchat.text.tool_calls import CallParser, ToolCall, calls_key
 
-LONGEST_NAME = 256  # of a conversation
+MAX_NAME_CHARS = 256  # of a conversation
 
-_MOST_STOPS = 64
-_MOST_TOOLS = 128
-_LONGEST_NOTE = 300  # characters
+_MAX_STOP_STRINGS = 64
+_MAX_TOOLS = 128
+_MAX_NOTE_CHARS = 300  # characters
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+_SAMPLING_SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 # The setting `reasoning` that an effort stands for, if it has another name.
-_REASONING = {"none": "off", "minimal": "low", "xhigh": "high"}
-# Between which values a setting is had: others, from 0 on, are changed to the nearest.
-_NEAREST: dict[str, tuple[float, float]] = {
+_REASONING_OF_EFFORT = {"none": "off", "minimal": "low", "xhigh": "high"}
+# Between which values a setting is had: others, from 0 on, are changed to the clamped_setting.
+_SETTING_RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 10),
     "top_p": (1e-6, 1),
     "min_p": (0, 0.99),
     "repetition_penalty": (0.1, 10),
 }
 _NO_RESULT = "no result"
-_IMAGE = {"type": "text", "text": "[an image, which can't be seen]"}
+_IMAGE_MARK = {"type": "text", "text": "[an image, which can't be seen]"}
 
 
-def _as_text(given: Any) -> Any:
-    return json.dumps(refuse_deep_nesting(given)) if isinstance(given, dict) else given
+def _as_json_text(value: Any) -> Any:
+    return json.dumps(refuse_deep_nesting(value)) if isinstance(value, dict) else value
 
 
-Arguments = Annotated[str, BeforeValidator(_as_text)]
+Arguments = Annotated[str, BeforeValidator(_as_json_text)]
 
 
-class FunctionCall(Fields):
+class FunctionCall(RequestObject):
     """The field `function` of a tool call; `arguments` is JSON text."""
 
     name: FunctionName
     arguments: Arguments
 
 
-class CallFields(Fields):
+class ToolCallFields(RequestObject):
     """A tool call in a message of the assistant."""
 
     id: CallId
@@ -80,7 +80,7 @@ class CallFields(Fields):
     function: FunctionCall
 
 
-class FunctionFields(Fields):
+class FunctionFields(RequestObject):
     """A function that the model may call; `parameters` is a JSON schema."""
 
     name: FunctionName
@@ -90,7 +90,7 @@ class FunctionFields(Fields):
 
     @field_validator("parameters")
     @classmethod
-    def _of_an_object(cls, schema: dict[str, Any]) -> dict[str, Any]:
+    def _check_object_schema(cls, schema: dict[str, Any]) -> dict[str, Any]:
         kinds = schema.get("type", "object")
         if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
             raise PydanticCustomError("object", "a tool's arguments are an object")
@@ -105,7 +105,7 @@ class FlatTool(FunctionFields):
         return [self.model_dump(exclude={"type"}, exclude_none=True)]
 
 
-class Tool(Fields):
+class Tool(RequestObject):
     """An item of the field `tools`."""
 
     type: Literal["function"]
@@ -120,41 +120,45 @@ class HostedTool(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _not_deep(cls, given: Any) -> Any:
-        return refuse_deep_nesting(given)
+    def _check_nesting(cls, value: Any) -> Any:
+        return refuse_deep_nesting(value)
 
 
-def notes_on(asked: Body) -> list[str]:
+def ignored_parts_notes(request: RequestBody) -> list[str]:
     """Notes for the client: fields of a request that have no effect, tools that can't be had."""
-    names = [json.dumps(name) for name in asked.without_effect()]
-    notes = [f"without effect: {', '.join(names)}"[:_LONGEST_NOTE]] if names else []
-    hosted = (tool for tool in getattr(asked, "tools", ()) if isinstance(tool, HostedTool))
+    names = [json.dumps(name) for name in request.ignored_fields()]
+    notes = [f"without effect: {', '.join(names)}"[:_MAX_NOTE_CHARS]] if names else []
+    hosted = (tool for tool in getattr(request, "tools", ()) if isinstance(tool, HostedTool))
     return notes + [f"the tool {tool.type} is left out" for tool in hosted]
 
 
-def nearest(name: str, value: Any) -> Any:
+def clamped_setting(name: str, value: Any) -> Any:
     """The value that a setting has for a reply, if a request gives it `value`."""
-    if name not in _NEAREST:
+    if name not in _SETTING_RANGES:
         return value
-    least, most = _NEAREST[name]
-    if name == "temperature" and 0 < value < LEAST_TEMPERATURE:
-        return LEAST_TEMPERATURE if value > LEAST_TEMPERATURE / 2 else 0
-    return value if value < 0 else min(max(value, least), most)
+    low, high = _SETTING_RANGES[name]
+    if name == "temperature" and 0 < value < MIN_TEMPERATURE:
+        return MIN_TEMPERATURE if value > MIN_TEMPERATURE / 2 else 0
+    return value if value < 0 else min(max(value, low), high)
 
 
-def tools_of(tools: Iterable[Any]) -> list[dict[str, Any]]:
+def chat_tools(tools: Iterable[Any]) -> list[dict[str, Any]]:
     """The given tools that can be had, in the form of a chat request."""
-    own = (tool for tool in tools if not isinstance(tool, HostedTool))
-    return [{"type": "function", "function": each} for tool in own for each in tool.functions()]
+    functions = (tool for tool in tools if not isinstance(tool, HostedTool))
+    return [
+        {"type": "function", "function": function}
+        for tool in functions
+        for function in tool.functions()
+    ]
 
 
-class ToolName(Fields):
+class ToolName(RequestObject):
     """An object whose only field is the name of a tool."""
 
     name: FunctionName
 
 
-class NamedTool(Fields):
+class NamedTool(RequestObject):
     """The field `tool_choice`, if it names the tool that the reply must call."""
 
     type: Literal["function"]
@@ -167,10 +171,10 @@ def mark_images(content: Any) -> Any:
         return content
     kinds = [part.get("type", "") if isinstance(part, dict) else "" for part in content]
     pairs = zip(content, kinds, strict=True)
-    return [_IMAGE if "image" in str(kind) else part for part, kind in pairs]
+    return [_IMAGE_MARK if "image" in str(kind) else part for part, kind in pairs]
 
 
-class ChatMessage(Fields):
+class ChatMessage(RequestObject):
     """One message in the field `messages` of a chat request."""
 
     role: Annotated[
@@ -178,13 +182,13 @@ class ChatMessage(Fields):
         BeforeValidator(lambda role: "system" if role == "developer" else role),
     ]
     content: Annotated[str | None, BeforeValidator(join_text_parts)] = None
-    tool_calls: list[CallFields] = Field(default=[])
+    tool_calls: list[ToolCallFields] = Field(default=[])
     tool_call_id: CallId | None = None
     name: Name | None = None
 
     @field_validator("content", mode="before")
     @classmethod
-    def _with_marks(cls, content: Any, info: ValidationInfo) -> Any:
+    def _mark_images(cls, content: Any, info: ValidationInfo) -> Any:
         return mark_images(content) if info.data.get("role") == "tool" else content
 
     @property
@@ -193,7 +197,7 @@ class ChatMessage(Fields):
         return self.content or ""
 
     @model_validator(mode="after")
-    def _of_its_role(self) -> ChatMessage:
+    def _check_role(self) -> ChatMessage:
         is_tool, calls = self.role == "tool", bool(self.tool_calls)
         if calls and self.role != "assistant":
             raise PydanticCustomError("calls", "only the assistant calls tools")
@@ -206,7 +210,7 @@ class ChatMessage(Fields):
         return self
 
 
-class JsonSchema(Fields):
+class JsonSchema(RequestObject):
     """The field `json_schema` of a reply's format; the model does not see its name."""
 
     name: Name
@@ -215,7 +219,7 @@ class JsonSchema(Fields):
     schema_: Json = Field(default={"type": "object"}, alias="schema")
 
 
-class ResponseFormat(Fields):
+class ResponseFormat(RequestObject):
     """The field `response_format`: the reply is text, any JSON object, or JSON by a schema."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
@@ -223,7 +227,7 @@ class ResponseFormat(Fields):
     schema_: Json | None = Field(default=None, alias="schema")  # of a JSON object
 
     @model_validator(mode="after")
-    def _with_schema(self) -> ResponseFormat:
+    def _check_schema(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise PydanticCustomError(
                 "schema", "give json_schema with type json_schema, and only then"
@@ -231,14 +235,14 @@ class ResponseFormat(Fields):
         return self
 
     @property
-    def schema_of_reply(self) -> dict[str, Any] | None:
+    def reply_schema(self) -> dict[str, Any] | None:
         """The JSON schema that the reply must match; None if the reply is text."""
         if self.json_schema is not None:
             return self.json_schema.schema_
         return (self.schema_ or {"type": "object"}) if self.type == "json_object" else None
 
 
-class StreamOptions(Fields):
+class StreamOptions(RequestObject):
     """The field `stream_options`: whether a streamed response ends with the token counts."""
 
     include_usage: bool = False
@@ -253,17 +257,17 @@ class TemplateOptions(Options):
     enable_thinking: bool | None = None
 
 
-ConversationName = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
+ConversationName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 
 
-class ConversationFields(Fields):
+class ConversationFields(RequestObject):
     """The field `sirchat`: the name by which the client continues a conversation."""
 
     model_config = ConfigDict(extra="forbid")
     conversation: ConversationName | None = None
 
 
-class OwnSession(Fields):
+class AskFields(RequestObject):
     """The field `sirchat_ask`, by which `sirchat ask` gets the reply that it would generate itself.
 
     The reply comes from a session of its own, under these `settings` and sirchat's defaults, not
@@ -273,10 +277,10 @@ class OwnSession(Fields):
 
     settings: dict[str, Any]
     holds_all: bool = False
-    source: int = Field(default=0, ge=0, le=MANY)
+    source: int = Field(default=0, ge=0, le=MAX_TOKEN_LIMIT)
 
 
-class SamplingFields(Fields):
+class SamplingFields(RequestObject):
     """How each token of a reply is chosen, and where it ends; `ChatServer` checks the values."""
 
     temperature: float | None = None
@@ -291,46 +295,46 @@ class SamplingFields(Fields):
         BeforeValidator(
             lambda stop: [s for s in stop if s != ""] if isinstance(stop, list) else [stop]
         ),
-        Field(max_length=_MOST_STOPS),
+        Field(max_length=_MAX_STOP_STRINGS),
     ] = Field(default=[])
 
 
-class ChatRequest(SamplingFields, Body):
+class ChatRequest(SamplingFields, RequestBody):
     """A request for a reply in a chat, with the fields of OpenAI's chat completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
-    max_tokens: int | None = Field(default=None, ge=1, le=MANY)
-    max_completion_tokens: int | None = Field(default=None, ge=1, le=MANY)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKEN_LIMIT)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKEN_LIMIT)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    tools: list[Tool] = Field(default=[], max_length=_MOST_TOOLS)
+    tools: list[Tool] = Field(default=[], max_length=_MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     response_format: ResponseFormat = ResponseFormat()
-    sirchat_ask: OwnSession | None = None
+    sirchat_ask: AskFields | None = None
     reasoning_effort: Effort | None = None
     chat_template_kwargs: TemplateOptions = TemplateOptions()
     sirchat: ConversationFields = ConversationFields()
 
-    def as_request(self) -> Self:
+    def as_chat_request(self) -> Self:
         """This request itself: others are put into its shape."""
         return self
 
     def settings(self) -> dict[str, Any]:
         """The settings that the request changes for this reply alone, by name."""
-        given = {name: getattr(self, name) for name in _SAMPLING}
-        given["max_new_tokens"] = self.max_completion_tokens or self.max_tokens
+        settings = {name: getattr(self, name) for name in _SAMPLING_SETTINGS}
+        settings["max_new_tokens"] = self.max_completion_tokens or self.max_tokens
         if self.repeat_penalty is not None:
-            given["repetition_penalty"] = self.repeat_penalty
+            settings["repetition_penalty"] = self.repeat_penalty
         if self.seed is not None:
-            given["seed"] = self.seed % 2**63
-        thinks = self.chat_template_kwargs.enable_thinking
-        effort = self.reasoning_effort or {None: None, True: "on", False: "none"}[thinks]
-        given["reasoning"] = _REASONING.get(effort or "", effort)
-        return {name: value for name, value in given.items() if value is not None}
+            settings["seed"] = self.seed % 2**63
+        is_thinking = self.chat_template_kwargs.enable_thinking
+        effort = self.reasoning_effort or {None: None, True: "on", False: "none"}[is_thinking]
+        settings["reasoning"] = _REASONING_OF_EFFORT.get(effort or "", effort)
+        return {name: value for name, value in settings.items() if value is not None}
 
     @property
-    def called_tools(self) -> list[FunctionFields]:
+    def required_tools(self) -> list[FunctionFields]:
         """The tools of which the reply must call at least one, if `tool_choice` requires a call."""
         if self.tool_choice in ("none", "auto"):
             return []
@@ -342,37 +346,42 @@ class ChatRequest(SamplingFields, Body):
         if not self.tools or self.tool_choice == "none":
             return None
         ids = [call.id for turn in self._turns for call in turn.calls]
-        used = [int(ident[4:]) for ident in ids if re.fullmatch(r"call[0-9]{5}", ident)]
+        numbers = [int(call_id[4:]) for call_id in ids if re.fullmatch(r"call[0-9]{5}", call_id)]
         names = {tool.function.name: tool.function.parameters for tool in self.tools}
         only_one = not self.parallel_tool_calls
-        return CallParser(names, max(used, default=-1) + 1, only_one=only_one)
+        return CallParser(names, max(numbers, default=-1) + 1, only_one=only_one)
 
     @property
     def system(self) -> str | None:
         """The text of the system messages with which the chat begins."""
-        first = self.messages[: self._first]
-        return "\n\n".join(message.text for message in first) if first else None
+        messages = self.messages[: self._prompt_length]
+        return "\n\n".join(message.text for message in messages) if messages else None
 
     @property
     def turns(self) -> list[tuple[str, str]]:
         """Role and text of all turns, as `History` has them."""
-        return [turn.pair() for turn in self._turns]
+        return [turn.role_and_text() for turn in self._turns]
 
     @cached_property
     def _turns(self) -> list[_Turn]:
-        return _in_turns(self.messages[self._first :])
+        return _merged_turns(self.messages[self._prompt_length :])
 
     @property
-    def _first(self) -> int:
+    def _prompt_length(self) -> int:
         roles = (number for number, m in enumerate(self.messages) if m.role != "system")
         return next(roles, len(self.messages))
 
     def check(self) -> None:
         """Raise RequestError if fields contradict each other."""
-        if self.tool_choice not in ("none", "auto") and not self.called_tools:
+        if self.tool_choice not in ("none", "auto") and not self.required_tools:
             raise RequestError("tool_choice names no tool of the request", param="tool_choice")
-        others = self.model_fields_set - {"messages", "stream", "response_format", "sirchat_ask"}
-        if self.sirchat_ask is not None and (others or len(self.messages) > 1):
+        other_fields = self.model_fields_set - {
+            "messages",
+            "stream",
+            "response_format",
+            "sirchat_ask",
+        }
+        if self.sirchat_ask is not None and (other_fields or len(self.messages) > 1):
             raise RequestError("sirchat_ask takes one message alone", param="sirchat_ask")
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             raise RequestError(
@@ -389,14 +398,14 @@ class _Turn:
     calls: Sequence[ToolCall] = ()
     results: list[tuple[str, str | None, str]] = field(default_factory=list)  # of calls, by id
 
-    def pair(self) -> tuple[str, str]:
+    def role_and_text(self) -> tuple[str, str]:
         """The role, and the text; JSON in the roles `calls` (a reply with calls) and `tool`."""
         if self.role == "tool":
             return "tool", json.dumps(self.results, ensure_ascii=False)
         return ("calls", calls_key(self.text, self.calls)) if self.calls else (self.role, self.text)
 
 
-def _in_turns(messages: Sequence[ChatMessage]) -> list[_Turn]:
+def _merged_turns(messages: Sequence[ChatMessage]) -> list[_Turn]:
     """Messages after the system prompt as turns of users, replies, and what tools returned.
 
     A later system message is a part of the user's turn that follows, replies in a row are one, and
@@ -406,34 +415,36 @@ def _in_turns(messages: Sequence[ChatMessage]) -> list[_Turn]:
     """
     names = {message.name for message in messages if message.role == "assistant"}
     turns = list[_Turn]()
-    tools = dict[str | None, str]()  # the tools called, by the id of the call
-    waiting = set[str]()  # ids of calls without what the tool returned
+    tool_names = dict[str | None, str]()  # the tools called, by the id of the call
+    unanswered = set[str]()  # ids of calls without what the tool returned
     is_system = False
 
-    def add_result(ident: str, name: str | None, text: str) -> None:
+    def add_result(call_id: str, name: str | None, text: str) -> None:
         if turns[-1].role != "tool":
             turns.append(_Turn("tool"))
-        turns[-1].results.append((ident, name or tools.get(ident), text))
-        waiting.remove(ident)
+        turns[-1].results.append((call_id, name or tool_names.get(call_id), text))
+        unanswered.remove(call_id)
 
     for number, message in enumerate(messages or [ChatMessage(role="user", content="")]):
         text = message.text
         was_system, is_system = is_system, message.role == "system"
         role = "user" if is_system else message.role
         if role == "tool" and any(turn.role != "user" for turn in turns):
-            if (ident := message.tool_call_id or "") not in waiting:
-                results = sum(one.role == "tool" for one in messages[: number + 1])
+            if (call_id := message.tool_call_id or "") not in unanswered:
+                results = sum(earlier.role == "tool" for earlier in messages[: number + 1])
                 problem = "but the reply before has no such call, or it is answered already"
-                said = f"tool result {results} answers the call {format_value(ident)}, {problem}"
-                raise RequestError(said, param="messages")
-            add_result(ident, message.name, text)
+                message_text = (
+                    f"tool result {results} answers the call {format_value(call_id)}, {problem}"
+                )
+                raise RequestError(message_text, param="messages")
+            add_result(call_id, message.name, text)
             continue
         role = "user" if role == "tool" else role  # its call is in a part that was cut off
-        for ident in sorted(waiting) if role == "user" else ():
-            add_result(ident, None, _NO_RESULT)
+        for call_id in sorted(unanswered) if role == "user" else ():
+            add_result(call_id, None, _NO_RESULT)
         calls = [ToolCall(c.id, c.function.name, c.function.arguments) for c in message.tool_calls]
-        tools |= {call.id: call.name for call in calls}
-        waiting |= {call.id for call in calls}
+        tool_names |= {call.id: call.name for call in calls}
+        unanswered |= {call.id for call in calls}
         if message.name and (role == "user" or (role == "assistant" and len(names) > 1)):
             text = f"{message.name}: {text}"
         if not turns and role == "assistant":
@@ -443,8 +454,8 @@ def _in_turns(messages: Sequence[ChatMessage]) -> list[_Turn]:
             text = "\n\n".join(filter(None, [last.text, text]))
             calls = [*last.calls, *calls]
         turns.append(_Turn(role, text, calls))
-    for ident in sorted(waiting):
-        add_result(ident, None, _NO_RESULT)
+    for call_id in sorted(unanswered):
+        add_result(call_id, None, _NO_RESULT)
     if turns[-1].role == "assistant":
         last = turns.pop()
         turns += [last, _Turn("user")] if last.text.strip() else []

@@ -11,22 +11,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator
 
-from sirchat.server.completions import Shape, server_sent_event
+from sirchat.server.completions import ReplySerializer, server_sent_event
 from sirchat.server.fields import (
-    MANY,
-    MOST_MESSAGES,
-    Body,
+    MAX_MESSAGES,
+    MAX_TOKEN_LIMIT,
     CallId,
-    Fields,
     FunctionName,
     Json,
     Name,
     Options,
+    RequestBody,
     RequestError,
+    RequestObject,
     join_text_parts,
     make_request,
 )
-from sirchat.server.pieces import ReplyEnd, ReplyText
+from sirchat.server.parts import ReplyEnd, ReplyText
 from sirchat.server.requests import (
     ChatMessage,
     ChatRequest,
@@ -36,24 +36,24 @@ from sirchat.server.requests import (
     FlatTool,
     HostedTool,
     ToolName,
+    chat_tools,
     mark_images,
-    tools_of,
 )
 from sirchat.text.tool_calls import ToolCall
 
-_PREFIXES = {"output_text": "msg_", "reasoning_text": "rs_"}  # of an item's id
+_ID_PREFIXES = {"output_text": "msg_", "reasoning_text": "rs_"}  # of an item's id
 # What events with a kind of text have, too.
-_LOGPROBS: dict[str, dict[str, Any]] = {"output_text": {"logprobs": []}, "reasoning_text": {}}
-_TEXT = "input"  # the argument of a tool that takes a text
+_EXTRA_FIELDS: dict[str, dict[str, Any]] = {"output_text": {"logprobs": []}, "reasoning_text": {}}
+_TEXT_ARGUMENT = "input"  # the argument of a tool that takes a text
 # Tools that a request may have, but that can't be had here.
-_HOSTED = (
+_HOSTED_TOOLS = (
     *("web_search", "file_search", "code_interpreter", "image_generation", "computer", "mcp"),
     *("computer_use", "local_shell", "shell", "apply_patch", "tool_search"),
 )
-_NOT_KEPT = "responses are not kept: send their items again, or name the conversation"
+_NOT_STORED = "responses are not kept: send their items again, or name the conversation"
 # Fields that a chat request has, too, and those that the response repeats.
 _SAME = ("model", "temperature", "top_p", "stream", "sirchat")
-_SHOWN = {
+_ECHOED_FIELDS = {
     *("instructions", "previous_response_id", "max_output_tokens", "temperature", "top_p"),
     *("parallel_tool_calls", "tools"),
 }
@@ -65,7 +65,7 @@ class FunctionTool(FlatTool):
     type: Literal["function"]
 
 
-class CustomTool(Fields):
+class CustomTool(RequestObject):
     """A tool that takes a text; for the model it is a function with one argument.
 
     A grammar of the text is told, but not kept to.
@@ -78,13 +78,17 @@ class CustomTool(Fields):
 
     def functions(self) -> list[dict[str, Any]]:
         """This tool, as the field `function` of a tool of a chat request."""
-        told = [self.description or "", str(self.format.get("definition") or "")]
-        schema = {"type": "object", "properties": {_TEXT: {"type": "string"}}, "required": [_TEXT]}
-        about = {"description": "\n".join(filter(None, told)), "parameters": schema}
-        return [{"name": self.name, **about}]
+        descriptions = [self.description or "", str(self.format.get("definition") or "")]
+        schema = {
+            "type": "object",
+            "properties": {_TEXT_ARGUMENT: {"type": "string"}},
+            "required": [_TEXT_ARGUMENT],
+        }
+        function = {"description": "\n".join(filter(None, descriptions)), "parameters": schema}
+        return [{"name": self.name, **function}]
 
 
-class Namespace(Fields):
+class Namespace(RequestObject):
     """A named group of functions; functions of two groups may have the same name."""
 
     type: Literal["namespace"]
@@ -94,8 +98,11 @@ class Namespace(Fields):
 
     def functions(self) -> list[dict[str, Any]]:
         """These functions, each as the field `function` of a tool of a chat request."""
-        own = [function for tool in self.tools for function in tool.functions()]
-        return [each | {"name": _within(self.name, each["name"])} for each in own]
+        functions = [function for tool in self.tools for function in tool.functions()]
+        return [
+            function | {"name": _qualified_name(self.name, function["name"])}
+            for function in functions
+        ]
 
 
 class NamedFunction(ToolName):
@@ -105,7 +112,7 @@ class NamedFunction(ToolName):
     namespace: Name | None = None
 
 
-class TextFormat(Fields):
+class TextFormat(RequestObject):
     """The format of a reply; in a chat request, all but `type` is inside `json_schema`."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
@@ -122,8 +129,8 @@ class TextOptions(Options):
 
     def response_format(self) -> dict[str, Any]:
         """The format as the field `response_format` of a chat request."""
-        given = self.format.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
-        return {"type": self.format.type} | ({"json_schema": given} if given else {})
+        schema = self.format.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
+        return {"type": self.format.type} | ({"json_schema": schema} if schema else {})
 
 
 class ReasoningOptions(Options):
@@ -132,7 +139,7 @@ class ReasoningOptions(Options):
     effort: Effort | None = None
 
 
-class InputMessage(Fields):
+class InputMessage(RequestObject):
     """A message in the field `input` of a request."""
 
     type: Literal["message"] = "message"
@@ -144,7 +151,7 @@ class InputMessage(Fields):
         return {"role": self.role, "content": self.content}
 
 
-class CalledFunction(Fields):
+class CalledFunction(RequestObject):
     """A tool call in the field `input` of a request."""
 
     type: Literal["function_call"]
@@ -156,7 +163,7 @@ class CalledFunction(Fields):
     @field_validator("name", mode="before")
     @classmethod
     def _in_its_namespace(cls, name: Any, info: ValidationInfo) -> Any:
-        return _within(info.data.get("namespace"), name) if isinstance(name, str) else name
+        return _qualified_name(info.data.get("namespace"), name) if isinstance(name, str) else name
 
     def message(self) -> dict[str, Any]:
         """This item as a message of a chat request."""
@@ -164,7 +171,7 @@ class CalledFunction(Fields):
         return {"role": "assistant", "tool_calls": [call.message()]}
 
 
-class CalledCustom(Fields):
+class CalledCustom(RequestObject):
     """A call of a tool that takes a text, in the field `input` of a request."""
 
     type: Literal["custom_tool_call"]
@@ -174,12 +181,12 @@ class CalledCustom(Fields):
 
     def message(self) -> dict[str, Any]:
         """This item as a message of a chat request."""
-        given = json.dumps({_TEXT: self.input}, ensure_ascii=False)
+        given = json.dumps({_TEXT_ARGUMENT: self.input}, ensure_ascii=False)
         call = ToolCall(self.call_id, self.name, given)
         return {"role": "assistant", "tool_calls": [call.message()]}
 
 
-class CallOutput(Fields):
+class CallOutput(RequestObject):
     """The result of one tool call, in the field `input` of a request."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
@@ -194,45 +201,48 @@ class CallOutput(Fields):
 _ITEMS: dict[str, Any] = {"function_call": CalledFunction, "custom_tool_call": CalledCustom}
 
 
-def _as_messages(given: Any) -> Any:
+def _as_messages(items: Any) -> Any:
     """The field `input` as messages, without what is not read: reasoning, and calls of hosts."""
-    if not isinstance(given, list):
-        return [{"role": "user", "content": given}] if isinstance(given, str) else given
-    unread, messages = ["reasoning", *(f"{kind}_call" for kind in _HOSTED)], list[Any]()
-    for number, item in enumerate(given):
+    if not isinstance(items, list):
+        return [{"role": "user", "content": items}] if isinstance(items, str) else items
+    ignored_types, messages = (
+        ["reasoning", *(f"{kind}_call" for kind in _HOSTED_TOOLS)],
+        list[Any](),
+    )
+    for number, item in enumerate(items):
         kind = str(item.get("type")) if isinstance(item, dict) else ""
         is_only_id = kind == "None" and "id" in item and "role" not in item
         if kind == "item_reference" or is_only_id:
-            raise RequestError(_NOT_KEPT, param="input")
-        if kind not in unread and len(messages) <= MOST_MESSAGES:  # one more is refused
-            own = CallOutput if kind.endswith("_output") else _ITEMS.get(kind, InputMessage)
-            messages.append(make_request(own, item, "input", number).message())
+            raise RequestError(_NOT_STORED, param="input")
+        if kind not in ignored_types and len(messages) <= MAX_MESSAGES:  # one more is refused
+            item_class = CallOutput if kind.endswith("_output") else _ITEMS.get(kind, InputMessage)
+            messages.append(make_request(item_class, item, "input", number).message())
     return messages
 
 
 def _kind_of_tool(tool: Any) -> str:
     # A tool is an object when the response repeats it.
     kind = str(tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", ""))
-    is_hosted = any(kind == each or kind.startswith(f"{each}_preview") for each in _HOSTED)
+    is_hosted = any(kind == each or kind.startswith(f"{each}_preview") for each in _HOSTED_TOOLS)
     return "hosted" if is_hosted else kind
 
 
-def _within(namespace: str | None, name: str) -> str:
+def _qualified_name(namespace: str | None, name: str) -> str:
     """How the model calls a function of a namespace."""
     return f"{namespace}.{name}" if namespace else name
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(RequestBody):
     """The body of a request to `/v1/responses`."""
 
     input: Annotated[
         list[ChatMessage],
         BeforeValidator(_as_messages),
-        Field(min_length=1, max_length=MOST_MESSAGES),
+        Field(min_length=1, max_length=MAX_MESSAGES),
     ]
     instructions: str | None = None
     previous_response_id: str | None = None
-    max_output_tokens: int | None = Field(default=None, ge=1, le=MANY)
+    max_output_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKEN_LIMIT)
     temperature: float | None = None
     top_p: float | None = None
     stream: bool = False
@@ -258,50 +268,50 @@ class ResponsesRequest(Body):
     def check(self) -> None:
         """Raise RequestError if the request continues a response."""
         if self.previous_response_id is not None:
-            raise RequestError(_NOT_KEPT, param="previous_response_id")
+            raise RequestError(_NOT_STORED, param="previous_response_id")
 
-    def as_request(self) -> ChatRequest:
+    def as_chat_request(self) -> ChatRequest:
         """This request in the shape of chat completions; RequestError if a value can't be had."""
         messages = [*self.input]
         if self.instructions is not None:
             messages.insert(0, ChatMessage(role="system", content=self.instructions))
         choice: Any = self.tool_choice
         if not isinstance(choice, str):
-            name = _within(choice.namespace, choice.name)
+            name = _qualified_name(choice.namespace, choice.name)
             choice = {"type": "function", "function": {"name": name}}
-        says_how_many = "parallel_tool_calls" in self.model_fields_set
+        has_parallel_choice = "parallel_tool_calls" in self.model_fields_set
         fields = {name: getattr(self, name) for name in _SAME} | {
             "messages": messages,
-            "tools": tools_of(self.tools),
+            "tools": chat_tools(self.tools),
             "tool_choice": choice,
             "max_completion_tokens": self.max_output_tokens,
             "response_format": self.text.response_format(),
             "reasoning_effort": self.reasoning.effort,
-            "parallel_tool_calls": self.parallel_tool_calls if says_how_many else None,
+            "parallel_tool_calls": self.parallel_tool_calls if has_parallel_choice else None,
         }
         if self.conversation is not None:
             fields["sirchat"] = self.sirchat.model_copy(update={"conversation": self.conversation})
         return make_request(ChatRequest, fields)
 
 
-class ResponsesShape(Shape):
+class ResponsesSerializer(ReplySerializer):
     """The JSON of one response, whole or as events."""
 
-    def __init__(self, asked: ResponsesRequest, model: str) -> None:
+    def __init__(self, request: ResponsesRequest, model: str) -> None:
         self._items: list[dict[str, Any]] = []
         self._open: dict[str, tuple[dict[str, Any], str]] = {}  # unfinished texts, by their kind
         self._response = dict[str, Any]()  # when it has ended
-        self._number, self._is_whole = 0, False  # of the next event; whether there are none
-        self._customs = {tool.name for tool in asked.tools if isinstance(tool, CustomTool)}
-        self._named = {  # how clients name the functions of namespaces
-            _within(space.name, tool.name): {"name": tool.name, "namespace": space.name}
-            for space in asked.tools
+        self._number, self._is_unstreamed = 0, False  # of the next event; whether there are none
+        self._custom_tools = {tool.name for tool in request.tools if isinstance(tool, CustomTool)}
+        self._namespaced = {  # how clients name the functions of namespaces
+            _qualified_name(space.name, tool.name): {"name": tool.name, "namespace": space.name}
+            for space in request.tools
             if isinstance(space, Namespace)
             for tool in space.tools
         }
         self._common = {
-            **asked.model_dump(include=_SHOWN),
-            **asked.model_dump(include={"tool_choice"}, exclude_none=True),
+            **request.model_dump(include=_ECHOED_FIELDS),
+            **request.model_dump(include={"tool_choice"}, exclude_none=True),
             "id": f"resp_{secrets.token_hex(24)}",
             "store": False,
             "object": "response",
@@ -310,118 +320,129 @@ class ResponsesShape(Shape):
             "error": None,
             "incomplete_details": None,
             "metadata": {},
-            "conversation": asked.conversation and {"id": asked.conversation},
-            "text": asked.text.model_dump(by_alias=True, exclude_none=True),
+            "conversation": request.conversation and {"id": request.conversation},
+            "text": request.text.model_dump(by_alias=True, exclude_none=True),
             "truncation": "auto",
             "usage": None,
         }
 
-    def whole(self, said: ReplyText, end: ReplyEnd) -> dict[str, Any]:
+    def response_body(self, reply: ReplyText, end: ReplyEnd) -> dict[str, Any]:
         """The JSON object of a response with this reply, in one part."""
-        self._is_whole = True
-        deque(self.told(said), maxlen=0)
-        self.ended(end)
+        self._is_unstreamed = True
+        deque(self.part_events(reply), maxlen=0)
+        self.last_events(end)
         return self._response
 
-    def begun(self) -> Iterable[str]:
+    def first_events(self) -> Iterable[str]:
         """The first events: a response without output."""
         for kind in ("response.created", "response.in_progress"):
-            yield self._event(kind, response=self._shown("in_progress"))
+            yield self._event(kind, response=self._response_with("in_progress"))
 
-    def told(self, part: ReplyText) -> Iterable[str]:
+    def part_events(self, part: ReplyText) -> Iterable[str]:
         """The events that tell a part, in items."""
         if part.thinking:
-            yield from self._write("reasoning_text", part.thinking)
+            yield from self._add_text("reasoning_text", part.thinking)
         if part.text or part.calls:
             yield from self._end_text("reasoning_text", "completed")
         if part.text:
-            yield from self._write("output_text", part.text)
+            yield from self._add_text("output_text", part.text)
         for call in part.calls:
             yield from self._add_call(call)
 
-    def ended(self, end: ReplyEnd) -> Iterable[str]:
+    def last_events(self, end: ReplyEnd) -> Iterable[str]:
         """The last events."""
-        status, cut, last = "completed", None, list[str]()
+        status, incomplete, events = "completed", None, list[str]()
         if end.finish == "length":
-            status, cut = "incomplete", {"reason": "max_output_tokens"}
+            status, incomplete = "incomplete", {"reason": "max_output_tokens"}
         if not self._items:  # the reply is empty
-            last += self._write("output_text", "")
+            events += self._add_text("output_text", "")
         for kind in tuple(self._open):
-            last += self._end_text(kind, status)
-        more = {"usage": _usage(end.usage), "incomplete_details": cut, "sirchat": end.memory}
-        self._response = self._shown(status) | more
-        return [*last, self._event(f"response.{status}", response=self._response)]
+            events += self._end_text(kind, status)
+        fields = {
+            "usage": _usage(end.usage),
+            "incomplete_details": incomplete,
+            "sirchat": end.memory,
+        }
+        self._response = self._response_with(status) | fields
+        return [*events, self._event(f"response.{status}", response=self._response)]
 
-    def failed(self, error: RequestError) -> Iterable[str]:
+    def error_events(self, error: RequestError) -> Iterable[str]:
         """The last event, if the reply fails: a response without output."""
-        problem = error.body["error"]
-        failed = {"code": problem["code"] or "server_error", "message": problem["message"]}
+        error_fields = error.body["error"]
+        shown_error = {
+            "code": error_fields["code"] or "server_error",
+            "message": error_fields["message"],
+        }
         self._items = []
-        yield self._event("response.failed", response=self._shown("failed") | {"error": failed})
+        yield self._event(
+            "response.failed", response=self._response_with("failed") | {"error": shown_error}
+        )
 
-    def _write(self, kind: str, text: str) -> Iterator[str]:
+    def _add_text(self, kind: str, text: str) -> Iterator[str]:
         """Add text to the output item of the reasoning or the answer, which begins if need be."""
         if kind not in self._open:
-            index, ident = len(self._items), f"{_PREFIXES[kind]}{secrets.token_hex(24)}"
+            index, ident = len(self._items), f"{_ID_PREFIXES[kind]}{secrets.token_hex(24)}"
             place = {"item_id": ident, "output_index": index, "content_index": 0}
             self._open[kind] = place, ""
-            self._items.append(item := _item(kind, ident, "in_progress", []))
+            self._items.append(item := _output_item(kind, ident, "in_progress", []))
             yield self._event("response.output_item.added", output_index=index, item=item)
-            yield self._event("response.content_part.added", **place, part=_text(kind, ""))
+            yield self._event("response.content_part.added", **place, part=_text_part(kind, ""))
         place, before = self._open[kind]
         self._open[kind] = place, before + text
         if text:
-            yield self._event(f"response.{kind}.delta", **place, delta=text, **_LOGPROBS[kind])
+            yield self._event(f"response.{kind}.delta", **place, delta=text, **_EXTRA_FIELDS[kind])
 
     def _end_text(self, kind: str, status: str) -> Iterator[str]:
         """End the output item of the reasoning or the answer, if it has begun."""
         if kind in self._open:
             place, text = self._open.pop(kind)
-            index, part = place["output_index"], _text(kind, text)
-            self._items[index] = item = _item(kind, place["item_id"], status, [part])
-            yield self._event(f"response.{kind}.done", **place, text=text, **_LOGPROBS[kind])
+            index, part = place["output_index"], _text_part(kind, text)
+            self._items[index] = item = _output_item(kind, place["item_id"], status, [part])
+            yield self._event(f"response.{kind}.done", **place, text=text, **_EXTRA_FIELDS[kind])
             yield self._event("response.content_part.done", **place, part=part)
             yield self._event("response.output_item.done", output_index=index, item=item)
 
     def _add_call(self, call: ToolCall) -> Iterator[str]:
         """Add a call of a tool."""
-        about = self._named.get(call.name, {"name": call.name})
-        kind, field, said, prefix = "function_call", "arguments", call.arguments, "fc"
-        told = {"name": about["name"]}
-        if call.name in self._customs:
-            said, told = str(json.loads(call.arguments).get(_TEXT, "")), {}
+        names = self._namespaced.get(call.name, {"name": call.name})
+        kind, field, text, prefix = "function_call", "arguments", call.arguments, "fc"
+        name_field = {"name": names["name"]}
+        if call.name in self._custom_tools:
+            text, name_field = str(json.loads(call.arguments).get(_TEXT_ARGUMENT, "")), {}
             kind, field, prefix = "custom_tool_call", "input", "ctc"
         ident, index = f"{prefix}_{secrets.token_hex(24)}", len(self._items)
-        item = {"id": ident, "type": kind, "status": "completed", "call_id": call.id, **about}
-        begun, item = item | {"status": "in_progress", field: ""}, item | {field: said}
+        item = {"id": ident, "type": kind, "status": "completed", "call_id": call.id, **names}
+        empty_item, item = item | {"status": "in_progress", field: ""}, item | {field: text}
         place = {"item_id": ident, "output_index": index}
         self._items.append(item)
-        yield self._event("response.output_item.added", output_index=index, item=begun)
-        yield self._event(f"response.{kind}_{field}.delta", **place, delta=said)
-        yield self._event(f"response.{kind}_{field}.done", **place, **{field: said}, **told)
+        yield self._event("response.output_item.added", output_index=index, item=empty_item)
+        yield self._event(f"response.{kind}_{field}.delta", **place, delta=text)
+        yield self._event(f"response.{kind}_{field}.done", **place, **{field: text}, **name_field)
         yield self._event("response.output_item.done", output_index=index, item=item)
 
-    def _shown(self, status: str) -> dict[str, Any]:
+    def _response_with(self, status: str) -> dict[str, Any]:
         return {**self._common, "status": status, "output": [*self._items]}
 
     def _event(self, kind: str, **fields: Any) -> str:
-        if self._is_whole:  # nobody gets it
+        if self._is_unstreamed:  # nobody gets it
             return ""
         numbered = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         return server_sent_event(numbered, kind)
 
 
-def _item(kind: str, ident: str, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-    about: dict[str, Any] = {"type": "message", "role": "assistant"}
+def _output_item(
+    kind: str, ident: str, status: str, content: list[dict[str, Any]]
+) -> dict[str, Any]:
+    fields: dict[str, Any] = {"type": "message", "role": "assistant"}
     if kind == "reasoning_text":
-        about = {"type": "reasoning", "summary": []}
-    return {"id": ident, **about, "status": status, "content": content}
+        fields = {"type": "reasoning", "summary": []}
+    return {"id": ident, **fields, "status": status, "content": content}
 
 
-def _text(kind: str, text: str) -> dict[str, Any]:
+def _text_part(kind: str, text: str) -> dict[str, Any]:
     more: dict[str, Any] = {"annotations": []} if kind == "output_text" else {}
-    return {"type": kind, "text": text, **more, **_LOGPROBS[kind]}
+    return {"type": kind, "text": text, **more, **_EXTRA_FIELDS[kind]}
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:

@@ -20,27 +20,29 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from sirchat.chat.session import Session
-from sirchat.config.profile import FIXED, Profile
+from sirchat.config.profile import FIXED_SETTINGS, Profile
 from sirchat.errors import SirchatError
 from sirchat.models.model import LoadedModel
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.database import SUFFIX, as_damage_errors, require
 from sirchat.saved.resume import resume_session
-from sirchat.saved.saved_state import fingerprint, saved_profile
-from sirchat.saved.segments import FOLDER
+from sirchat.saved.saved_state import model_fingerprint, saved_profile
+from sirchat.saved.segments import FOLDER_SUFFIX
 from sirchat.saved.session_list import remove_session
 from sirchat.saved.store import SessionStore
-from sirchat.server.conversation import KnownConversation, ServedConversation, first_words
+from sirchat.server.conversation import KnownConversation, ServedConversation, preview
 
-MOST_BYTES = 8 * 2**30  # of all files of conversations that are only on disk
-MOST_BRANCHES = 16  # of all conversations, with which nobody went on
+MAX_DISK_BYTES = 8 * 2**30  # of all files of conversations that are only on disk
+MAX_BRANCHES = 16  # of all conversations, with which nobody went on
 
 _LOG = logging.getLogger(__name__)
-_SILENCE = 600  # least number of seconds between two logged errors of writing
-_FIELD = "served"  # the name of what is known of a conversation in the table `head` of its file
+_LOG_INTERVAL_SECONDS = 600  # least number of seconds between two logged errors of writing
+_HEAD_FIELD = (
+    "served"  # the name of what is known of a conversation in the table `state_record` of its file
+)
 
 
-_KNOWN = TypeAdapter(KnownConversation)
+_ADAPTER = TypeAdapter(KnownConversation)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -54,20 +56,25 @@ class SavedConversation(KnownConversation):
     file: Future[Path | None]
 
     @staticmethod
-    def of(conversation: ServedConversation, file: Future[Path | None]) -> SavedConversation:
+    def from_memory(
+        conversation: ServedConversation, file: Future[Path | None]
+    ) -> SavedConversation:
         """The entry for a conversation in memory."""
-        return SavedConversation(**conversation.known(), first=conversation.first, file=file)
+        return SavedConversation(**conversation.known_fields(), first=conversation.first, file=file)
 
     @staticmethod
-    def read(store: SessionStore) -> SavedConversation:
+    def from_file(store: SessionStore) -> SavedConversation:
         """The entry for the conversation in an open file; SessionError if it has none."""
-        head, file = store.head(), Future[Path | None]()
+        head, file = store.state_record(), Future[Path | None]()
         with as_damage_errors(store.path):
-            given: Any = head and head.fields.get(_FIELD)
-            known, turns = _KNOWN.validate_json(json.dumps(given)), store.turns()
-            require(len(turns) == given["turns"] and len(known.keys) == len(known.roles) + 1)
+            fields: Any = head and head.fields.get(_HEAD_FIELD)
+            known_fields, turns = _ADAPTER.validate_json(json.dumps(fields)), store.turns()
+            require(
+                len(turns) == fields["turns"]
+                and len(known_fields.keys) == len(known_fields.roles) + 1
+            )
         file.set_result(store.path)
-        return SavedConversation(**known.known(), first=first_words(turns), file=file)
+        return SavedConversation(**known_fields.known_fields(), first=preview(turns), file=file)
 
     @property
     def kv_file(self) -> Path | None:
@@ -79,11 +86,11 @@ class SavedConversation(KnownConversation):
         """Whether loading this conversation computes nothing."""
         return self.kv_file is not None and self.kv_file.exists()
 
-    def size(self) -> int:
+    def nbytes_on_disk(self) -> int:
         """Size of its files in bytes; 0 if they are missing or being written."""
         if (file := self.kv_file) is None:
             return 0
-        files = (file, file.with_suffix(SUFFIX), *file.with_suffix(FOLDER).glob("*"))
+        files = (file, file.with_suffix(SUFFIX), *file.with_suffix(FOLDER_SUFFIX).glob("*"))
         return sum(each.stat().st_size for each in files if each.exists())
 
 
@@ -97,36 +104,38 @@ class SavedConversations:
         self._model, self._profile = model, profile
         self._limit, self._folder = limit, folder
         self._writer = ThreadPoolExecutor(1, "saving")
-        self._said_at = -math.inf  # time of the last logged error, in seconds
+        self._logged_at = -math.inf  # time of the last logged error, in seconds
         self._files: dict[ServedConversation, SavedConversation] = {}  # entries of those in memory
-        self._found: Future[list[SavedConversation]] | None = self._writer.submit(self._read)
-        self._listed: list[SavedConversation] = []
+        self._reading: Future[list[SavedConversation]] | None = self._writer.submit(
+            self._read_folder
+        )
+        self._entries: list[SavedConversation] = []
 
     @property
-    def all(self) -> list[SavedConversation]:
+    def entries(self) -> list[SavedConversation]:
         """Entries of the conversations that are only on disk; the one used last is at the end."""
-        if self._found is not None:
-            self._listed, self._found = self._found.result(), None
-        return self._listed
+        if self._reading is not None:
+            self._entries, self._reading = self._reading.result(), None
+        return self._entries
 
     def load(self, saved: SavedConversation) -> ServedConversation | None:
         """Load a conversation, and remove it from this list; None if its file can't be used."""
-        self.all.remove(saved)
+        self.entries.remove(saved)
         if (path := saved.file.result()) is None:
             return None
         store = None
         try:
             store = SessionStore.open(path)
-            saved = SavedConversation.read(store)  # the last turns may not have been written
-            session = self._resumed(store, saved)
+            saved = SavedConversation.from_file(store)  # the last turns may not have been written
+            session = self._resume(store, saved)
         except SirchatError as error:
             _LOG.warning("a saved conversation can't be continued: %s", error)
             if store is not None:
                 store.close()
             return None
-        saving, is_exact = Autosave(session, store, self._folder), not saved.is_edited
+        autosave, is_exact = Autosave(session, store, self._folder), not saved.is_edited
         loaded = ServedConversation(
-            session=session, **saved.known(), saving=saving, has_exact_prompt=is_exact
+            session=session, **saved.known_fields(), autosave=autosave, has_exact_prompt=is_exact
         )
         self._files[loaded] = saved
         return loaded
@@ -147,14 +156,14 @@ class SavedConversations:
             self._write(conversation, with_kv=True)
             return self._close(conversation)
 
-        saved = SavedConversation.of(conversation, self._writer.submit(write))
-        self.all.append(saved)
+        saved = SavedConversation.from_memory(conversation, self._writer.submit(write))
+        self.entries.append(saved)
         return saved
 
     def keep_last_saved(self, conversation: ServedConversation) -> None:
         """Give up the unsaved part of a conversation that leaves memory; its file stays listed."""
         if (saved := self._files.get(conversation)) is not None:
-            self.all.append(replace(saved, file=self._writer.submit(self._close, conversation)))
+            self.entries.append(replace(saved, file=self._writer.submit(self._close, conversation)))
 
     def prune(self, held: Collection[ServedConversation]) -> None:
         """Delete the conversations used longest ago, if there are too many or too large ones.
@@ -163,82 +172,86 @@ class SavedConversations:
         a newer one is there: so they push out no other conversation.
         """
         newer = {each.origin for each in held}
-        kept, branches = list[SavedConversation](), list[SavedConversation]()
-        for saved in reversed(self.all):
-            (branches if saved.is_branch and saved.origin in newer else kept).append(saved)
+        reused, branches = list[SavedConversation](), list[SavedConversation]()
+        for saved in reversed(self.entries):
+            (branches if saved.is_branch and saved.origin in newer else reused).append(saved)
             newer.add(saved.origin)
         stays, size = set[SavedConversation](), 0
-        for saved in (*kept, *branches[:MOST_BRANCHES]):
-            size += saved.size()
-            if len(stays) + len(held) < self._limit and size <= MOST_BYTES:
+        for saved in (*reused, *branches[:MAX_BRANCHES]):
+            size += saved.nbytes_on_disk()
+            if len(stays) + len(held) < self._limit and size <= MAX_DISK_BYTES:
                 stays.add(saved)
-        for saved in self.all:
+        for saved in self.entries:
             if saved not in stays:
                 self._writer.submit(_remove, saved)
-        self._listed = [saved for saved in self.all if saved in stays]
+        self._entries = [saved for saved in self.entries if saved in stays]
 
     def end(self) -> None:
         """Delete surplus conversations, and wait until the writing thread ends."""
         self.prune(())
         self._writer.shutdown()
 
-    def _resumed(self, store: SessionStore, saved: SavedConversation) -> Session:
+    def _resume(self, store: SessionStore, saved: SavedConversation) -> Session:
         """The session saved in `store`, under the server's settings and those of its own."""
-        before = saved_profile(store, (self._profile.policy,))
-        now = {name: getattr(self._profile, name) for name in Profile.model_fields}
-        session = Session(self._model, before.model_copy(update={n: now[n] for n in FIXED}))
+        saved_settings = saved_profile(store, (self._profile.policy,))
+        current = {name: getattr(self._profile, name) for name in Profile.model_fields}
+        session = Session(
+            self._model, saved_settings.model_copy(update={n: current[n] for n in FIXED_SETTINGS})
+        )
         resume_session(session, store)
-        values = {name: now[name] for name in now if name not in (*FIXED, "system")}
+        values = {
+            name: current[name] for name in current if name not in (*FIXED_SETTINGS, "system")
+        }
         values |= saved.settings
         values["budget"] = max(values["budget"], saved.least_budget)
-        other = {name: v for name, v in values.items() if getattr(session.profile, name) != v}
-        if other:
-            session.switch("the server", **other)
+        changed = {name: v for name, v in values.items() if getattr(session.profile, name) != v}
+        if changed:
+            session.switch("the server", **changed)
         return session
 
     def _write(self, conversation: ServedConversation, *, with_kv: bool = False) -> None:
         """Write what is new in a conversation; after an error, its next turn tries again."""
-        saving = conversation.saving or Autosave(conversation.session, folder=self._folder)
-        about = _KNOWN.dump_python(conversation, mode="json")
-        saving.more = {_FIELD: about | {"turns": len(conversation.session.turns)}}
+        autosave = conversation.autosave or Autosave(conversation.session, folder=self._folder)
+        fields = _ADAPTER.dump_python(conversation, mode="json")
+        autosave.extra_fields = {_HEAD_FIELD: fields | {"turns": len(conversation.session.turns)}}
         try:
-            if conversation.saving is None:
-                saving.begin()
-                conversation.saving = saving
+            if conversation.autosave is None:
+                autosave.create_file()
+                conversation.autosave = autosave
             else:
-                saving.save()
+                autosave.save()
             file = Future[Path | None]()
-            file.set_result(self._folder / f"{saving.id}{SUFFIX}")
-            self._files[conversation] = SavedConversation.of(conversation, file)
+            file.set_result(self._folder / f"{autosave.id}{SUFFIX}")
+            self._files[conversation] = SavedConversation.from_memory(conversation, file)
             conversation.is_outdated = False
             if with_kv:
-                saving.save_kv()
+                autosave.save_kv()
         except Exception as error:  # replies go on after any error
-            conversation.is_outdated = conversation.saving is not None
-            if time.monotonic() - self._said_at > _SILENCE:
-                known = error if isinstance(error, SirchatError) else type(error).__name__
-                _LOG.error("conversations can't be saved now: %s", known)
-                self._said_at = time.monotonic()
+            conversation.is_outdated = conversation.autosave is not None
+            if time.monotonic() - self._logged_at > _LOG_INTERVAL_SECONDS:
+                problem = error if isinstance(error, SirchatError) else type(error).__name__
+                _LOG.error("conversations can't be saved now: %s", problem)
+                self._logged_at = time.monotonic()
 
     def _close(self, conversation: ServedConversation) -> Path | None:
         """Close a conversation's file without writing; its path, None if it was never written."""
-        if conversation.saving is not None:
-            conversation.saving.close_without_saving()
-            conversation.saving = None
+        if conversation.autosave is not None:
+            conversation.autosave.close_without_saving()
+            conversation.autosave = None
         saved = self._files.pop(conversation, None)
         return None if saved is None else saved.file.result()
 
-    def _read(self) -> list[SavedConversation]:
+    def _read_folder(self) -> list[SavedConversation]:
         """The entries of this model's conversations in the folder; the one changed last at the end.
 
         Files that a process has open, and damaged ones, are left out.
         """
-        entries, model = [], (self._model.precision, fingerprint(self._model))
+        entries, model = [], (self._model.precision, model_fingerprint(self._model))
         for path in sorted(self._folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime):
             try:
                 with SessionStore.open(path) as store:
                     if (store.meta.get("dtype"), store.meta.get("fingerprint")) == model:
-                        entries.append(SavedConversation.read(store))
+                        entries.append(SavedConversation.from_file(store))
             except SirchatError as error:
                 _LOG.info("a saved conversation is left out: %s", error)
         return entries

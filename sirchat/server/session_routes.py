@@ -21,16 +21,16 @@ from sirchat.chat.events import Event, to_json
 from sirchat.memory.policies import is_path, policy_names
 from sirchat.server.access import read_body
 from sirchat.server.conversation import ServedConversation
-from sirchat.server.fields import Fields, RequestError, parse_request
+from sirchat.server.fields import RequestError, RequestObject, parse_request
 from sirchat.server.pool import ConversationPool
 from sirchat.server.reply_thread import ReplyThread
 
-_FRESH = {"Cache-Control": "no-store"}
+_NO_STORE = {"Cache-Control": "no-store"}
 
 _Target = Annotated[str | None, Field(min_length=1, max_length=10_000)]  # as `/pin` takes it
 
 
-class MemoryChange(Fields):
+class MemoryChange(RequestObject):
     """The body of a request that changes a conversation's memory, in the order of the fields."""
 
     model_config = ConfigDict(extra="forbid")
@@ -56,8 +56,8 @@ class MemoryChange(Fields):
         Raises SettingError or UsageError if a part is not possible; those before it stay applied.
         """
         session, events = conversation.session, list[Event]()
-        own = {"policy", "budget", "decay", "recall"}
-        if settings := self.model_dump(exclude_none=True, include=own):
+        setting_names = {"policy", "budget", "decay", "recall"}
+        if settings := self.model_dump(exclude_none=True, include=setting_names):
             events += session.switch("the request", **settings)
             names = {*settings, *(("policy_options",) if "policy" in settings else ())}
             conversation.settings |= {name: getattr(session.profile, name) for name in names}
@@ -85,41 +85,45 @@ class SessionRoutes:
     async def _list(self, request: Request) -> Response:
         data = await self._call(self._conversations.overview)
         model = self._conversations.model.name
-        about = {"object": "list", "model": model, "policies": policy_names()}
-        return JSONResponse({**about, "data": data}, headers=_FRESH)
+        fields = {"object": "list", "model": model, "policies": policy_names()}
+        return JSONResponse({**fields, "data": data}, headers=_NO_STORE)
 
     async def _show(self, request: Request) -> Response:
-        ident = request.path_params["id"]
-        shown = await self._call(lambda: _memory(self._conversations.find(ident)))
-        return JSONResponse(shown, headers=_FRESH)
+        conversation_id = request.path_params["id"]
+        memory = await self._call(lambda: _memory(self._conversations.find(conversation_id)))
+        return JSONResponse(memory, headers=_NO_STORE)
 
     async def _facts(self, request: Request) -> Response:
-        ident, words = request.path_params["id"], request.query_params.get("words", "")
-        facts = await self._call(lambda: self._conversations.find(ident).session.facts(words))
-        return JSONResponse({"object": "list", "data": list(map(asdict, facts))}, headers=_FRESH)
+        conversation_id, words = request.path_params["id"], request.query_params.get("words", "")
+        facts = await self._call(
+            lambda: self._conversations.find(conversation_id).session.facts(words)
+        )
+        return JSONResponse({"object": "list", "data": list(map(asdict, facts))}, headers=_NO_STORE)
 
     async def _change(self, request: Request) -> Response:
-        ident = request.path_params["id"]
+        conversation_id = request.path_params["id"]
         change = parse_request(await read_body(request), MemoryChange)
         loop, saved = asyncio.get_running_loop(), asyncio.Event()
 
-        def then() -> None:
+        def on_saved() -> None:
             self._replies.wake()
             loop.call_soon_threadsafe(saved.set)
 
         def work() -> tuple[ServedConversation, dict[str, Any]]:
-            conversation, events = self._conversations.change(ident, change.apply, then)
-            shown = {"events": [to_json(event) for event in events], **_memory(conversation)}
-            return conversation, {**shown, "busy": False}
+            conversation, events = self._conversations.change(
+                conversation_id, change.apply, on_saved
+            )
+            memory = {"events": [to_json(event) for event in events], **_memory(conversation)}
+            return conversation, {**memory, "busy": False}
 
-        conversation, shown = await self._call(work)
+        conversation, memory = await self._call(work)
         await saved.wait()
         if change.erase is not None and conversation.is_outdated:
             raise RequestError(
                 "the words are erased from memory, but the conversation's file can't be written",
                 status=500,
             )
-        return JSONResponse(shown, headers=_FRESH)
+        return JSONResponse(memory, headers=_NO_STORE)
 
     async def _call(self, work: Callable[[], Any]) -> Any:
         """Call `work` in the thread that alone may use conversations."""
@@ -129,14 +133,14 @@ class SessionRoutes:
 def _memory(conversation: ServedConversation) -> dict[str, Any]:
     snapshot = asdict(conversation.session.snapshot())
     session = conversation.session
-    more = {"recall": session.profile.recall, "left_out": len(session.ledger.left_out)}
-    return {**snapshot, **more, "busy": conversation.is_busy}
+    added = {"recall": session.profile.recall, "left_out": len(session.ledger.left_out)}
+    return {**snapshot, **added, "busy": conversation.is_busy}
 
 
 async def _page(request: Request) -> Response:
     text, policy = _page_and_policy()
     safe = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
-    return HTMLResponse(text, headers={"Content-Security-Policy": policy, **safe, **_FRESH})
+    return HTMLResponse(text, headers={"Content-Security-Policy": policy, **safe, **_NO_STORE})
 
 
 @cache
@@ -145,6 +149,6 @@ def _page_and_policy() -> tuple[str, str]:
     text = files("sirchat.server").joinpath("page.html").read_text("utf-8")
     parts = re.findall(r"<(script|style)>(.*?)</\1>", text, re.DOTALL)
     hashes = ((tag, b64encode(sha256(part.encode()).digest()).decode()) for tag, part in parts)
-    own = "; ".join(f"{tag}-src 'sha256-{value}'" for tag, value in hashes)
-    none = "; ".join(f"{name} 'none'" for name in ("base-uri", "form-action", "frame-ancestors"))
-    return text, f"default-src 'none'; {own}; connect-src 'self'; {none}"
+    sources = "; ".join(f"{tag}-src 'sha256-{value}'" for tag, value in hashes)
+    denied = "; ".join(f"{name} 'none'" for name in ("base-uri", "form-action", "frame-ancestors"))
+    return text, f"default-src 'none'; {sources}; connect-src 'self'; {denied}"

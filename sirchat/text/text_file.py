@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO
 
-from sirchat.errors import UsageError, nearest
+from sirchat.errors import UsageError, did_you_mean
 
 MOST_FILE_BYTES = 2**20  # of a file that can be put into a message
 MOST_FILES = 100  # of a folder or a pattern that can be put into a message
@@ -191,7 +191,7 @@ def _hint_for_missing(name: str) -> str:
         return "nothing is fetched; save the page as text"
     path = expand_path(name)
     with suppress(OSError, ValueError):
-        if close := nearest(path.name, os.listdir(path.parent), alike=0.7):
+        if close := did_you_mean(path.name, os.listdir(path.parent), cutoff=0.7):
             return close
     return 'a name with spaces goes in quotes: "a b.txt"'
 

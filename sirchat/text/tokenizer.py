@@ -15,7 +15,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from sirchat.errors import no_panic
+from sirchat.errors import panic_as_model_error
 
 # Classes of transformers that read `tokenizer.json` as it is.
 _GENERAL = ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -206,12 +206,12 @@ class ControlTokens:
         ids = encode("\n" + piece)
         return ids[count:] if ids[:count] == self._line_end else encode(piece)
 
-    @no_panic("the model's tokenizer can't read this text")
+    @panic_as_model_error("the model's tokenizer can't read this text")
     def _usual_ids(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    @no_panic("the model's tokenizer can't read this text")
+    @panic_as_model_error("the model's tokenizer can't read this text")
     def _plain_ids(self, text: str) -> list[int]:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, BinaryIO, Literal, get_args
 
-from sirchat.errors import TranscriptError, UsageError, nearest
+from sirchat.errors import TranscriptError, UsageError, did_you_mean
 from sirchat.text.text_file import without_surrogates
 from sirchat.text.tool_calls import with_calls
 
@@ -75,7 +75,7 @@ def iter_turns(stream: BinaryIO, name: str, format: str = "auto") -> Iterator[Tr
     if format not in FORMATS:
         raise UsageError(
             f'there is no transcript format "{format}"; it must be one of {", ".join(FORMATS)}',
-            hint=nearest(format, FORMATS),
+            hint=did_you_mean(format, FORMATS),
         )
     lines = _numbered(stream, name)
     return _parse_detected(lines, name) if format == "auto" else _parse_as(lines, name, format)

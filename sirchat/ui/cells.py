@@ -20,9 +20,9 @@ from rich.text import Text
 from sirchat.ui.text import displayable
 
 # Drawn under a combining mark that follows no letter, and in place of a spacing mark.
-BASE: Final = "◌"
-NEWLINE: Final = "⏎"
-TAB: Final = "→"
+COMBINING_BASE: Final = "◌"
+NEWLINE_SIGN: Final = "⏎"
+TAB_SIGN: Final = "→"
 
 _UNKNOWN = "\ufffd"
 _NON_JOINER = "\u200c"
@@ -40,21 +40,21 @@ def known_width_line(text: str) -> str:
     """A token's text as one line of known width. Nothing is cached: erased text leaves memory."""
     if text.isascii() and text.isprintable():
         return text
-    return grid_safe(displayable(text))
+    return replace_unsafe_widths(displayable(text))
 
 
-def quoted(text: str) -> str:
+def quote_token(text: str) -> str:
     """A token's text between double quotes, so that the user sees its spaces."""
     return f'"{known_width_line(text)}"'
 
 
-def grid_safe(text: str) -> str:
+def replace_unsafe_widths(text: str) -> str:
     """Replace each character whose width differs between terminals."""
     safe: list[str] = []
     for char in map(_safe, text):
-        bare = not safe or safe[-1][-1] in f" {NEWLINE}"
+        bare = not safe or safe[-1][-1] in f" {NEWLINE_SIGN}"
         if char and bare and not get_character_cell_size(char[0]):
-            safe.append(BASE)
+            safe.append(COMBINING_BASE)
         if char:
             safe.append(char)
     return "".join(safe)
@@ -73,7 +73,7 @@ def cut(text: str, width: int) -> str:
     return _split(text, max(0, width - len(end)))[0] + end[:width]
 
 
-def line_of(runs: Iterable[StyledRun]) -> Text:
+def join_runs(runs: Iterable[StyledRun]) -> Text:
     """Join runs to one line; those of the same style become one piece, which takes fewer bytes."""
     line = Text(no_wrap=True, overflow="ignore")
     for style, parts in groupby(runs, key=lambda part: part.style):
@@ -81,9 +81,9 @@ def line_of(runs: Iterable[StyledRun]) -> Text:
     return line
 
 
-def lay_out(runs: Iterable[StyledRun], width: int) -> list[Text]:
+def wrap_runs(runs: Iterable[StyledRun], width: int) -> list[Text]:
     """Break runs into lines of at most `width` cells: after a space, or within a long word."""
-    text = line_of(runs)
+    text = join_runs(runs)
     return list(text.wrap(Console(), max(width, 2), overflow="fold", no_wrap=False)) if text else []
 
 
@@ -92,9 +92,9 @@ def _safe(char: str) -> str:
     """What is drawn for one character: itself, a replacement of known width, or "" (nothing)."""
     code, category = ord(char), unicodedata.category(char)
     if char in "\n\u2028\u2029":
-        return NEWLINE
+        return NEWLINE_SIGN
     if char == "\t":
-        return TAB
+        return TAB_SIGN
     if 0x1F1E6 <= code <= 0x1F1FF:  # half of a flag, shown as its letter
         return chr(code - 0x1F1E6 + ord("A"))
     if category in ("Cc", "Cf") or _modifies(code):
@@ -102,7 +102,7 @@ def _safe(char: str) -> str:
     if category in ("Cn", "Cs"):
         return _UNKNOWN
     if category == "Mc" or code == 0x1171E:
-        return BASE
+        return COMBINING_BASE
     if unicodedata.combining(char) == _VIRAMA:  # would join its neighbours into one glyph
         return char + _NON_JOINER
     return char

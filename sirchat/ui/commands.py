@@ -21,15 +21,15 @@ from sirchat.chat.events import TokenRow
 from sirchat.chat.evicted_text import evicted_turns
 from sirchat.chat.session import Session
 from sirchat.chat.targets import without_quotes
-from sirchat.config.values import short_number
-from sirchat.errors import SettingError, UsageError, nearest
+from sirchat.config.values import format_number
+from sirchat.errors import SettingError, UsageError, did_you_mean
 from sirchat.memory.registry import RETRIEVERS
 from sirchat.text.times import time_range
 from sirchat.ui.attaching import attach_named_files, describe_size
-from sirchat.ui.erasing import Erasing
+from sirchat.ui.erasing import EraseCommand
 from sirchat.ui.exporting import copy_reply, export_chat
-from sirchat.ui.lists import ALSO_KEPT, draw_policies, draw_settings, memory_in_words
-from sirchat.ui.panel import draw_panel
+from sirchat.ui.lists import ALSO_KEPT_NOTE, describe_memory, draw_policies, draw_settings
+from sirchat.ui.panel import draw_full_panel
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.switching import ModelSwitching, Switching
@@ -39,7 +39,7 @@ from sirchat.ui.tables import (
     draw_recalled_turns,
     draw_tokens,
 )
-from sirchat.ui.text import counted, displayable, displayable_line, shorten
+from sirchat.ui.text import displayable, displayable_line, pluralize, shorten
 from sirchat.ui.tool_use import run_tools_command
 from sirchat.ui.turn_commands import Retry, parse_retry, undo
 from sirchat.ui.typed_input import TypedHistory
@@ -123,7 +123,7 @@ class Commands:
         self._saved_chat = saved_chat
         self._screen = screen
         self._switching = Switching(session, screen, trusted_policies)
-        self._erasing = Erasing(session, screen, history, saved_chat)
+        self._erasing = EraseCommand(session, screen, history, saved_chat)
 
     @classmethod
     def names(cls) -> list[str]:
@@ -163,7 +163,7 @@ class Commands:
             self._screen.note(f"/{word} is now called /{_RENAMED_COMMANDS[word]}")
             return _RENAMED_COMMANDS[word]
         if word not in self.names():
-            hint = _HINTS_FOR_FOREIGN_COMMANDS.get(word) or nearest(word, self.names(), "/")
+            hint = _HINTS_FOR_FOREIGN_COMMANDS.get(word) or did_you_mean(word, self.names(), "/")
             if os.path.isfile(f"/{word}"):
                 hint = "@ before a path sends the file's text"
             raise UsageError(
@@ -173,7 +173,7 @@ class Commands:
         return _ALIASES.get(word, word)
 
     def do_help(self, arguments: str) -> None:
-        keys, quiet = _load_help()["keys"], self._screen.theme.quiet
+        keys, quiet = _load_help()["keys"], self._screen.theme.secondary
         if not arguments:
             self._screen.page(Group(_draw_command_names(), Text(_HELP_HINT + keys, quiet)))
         elif arguments == "all":
@@ -196,7 +196,7 @@ class Commands:
             current = self._session.profile.policy
             self._screen.page(draw_policies(current, self._screen.theme))
             self._screen.note(
-                f"policy is {displayable_line(current)}; /policy NAME chooses; {ALSO_KEPT}"
+                f"policy is {displayable_line(current)}; /policy NAME chooses; {ALSO_KEPT_NOTE}"
             )
 
     def do_recall(self, arguments: str) -> None:
@@ -211,17 +211,19 @@ class Commands:
     def _show_recalled(self) -> bool:
         """Show the tokens restored for the last message, or held that fit it; False if none."""
         recall, theme, screen = self._session.recall, self._screen.theme, self._screen
-        held, held_turns = recall.held_anyway()
+        held, held_turns = recall.found_but_held()
         if shown := recall.scores or held:
             rows, turns = self._session.tokens(list(shown)), recall.turns or held_turns
             screen.page(draw_recalled_turns(rows, turns, self._session.state.roles, theme))
         if held:
-            more = counted(len(held), "more token") if recall.scores else "all of this"
+            more = pluralize(len(held), "more token") if recall.scores else "all of this"
             screen.note(f"held anyway, without recall: {more}")
-        if recall.nothing and not shown:
-            screen.note(f"nothing was restored for your last message: {recall.nothing}")
+        if recall.nothing_restored_reason and not shown:
+            screen.note(
+                f"nothing was restored for your last message: {recall.nothing_restored_reason}"
+            )
         if recall.by_meaning:
-            screen.note(f"sentence encoder: {self._session.model.encoder_in_words}")
+            screen.note(f"sentence encoder: {self._session.model.encoder_description}")
         return bool(shown)
 
     def _is_text_of_chat(self, arguments: str) -> bool:
@@ -234,7 +236,7 @@ class Commands:
         try:
             return bool(self._session.why(arguments))
         except UsageError:
-            return not nearest(arguments, names)
+            return not did_you_mean(arguments, names)
 
     def do_set(self, arguments: str) -> None:
         name, value = [*arguments.split(None, 1), "", ""][:2]
@@ -257,7 +259,7 @@ class Commands:
     def do_panel(self, arguments: str) -> None:
         if arguments in ("", "full"):
             snapshot, screen = self._session.snapshot(), self._screen
-            screen.page(draw_panel(snapshot, screen.theme, screen.width))
+            screen.page(draw_full_panel(snapshot, screen.theme, screen.width))
         else:
             modes = ("full", "live", "turn", "prompt", "auto", "on", "off")
             _check_choice("/panel", arguments, modes)
@@ -270,7 +272,7 @@ class Commands:
             return
         thoughts = (turn.thinking for turn in reversed(self._session.turns))
         if text := next(filter(None, thoughts), ""):
-            self._screen.page(Text(displayable(text), self._screen.theme.quiet))
+            self._screen.page(Text(displayable(text), self._screen.theme.secondary))
         else:
             self._screen.note("no reply so far contains reasoning")
 
@@ -285,14 +287,14 @@ class Commands:
         end, session = self._session.closing_event(), self._session
         speed = end.tokens_out / max(end.seconds_decode, 1e-9)
         self._screen.note(
-            f"since the chat began, or was read anew: {counted(end.turns, 'message')}; "
+            f"since the chat began, or was read anew: {pluralize(end.turns, 'message')}; "
             f"{end.seen - end.tokens_out:,} tokens read, "
             f"{end.tokens_out:,} written, {speed:,.0f} tok/s; {end.resident:,} of "
             f"{session.budget:,} held, {end.seen - end.resident:,} evicted; "
             f"policy {session.profile.policy}, "
-            f"decay {short_number(session.profile.decay)}"
+            f"decay {format_number(session.profile.decay)}"
         )
-        self._screen.note(memory_in_words(session))
+        self._screen.note(describe_memory(session))
 
     def do_tools(self, arguments: str) -> None:
         run_tools_command(self._session, arguments)
@@ -313,7 +315,7 @@ class Commands:
             screen.page(draw_evicted(listed, screen.theme, screen.width))
             screen.note('/recall "words" restores words, and the words around them')
         if others := len(turns) - len(listed):
-            messages = counted(others, "more message" if listed else "message")
+            messages = pluralize(others, "more message" if listed else "message")
             screen.note(f"{messages} lost only punctuation and words that are held elsewhere")
         if not turns:
             screen.note("nothing is evicted")
@@ -468,7 +470,7 @@ def _check_choice(command: str, word: str, allowed: tuple[str, ...]) -> None:
     if word not in allowed:
         raise SettingError(
             f"{command}: {displayable_line(word)!r} is not allowed; allowed: {', '.join(allowed)}",
-            hint=nearest(word, allowed),
+            hint=did_you_mean(word, allowed),
         )
 
 

@@ -12,7 +12,7 @@ from prompt_toolkit.document import Document
 from sirchat.chat.model_defaults import SAMPLING_PARAMETERS
 from sirchat.chat.session import Session
 from sirchat.chat.settings import options_of
-from sirchat.config.profile import FIXED, Profile
+from sirchat.config.profile import FIXED_SETTINGS, Profile
 from sirchat.config.profile_files import list_profiles
 from sirchat.config.values import allowed_values, policy_choices
 from sirchat.errors import SirchatError
@@ -21,11 +21,11 @@ from sirchat.memory.registry import BEST_RETRIEVER
 from sirchat.models.listing import model_names
 from sirchat.paths import sessions_dir
 from sirchat.recall.retrievers import retriever
-from sirchat.saved.session_list import MOST_LISTED, list_sessions
+from sirchat.saved.session_list import MAX_LISTED, list_sessions
 from sirchat.ui.attaching import complete_path, unfinished_path
 from sirchat.ui.commands import Commands
-from sirchat.ui.exporting import FORMATS
-from sirchat.ui.text import class_help, displayable_line, shorten
+from sirchat.ui.exporting import EXPORT_FORMATS
+from sirchat.ui.text import class_summary, displayable_line, shorten
 
 # A word that completion offers, and its help.
 Suggestion = tuple[str, str]
@@ -33,7 +33,7 @@ Suggestion = tuple[str, str]
 # A word that can follow a command, such as `on` in its arguments `[NAME|on NAME]`.
 _ARGUMENT_WORD = re.compile(r"(?<![A-Za-z-])(?:--)?[a-z][a-z0-9]*")
 _PATH_COMMAND = re.compile(  # the start of a command whose argument is a path
-    rf"/(?:read|export +(?:{'|'.join(FORMATS)})|set +(?:format|json_schema)) +"
+    rf"/(?:read|export +(?:{'|'.join(EXPORT_FORMATS)})|set +(?:format|json_schema)) +"
 )
 
 
@@ -90,10 +90,10 @@ class SlashCompleter(Completer):
     @cached_property
     def _policies(self) -> list[Suggestion]:
         """Name and help of each eviction policy; cached, because the search for plugins is slow."""
-        return [(name, class_help(policy_class, name)) for name in policy_choices()]
+        return [(name, class_summary(policy_class, name)) for name in policy_choices()]
 
     def _suggest_settings(self) -> Iterator[Suggestion]:
-        names = (name for name in Profile.model_fields if name not in FIXED)
+        names = (name for name in Profile.model_fields if name not in FIXED_SETTINGS)
         yield from ((name, _describe_setting(name)) for name in names)
         yield from _suggest_options(self._session().profile.policy)
 
@@ -117,13 +117,13 @@ def _suggest_models() -> Iterator[Suggestion]:
 def _suggest_saved_chats() -> Iterator[Suggestion]:
     """Yield names and ids of saved chats that are not open, with their first messages."""
     yield "last", "the chat that was saved last"
-    listing = list_sessions(sessions_dir(), MOST_LISTED)
+    listing = list_sessions(sessions_dir(), MAX_LISTED)
     sessions = [session for session in listing.sessions if not session.in_use]
     for session in sessions:
         if session.name and displayable_line(session.name) == session.name:
-            yield session.name, shorten(displayable_line(session.first), 60)
+            yield session.name, shorten(displayable_line(session.first_message), 60)
     for session in sessions:
-        yield session.id, shorten(displayable_line(session.first), 60)
+        yield session.id, shorten(displayable_line(session.first_message), 60)
 
 
 _READ_LIST: dict[str, Callable[[], Iterator[Suggestion]]] = {
@@ -143,7 +143,7 @@ def _describe_value(setting: str, value: str) -> str:
         return ""
     if value == "on":
         return f"the best retriever: {BEST_RETRIEVER}"
-    return class_help(retriever, value)
+    return class_summary(retriever, value)
 
 
 def _suggest_options(policy: str) -> Iterator[Suggestion]:

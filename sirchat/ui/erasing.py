@@ -14,7 +14,7 @@ from sirchat.ui.cells import clear_width_cache
 from sirchat.ui.pasted import escape_message
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
-from sirchat.ui.text import counted, displayable_line
+from sirchat.ui.text import displayable_line, pluralize
 from sirchat.ui.typed_input import TypedHistory
 
 _TELLING = 5.0  # nats: a word with a token of at least this surprisal is telling
@@ -22,7 +22,7 @@ _MOST_NAMED = 5  # such words of an erased turn that stand in other turns
 _COMMAND = re.compile(r"\s*/(erase|forget)\b")
 
 
-class Erasing:
+class EraseCommand:
     """Runs the command `/erase` in one chat, and remembers what `/erase` showed last."""
 
     def __init__(
@@ -62,10 +62,10 @@ class Erasing:
         mine, others = self._count_typed_lines(target)
         if not (tokens or turns or mine or others):
             self._session.tokens_to_erase(target)  # raises the error that says what is missing
-        parts = [f"{counted(tokens, 'token')}{' in ' if turns else ''}{_turns(turns)}"]
+        parts = [f"{pluralize(tokens, 'token')}{' in ' if turns else ''}{_turns(turns)}"]
         if mine:
-            parts.append(counted(mine, "typed line"))
-        of_others = f"{counted(others, 'typed line')} of other chats"
+            parts.append(pluralize(mine, "typed line"))
+        of_others = f"{pluralize(others, 'typed line')} of other chats"
         if others and everywhere:
             parts.append(of_others)
         self._screen.note(f"this would erase for good: {' and '.join(parts)}")
@@ -95,7 +95,7 @@ class Erasing:
             if isinstance(event, Erased):
                 holds = f"{event.resident:,}/{session.budget:,}"
                 self._screen.note(
-                    f"{counted(event.tokens, 'token')} erased; the cache holds {holds}"
+                    f"{pluralize(event.tokens, 'token')} erased; the cache holds {holds}"
                 )
         if (file := self._saved_chat.outdated_file) is not None:
             self._screen.error(f"the saved text could not be erased from {file}")
@@ -107,7 +107,7 @@ class Erasing:
             )
         else:
             if typed:
-                self._screen.note(f"{counted(typed, 'typed line')} erased")
+                self._screen.note(f"{pluralize(typed, 'typed line')} erased")
         self._point_out(telling)
         self._point_out_branches(said)
 

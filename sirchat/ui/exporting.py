@@ -14,16 +14,16 @@ from typing import NamedTuple
 
 from sirchat.chat.session import Session
 from sirchat.chat.state import Turn
-from sirchat.errors import UsageError, format_value, nearest
+from sirchat.errors import UsageError, did_you_mean, format_value
 from sirchat.paths import write_private
 from sirchat.text.text_file import expand_path, without_surrogates
 from sirchat.text.transcript import message_record, terminal_safe_json
 from sirchat.ui.attaching import split_leading_path
 from sirchat.ui.screen import Screen
-from sirchat.ui.text import counted, displayable, displayable_line
+from sirchat.ui.text import displayable, displayable_line, pluralize
 from sirchat.ui.theme import ROLE_NAMES
 
-FORMATS = {
+EXPORT_FORMATS = {
     "md": "the chat as Markdown",
     "html": "the chat as an HTML page",
     "json": "the chat as JSON, which sirchat replay reads",
@@ -40,10 +40,10 @@ def export_chat(session: Session, screen: Screen, rest: str) -> None:
     """
     words = _FORCE.sub("", rest)
     format, file = split_leading_path(words)
-    if format not in FORMATS:
+    if format not in EXPORT_FORMATS:
         raise UsageError(
-            f"/export: {format_value(format)} is not allowed; allowed: {', '.join(FORMATS)}",
-            hint=nearest(format, FORMATS) or "/export md FILE",
+            f"/export: {format_value(format)} is not allowed; allowed: {', '.join(EXPORT_FORMATS)}",
+            hint=did_you_mean(format, EXPORT_FORMATS) or "/export md FILE",
         )
     name, more = split_leading_path(file)
     if name in ("", '""', "''") or more:
@@ -54,7 +54,7 @@ def export_chat(session: Session, screen: Screen, rest: str) -> None:
     if not _said(session):
         raise UsageError("there is nothing to export: the chat has no messages yet")
     _write(name, without_surrogates(_AS[format](session)), force=words != rest)
-    screen.note(f"{FORMATS[format]} was written to {name}")
+    screen.note(f"{EXPORT_FORMATS[format]} was written to {name}")
 
 
 def copy_reply(session: Session, screen: Screen, rest: str) -> None:
@@ -67,7 +67,7 @@ def copy_reply(session: Session, screen: Screen, rest: str) -> None:
     text = displayable(_text_to_copy(session, target)).strip("\n")
     if not text.strip():
         raise UsageError("nothing is copied: the reply is empty")
-    count = counted(len(text), "character")
+    count = pluralize(len(text), "character")
     terminal, why = screen.terminal, f"{_FLAG} needs a terminal"
     if _FLAG not in words:
         tool, why = copy_with_tool(text, os.environ)
@@ -138,9 +138,9 @@ def _markdown(session: Session) -> str:
 
 def _closed(text: str) -> str:
     """A Markdown text, with the end of code that is open at its end."""
-    from sirchat.ui.markdown_rules import parser
+    from sirchat.ui.markdown_rules import markdown_parser
 
-    last = parser().parse(f"{text}\n# end")[-1]
+    last = markdown_parser().parse(f"{text}\n# end")[-1]
     return f"{text}\n{last.markup}" if last.type == "fence" else text
 
 
@@ -154,12 +154,14 @@ def _page(session: Session) -> str:
     """An HTML page, in which replies are drawn as Markdown; it loads nothing and runs no script."""
     import jinja2  # like the next, it is slow to load, and few chats need it
 
-    from sirchat.ui.markdown_rules import parser
+    from sirchat.ui.markdown_rules import markdown_parser
 
     turns = list[tuple[str, str, str | None]]()  # speaker, text, markup if it has any
     for role, turn in _said(session):
         text = displayable(turn.text).strip()
-        turns.append((_speaker(role), text, parser().render(text) if role == "assistant" else None))
+        turns.append(
+            (_speaker(role), text, markdown_parser().render(text) if role == "assistant" else None)
+        )
     page = Path(__file__).with_name("page.html").read_text("utf-8")
     template = jinja2.Template(page, autoescape=True)
     drawn: str = template.render(model=displayable_line(session.model.name), turns=turns)
@@ -201,9 +203,9 @@ def _text_to_copy(session: Session, target: str) -> str:
     if not replies:
         raise UsageError("nothing is copied: there is no reply yet")
     if target == "code":
-        from sirchat.ui.markdown_rules import parser
+        from sirchat.ui.markdown_rules import markdown_parser
 
-        tokens = parser().parse(displayable(replies[-1]))
+        tokens = markdown_parser().parse(displayable(replies[-1]))
         blocks = [token.content for token in tokens if token.type in ("fence", "code_block")]
         if not blocks:
             raise UsageError("nothing is copied: the last reply has no code block")

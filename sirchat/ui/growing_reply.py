@@ -17,7 +17,7 @@ from rich.style import Style
 from rich.text import Text
 
 from sirchat.chat.events import Delta
-from sirchat.ui.text import counted
+from sirchat.ui.text import pluralize
 
 _LINES = 4  # most of them behind which a block that is too tall is tried to be cut
 _NEAR = (0, 1, -1, 2, -2)  # words from where a row seems to begin: marks may be words, too
@@ -29,19 +29,19 @@ _FENCES = "```", "~~~"
 _WORDS = re.compile(r"[^\s\u2e80-\U0003ffff]+|.", re.DOTALL)
 
 
-class Layout(Protocol):
+class RowLayout(Protocol):
     """Turns text into rows of a terminal, with its escape sequences for styles."""
 
     def rows(self, text: str, width: int, *, is_final: bool) -> list[str]:
         """The rows in a window of `width` columns; of final ones the terminal may wrap code."""
         ...
 
-    def finished(self, text: str) -> int:
+    def finished_length(self, text: str) -> int:
         """How many characters belong to finished blocks, which no later text changes."""
         ...
 
 
-class WrittenLayout:
+class PlainLayout:
     """Shows a text as it is written, in one style, broken at blanks."""
 
     def __init__(self, style: str = "") -> None:
@@ -55,7 +55,7 @@ class WrittenLayout:
         wrapped = Text(text.removesuffix("\n")).wrap(self._console, width - 1)
         return [self._style.render(row.plain.rstrip()) for row in wrapped]
 
-    def finished(self, text: str) -> int:
+    def finished_length(self, text: str) -> int:
         """The number of characters of all whole lines."""
         return text.rfind("\n") + 1
 
@@ -68,44 +68,48 @@ class GrowingReply:
         fold: how reasoning is shown: "show", "fold" or "hide".
     """
 
-    def __init__(self, layout: Layout, *, fold: Literal["show", "fold", "hide"] = "show") -> None:
-        self._layout, self._fold = layout, fold
+    def __init__(
+        self, layout: RowLayout, *, thinking: Literal["show", "fold", "hide"] = "show"
+    ) -> None:
+        self._layout, self._thinking = layout, thinking
         self._parts: list[_Growing] = []  # that are not final yet; the last of them grows
         self._needs_gap = False  # before the next rows, since those above are of another part
         self._tokens = 0  # of the reply so far
 
     @property
-    def rest(self) -> list[Delta]:
+    def unfinished(self) -> list[Delta]:
         """The text that is not final yet, but no reasoning that is not shown."""
-        shown = [part for part in self._parts if self._fold == "show" or not part.thinks]
-        return [Delta(part.text, "thinking" if part.thinks else "answer") for part in shown]
+        shown = [part for part in self._parts if self._thinking == "show" or not part.is_reasoning]
+        return [Delta(part.text, "thinking" if part.is_reasoning else "answer") for part in shown]
 
-    def push(self, text: str, tokens: int = 0, *, thinks: bool = False) -> None:
+    def push(self, text: str, tokens: int = 0, *, is_reasoning: bool = False) -> None:
         """Add text of reasoning or answer, which is without control sequences.
 
         The reply has `tokens` tokens up to its end.
         """
         last = self._parts[-1] if self._parts else None
-        if text and (last is None or last.thinks != thinks):
+        if text and (last is None or last.is_reasoning != is_reasoning):
             if last is not None:  # marks came between
                 last.end = max(last.end, tokens - 1)
-            layout = WrittenLayout("dim") if thinks else self._layout
-            last = _Growing(layout, thinks=thinks, start=self._tokens)
+            layout = PlainLayout("dim") if is_reasoning else self._layout
+            last = _Growing(layout, is_reasoning=is_reasoning, start=self._tokens)
             self._parts.append(last)
-        if last is not None and last.thinks == thinks:
+        if last is not None and last.is_reasoning == is_reasoning:
             last.text += text
             last.end = tokens
         self._tokens = tokens
 
-    def take(self, width: int, height: int, *, is_end: bool = False) -> tuple[list[str], list[str]]:
+    def take_rows(
+        self, width: int, height: int, *, is_end: bool = False
+    ) -> tuple[list[str], list[str]]:
         """Take the rows that are final now; also returns those below them, at most `height`."""
         final, below = list[str](), list[str]()
         for part in list(self._parts):
             is_over = is_end or part is not self._parts[-1]
-            if part.thinks and self._fold != "show":
-                rows, below = self._told(part, is_over=is_over)
+            if part.is_reasoning and self._thinking != "show":
+                rows, below = self._reasoning_line(part, is_over=is_over)
             else:
-                rows, below = part.take(width, height, is_end=is_over)
+                rows, below = part.take_rows(width, height, is_end=is_over)
             if self._needs_gap and (rows or below):
                 final.append("")
                 self._needs_gap = False
@@ -116,13 +120,13 @@ class GrowingReply:
                 self._parts.remove(part)
         return final, below
 
-    def _told(self, thought: _Growing, *, is_over: bool) -> tuple[list[str], list[str]]:
+    def _reasoning_line(self, thought: _Growing, *, is_over: bool) -> tuple[list[str], list[str]]:
         """The line that stands for reasoning: a final one, or one that counts."""
-        tokens = counted(thought.end - thought.start, "token")
+        tokens = pluralize(thought.end - thought.start, "token")
         if not is_over:
             return [], [f"thinking, {tokens}"]
         told = f"thought for {tokens} (/thinking shows it)"
-        return ([told] if self._fold == "fold" else []), []
+        return ([told] if self._thinking == "fold" else []), []
 
 
 class _Growing:
@@ -134,21 +138,21 @@ class _Growing:
         start: number of tokens of the reply before it.
     """
 
-    def __init__(self, layout: Layout, *, thinks: bool, start: int) -> None:
+    def __init__(self, layout: RowLayout, *, is_reasoning: bool, start: int) -> None:
         self._layout = layout
-        self.thinks = thinks
+        self.is_reasoning = is_reasoning
         self.start = self.end = start  # tokens of the reply up to its beginning and its end
         self.text = ""
         self.has_rows = False  # that are final
         self._has_begun = False
         self._uncut = 0  # characters of its unfinished block when that could not be cut
 
-    def take(self, width: int, height: int, *, is_end: bool) -> tuple[list[str], list[str]]:
+    def take_rows(self, width: int, height: int, *, is_end: bool) -> tuple[list[str], list[str]]:
         """Take the rows of finished blocks, of all at the end; and those below, which may grow."""
         if not self._has_begun:
             self.text = self.text.lstrip("\n")
             self._has_begun = bool(self.text)
-        stop = len(self.text) if is_end else self._layout.finished(self.text)
+        stop = len(self.text) if is_end else self._layout.finished_length(self.text)
         final = self._layout.rows(self.text[:stop], width, is_final=True)
         if stop:
             self.text, self._uncut = self.text[stop:], 0
@@ -203,7 +207,7 @@ class _Growing:
                 yield words[number]
 
 
-class WordBreaker:
+class WordWrapper:
     """Breaks prose between words as it comes, but not code between fences.
 
     A word that has become too long for the end of a row moves to the next.

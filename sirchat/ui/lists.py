@@ -13,18 +13,18 @@ from rich.table import Table
 from rich.text import Text
 
 from sirchat.chat.model_defaults import sampling_in_words
-from sirchat.config.profile import FIXED, Profile
-from sirchat.config.values import as_typed, policy_choices
+from sirchat.config.profile import FIXED_SETTINGS, Profile
+from sirchat.config.values import format_setting, policy_choices
 from sirchat.memory.policies import policy_class
 from sirchat.ui.cells import cut
-from sirchat.ui.text import class_help, counted, displayable, displayable_line, shorten
+from sirchat.ui.text import class_summary, displayable, displayable_line, pluralize, shorten
 from sirchat.ui.theme import Theme
 
 if TYPE_CHECKING:  # the prompt needs none of these
     from sirchat.chat.session import Session
     from sirchat.models.fit import Choice, ModelFit
     from sirchat.models.listing import FoundModel
-    from sirchat.saved.search import Part
+    from sirchat.saved.search import SnippetPart
     from sirchat.saved.session_list import SavedSession
 
 
@@ -34,7 +34,9 @@ Fragment = tuple[str, str]
 _STYLES = {"match": "bold underline"}
 _ONE_LINE = 120  # from this width on, in columns, a chat takes one line instead of two
 _LONGEST_MODEL, _LEAST_TEXT = 20, 12  # cells
-ALSO_KEPT = "all but window also keep the first tokens (sinks) and pins, most the newest (recent)"
+ALSO_KEPT_NOTE = (
+    "all but window also keep the first tokens (sinks) and pins, most the newest (recent)"
+)
 _NO_LIMIT = 10_000  # columns, where there is no terminal
 _GAP = "  "
 _TITLES = ("model", "kind", "on disk", "context", "budget", "KV cache", "fits up to")
@@ -51,11 +53,11 @@ def draw_policies(current: str, theme: Theme) -> RenderableType:
     """Draw the policies and what each keeps, a line each; a star marks the current one."""
     table = Table.grid(padding=(0, 2, 0, 0))
     for name in policy_choices():
-        kept = class_help(policy_class, name).removeprefix("Keeps ").removeprefix("the sinks")
+        kept = class_summary(policy_class, name).removeprefix("Keeps ").removeprefix("the sinks")
         kept = kept.removeprefix(" and").replace(", and the `recent` newest", "")
         marked = Text(f"{'*' if name == current else ' '} {name}", no_wrap=True)
         table.add_row(
-            marked, Text(kept.lstrip(", "), theme.quiet, no_wrap=True, overflow="ellipsis")
+            marked, Text(kept.lstrip(", "), theme.secondary, no_wrap=True, overflow="ellipsis")
         )
     return table
 
@@ -65,14 +67,19 @@ def draw_settings(profile: Profile, theme: Theme) -> RenderableType:
     table, sampling = Table.grid(padding=(0, 2)), sampling_in_words(profile)
     for name, field in Profile.model_fields.items():
         value = getattr(profile, name)
-        mark = "·" if name in FIXED else " "
-        shown = sampling.get(name) or shorten(as_typed(value), 60)
+        mark = "·" if name in FIXED_SETTINGS else " "
+        shown = sampling.get(name) or shorten(format_setting(value), 60)
         is_set = name not in sampling or profile.origin(name) != "default"
         mark = "*" if is_set and value != field.default else mark
-        cells = ((mark, ""), (name, "bold"), (shown, ""), (field.description or "", theme.quiet))
+        cells = (
+            (mark, ""),
+            (name, "bold"),
+            (shown, ""),
+            (field.description or "", theme.secondary),
+        )
         table.add_row(*(Text(displayable_line(text), style) for text, style in cells))
     legend = "*: not the default; ·: fixed for this conversation; /set NAME VALUE changes a setting"
-    table.add_row("", "", "", Text(legend, theme.quiet))
+    table.add_row("", "", "", Text(legend, theme.secondary))
     return table
 
 
@@ -89,10 +96,10 @@ class SessionLines:
         self,
         sessions: Sequence[SavedSession],
         present: str = "",
-        matches: Mapping[str, Sequence[Part]] = MappingProxyType({}),
+        matches: Mapping[str, Sequence[SnippetPart]] = MappingProxyType({}),
     ) -> None:
         self.sessions, self._present, self._matches = sessions, present, matches
-        self._turns = max((len(counted(chat.turns, "message")) for chat in sessions), default=0)
+        self._turns = max((len(pluralize(chat.turns, "message")) for chat in sessions), default=0)
         models = (cell_len(displayable_line(session.model)) for session in sessions)
         self._model = min(max(models, default=0), _LONGEST_MODEL)
 
@@ -103,7 +110,7 @@ class SessionLines:
         """
         session = self.sessions[number]
         model = displayable_line(session.model)
-        turns = counted(session.turns, "message").rjust(self._turns)
+        turns = pluralize(session.turns, "message").rjust(self._turns)
         facts = f"  {session.updated:%Y-%m-%d %H:%M}  {turns}  "
         head = [("", displayable_line(session.id)), ("dim", facts)]
         if width < _ONE_LINE:
@@ -119,7 +126,11 @@ class SessionLines:
         """The chat's name, and the line that was found, or what the user said first, or last."""
         is_present = session.id == self._present
         whose = "(this chat) " if is_present else "(open) " if session.in_use else ""
-        said = session.first if cell_len(session.first) >= _LEAST_TEXT else session.last
+        said = (
+            session.first_message
+            if cell_len(session.first_message) >= _LEAST_TEXT
+            else session.last_message
+        )
         parts = self._matches.get(session.id, ())
         name = [("bold", session.name), ("", ": " if said else "")] if session.name else []
         text = [("match" if part.is_match else "", part.text) for part in parts] or [("", said)]
@@ -177,7 +188,7 @@ def print_models(models: Iterable[ListedModel], console: Console) -> None:
             _print(console, displayable_line(line), "dim")
 
 
-def in_bytes(size: int | None) -> str:
+def format_bytes(size: int | None) -> str:
     """A size in bytes as text with a unit, such as `98 MB`; `?` for None."""
     if size is None:
         return "?"
@@ -190,14 +201,16 @@ def in_bytes(size: int | None) -> str:
 
 def print_fit(fit: ModelFit, console: Console) -> None:
     """Print how much memory a model takes, in two tables with a row for each choice of settings."""
-    from sirchat.models.fit import PROGRAM, TOKENS_PER_HOUR
+    from sirchat.models.fit import PROGRAM_BYTES, TOKENS_PER_HOUR
 
     found, shape = fit.found, fit.found.shape
     context = _count(shape.context_length if shape is not None else None)
     about = f"{shape.kind if shape is not None else '?'}, {fit.weights / 1e6:,.1f} million weights"
     _print(console, displayable_line(f"{found.name}: {about}, context {context} tokens"), "bold")
-    program = in_bytes(PROGRAM)
-    _print(console, f"free memory here: {in_bytes(fit.free)}, of which {program} are for sirchat")
+    program = format_bytes(PROGRAM_BYTES)
+    _print(
+        console, f"free memory here: {format_bytes(fit.free)}, of which {program} are for sirchat"
+    )
     budgets = list(fit.choices[0].caches)
     _print(console, "")
     rows = [
@@ -205,10 +218,10 @@ def print_fit(fit: ModelFit, console: Console) -> None:
         *(
             (
                 _setting(choice),
-                in_bytes(choice.weights),
-                in_bytes(choice.loading),
-                in_bytes(choice.working),
-                in_bytes(choice.archive),
+                format_bytes(choice.weights),
+                format_bytes(choice.loading),
+                format_bytes(choice.working),
+                format_bytes(choice.archive),
                 _largest(choice.largest_budget),
             )
             for choice in fit.choices
@@ -217,14 +230,16 @@ def print_fit(fit: ModelFit, console: Console) -> None:
     _print_table(console, rows)
     _print(console, "")
     titles = ("KV cache for a budget of", *(f"{budget:,}" for budget in budgets))
-    caches = ((_setting(choice), *map(in_bytes, choice.caches.values())) for choice in fit.choices)
+    caches = (
+        (_setting(choice), *map(format_bytes, choice.caches.values())) for choice in fit.choices
+    )
     _print_table(console, [titles, *caches])
     _print(console, "")
     for line in _LEGEND:
         _print(console, line.format(hour=TOKENS_PER_HOUR), "dim")
 
 
-def memory_in_words(session: Session) -> str:
+def describe_memory(session: Session) -> str:
     """What each device holds, such as `cpu: 37 MB weights, 5.2 MB KV cache`; the archive's tiers.
 
     Tokens are counted in the tier of their keys and values, also those that the cache holds, too.
@@ -232,15 +247,16 @@ def memory_in_words(session: Session) -> str:
     kinds = {"weights": "weights", "cache": "KV cache", "archive": "archive"}
     tiers = session.engine.store.archive.by_tier()
     parts = [
-        f"{counted(tokens, 'token')} {f'in {bits} bits' if bits else 'exact'} ({in_bytes(size)})"
+        f"{pluralize(tokens, 'token')} {f'in {bits} bits' if bits else 'exact'}"
+        f" ({format_bytes(size)})"
         for bits, (tokens, size) in sorted(tiers.items(), key=lambda tier: -(tier[0] or 99))
     ]
     if lost := session.ledger.lost_count:
-        parts.append(f"{counted(lost, 'token')} as text alone")
+        parts.append(f"{pluralize(lost, 'token')} as text alone")
     devices = list[str]()
     for memory in session.memory:
         sizes = {name: int(getattr(memory, kind)) for kind, name in kinds.items()}
-        held = ", ".join(f"{in_bytes(size)} {name}" for name, size in sizes.items() if size)
+        held = ", ".join(f"{format_bytes(size)} {name}" for name, size in sizes.items() if size)
         devices.append(f"{memory.device}: {held}")
     archive = [f"archive: {', '.join(parts)}"] if tiers else []
     return "; ".join([*devices, *archive])
@@ -262,10 +278,10 @@ def _model_cells(model: ListedModel) -> list[str]:
     cells = (
         model.found.name + (" (default)" if model.is_default else ""),
         shape.kind if shape is not None else "?",
-        in_bytes(model.found.size),
+        format_bytes(model.found.size),
         _count(shape.context_length if shape is not None else None),
         _count(model.budget),
-        in_bytes(model.cache),
+        format_bytes(model.cache),
         _largest(model.largest),
     )
     return [displayable_line(cell) for cell in cells]

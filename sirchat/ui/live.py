@@ -14,26 +14,29 @@ from typing import TYPE_CHECKING
 from rich.console import Console, Group, RenderableType
 
 from sirchat.chat.events import Delta, Event, Evicted, Notice, Reading, Returned, TurnDone
-from sirchat.chat.evicted_text import evicted_words, latest_words
+from sirchat.chat.evicted_text import evicted_words, surprising_words
 from sirchat.chat.panel_snapshot import Snapshot
 from sirchat.chat.plain_reply import TaggedText, calls_tools, describe_excess
 from sirchat.chat.session import Session
 from sirchat.ui.interrupt import defer_signals
 from sirchat.ui.panel import draw_compact_panel
 from sirchat.ui.screen import Screen
-from sirchat.ui.status import describe_recalled, describe_round, draw_bar, how_to_go_on
+from sirchat.ui.status import continue_hint, describe_recalled, describe_round, draw_progress_bar
 from sirchat.ui.text import DisplayFilter
 from sirchat.ui.tool_use import describe_result
 
 if TYPE_CHECKING:
     from sirchat.ui.growing_reply import GrowingReply
 
-FRAME_SECONDS = 1 / 8  # least time between two frames
+MIN_FRAME_SECONDS = 1 / 8  # least time between two frames
 _TEXT_SECONDS = 1 / 30  # the same, while no panel is drawn, only text
-BYTES_PER_SECOND = 12_000  # most bytes for drawing, besides the text of the reply itself
-TIME_SHARE = 1 / 50  # largest share of the time that may be spent on drawing
+MAX_BYTES_PER_SECOND = 12_000  # most bytes for drawing, besides the text of the reply itself
+MAX_TIME_SHARE = 1 / 50  # largest share of the time that may be spent on drawing
 
-LIVE = ("auto", "live")  # values of the setting `panel` that draw it while the model writes
+LIVE_PANEL_SETTINGS = (
+    "auto",
+    "live",
+)  # values of the setting `panel` that draw it while the model writes
 _WORDS = 3  # most evicted words of the user that the status line names
 _LATEST = 100  # a frame shows words of this number of tokens: those evicted last
 _REGION_ROWS = 10  # most rows of the live region
@@ -65,8 +68,8 @@ class LiveView:
         self._evicted_positions: list[int] = []  # positions evicted since the last frame
         self._evicted_words: tuple[str, ...] = ()  # words of the latest eviction that had any
         self._gone: set[int] = set()  # positions evicted in this round
-        self._pace = Pace()
-        self._region = Region(screen.console)
+        self._pace = FramePacer()
+        self._region = LiveRegion(screen.console)
         self._size = screen.console.size  # of the window, at the last frame
 
     def __enter__(self) -> LiveView:
@@ -101,7 +104,7 @@ class LiveView:
 
     @property
     def _draws_panel(self) -> bool:
-        return self._session.profile.panel in LIVE and not self._screen.is_plain
+        return self._session.profile.panel in LIVE_PANEL_SETTINGS and not self._screen.is_plain
 
     def _delta(self, new: Delta) -> None:
         text = self._filter.push(new.text)
@@ -111,8 +114,8 @@ class LiveView:
             if new.part == "answer" or not self._hides_reasoning:
                 self._stream(self._text.push(replace(new, text=text)))
             return
-        tokens = self._session.state.reply.tokens_out
-        self._reply.push(text, tokens, thinks=new.part == "thinking")
+        tokens = self._session.state.last_reply_stats.tokens_out
+        self._reply.push(text, tokens, is_reasoning=new.part == "thinking")
         if self._is_due():  # checked before anything slow: this runs for every token
             self._draw_in_time()
 
@@ -125,18 +128,18 @@ class LiveView:
         if is_streamed or self._screen.is_plain:
             self._region.remove()
             return
-        from sirchat.ui.growing_reply import GrowingReply, Layout, WrittenLayout
+        from sirchat.ui.growing_reply import GrowingReply, PlainLayout, RowLayout
 
-        layout: Layout = WrittenLayout()
+        layout: RowLayout = PlainLayout()
         if is_markdown:
             from sirchat.ui.markdown import MarkdownLayout  # loads a parser, which some never need
 
             system = self._screen.console.color_system
             colours = self._screen.has_colours and system is not None
             layout = MarkdownLayout(colours=colours, color_system=system)
-        self._reply = GrowingReply(layout, fold=profile.thinking)
+        self._reply = GrowingReply(layout, thinking=profile.thinking)
         if not self._draws_panel:
-            self._pace = Pace(_TEXT_SECONDS)
+            self._pace = FramePacer(_TEXT_SECONDS)
 
     def _done(self, turn: TurnDone) -> None:
         self._reading = None
@@ -160,11 +163,11 @@ class LiveView:
             recalled = describe_recalled(self._session.recall, turn.seen)
             budget = self._session.budget
             self._note(describe_round(self._user, turn, budget, words, recalled))
-            if how := how_to_go_on(turn.finish, self._session.profile):
+            if how := continue_hint(turn.finish, self._session.profile):
                 self._note(how)
         if self._session.profile.panel == "turn" and not self._screen.is_plain:
             theme, width, snapshot = self._screen.theme, self._screen.width, self._snapshot()
-            evicted = latest_words(self._session, gone, snapshot.rows)
+            evicted = surprising_words(self._session, gone, snapshot.rows)
             self._screen.show(draw_compact_panel(snapshot, theme, width, evicted=evicted))
 
     def _note(self, text: str) -> None:
@@ -182,15 +185,15 @@ class LiveView:
 
     def _draw_in_time(self) -> None:
         """Draw a frame, and see when the next one is due."""
-        start, written = time.perf_counter(), self._screen.written
+        start, written = time.perf_counter(), self._screen.bytes_written
         self._draw()
-        self._pace.record_frame(time.perf_counter() - start, self._screen.written - written)
+        self._pace.record_frame(time.perf_counter() - start, self._screen.bytes_written - written)
 
     def _draw(self, *, is_end: bool = False) -> None:
         self._size = self._screen.console.size
         if self._reply is not None and self._screen.is_plain:  # the window may have shrunk
             self._region.remove()
-            for part in self._reply.rest:
+            for part in self._reply.unfinished:
                 self._stream(self._text.push(part))
             self._reply = None
             self._hides_reasoning = self._session.profile.thinking != "show"
@@ -198,7 +201,7 @@ class LiveView:
         above, rows = list[str](), list[str]()
         if self._reply is not None:
             height = self._size.height - (_REGION_ROWS if self._draws_panel else 1)
-            above, rows = self._reply.take(self._size.width, height, is_end=is_end)
+            above, rows = self._reply.take_rows(self._size.width, height, is_end=is_end)
         if not is_end:
             with self._screen.console.capture() as captured:
                 self._screen.show(Group(*self._parts()))
@@ -209,12 +212,14 @@ class LiveView:
         parts: list[RenderableType] = []
         theme, width = self._screen.theme, self._screen.width
         if self._reading is not None:
-            parts.append(draw_bar("reading", self._reading.done, self._reading.total, theme, width))
+            parts.append(
+                draw_progress_bar("reading", self._reading.done, self._reading.total, theme, width)
+            )
         if self._draws_panel:
             snapshot = self._snapshot()
             if self._evicted_positions:
                 latest = sorted(self._evicted_positions)
-                words = latest_words(self._session, latest, snapshot.rows)
+                words = surprising_words(self._session, latest, snapshot.rows)
                 self._evicted_words = words or self._evicted_words
                 self._evicted_positions = []
             evicted = self._evicted_words
@@ -244,7 +249,7 @@ class LiveView:
         self._notes = []
 
 
-class Region:
+class LiveRegion:
     """The last rows of the screen, which are drawn anew with each frame and removed at the end.
 
     The cursor stays in the first of them. So erasing from there removes all of them, even after a
@@ -281,10 +286,10 @@ class Region:
         self._console.file.flush()
 
 
-class Pace:
+class FramePacer:
     """Decides when a frame may be drawn: less often if frames take many bytes or much time."""
 
-    def __init__(self, seconds: float = FRAME_SECONDS) -> None:
+    def __init__(self, seconds: float = MIN_FRAME_SECONDS) -> None:
         self._seconds = seconds
         self._due = 0.0
 
@@ -294,5 +299,5 @@ class Pace:
 
     def record_frame(self, seconds: float, size: int) -> None:
         """Record that a frame was drawn: `seconds` is the time that it took, `size` its bytes."""
-        wait = max(self._seconds, size / BYTES_PER_SECOND, seconds / TIME_SHARE)
+        wait = max(self._seconds, size / MAX_BYTES_PER_SECOND, seconds / MAX_TIME_SHARE)
         self._due = time.monotonic() + wait

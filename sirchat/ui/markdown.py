@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme as Styles
 
-from sirchat.ui.markdown_rules import parser
+from sirchat.ui.markdown_rules import markdown_parser
 from sirchat.ui.text import displayable
 
 _STYLES = {
@@ -77,7 +77,7 @@ class MarkdownLayout:
         drawing = copy(self._empty)  # a new one would make a parser of its own
         drawing.wraps_code = not is_final
         options = self._console.options.update(width=width - 1, height=None)
-        for block in parse(text):
+        for block in parse_blocks(text):
             start = (block[0].map or [0])[0]
             if start and not lines[start - 1].strip():
                 rows.append("")
@@ -87,10 +87,10 @@ class MarkdownLayout:
             rows += "\n".join(block_rows).strip("\n").split("\n")
         return rows
 
-    def finished(self, text: str) -> int:
+    def finished_length(self, text: str) -> int:
         """The number of characters up to the end of the last block but one of all whole lines."""
         lines = text[: text.rfind("\n") + 1].splitlines(keepends=True)
-        blocks = parse("".join(lines))
+        blocks = parse_blocks("".join(lines))
         end = (blocks[-1][0].map or [0])[0] if len(blocks) > 1 else 0
         while end and not lines[end - 1].strip():
             end -= 1
@@ -109,13 +109,13 @@ class MarkdownLayout:
         )
 
 
-def parse(text: str) -> list[list[Token]]:
+def parse_blocks(text: str) -> list[list[Token]]:
     """The blocks (paragraphs, lists, tables) of a Markdown text, each a list of tokens.
 
     The attribute `map` of a block's first token has the range of the block's lines.
     """
     blocks: list[list[Token]] = []
-    for token in parser().parse(text):
+    for token in markdown_parser().parse(text):
         if token.level == 0 and token.nesting >= 0:
             blocks.append([])
         blocks[-1].append(token)

@@ -33,7 +33,7 @@ _BESIDE_CELLS = re.compile(r"\A\||\|\Z")
 
 
 @cache
-def parser() -> MarkdownIt:
+def markdown_parser() -> MarkdownIt:
     """The parser. An image is a link after a `!`; `meta` of a link has its address."""
     parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
     parser.disable(

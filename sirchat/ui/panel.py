@@ -20,19 +20,19 @@ from rich.text import Text
 from sirchat.chat.events import TokenRow
 from sirchat.chat.panel_snapshot import HeldShare, Snapshot
 from sirchat.chat.statements import StatedFact
-from sirchat.chat.words import is_mark, split_words, without_template
-from sirchat.config.values import short_number
-from sirchat.ui.cells import StyledRun, cut, known_width_line, lay_out, line_of
+from sirchat.chat.words import is_punctuation, split_words, without_template
+from sirchat.config.values import format_number
+from sirchat.ui.cells import StyledRun, cut, join_runs, known_width_line, wrap_runs
 from sirchat.ui.tables import (
-    NOTHING_HELD,
-    bin_name,
+    NOTHING_HELD_GLYPH,
+    bin_label,
     draw_histogram,
     draw_turns,
-    heading,
-    share_glyph,
+    held_share_glyph,
+    section_title,
 )
-from sirchat.ui.text import displayable_line, from_bits
-from sirchat.ui.theme import LIMITS, ROLE_NAMES, Theme
+from sirchat.ui.text import displayable_line, restored_from_bits
+from sirchat.ui.theme import BUCKET_LIMITS, ROLE_NAMES, Theme
 
 # Of the compact panel:
 _ROWS = 3  # most rows of held text
@@ -70,7 +70,7 @@ def draw_compact_panel(
     return Group(*lines)
 
 
-def draw_memory(
+def draw_prompt_panel(
     snapshot: Snapshot, facts: Sequence[StatedFact], theme: Theme, width: int, rows: int = 2
 ) -> RenderableType:
     """Draw the panel above the prompt: what the budget holds, and what is left of what you said.
@@ -102,14 +102,14 @@ def draw_memory(
 
 def _segments(snapshot: Snapshot, theme: Theme, width: int) -> Text:
     """A row with the budget as a bar of segments, and how many tokens each has."""
-    styles = {"user": theme.you, "assistant": theme.model, "system": theme.system}
+    styles = {"user": theme.user, "assistant": theme.model, "system": theme.system}
     known = [
         (name, sign, styles.get(who, theme.template), count)
         for who, (name, sign) in _SEGMENTS.items()
         if (count := snapshot.held_by.get(who, 0))
     ]
     if free := snapshot.budget - snapshot.resident:
-        known.append(("free", "·", theme.rest, free))
+        known.append(("free", "·", theme.empty, free))
     counts = "  ".join(f"{sign} {name} {count:,}" for name, sign, _, count in known)
     summary = f" {snapshot.budget:,} tokens: {counts}"
     cells = max(8, min(width // 3, width - cell_len(summary)))
@@ -124,7 +124,7 @@ def _segments(snapshot: Snapshot, theme: Theme, width: int) -> Text:
         StyledRun(sign * (end - start), style)
         for (_, sign, style, _), (start, end) in zip(known, pairwise(ends), strict=True)
     ]
-    return line_of([*bar, StyledRun(cut(summary, width - cells), theme.quiet)])
+    return join_runs([*bar, StyledRun(cut(summary, width - cells), theme.secondary)])
 
 
 def _listed(name: str, texts: Sequence[str], theme: Theme, width: int, rows: int = 1) -> list[Text]:
@@ -150,12 +150,12 @@ def _listed(name: str, texts: Sequence[str], theme: Theme, width: int, rows: int
         lines[-1] += f" and {left} more"
     labels = [name, *[" " * len(name)] * (len(lines) - 1)]
     return [
-        line_of([StyledRun(label, theme.quiet), StyledRun(line, theme.model)])
+        join_runs([StyledRun(label, theme.secondary), StyledRun(line, theme.model)])
         for label, line in zip(labels, lines, strict=True)
     ]
 
 
-def draw_panel(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
+def draw_full_panel(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
     """Draw the large panel: all held tokens, a histogram of surprisal, and all turns."""
     inner = width - 4
     sections = [
@@ -169,15 +169,15 @@ def draw_panel(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
     ]
     return Panel(
         Group(*sections),
-        title=line_of([StyledRun(_headline(snapshot), theme.heading)]),
+        title=join_runs([StyledRun(_headline(snapshot), theme.heading)]),
         title_align="left",
-        border_style=theme.rest,
+        border_style=theme.empty,
         width=width,
     )
 
 
 def _headline(snapshot: Snapshot) -> str:
-    name = " · ".join((snapshot.policy, f"decay {short_number(snapshot.decay)}", snapshot.model))
+    name = " · ".join((snapshot.policy, f"decay {format_number(snapshot.decay)}", snapshot.model))
     return known_width_line(displayable_line(name))
 
 
@@ -195,8 +195,8 @@ def _gauge(snapshot: Snapshot, theme: Theme, width: int) -> Text:
     summary = cut("  ".join(counts), width - 2)
     bar_width = min(max(width // 3, 8), width - len(summary) - 2)
     full = round(bar_width * min(1.0, snapshot.resident / max(1, snapshot.budget)))
-    bar = [StyledRun("━" * full, theme.gauge), StyledRun("─" * (bar_width - full), theme.rest)]
-    return line_of([*bar, StyledRun(f"  {summary}", theme.quiet)])
+    bar = [StyledRun("━" * full, theme.filled), StyledRun("─" * (bar_width - full), theme.empty)]
+    return join_runs([*bar, StyledRun(f"  {summary}", theme.secondary)])
 
 
 def _gap(evicted: int, left_out: int, following: str, theme: Theme) -> list[StyledRun]:
@@ -214,16 +214,16 @@ def _title(snapshot: Snapshot, theme: Theme, width: int) -> Text:
     """Policy, decay, model and speed."""
     speed = f"{snapshot.speed:,.0f} tok/s" if snapshot.speed > 0 else ""
     name = cut(_headline(snapshot), width - len(speed) - 10)
-    rule = StyledRun("──", theme.rest)
-    runs = [rule, StyledRun(f" {name} ", theme.quiet), rule]
+    rule = StyledRun("──", theme.empty)
+    runs = [rule, StyledRun(f" {name} ", theme.secondary), rule]
     if speed:
-        runs += [StyledRun(f" {speed} ", theme.quiet), rule]
-    return line_of(runs)
+        runs += [StyledRun(f" {speed} ", theme.secondary), rule]
+    return join_runs(runs)
 
 
 def _strip(turns: Sequence[HeldShare], theme: Theme, width: int) -> Text:
     """One cell per turn, which shows the share of it that is held; the oldest may be left out."""
-    gone = sum(1 for turn in turns if turn.tokens and share_glyph(turn) == NOTHING_HELD)
+    gone = sum(1 for turn in turns if turn.tokens and held_share_glyph(turn) == NOTHING_HELD_GLYPH)
     summary = f"  {gone:,} wholly evicted" if gone else ""
     room = width - len("turns ") - len(summary)
     left_out = ""
@@ -231,9 +231,9 @@ def _strip(turns: Sequence[HeldShare], theme: Theme, width: int) -> Text:
         room = max(1, room - len(f"⋯{len(turns)} "))
         left_out = f"⋯{len(turns) - room} "
         turns = turns[-room:]
-    cells = [StyledRun(share_glyph(turn), theme.role(turn.role)) for turn in turns]
-    label = StyledRun(f"turns {left_out}", theme.quiet)
-    return line_of([label, *cells, StyledRun(summary, theme.quiet)])
+    cells = [StyledRun(held_share_glyph(turn), theme.role_style(turn.role)) for turn in turns]
+    label = StyledRun(f"turns {left_out}", theme.secondary)
+    return join_runs([label, *cells, StyledRun(summary, theme.secondary)])
 
 
 def _evicted_next_line(snapshot: Snapshot, theme: Theme, width: int) -> Text:
@@ -244,13 +244,13 @@ def _evicted_next_line(snapshot: Snapshot, theme: Theme, width: int) -> Text:
         text = f"{count:,} of {snapshot.resident:,} are evicted next: {words}"
     else:
         text = f"room for {free:,} tokens"
-    return line_of([StyledRun(cut(text, width), theme.quiet)])
+    return join_runs([StyledRun(cut(text, width), theme.secondary)])
 
 
 def _evicted(words: Sequence[str], theme: Theme, width: int) -> Text:
     label = "evicted: "
     text = cut(_joined(words), width - len(label))
-    return line_of([StyledRun(label, theme.quiet), StyledRun(text, theme.flash)])
+    return join_runs([StyledRun(label, theme.secondary), StyledRun(text, theme.evicted)])
 
 
 def _joined(words: Iterable[str]) -> str:
@@ -273,9 +273,9 @@ def _strongest_words(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]
         _Word(
             rows[0],
             slots[rows[0].position],
-            [StyledRun(known_width_line(row.text), theme.token(row)) for row in rows],
+            [StyledRun(known_width_line(row.text), theme.token_style(row)) for row in rows],
             # Punctuation is not counted: a word of nothing else comes last.
-            max((row.rank_key for row in rows if not is_mark(row.text)), default=-math.inf),
+            max((row.rank_key for row in rows if not is_punctuation(row.text)), default=-math.inf),
         )
         for rows in split_words(without_template(snapshot.rows))
     ]
@@ -284,7 +284,7 @@ def _strongest_words(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]
 
     def lines(count: int) -> list[Text]:
         chosen = sorted(ranked[:count], key=lambda word: word.slot)
-        return lay_out(_with_gaps(chosen, snapshot, theme), width)
+        return wrap_runs(_with_gaps(chosen, snapshot, theme), width)
 
     count = bisect_right(range(1, len(ranked) + 1), _ROWS, key=lambda count: len(lines(count)))
     return lines(max(1, count))[:_ROWS]
@@ -304,7 +304,7 @@ def _with_gaps(words: Iterable[_Word], snapshot: Snapshot, theme: Theme) -> Iter
             if position >= 0 or evicted > 0:
                 yield StyledRun(" ", theme.gap)
             name = known_width_line(ROLE_NAMES.get(first.role, first.role))
-            yield StyledRun(f"{name}: ", theme.role(first.role) + theme.gap)
+            yield StyledRun(f"{name}: ", theme.role_style(first.role) + theme.gap)
             yield runs[0]._replace(text=runs[0].text.removeprefix(" "))
         yield from runs[1:]
         turn = first.turn
@@ -317,7 +317,7 @@ def _told(snapshot: Snapshot) -> list[str]:
     """The sentences that were recalled, that of most tokens first, and who said each."""
     turns = sorted(snapshot.recalled_turns, key=lambda turn: -turn.tokens)
     names = {share.index: ROLE_NAMES.get(share.role, share.role) for share in snapshot.turns}
-    whose = {turn.turn: names.get(turn.turn, "") + from_bits(turn.bits) for turn in turns}
+    whose = {turn.turn: names.get(turn.turn, "") + restored_from_bits(turn.bits) for turn in turns}
     return [f'{whose[turn.turn]}: "{turn.text}"'.lstrip(": ") for turn in turns if turn.text]
 
 
@@ -331,21 +331,21 @@ def _recalled(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
 
 def _legend(theme: Theme, width: int, *, recalled: bool) -> list[Text]:
     """Lines that explain the panel's colours and marks."""
-    space = StyledRun("  ", theme.quiet)
-    runs = [StyledRun("how much a token surprised the model, in nats: ", theme.quiet)]
-    for (low, high), shades in zip(pairwise((0.0, *LIMITS)), theme.tokens, strict=True):
-        runs += [StyledRun(bin_name(low, high), shades[0]), space]
-    runs.append(StyledRun("left after decay: ", theme.quiet))
+    space = StyledRun("  ", theme.secondary)
+    runs = [StyledRun("how much a token surprised the model, in nats: ", theme.secondary)]
+    for (low, high), shades in zip(pairwise((0.0, *BUCKET_LIMITS)), theme.tokens, strict=True):
+        runs += [StyledRun(bin_label(low, high), shades[0]), space]
+    runs.append(StyledRun("left after decay: ", theme.secondary))
     for name, style in zip(("most", "some", "little"), theme.tokens[2], strict=True):
         runs += [StyledRun(name, style), space]
     runs += [StyledRun("⋯7", theme.gap)]
-    runs.append(StyledRun(": 7 tokens were evicted here  ", theme.quiet))
+    runs.append(StyledRun(": 7 tokens were evicted here  ", theme.secondary))
     marks = [(_SINK, "sink"), (_PIN, "pinned"), *([(_RECALLED, "recalled")] if recalled else [])]
     for (opening, closing), name in marks:
-        runs += [StyledRun(opening, theme.mark), StyledRun(name, theme.quiet)]
-        runs += [StyledRun(closing, theme.mark), space]
+        runs += [StyledRun(opening, theme.bracket), StyledRun(name, theme.secondary)]
+        runs += [StyledRun(closing, theme.bracket), space]
     runs.append(StyledRun("template", theme.template))
-    return lay_out(runs, width)
+    return wrap_runs(runs, width)
 
 
 def _held_text(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
@@ -362,10 +362,12 @@ def _held_text(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
             runs += _gap(gaps[-1], 0, "", theme)
         label = _label(turn, "system" if is_prompt else roles.get(turn, ""), theme)
         blank = Text(" " * label.cell_len, no_wrap=True, overflow="ignore")
-        for index, line in enumerate(lay_out(runs, width - _MARGIN)):
+        for index, line in enumerate(wrap_runs(runs, width - _MARGIN)):
             lines.append((blank if index else label).copy().append_text(line))
     if not blocks:
-        return [line_of([StyledRun("nothing held", theme.quiet), *_gap(gaps[-1], 0, "", theme)])]
+        return [
+            join_runs([StyledRun("nothing held", theme.secondary), *_gap(gaps[-1], 0, "", theme)])
+        ]
     return lines
 
 
@@ -383,16 +385,16 @@ def _block(rows: Sequence[tuple[TokenRow, int]], theme: Theme) -> Iterator[Style
     for row, evicted in rows:
         brackets = _brackets(row)
         if opened and (brackets != opened or evicted):
-            yield StyledRun(opened[1], theme.mark)
+            yield StyledRun(opened[1], theme.bracket)
             opened = None
         text = known_width_line(row.text)
         yield from _gap(evicted, 0, text, theme)
         if brackets and not opened:
-            yield StyledRun(brackets[0], theme.mark)
+            yield StyledRun(brackets[0], theme.bracket)
         opened = brackets
-        yield StyledRun(text, theme.token(row))
+        yield StyledRun(text, theme.token_style(row))
     if opened:
-        yield StyledRun(opened[1], theme.mark)
+        yield StyledRun(opened[1], theme.bracket)
 
 
 def _brackets(row: TokenRow) -> tuple[str, str] | None:
@@ -405,7 +407,9 @@ def _brackets(row: TokenRow) -> tuple[str, str] | None:
 
 def _label(turn: int, role: str, theme: Theme) -> Text:
     number, name = f"{turn:>4} ", cut(known_width_line(ROLE_NAMES.get(role, role)), _MARGIN - 6)
-    label = line_of([StyledRun(cut(number, 6), theme.quiet), StyledRun(name, theme.role(role))])
+    label = join_runs(
+        [StyledRun(cut(number, 6), theme.secondary), StyledRun(name, theme.role_style(role))]
+    )
     label.pad_right(_MARGIN - label.cell_len)
     return label
 
@@ -415,5 +419,5 @@ def _statistics(snapshot: Snapshot, theme: Theme, width: int) -> list[Renderable
     if snapshot.histogram is not None:
         threshold = snapshot.threshold if snapshot.unit == "nats" else None
         bars = draw_histogram(snapshot.histogram, threshold, theme, min(width, _LONGEST_BARS))
-        sections += [heading("surprise", theme, width), *bars, Text()]
-    return [*sections, heading("turns", theme, width), draw_turns(snapshot.turns, theme)]
+        sections += [section_title("surprise", theme, width), *bars, Text()]
+    return [*sections, section_title("turns", theme, width), draw_turns(snapshot.turns, theme)]

@@ -10,9 +10,9 @@ from sirchat.chat.events import Delta, Event, TurnDone
 from sirchat.chat.pinned_summary import last_user_message, pin_summary, undo_summaries
 from sirchat.chat.retry import go_on
 from sirchat.chat.session import Interrupted, Session
-from sirchat.chat.summary import left_out_of, make_summary
-from sirchat.errors import SirchatError, terminal_has_gone
-from sirchat.models.devices import threads_in_words
+from sirchat.chat.summary import make_summary, omitted_facts
+from sirchat.errors import SirchatError, is_output_closed
+from sirchat.models.devices import describe_threads
 from sirchat.saved.store import SessionStore
 from sirchat.text.text_file import without_surrogates
 from sirchat.tools.config import ToolFlags
@@ -31,11 +31,11 @@ from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.editor import edit_in_editor, editor_command
 from sirchat.ui.interrupt import InterruptFlag
 from sirchat.ui.live import LiveView
-from sirchat.ui.panel import draw_memory
+from sirchat.ui.panel import draw_prompt_panel
 from sirchat.ui.prompt import DrawItem, InputLine
 from sirchat.ui.saved_chat import SavedChat, show_resumed_chat
 from sirchat.ui.screen import Screen
-from sirchat.ui.status import toolbar
+from sirchat.ui.status import toolbar_text
 from sirchat.ui.switching import ModelSwitching
 from sirchat.ui.tool_use import ToolUse
 from sirchat.ui.turn_commands import Retry, make_undoable, retry
@@ -87,7 +87,7 @@ class Chat:
         self._model_switching = ModelSwitching(screen, self.saved_chat, trusted_policies)
         self._switch_to(session)
         self._prompt.set_completer(
-            SlashCompleter(lambda: self._session), lambda: toolbar(self._session, screen.width)
+            SlashCompleter(lambda: self._session), lambda: toolbar_text(self._session, screen.width)
         )
         self._prompt.set_header(self._draw_header)
 
@@ -117,7 +117,7 @@ class Chat:
                 view.show(event)
         profile = self._session.profile
         device = self._session.model.device
-        threads = threads_in_words(device, was_free=profile.threads == 0)
+        threads = describe_threads(device, was_free=profile.threads == 0)
         self._screen.remark(
             f"{self._session.model.name}, policy {profile.policy}, "
             f"budget {self._session.budget:,}{', ' if threads else ''}{threads}: "
@@ -137,7 +137,7 @@ class Chat:
         snapshot = session.snapshot(strongest=0)
         with screen.console.capture() as captured:
             rows = max(1, window_rows // 12)  # so that the panel takes less than half of the window
-            screen.show(draw_memory(snapshot, facts, screen.theme, screen.width, rows))
+            screen.show(draw_prompt_panel(snapshot, facts, screen.theme, screen.width, rows))
         return captured.get()
 
     def _pick(self, count: int, draw: DrawItem, remark: str) -> int | None:
@@ -174,7 +174,7 @@ class Chat:
         except KeyboardInterrupt:
             self._screen.note("stopped")
         except Exception as error:
-            if self._debug or terminal_has_gone(error):
+            if self._debug or is_output_closed(error):
                 raise
             self._screen.error(f"{type(error).__name__}: {error}")
         return True
@@ -247,7 +247,7 @@ class Chat:
             nonlocal text
             text = make_summary(self._session, facts := self._session.facts())
             yield Delta(text)
-            yield from left_out_of(facts, text)
+            yield from omitted_facts(facts, text)
 
         self._run_turn(summarize)
         if text and self._screen.terminal is not None:

@@ -13,25 +13,25 @@ from rich.text import Text
 from sirchat.chat.rereading import check_rewind, repinned_note, rewind
 from sirchat.chat.session import Session
 from sirchat.chat.targets import whole_words
-from sirchat.config.profile import FIXED
-from sirchat.errors import SessionError, SirchatError, format_value, nearest
+from sirchat.config.profile import FIXED_SETTINGS
+from sirchat.errors import SessionError, SirchatError, did_you_mean, format_value
 from sirchat.paths import sessions_dir
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.database import SUFFIX
 from sirchat.saved.index import saved_text
 from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import check_model, saved_profile
-from sirchat.saved.search import Part, nothing_found, search_sessions
+from sirchat.saved.search import SnippetPart, nothing_found_error, search_sessions
 from sirchat.saved.session_list import (
-    MOST_LISTED,
+    MAX_LISTED,
     SavedSession,
     branches_of,
     check_name,
     find_session,
     is_prefix_of_id,
     list_sessions,
+    names_match,
     open_saved_file,
-    same_name,
 )
 from sirchat.saved.store import SessionStore
 from sirchat.ui.lists import SessionLines, draw_sessions
@@ -43,7 +43,7 @@ from sirchat.ui.theme import ROLE_NAMES
 # The name by which `/switch` finds the original chat, of which all branches are copies.
 _MAIN_BRANCH = "main"
 
-# Settings that `/load` takes from the saved chat, although no command changes them (`FIXED`).
+# Of `FIXED_SETTINGS`, those that `/load` takes from the saved chat.
 _LOADED_FIXED_SETTINGS = ("description", "seed")
 
 _SHOWN_TURNS, _SHOWN_TURN_CHARS = 4, 200  # of a resumed chat
@@ -99,7 +99,7 @@ class SavedChat:
         if self._autosave.id:
             self._autosave.save()
         else:
-            self._autosave.begin()
+            self._autosave.create_file()
         if self._last_error:
             self._last_error = ""
             self._screen.note("the chat is saved again")
@@ -155,7 +155,7 @@ class SavedChat:
         ):
             self._screen.note(f"session {self._autosave.id} is this chat, which is already open")
             return None
-        store, skipped = open_saved_file(sessions_dir(), name_or_id, own=self._autosave.id)
+        store, skipped = open_saved_file(sessions_dir(), name_or_id, own_id=self._autosave.id)
         for error in skipped:
             self._screen.note(f"{error}; loading session {store.name or store.id} instead")
         try:
@@ -208,11 +208,13 @@ class SavedChat:
         branches = self._branches()
         for branch in branches:
             is_main = name_or_id == _MAIN_BRANCH and branch.id == self._autosave.family
-            if is_main or branch.id == name_or_id or same_name(branch.name, name_or_id):
+            if is_main or branch.id == name_or_id or names_match(branch.name, name_or_id):
                 return self.load(branch.id)
         raise SessionError(
             f"this chat has no branch {format_value(name_or_id)}",
-            hint=nearest(name_or_id, [branch.name or branch.id for branch in branches], "/switch ")
+            hint=did_you_mean(
+                name_or_id, [branch.name or branch.id for branch in branches], "/switch "
+            )
             or "/branches lists the branches; /load opens other chats",
         )
 
@@ -257,12 +259,12 @@ class SavedChat:
         """
         sessions_folder = sessions_dir()
         if not words:
-            listing = list_sessions(sessions_folder, MOST_LISTED)
-            for refused in listing.refused:
+            listing = list_sessions(sessions_folder, MAX_LISTED)
+            for refused in listing.errors:
                 self._screen.error(str(refused))
             if not listing.sessions:
                 self._screen.note("there are no saved chats")
-            remark = f" (and {listing.unread:,} older ones)" if listing.unread else ""
+            remark = f" (and {listing.more_count:,} older ones)" if listing.more_count else ""
             return self._let_user_pick(listing.sessions, {}, remark)
         if words == "last" or is_prefix_of_id(sessions_folder, words):
             return words
@@ -273,12 +275,12 @@ class SavedChat:
                 return find_session(sessions_folder, words).stem
             except SessionError:
                 raise error from None
-        if result.named:
-            return result.named[0] if len(result.named) == 1 else words
+        if result.ids_by_name:
+            return result.ids_by_name[0] if len(result.ids_by_name) == 1 else words
         if not result.hits:
-            raise nothing_found(words, result)
-        remark = f" (and {result.more:,} that fit less)" if result.more else ""
-        matches = {hit.session.id: hit.line for hit in result.hits}
+            raise nothing_found_error(words, result)
+        remark = f" (and {result.more_count:,} that fit less)" if result.more_count else ""
+        matches = {hit.session.id: hit.snippet for hit in result.hits}
         return self._let_user_pick([hit.session for hit in result.hits], matches, remark)
 
     def search(self, words: str) -> None:
@@ -292,7 +294,7 @@ class SavedChat:
             messages.insert(0, Text("in this chat:"))
         if hits:
             messages.append(Text("in saved chats, which /load ID opens:"))
-        matches = {hit.session.id: hit.line for hit in hits}
+        matches = {hit.session.id: hit.snippet for hit in hits}
         chats = SessionLines([hit.session for hit in hits], matches=matches)
         self._screen.page(Group(*messages, draw_sessions(chats, self._screen.width)))
 
@@ -315,7 +317,7 @@ class SavedChat:
     def _let_user_pick(
         self,
         sessions: Sequence[SavedSession],
-        matches: Mapping[str, Sequence[Part]],
+        matches: Mapping[str, Sequence[SnippetPart]],
         remark: str,
     ) -> str:
         """Let the user pick one of `sessions`; without a terminal, print them, and return ""."""
@@ -364,7 +366,7 @@ class SavedChat:
             if not self._autosave.id:
                 raise
             old, new = self._autosave, Autosave(self._session)
-            new.begin()
+            new.create_file()
             old.close_without_saving()
             self._autosave = new
             self._screen.note(f"cannot write {old.id}; continuing in a new file")
@@ -392,12 +394,12 @@ class SavedChat:
         )
 
     def _resume(self, store: SessionStore) -> Session:
-        """The session saved in `store`; most settings in `FIXED` stay those of the current chat."""
-        if store.head() is None:
+        """The session saved in `store`; most `FIXED_SETTINGS` stay those of the current chat."""
+        if store.state_record() is None:
             raise SessionError(f"session {store.id} holds no message yet")
         model, current = self._session.model, self._session.profile
         check_model(store, model)  # first: the settings may be invalid for another model
-        kept_names = [name for name in FIXED if name not in _LOADED_FIXED_SETTINGS]
+        kept_names = [name for name in FIXED_SETTINGS if name not in _LOADED_FIXED_SETTINGS]
         profile = saved_profile(store, (*self._trusted_policies, current.policy))
         kept = {name: getattr(current, name) for name in kept_names}
         session = Session(model, profile.model_copy(update=kept))

@@ -18,12 +18,12 @@ from sirchat.chat.events import Event, to_json
 from sirchat.ui.cells import cut
 from sirchat.ui.interrupt import leave_ctrl_c_to_child
 from sirchat.ui.text import DisplayFilter, displayable_line
-from sirchat.ui.theme import Theme, theme_named
+from sirchat.ui.theme import Theme, find_theme
 
 if TYPE_CHECKING:
-    from sirchat.ui.growing_reply import WordBreaker
+    from sirchat.ui.growing_reply import WordWrapper
 
-LEAST_ROWS, LEAST_COLUMNS = 14, 50  # of a window for drawings; a smaller one gets plain text
+MIN_ROWS, MIN_COLUMNS = 14, 50  # of a window for drawings; a smaller one gets plain text
 
 
 class Screen:
@@ -47,10 +47,14 @@ class Screen:
         self.is_quiet = is_quiet
         self._out = _Counted(out or sys.stdout)
         self.console = make_console(cast(TextIO, self._out), soft_wrap=True)
-        self.notes = make_console(err or sys.stderr, force_terminal=(err or sys.stderr).isatty())
-        self.notes.soft_wrap = not self.notes.is_terminal  # elsewhere a note stays one line
+        self.notes_console = make_console(
+            err or sys.stderr, force_terminal=(err or sys.stderr).isatty()
+        )
+        self.notes_console.soft_wrap = (
+            not self.notes_console.is_terminal
+        )  # elsewhere a note stays one line
         self._filter = DisplayFilter()
-        self._reply: WordBreaker | None = None  # that is broken at blanks
+        self._reply: WordWrapper | None = None  # that is broken at blanks
         self._is_light = False
         self.before_pager: Callable[[], object] = lambda: None
         self.use_theme(theme)
@@ -58,7 +62,7 @@ class Screen:
     def use_theme(self, name: str) -> None:
         """Use the theme called `name` from now on."""
         self._named = name
-        self.theme: Theme = theme_named(name, os.environ, is_light=self._is_light)
+        self.theme: Theme = find_theme(name, os.environ, is_light=self._is_light)
         self._error_style = "red" if self.has_colours else "bold"
 
     def use_background(self, is_light: bool) -> None:
@@ -67,7 +71,7 @@ class Screen:
         self.use_theme(self._named)
 
     @property
-    def is_auto(self) -> bool:
+    def has_auto_theme(self) -> bool:
         """Whether the terminal's background chooses the theme."""
         return self._named == "auto"
 
@@ -89,7 +93,7 @@ class Screen:
     @property
     def is_interactive(self) -> bool:
         """Whether both replies and notices go to a terminal."""
-        return self._out.isatty() and self.notes.file.isatty()
+        return self._out.isatty() and self.notes_console.file.isatty()
 
     @property
     def width(self) -> int:
@@ -97,15 +101,15 @@ class Screen:
         return self.console.size.width
 
     @property
-    def written(self) -> int:
+    def bytes_written(self) -> int:
         """Number of bytes that were written to the stream for replies."""
-        return self._out.written
+        return self._out.bytes_written
 
     @property
     def is_plain(self) -> bool:
         """Whether replies are printed as plain text, without colours and redrawing."""
         size = self.console.size
-        is_small = size.height < LEAST_ROWS or size.width < LEAST_COLUMNS
+        is_small = size.height < MIN_ROWS or size.width < MIN_COLUMNS
         return self.terminal is None or bool(os.environ.get("NO_COLOR")) or is_small
 
     def stream(self, text: str, *, at_blanks: bool = False) -> None:
@@ -115,9 +119,9 @@ class Screen:
         """
         text = self._filter.push(text)
         if at_blanks and self.terminal is not None:
-            from sirchat.ui.growing_reply import WordBreaker
+            from sirchat.ui.growing_reply import WordWrapper
 
-            self._reply = self._reply or WordBreaker()
+            self._reply = self._reply or WordWrapper()
             text = self._reply.push(text, self.width)
         self._write(text)
 
@@ -162,11 +166,11 @@ class Screen:
     def note(self, text: str) -> None:
         """Print `text`, if there is any, to stderr as one dim line, without control characters."""
         if text:
-            self.notes.print(Text(displayable_line(text), style=self.theme.quiet))
+            self.notes_console.print(Text(displayable_line(text), style=self.theme.secondary))
 
     def quote(self, line: str) -> None:
         """Print a line about the sentence on which an answer stands, cut to the window."""
-        self.note(cut(displayable_line(line), self.notes.width))
+        self.note(cut(displayable_line(line), self.notes_console.width))
 
     def remark(self, text: str) -> None:
         """Unless `is_quiet`, print a note that nobody asked for, such as a status line."""
@@ -175,7 +179,9 @@ class Screen:
 
     def error(self, text: str) -> None:
         """Print the error message `text` to stderr, as one line."""
-        self.notes.print(Text(displayable_line(f"sirchat: {text}"), style=self._error_style))
+        self.notes_console.print(
+            Text(displayable_line(f"sirchat: {text}"), style=self._error_style)
+        )
 
     def _write(self, text: str) -> None:
         self._out.write(text)
@@ -223,10 +229,10 @@ class _Counted:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self.written = 0
+        self.bytes_written = 0
 
     def write(self, text: str) -> int:
-        self.written += len(text.encode("utf-8", "replace"))
+        self.bytes_written += len(text.encode("utf-8", "replace"))
         return self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:

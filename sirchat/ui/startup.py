@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 
-from sirchat.chat.model_defaults import follows_model
+from sirchat.chat.model_defaults import budget_follows_model
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import write_default_setting
 from sirchat.errors import SettingError
-from sirchat.models.importing import preload_torch
-from sirchat.ui.lists import in_bytes
+from sirchat.models.torch_imports import preload_torch
+from sirchat.ui.lists import format_bytes
 from sirchat.ui.prompt import InputLine, Prompt, ask_for_key
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line
@@ -37,9 +37,9 @@ if TYPE_CHECKING:  # the thread imports the modules that load a model
     from sirchat.ui.repl import Chat
 
     # Loads the model and opens a session; calls its argument, if not None, to report progress.
-    Open = Callable[[Progress | None], Session]
+    OpenSession = Callable[[Progress | None], Session]
 
-THREAD = "opening a session"  # name of the thread that loads the model
+LOADER_THREAD = "opening a session"  # name of the thread that loads the model
 
 # Longest time for which the thread may keep Python's lock (GIL) while the prompt waits for it: the
 # prompt needs the lock many times for each key.
@@ -56,7 +56,7 @@ _NO_OTHER = (
 
 
 def chat(
-    open_session: Open,
+    open_session: OpenSession,
     profile: Profile,
     screen: Screen,
     *,
@@ -161,7 +161,7 @@ def choose_model(screen: Screen) -> str | None:
     screen.note(f"{_TOY}. Real models on this machine:")
     for number, model in enumerate(offered, 1):
         key = "Enter or 1" if number == 1 else str(number)
-        screen.note(f"{key}: {displayable_line(model.name)} ({in_bytes(model.size)})")
+        screen.note(f"{key}: {displayable_line(model.name)} ({format_bytes(model.size)})")
     more = len(usable) - len(offered)
     screen.note("t: tiny" + (f"; {more} more in the list of sirchat models" if more else ""))
     keys = {str(number): model.name for number, model in enumerate(offered, 1)}
@@ -182,7 +182,7 @@ def choose_model(screen: Screen) -> str | None:
 class SessionLoader:
     """Loads the model and opens a session, in a thread that ends with the program."""
 
-    def __init__(self, open_session: Open, on_step: Callable[[], None]) -> None:
+    def __init__(self, open_session: OpenSession, on_step: Callable[[], None]) -> None:
         # Gives the session and the events of its start, or raises the error.
         self.session: Future[tuple[Session, list[Event]]] = Future()
         self.session.set_running_or_notify_cancel()  # now nobody who waits can cancel it
@@ -197,7 +197,7 @@ class SessionLoader:
         """Start the thread once; call this after the prompt was drawn, which it delays."""
         if not self._has_begun:
             self._has_begun = True
-            threading.Thread(target=self._run, name=THREAD, daemon=True).start()
+            threading.Thread(target=self._run, name=LOADER_THREAD, daemon=True).start()
 
     def wait(self, screen: Screen, model: str) -> tuple[Session, list[Event]]:
         """Wait for the session and its first events, behind a progress bar; raises what fails."""
@@ -234,7 +234,7 @@ class SessionLoader:
 def _toolbar(profile: Profile, loader: SessionLoader) -> str:
     *_, name = profile.model.rstrip("/").rpartition("/")
     parts = [displayable_line(name), displayable_line(profile.policy)]
-    if not follows_model(profile, profile.model):
+    if not budget_follows_model(profile, profile.model):
         parts.append(f"budget {profile.budget:,}")
     return " · ".join([*parts, displayable_line(loader.step) or "loading"])
 

@@ -10,11 +10,11 @@ from rich import progress as bars
 from rich.console import Console
 from rich.text import Text
 
-from sirchat.config.values import short_number
+from sirchat.config.values import format_number
 from sirchat.models.progress import Progress
-from sirchat.ui.lists import in_bytes
+from sirchat.ui.lists import format_bytes
 from sirchat.ui.screen import Screen
-from sirchat.ui.text import counted, displayable_line, shorten
+from sirchat.ui.text import displayable_line, pluralize, shorten
 from sirchat.ui.theme import Theme
 
 if TYPE_CHECKING:  # a bar is drawn before anything heavy is imported
@@ -38,7 +38,7 @@ _LONGEST = 24  # characters of a file's name in a bar
 _OTHERS = 48  # columns beside the bar, and for the ^C that a terminal shows
 
 
-def toolbar(session: Session, width: int) -> str:
+def toolbar_text(session: Session, width: int) -> str:
     """The line below the prompt: model, policy, held tokens and budget, decay, last speed."""
     profile = session.profile
     *_, name = session.model.name.rstrip("/").rpartition("/")
@@ -48,7 +48,7 @@ def toolbar(session: Session, width: int) -> str:
         displayable_line(name),
         displayable_line(profile.policy),
         gauge + f"{session.resident:,}/{session.budget:,} held",
-        f"decay {short_number(profile.decay)}",
+        f"decay {format_number(profile.decay)}",
     ]
     if session.speed:
         parts.append(f"{session.speed:,.0f} tok/s")
@@ -89,26 +89,26 @@ def describe_recalled(recall: Recall, seen: int) -> str:
     turns, found = recall.turns, recall.found
     if not turns:
         return ""
-    tokens = f"recalled {counted(sum(turn.tokens for turn in turns), 'token')}"
+    tokens = f"recalled {pluralize(sum(turn.tokens for turn in turns), 'token')}"
     if found is None:  # single tokens were found
-        return f"{tokens} of {counted(len(turns), 'message')} (/recall shows them)"
+        return f"{tokens} of {pluralize(len(turns), 'message')} (/recall shows them)"
     rest = len(found.passages if found.is_question else turns) - 1  # a turn may have several
     if found.is_question:
-        tokens = f"answered from {counted(rest + 1, 'passage')}, found in {seen:,} tokens"
+        tokens = f"answered from {pluralize(rest + 1, 'passage')}, found in {seen:,} tokens"
     best_first = recall.search.passages.rows["turn"][list(found.passages)].tolist()
     best = min(turns, key=lambda turn: [*best_first, turn.turn].index(turn.turn))
     more = f" and {rest:,} more" if rest else ""
     return f'{tokens}: "{shorten(displayable_line(best.text), _QUOTED)}"{more}'
 
 
-def how_to_go_on(finish: Finish, profile: Profile) -> str:
+def continue_hint(finish: Finish, profile: Profile) -> str:
     """A line for a reply that was cut, except by the user; else empty."""
     limit = f"/set max_new_tokens {2 * profile.max_new_tokens} allows longer replies"
     ways = {"length": limit, "loop": "/set stop_loops off lets replies repeat themselves"}
     return f"/continue goes on with the reply; {ways[finish]}" if finish in ways else ""
 
 
-def draw_bar(name: str, done: int, total: int, theme: Theme, width: int) -> Text:
+def draw_progress_bar(name: str, done: int, total: int, theme: Theme, width: int) -> Text:
     """Draw a progress bar for tokens in one row: `reading ████▌ 512 of 4,096 tokens`."""
     head, tail = f"{name} ", f" {done:,} of {total:,} tokens"
     room = max(4, min(40, width - 1 - len(head) - len(tail)))
@@ -116,9 +116,9 @@ def draw_bar(name: str, done: int, total: int, theme: Theme, width: int) -> Text
     bar = "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
     text = Text(no_wrap=True, overflow="crop")
     return (
-        text.append(head, theme.quiet)
-        .append(bar.ljust(room), theme.gauge)
-        .append(tail, theme.quiet)
+        text.append(head, theme.secondary)
+        .append(bar.ljust(room), theme.filled)
+        .append(tail, theme.secondary)
     )
 
 
@@ -128,11 +128,11 @@ def loading_bar(screen: Screen, name: str) -> Iterator[Progress | None]:
 
     Yields the function that moves the bar, or None if the output can show no bar.
     """
-    if not screen.notes.is_terminal or screen.notes.is_dumb_terminal:
+    if not screen.notes_console.is_terminal or screen.notes_console.is_dumb_terminal:
         yield None
         return
     columns = (bars.TextColumn("{task.description}"), bars.BarColumn(bar_width=30))
-    with bars.Progress(*columns, console=screen.notes, transient=True) as progress:
+    with bars.Progress(*columns, console=screen.notes_console, transient=True) as progress:
         task = progress.add_task(f"loading {displayable_line(name)}", total=None)
 
         def report(step: str, done: int, total: int | None) -> None:
@@ -142,7 +142,7 @@ def loading_bar(screen: Screen, name: str) -> Iterator[Progress | None]:
 
 
 @contextmanager
-def pull_progress(console: Console) -> Iterator[Progress]:
+def download_bar(console: Console) -> Iterator[Progress]:
     """Context manager: yields a function that shows a download as a bar, or in a log its end."""
     if not console.is_terminal or console.is_dumb_terminal:
         ended = set[str]()
@@ -150,7 +150,7 @@ def pull_progress(console: Console) -> Iterator[Progress]:
         def log(file: str, done: int, total: int | None) -> None:
             if done == total and file not in ended:
                 ended.add(file)
-                line = displayable_line(f"{file}: {in_bytes(done)}")
+                line = displayable_line(f"{file}: {format_bytes(done)}")
                 console.print(Text(line), soft_wrap=True)
 
         yield log
@@ -166,7 +166,7 @@ def pull_progress(console: Console) -> Iterator[Progress]:
         task = progress.add_task("", total=None, size="")
 
         def report(file: str, done: int, total: int | None) -> None:
-            name, size = shorten(displayable_line(file), _LONGEST), in_bytes(total)
+            name, size = shorten(displayable_line(file), _LONGEST), format_bytes(total)
             progress.update(task, description=name, completed=done, total=total, size=size)
 
         yield report

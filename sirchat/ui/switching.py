@@ -21,10 +21,10 @@ from sirchat.chat.rereading import pinned_text, read_again, repinned_note
 from sirchat.chat.session import Session
 from sirchat.chat.settings import hint_for_fixed, options_of
 from sirchat.chat.targets import Target
-from sirchat.config.profile import FIXED, Profile
+from sirchat.config.profile import FIXED_SETTINGS, Profile
 from sirchat.config.profile_files import list_profiles, load_profile, resolve
-from sirchat.config.values import allowed_in_words, as_typed, parse_option, parse_value
-from sirchat.errors import SettingError, UsageError, format_value, nearest
+from sirchat.config.values import describe_allowed, format_setting, parse_option, parse_value
+from sirchat.errors import SettingError, UsageError, did_you_mean, format_value
 from sirchat.memory.free_memory import trim_memory
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Role
@@ -39,7 +39,7 @@ from sirchat.text.times import TimeRange, ago
 from sirchat.ui.interrupt import InterruptFlag
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import loading_bar
-from sirchat.ui.text import counted, shorten
+from sirchat.ui.text import pluralize, shorten
 
 if TYPE_CHECKING:  # loads the prompt, which a program in a pipe does not need
     from sirchat.ui.saved_chat import SavedChat
@@ -87,7 +87,9 @@ class Switching:
             value = parse_value(name, text)
             if name == "policy":
                 import_typed(str(value))
-            self._switch_settings(source, f"{name} is already {as_typed(value)}", **{name: value})
+            self._switch_settings(
+                source, f"{name} is already {format_setting(value)}", **{name: value}
+            )
 
     def change_policy(self, name: str, options: list[str]) -> None:
         """Switch to an eviction policy, with options as `NAME=VALUE`."""
@@ -110,17 +112,16 @@ class Switching:
         trusted_policies = [*self._trusted_policies, current.policy]
         named = load_profile(name, trusted_policies)
         profile = resolve(name, {"trust_policy": trusted_policies}, {})
-        kept = {*FIXED, *(key for key in _SCREEN_SETTINGS if key not in named)}
+        kept = {*FIXED_SETTINGS, *(key for key in _SCREEN_SETTINGS if key not in named)}
         values = {key: value for key, value in profile.model_dump().items() if key not in kept}
         self._switch_settings(
             "/profile", f"all settings already have the values of profile {name}", **values
         )
-        for key in FIXED:
+        for key in FIXED_SETTINGS:
             old, new = getattr(current, key), getattr(profile, key)
             if key in named and key != "description" and old != new:
-                self._screen.note(
-                    f"{key} stays {as_typed(old)}, not {as_typed(new)}: {hint_for_fixed(key, new)}"
-                )
+                unchanged = f"{key} stays {format_setting(old)}, not {format_setting(new)}"
+                self._screen.note(f"{unchanged}: {hint_for_fixed(key, new)}")
 
     def restore(self, target: Target, *, context_tokens: int = 0) -> None:
         """Restore `target`, with so many tokens on each side, for the next message."""
@@ -128,12 +129,15 @@ class Switching:
         held_before = set(session.ledger.held_positions.tolist())
         for event in session.restore(target, context_tokens):
             self._print_event(event)
-        held, positions = set(session.ledger.held_positions.tolist()), session.state.asked
+        held, positions = (
+            set(session.ledger.held_positions.tolist()),
+            session.state.restored_by_user,
+        )
         num_restored = len((held - held_before).intersection(positions))
         num_set_aside = len(held_before - held)
         how = "restored" if num_restored else "held already, and stays"
         self._screen.note(f"{how} for your next message: “{self._text_of(positions)}”")
-        size = counted(len(positions), "token")
+        size = pluralize(len(positions), "token")
         if num_restored:
             size += f", {num_restored:,} of them were evicted"
         if num_set_aside:
@@ -159,7 +163,7 @@ class Switching:
         counts = Counter(role for _, role in sorted(messages))
         whose = {"user": "of yours", "assistant": "of the model's", "system": "of the system"}
         return " and ".join(
-            f"{counted(count, 'message')} {whose.get(role, f'({role})')}"
+            f"{pluralize(count, 'message')} {whose.get(role, f'({role})')}"
             for role, count in counts.items()
         )
 
@@ -171,12 +175,12 @@ class Switching:
             parts = ["all of this is pinned already"]
         else:
             self._screen.note(f"pinned: “{self._text_of(changed)}”")
-            size = counted(len(changed), "token")
+            size = pluralize(len(changed), "token")
             parts = [f"{size}, {num_restored:,} of them restored" if num_restored else size]
             parts.append(f"in {self._describe_messages(changed)}")
         if num_others := len(restored) - num_restored:
             reason = f"as policy {self._session.profile.policy} fills the budget anew"
-            parts.append(f"{counted(num_others, 'other')} restored, {reason}")
+            parts.append(f"{pluralize(num_others, 'other')} restored, {reason}")
         if num_evicted:
             parts.append(f"{num_evicted:,} evicted to make room")
         self._screen.note("; ".join([*parts, _describe_held(self._session)]))
@@ -184,7 +188,7 @@ class Switching:
     def unpin(self, target: Target) -> None:
         """Unpin the tokens of `target` (words, or a turn), and say what this has changed."""
         changed, num_evicted, restored = self._set_pinned(target, is_pinned=False)
-        unpinned = f"{counted(len(changed), 'token')} no longer pinned"
+        unpinned = f"{pluralize(len(changed), 'token')} no longer pinned"
         self._screen.note(unpinned if changed else "nothing of this was pinned")
         self._screen.note(_describe_moved_tokens(num_evicted, len(restored), self._session))
 
@@ -228,13 +232,13 @@ class Switching:
         if name in Profile.model_fields:
             meaning = Profile.model_fields[name].description
             value = sampling_in_words(profile).get(name) or self._describe_value(name)
-            return f"{name} is {value}: {meaning} Allowed: {allowed_in_words(name)}."
+            return f"{name} is {value}: {meaning} Allowed: {describe_allowed(name)}."
         option = profile.policy_options.get(name, "at its default")
-        return f"{name} is {as_typed(option)}: an option of policy {profile.policy}"
+        return f"{name} is {format_setting(option)}: an option of policy {profile.policy}"
 
     def _describe_value(self, name: str) -> str:
         """A setting's value in words; of `recall` also that no encoder is there, if so."""
-        value = as_typed(getattr(self._session.profile, name))
+        value = format_setting(getattr(self._session.profile, name))
         if name == "recall" and value == BEST_RETRIEVER and not self._session.recall.by_meaning:
             return f"{value} (by words: no encoder for this model yet)"
         return value
@@ -243,7 +247,7 @@ class Switching:
         options = options_of(self._session.profile.policy)
         known = [*Profile.model_fields, *(option.name for option in options)]
         if name not in known:
-            hint = nearest(name, known) or "/show lists all settings"
+            hint = did_you_mean(name, known) or "/show lists all settings"
             raise SettingError(f"there is no setting {format_value(name)}", hint=hint)
 
     def _switch_settings(self, source: str, unchanged_note: str, **updates: object) -> None:
@@ -267,7 +271,7 @@ class Switching:
 
 def describe_change(event: Switched) -> str:
     """A changed setting in words: its name, its old and its new value."""
-    old, new = (shorten(as_typed(value), 60) for value in (event.old, event.new))
+    old, new = (shorten(format_setting(value), 60) for value in (event.old, event.new))
     return f"{event.what}: {old} -> {new}"
 
 
@@ -328,7 +332,9 @@ class ModelSwitching:
         with loading_bar(self._screen, name) as report:
             model = self._load_model(name, session.profile, report)
             new = Session(model, self._adapt_profile(session, model, name))
-            read_again(new, session.turns, pinned_text(session), session.state.unpinned, report)
+            read_again(
+                new, session.turns, pinned_text(session), session.state.unpinned_sentences, report
+            )
         self._previous = _PreviousSession(session, new.profile, (new.epoch, new.erasures))
         self._replace_session(new)
         self._print_switch(session, new)
@@ -343,7 +349,7 @@ class ModelSwitching:
             return None
         previous, first_values = self._previous.session, self._previous.profile.model_dump()
         values = session.profile.model_dump().items()
-        changed = {k: v for k, v in values if k not in FIXED and v != first_values[k]}
+        changed = {k: v for k, v in values if k not in FIXED_SETTINGS and v != first_values[k]}
         if changed:
             previous.switch("/undo", **changed)
         self._replace_session(previous)
@@ -394,7 +400,7 @@ class ModelSwitching:
         )
         old_profile, new_profile = old.profile.model_dump(), new.profile.model_dump()
         changed = [
-            f"{name} {as_typed(old_profile[name])} -> {as_typed(new_profile[name])}"
+            f"{name} {format_setting(old_profile[name])} -> {format_setting(new_profile[name])}"
             for name in _SETTINGS_OF_MODEL
             if old_profile[name] != new_profile[name]
         ]

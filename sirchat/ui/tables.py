@@ -14,17 +14,17 @@ from rich.table import Table
 from rich.text import Text
 
 from sirchat.chat.events import TokenRow
-from sirchat.chat.evicted_text import EvictedText
-from sirchat.chat.panel_snapshot import EDGES, HeldShare, Histogram
+from sirchat.chat.evicted_text import EvictedTurn
+from sirchat.chat.panel_snapshot import SURPRISAL_EDGES, HeldShare, Histogram
 from sirchat.chat.statements import StatedFact
 from sirchat.chat.why import TokenRank
 from sirchat.recall import RecalledTurn
 from sirchat.text.times import ago
-from sirchat.ui.cells import StyledRun, cut, line_of, quoted
-from sirchat.ui.text import displayable_line, said_ago, shorten
+from sirchat.ui.cells import StyledRun, cut, join_runs, quote_token
+from sirchat.ui.text import displayable_line, messages_ago, shorten
 from sirchat.ui.theme import ROLE_NAMES, Theme
 
-NOTHING_HELD: Final = "·"  # the sign of a turn of which no word is held
+NOTHING_HELD_GLYPH: Final = "·"  # the sign of a turn of which no word is held
 
 # The cells of a table's columns, by their titles; columns of text are aligned on the left.
 Columns = dict[str, Sequence[str] | Sequence[str | Text]]
@@ -69,12 +69,12 @@ def draw_token_ranks(token_ranks: Sequence[TokenRank], theme: Theme, width: int)
         ],
         **_columns(rows, theme, "surprisal"),
         "faded to": [f"{rank.decayed_to:.0%}" for rank in token_ranks],
-        **{name: [significant(rank.factors[name]) for rank in token_ranks] for name in factors},
+        **{name: [format_number(rank.factors[name]) for rank in token_ranks] for name in factors},
         **_columns(rows, theme, "score"),
         "rank": ["-" if x.rank is None else f"{x.rank:,} of {x.held:,}" for x in token_ranks],
     }
     if any(rank.threshold is not None for rank in token_ranks):
-        columns["needs"] = [score_text(rank.threshold) for rank in token_ranks]
+        columns["needs"] = [format_score(rank.threshold) for rank in token_ranks]
     return _tables(theme, columns, width)
 
 
@@ -109,8 +109,7 @@ def draw_recalled_turns(
     ]
     columns: Columns = {
         "said": [
-            f"{ROLE_NAMES.get(roles[turn.turn], roles[turn.turn])}, {said_ago(turn.turn, roles)}"
-            for turn in turns
+            f"{ROLE_NAMES[roles[turn.turn]]}, {messages_ago(turn.turn, roles)}" for turn in turns
         ],
         "tokens": [f"{turn.tokens:,}" for turn in turns],
         "by the words": [displayable_line(", ".join(turn.words)) for turn in turns],
@@ -130,18 +129,18 @@ def draw_turns(turns: Sequence[HeldShare], theme: Theme) -> RenderableType:
         "tokens": [f"{turn.tokens:,}" for turn in turns],
         "held": [f"{turn.held:,}" for turn in turns],
         "share": [
-            Text.assemble(f"{share} ", (share_glyph(turn), theme.role(turn.role)))
+            Text.assemble(f"{share} ", (held_share_glyph(turn), theme.role_style(turn.role)))
             for share, turn in zip(shares, turns, strict=True)
         ],
-        "mean surprise": [nats(turn.surprisal) for turn in turns],
+        "mean surprise": [format_surprisal(turn.surprisal) for turn in turns],
     }
     table = _table(theme, columns)
     for row, turn in zip(table.rows, turns, strict=True):
-        row.style = None if turn.held else theme.quiet
+        row.style = None if turn.held else theme.secondary
     return table
 
 
-def draw_evicted(turns: Sequence[EvictedText], theme: Theme, width: int) -> RenderableType:
+def draw_evicted(turns: Sequence[EvictedTurn], theme: Theme, width: int) -> RenderableType:
     """Draw a table with a row per turn: its number of evicted tokens, and the words that fit."""
     columns: Columns = {
         "turn": [str(turn.index) for turn in turns],
@@ -164,59 +163,61 @@ def draw_histogram(
 
     A mark shows the `threshold`: the score, in nats, from which on tokens are held.
     """
-    lines = [line_of([StyledRun(_bin("", "held", "evicted"), theme.quiet)])]
+    lines = [join_runs([StyledRun(_bin("", "held", "evicted"), theme.secondary)])]
     marks = [
         f" ◂ held from {threshold:.2f} nats on"
         if threshold is not None and low <= threshold < high
         else ""
-        for low, high in pairwise(EDGES)
+        for low, high in pairwise(SURPRISAL_EDGES)
     ]
     counts = list(zip(histogram.held, histogram.evicted, strict=True))
     room = width - cell_len(lines[0].plain) - 2  # two cells for rounding up
     scale = min(
         (room - len(mark)) / max(1, sum(pair)) for mark, pair in zip(marks, counts, strict=True)
     )
-    for (low, high), (held, evicted), mark in zip(pairwise(EDGES), counts, marks, strict=True):
+    for (low, high), (held, evicted), mark in zip(
+        pairwise(SURPRISAL_EDGES), counts, marks, strict=True
+    ):
         runs = [
-            StyledRun(_bin(bin_name(low, high), f"{held:,}", f"{evicted:,}"), Style.null()),
-            StyledRun("━" * _length(held * scale), theme.gauge),
-            StyledRun("─" * _length(evicted * scale), theme.rest),
-            StyledRun(mark, theme.mark),
+            StyledRun(_bin(bin_label(low, high), f"{held:,}", f"{evicted:,}"), Style.null()),
+            StyledRun("━" * _length(held * scale), theme.filled),
+            StyledRun("─" * _length(evicted * scale), theme.empty),
+            StyledRun(mark, theme.bracket),
         ]
-        lines.append(line_of(runs))
+        lines.append(join_runs(runs))
     return lines
 
 
-def share_glyph(turn: HeldShare) -> str:
+def held_share_glyph(turn: HeldShare) -> str:
     """The character that shows how large a share of a turn's tokens is held."""
     if turn.held >= turn.tokens > 0:
         return "█"
     if not turn.held_said:
-        return NOTHING_HELD
+        return NOTHING_HELD_GLYPH
     return _SHARES[turn.held * len(_SHARES) // turn.tokens]
 
 
-def heading(text: str, theme: Theme, width: int) -> Text:
+def section_title(text: str, theme: Theme, width: int) -> Text:
     """The styled title of a panel's section, cut to `width` cells."""
-    return line_of([StyledRun(cut(text, width), theme.heading)])
+    return join_runs([StyledRun(cut(text, width), theme.heading)])
 
 
-def bin_name(low: float, high: float) -> str:
+def bin_label(low: float, high: float) -> str:
     """The name of a range of surprisal, in nats, such as `2–4` or `7+`."""
     return f"{low:g}+" if high == inf else f"{low:g}–{high:g}"
 
 
-def nats(surprisal: float | None) -> str:
+def format_surprisal(surprisal: float | None) -> str:
     """A surprisal in nats as text with two decimals; `-` for None."""
     return "-" if surprisal is None else f"{surprisal:.2f}"
 
 
-def score_text(score: float | None) -> str:
+def format_score(score: float | None) -> str:
     """A score as text with three significant digits; `-` for None."""
-    return "-" if score is None else significant(score)
+    return "-" if score is None else format_number(score)
 
 
-def significant(number: float) -> str:
+def format_number(number: float) -> str:
     """A number as text with three significant digits, such as 0.0123, 12,300 or 1.23e+09."""
     text = f"{number:#.3g}".removesuffix(".")
     return f"{float(text):,.0f}" if "e+" in text and abs(number) < 1e9 else text
@@ -225,7 +226,7 @@ def significant(number: float) -> str:
 def _table(theme: Theme, columns: Columns, width: int | None = None) -> Table:
     """A table; in a window that is too narrow for it, texts are cut with …, and no number."""
     table = Table(
-        box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style=theme.quiet, width=width
+        box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style=theme.secondary, width=width
     )
     for name, cells in columns.items():
         longest = _longest(name, cells)
@@ -269,13 +270,13 @@ def _cell(row: TokenRow, title: str, theme: Theme) -> str | Text:
         case "role":
             return _role(row.role, theme)
         case "token":
-            return Text(quoted(row.text), theme.token(row), no_wrap=True)
+            return Text(quote_token(row.text), theme.token_style(row), no_wrap=True)
         case "surprisal":
-            return nats(row.surprisal)
+            return format_surprisal(row.surprisal)
         case "score":
-            return score_text(row.score)
+            return format_score(row.score)
         case "attention":
-            return significant(row.attention or 0.0)
+            return format_number(row.attention or 0.0)
         case "flags":
             return " ".join(row.flags)
         case _:
@@ -283,7 +284,7 @@ def _cell(row: TokenRow, title: str, theme: Theme) -> str | Text:
 
 
 def _role(role: str, theme: Theme) -> Text:
-    return Text(ROLE_NAMES.get(role, role), theme.role(role), no_wrap=True)
+    return Text(ROLE_NAMES.get(role, role), theme.role_style(role), no_wrap=True)
 
 
 def _longest(name: str, cells: Sequence[str] | Sequence[str | Text]) -> int:

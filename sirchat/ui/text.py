@@ -87,19 +87,19 @@ def displayable_line(text: str) -> str:
     return " ".join(displayable(text).split())
 
 
-def counted(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """A number of things, such as "1 token" or "1,040 tokens"."""
     return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
-def from_bits(bits: int) -> str:
+def restored_from_bits(bits: int) -> str:
     """Such as ` (restored from 8 bits)`; empty if the numbers of a token are exact (0)."""
     return f" (restored from {bits} bits)" if bits else ""
 
 
-def said_ago(turn: int, turns: Sequence[object]) -> str:
+def messages_ago(turn: int, turns: Sequence[object]) -> str:
     """How many messages ago that with index `turn` of all `turns` was, such as "3 messages ago"."""
-    return f"{counted(len(turns) - turn, 'message')} ago"
+    return f"{pluralize(len(turns) - turn, 'message')} ago"
 
 
 def shorten(text: str, length: int) -> str:
@@ -108,7 +108,7 @@ def shorten(text: str, length: int) -> str:
     return line if len(line) <= length else line[: length - 1] + "…"
 
 
-def class_help(find: Callable[[str], object], name: str) -> str:
+def class_summary(find: Callable[[str], object], name: str) -> str:
     """The first paragraph of the docstring of the class that `find` finds, or the error's text."""
     try:
         text = find(name).__doc__ or ""

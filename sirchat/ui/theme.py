@@ -16,13 +16,18 @@ from rich.style import Style
 from sirchat.chat.events import TokenRow
 
 # Upper limits, in nats, of the buckets: ranges of surprisal that have one colour each.
-LIMITS: Final = (0.5, 2.0, 4.0, 7.0, float("inf"))
+BUCKET_LIMITS: Final = (0.5, 2.0, 4.0, 7.0, float("inf"))
 
-# For each intensity (strong, fading, faint), the least share of surprisal left after decay.
-LEVELS: Final = (0.6, 0.25, 0.0)
+# The least share of surprisal left after decay, for each intensity: strong, fading, faint.
+INTENSITY_LIMITS: Final = (0.6, 0.25, 0.0)
 
-_SAME: Final = {role: role for role in ("system", "summary", "tool")}
-ROLE_NAMES: Final = {**_SAME, "user": "you", "assistant": "model"}
+ROLE_NAMES: Final = {
+    "system": "system",
+    "summary": "summary",
+    "tool": "tool",
+    "user": "you",
+    "assistant": "model",
+}
 
 _PLAIN, _DIM, _DIM_ITALIC = Style(), Style(dim=True), Style(dim=True, italic=True)
 
@@ -36,43 +41,45 @@ class Theme:
 
     name: str
     tokens: tuple[Shades, ...]  # for each bucket of surprisal
-    quiet: Style  # labels and secondary text
+    secondary: Style  # labels and secondary text
     heading: Style  # titles of sections
-    gauge: Style  # the full part of a bar
-    rest: Style  # the empty part of a bar, boxes and rules
-    flash: Style  # a token that was just evicted
-    mark: Style  # brackets of sinks and pins
+    filled: Style  # the full part of a bar
+    empty: Style  # the empty part of a bar, boxes and rules
+    evicted: Style  # a token that was just evicted
+    bracket: Style  # brackets of sinks and pins
     system: Style
-    you: Style
+    user: Style
     model: Style = _PLAIN
     gap: Style = _DIM  # mark for evicted or omitted tokens
     template: Style = _DIM_ITALIC  # text of the chat template
 
-    def token(self, row: TokenRow) -> Style:
+    def token_style(self, row: TokenRow) -> Style:
         """The style of a held token, by its surprisal and the share of it left after decay."""
         if row.role == "template":
             return self.template
         surprisal = row.surprisal or 0.0
-        return self.tokens[bucket(surprisal)][intensity(surprisal, row.decayed_surprisal)]
+        return self.tokens[surprisal_bucket(surprisal)][
+            decay_intensity(surprisal, row.decayed_surprisal)
+        ]
 
-    def role(self, role: str) -> Style:
+    def role_style(self, role: str) -> Style:
         """The style of a turn's label; `role` is the role of the turn's speaker, such as "user"."""
-        roles = {"system": self.system, "user": self.you, "assistant": self.model}
-        return roles.get(role, self.quiet)
+        roles = {"system": self.system, "user": self.user, "assistant": self.model}
+        return roles.get(role, self.secondary)
 
 
-def bucket(surprisal: float) -> int:
-    """Index of the bucket (range between two of the `LIMITS`) for a surprisal in nats."""
-    return bisect_right(LIMITS, surprisal, hi=len(LIMITS) - 1)
+def surprisal_bucket(surprisal: float) -> int:
+    """Index of the bucket (range between two of the `BUCKET_LIMITS`) for a surprisal in nats."""
+    return bisect_right(BUCKET_LIMITS, surprisal, hi=len(BUCKET_LIMITS) - 1)
 
 
-def intensity(surprisal: float, decayed: float) -> int:
+def decay_intensity(surprisal: float, decayed: float) -> int:
     """0 (strong), 1 (fading) or 2 (faint), by the share of surprisal that is left after decay."""
-    left = decayed / surprisal if surprisal > 0 else 1.0
-    return 0 if left >= LEVELS[0] else 1 if left >= LEVELS[1] else 2
+    share_left = decayed / surprisal if surprisal > 0 else 1.0
+    return next(i for i, least in enumerate(INTENSITY_LIMITS) if share_left >= least)
 
 
-def theme_named(name: str, environ: Mapping[str, str], *, is_light: bool = False) -> Theme:
+def find_theme(name: str, environ: Mapping[str, str], *, is_light: bool = False) -> Theme:
     """The theme "dark", "light" or "none"; for "auto", the variable COLORFGBG decides.
 
     Where it is not set, `is_light` does. Raises ValueError for any other name.
@@ -105,8 +112,8 @@ def _weights(style: Style) -> Shades:
 
 def _coloured(name: str, *buckets: tuple[int, int, int], **colours: int) -> Theme:
     styles = {part: _colour(colour) for part, colour in colours.items()}
-    styles["flash"] += Style(strike=True)
-    return Theme(name, _ramp(*buckets), **styles, system=styles["mark"])
+    styles["evicted"] += Style(strike=True)
+    return Theme(name, _ramp(*buckets), **styles, system=styles["bracket"])
 
 
 # Of 256 colours, those whose hues stay apart on a terminal with 16, and whose contrast with black,
@@ -114,24 +121,24 @@ def _coloured(name: str, *buckets: tuple[int, int, int], **colours: int) -> Them
 _DARK = _coloured(
     "dark",
     *((248, 245, 243), (117, 38, 31), (113, 71, 34), (222, 178, 136), (209, 173, 131)),
-    quiet=243,
+    secondary=243,
     heading=250,
-    gauge=37,
-    rest=243,
-    flash=175,
-    mark=141,
-    you=44,
+    filled=37,
+    empty=243,
+    evicted=175,
+    bracket=141,
+    user=44,
 )
 _LIGHT = _coloured(
     "light",
     *((240, 242, 243), (19, 26, 63), (22, 28, 29), (58, 94, 130), (88, 124, 131)),
-    quiet=243,
+    secondary=243,
     heading=238,
-    gauge=23,
-    rest=243,
-    flash=126,
-    mark=91,
-    you=20,
+    filled=23,
+    empty=243,
+    evicted=126,
+    bracket=91,
+    user=20,
 )
 _NONE = Theme(
     name="none",
@@ -142,14 +149,14 @@ _NONE = Theme(
         _weights(Style(bold=True)),
         _weights(Style(bold=True, underline=True)),
     ),
-    quiet=Style(dim=True),
+    secondary=Style(dim=True),
     heading=Style(),
-    gauge=Style(),
-    rest=Style(dim=True),
-    flash=Style(dim=True, strike=True),
-    mark=Style(),
+    filled=Style(),
+    empty=Style(dim=True),
+    evicted=Style(dim=True, strike=True),
+    bracket=Style(),
     system=Style(italic=True),
-    you=Style(bold=True),
+    user=Style(bold=True),
 )
 
 _THEMES: Final = {theme.name: theme for theme in (_DARK, _LIGHT, _NONE)}

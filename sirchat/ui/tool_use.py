@@ -10,14 +10,14 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from sirchat.chat.session import Session
-from sirchat.chat.tool_loop import ChatTool, Toolbox, size_of_tools
+from sirchat.chat.tool_loop import ChatTool, Toolbox, tools_prompt_size
 from sirchat.chat.turn import Interrupted, never
-from sirchat.errors import SirchatError, UsageError, format_value, nearest
+from sirchat.errors import SirchatError, UsageError, did_you_mean, format_value
 from sirchat.text.tool_calls import ToolCall
 from sirchat.tools.config import ToolFlags
 from sirchat.tools.servers import ToolServers, plain_name
 from sirchat.ui.screen import Screen
-from sirchat.ui.text import counted, displayable_line, shorten
+from sirchat.ui.text import displayable_line, pluralize, shorten
 
 if TYPE_CHECKING:
     from sirchat.chat.events import Returned
@@ -107,7 +107,7 @@ class ToolUse(Toolbox):
         for server in self._server_names:
             num_on = sum(tool.origin[0] == server for tool in self.tools.values())
             state = "started" if self._tool_servers.is_running(server) else "not started"
-            tools = f"{counted(num_on, 'tool')} on"
+            tools = f"{pluralize(num_on, 'tool')} on"
             self._screen.note(f"{displayable_line(server)}: {tools}, {state}")
         self._screen.note("/tools NAME lists a server's tools; /tools on NAME turns them on")
 
@@ -115,10 +115,10 @@ class ToolUse(Toolbox):
         server = self._find_server(name)
         tools = self._find_matching(server, "*" if name == server else name)
         # Raises an error if their description does not fit.
-        tokens = size_of_tools(session, Toolbox((self.tools | tools).values()).told)
+        tokens = tools_prompt_size(session, Toolbox((self.tools | tools).values()).tools_json)
         self._turn_on_tools(tools)
         size = f"the model reads about {tokens:,} tokens of them with your next message"
-        self._screen.note(f"{counted(len(tools), 'tool')} turned on; {size}")
+        self._screen.note(f"{pluralize(len(tools), 'tool')} turned on; {size}")
         if tokens > session.budget // 2:
             self._screen.note(f"that is more than half of the budget of {session.budget:,}")
 
@@ -130,7 +130,7 @@ class ToolUse(Toolbox):
             raise UsageError(f"/tools off: no tool that is on is called {format_value(name)}")
         for tool_name in names:
             del self.tools[tool_name]
-        self._screen.note(f"{counted(len(names), 'tool')} turned off")
+        self._screen.note(f"{pluralize(len(names), 'tool')} turned off")
 
     def _list_tools(self, server: str) -> list[ChatTool]:
         """All tools of a server, which is started if need be."""
@@ -155,7 +155,7 @@ class ToolUse(Toolbox):
             if name == server:
                 self._screen.note(f"{state} {tool.name}: {_describe(tool, 100)}")
             elif self._matches(name, tool.name, tool):
-                self._screen.note(f"{state} {_readable_json(Toolbox([tool]).told)}")
+                self._screen.note(f"{state} {_readable_json(Toolbox([tool]).tools_json)}")
 
     def _find_server(self, name: str) -> str:
         """The server that is called `name`, or that has a tool of this name; raises UsageError."""
@@ -164,7 +164,7 @@ class ToolUse(Toolbox):
         if server not in names:
             raise UsageError(
                 f"there is no server {format_value(server)}; there are: {', '.join(names)}",
-                hint=nearest(server, names),
+                hint=did_you_mean(server, names),
             )
         return server
 
@@ -301,4 +301,4 @@ def describe_result(result: Returned) -> str:
     text = shorten(displayable_line(" ".join(result.text.split())), _MAX_RESULT_CHARS)
     if result.is_error:
         return f"{result.name} failed: {text.removeprefix('error: ')}"
-    return f"{result.name} returned {counted(len(result.text), 'character')}: {text}"
+    return f"{result.name} returned {pluralize(len(result.text), 'character')}: {text}"

@@ -10,12 +10,17 @@ from typing import Any
 from sirchat.chat.events import Event, Notice, Undone
 from sirchat.chat.model_defaults import SAMPLING_PARAMETERS
 from sirchat.chat.pinned_summary import undo_summaries
-from sirchat.chat.rereading import read_before_last, read_whole, repinned_note
-from sirchat.chat.retry import retriever_for_retry, retry_under, retry_with, settings_for_full
+from sirchat.chat.rereading import repinned_note, reread_before_last_message, reread_session
+from sirchat.chat.retry import (
+    retriever_for_retry,
+    retry_with_sampling,
+    retry_with_settings,
+    settings_for_full,
+)
 from sirchat.chat.session import Interrupted, Session
 from sirchat.config.profile import Profile
 from sirchat.config.values import parse_value
-from sirchat.errors import UndoError, UsageError, format_value, nearest
+from sirchat.errors import UndoError, UsageError, did_you_mean, format_value
 from sirchat.models.progress import Progress
 from sirchat.ui.interrupt import InterruptFlag
 from sirchat.ui.saved_chat import SavedChat
@@ -41,7 +46,7 @@ def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | N
             remark = f"; {new.seen:,} tokens of earlier messages were read again"
             _print_undone(text, new, screen, remark)
 
-        return _read_again(session, read_before_last, print_result, screen, saved_chat)
+        return _read_again(session, reread_before_last_message, print_result, screen, saved_chat)
     for event in events:
         if isinstance(event, Undone):
             _print_undone(event.text, session, screen)
@@ -56,7 +61,7 @@ def make_undoable(session: Session, screen: Screen, saved_chat: SavedChat) -> Se
     def print_result(new: Session) -> None:
         screen.note(f"{new.seen:,} tokens of earlier messages were read again")
 
-    return _read_again(session, read_whole, print_result, screen, saved_chat)
+    return _read_again(session, reread_session, print_result, screen, saved_chat)
 
 
 @dataclass(frozen=True)
@@ -89,11 +94,13 @@ def retry(session: Session, request: Retry, interrupted: Interrupted) -> Iterato
         updates = {"recall": retriever_for_retry(session, request.recall)}
     if updates:
         describe = partial(_describe_retry, as_usual=session.profile, note=note)
-        yield from retry_under(session, {**updates, **request.settings}, describe, interrupted)
+        yield from retry_with_settings(
+            session, {**updates, **request.settings}, describe, interrupted
+        )
         return
     if request.full or request.recall is not None:
         yield Notice("everything was held already, so this is a plain /retry")
-    yield from retry_with(session, request.settings, interrupted)
+    yield from retry_with_sampling(session, request.settings, interrupted)
 
 
 def parse_sampling_settings(words: str) -> dict[str, Any]:
@@ -107,7 +114,7 @@ def parse_sampling_settings(words: str) -> dict[str, Any]:
             allowed = ["full", "recall", *names]
             raise UsageError(
                 f"/retry: {format_value(argument)} is not allowed; allowed: {', '.join(allowed)}",
-                hint=nearest(argument, allowed),
+                hint=did_you_mean(argument, allowed),
             )
         if value is None:
             raise UsageError(

@@ -35,7 +35,7 @@ from sirchat.ui.typed_input import (
 )
 
 # At the tutorial's start: the budget is so small that two messages fill it.
-SETTINGS: Final[dict[str, Any]] = {
+TUTORIAL_SETTINGS: Final[dict[str, Any]] = {
     "policy": "sink",
     "budget": 48,
     "temperature": 0.0,
@@ -43,7 +43,7 @@ SETTINGS: Final[dict[str, Any]] = {
 }
 
 # Commands allowed in the tutorial: they change or show the chat's memory, and write no file.
-COMMANDS: Final = {
+ALLOWED_COMMANDS: Final = {
     *("policy", "budget", "decay", "sinks", "recent", "recall", "set", "system"),
     *("show", "panel", "tokens", "stats", "evicted", "why", "pin", "unpin"),
     *("help", "?", "undo", "reset", "clear", "exit", "quit", "bye"),
@@ -51,7 +51,7 @@ COMMANDS: Final = {
 
 
 @dataclass(frozen=True)
-class Effect:
+class ExpectedEffect:
     """Whether `word` must be in the reply, or in the text of the held tokens; None: unchecked."""
 
     word: str
@@ -66,23 +66,23 @@ class TutorialStep:
     before: str  # shown first
     line: str  # what Enter sends
     after: str = ""  # shown after `line` was run, if all effects were observed
-    effects: tuple[Effect, ...] = ()
+    effects: tuple[ExpectedEffect, ...] = ()
     shows_panel: bool = False  # `after` explains the compact panel
 
 
 _SCRIPT = yaml.safe_load(Path(__file__).with_name("tutorial.yaml").read_text(encoding="utf-8"))
 
 STEPS: Final = tuple(
-    TutorialStep(**{**step, "effects": tuple(Effect(**e) for e in step.get("effects", ()))})
+    TutorialStep(**{**step, "effects": tuple(ExpectedEffect(**e) for e in step.get("effects", ()))})
     for step in _SCRIPT["steps"]
 )
-MORE: Final[dict[str, str]] = _SCRIPT["more"]  # commands, listed at the end
+FURTHER_COMMANDS: Final[dict[str, str]] = _SCRIPT["more"]  # commands, listed at the end
 
 _TOOLBAR = "Enter sends this line, or type your own; q leaves"
 _MOST_COLUMNS = 92  # of explanations; longer lines are hard to read
 
 if TYPE_CHECKING:
-    from sirchat.ui.startup import Open
+    from sirchat.ui.startup import OpenSession
 
 # Takes the suggested line; returns the line that the user enters, or None if the user leaves.
 Read = Callable[[str], InputLine | None]
@@ -91,7 +91,7 @@ Read = Callable[[str], InputLine | None]
 Stops = Callable[[InterruptFlag], Interrupted]
 
 
-def run_tutorial(open_session: Open, screen: Screen, *, waits: bool) -> bool:
+def run_tutorial(open_session: OpenSession, screen: Screen, *, waits: bool) -> bool:
     """Load the model and run all steps; return False if an effect was not observed.
 
     If `waits`, each step waits for Enter, at a terminal. Raises KeyboardInterrupt for Ctrl-C.
@@ -194,7 +194,7 @@ class _Tutorial:
 
     def _run(self, text: str) -> Action | None:
         name = [*text[1:].split(None, 1), ""][0].removeprefix("/")  # as Commands reads it
-        if name in Commands.names() and name not in COMMANDS:
+        if name in Commands.names() and name not in ALLOWED_COMMANDS:
             raise UsageError(
                 f"/{name} does not work in the tutorial", hint="sirchat alone opens a chat"
             )
@@ -213,7 +213,7 @@ class _Tutorial:
             self._explain(step.after)
         return not wrong
 
-    def _fault(self, effect: Effect) -> str:
+    def _fault(self, effect: ExpectedEffect) -> str:
         """Say in words how the outcome differs from `effect`; "" if it does not differ."""
         reply = next((t.text for t in reversed(self._session.turns) if t.role == "assistant"), "")
         for place, text, wanted in (
@@ -230,12 +230,12 @@ class _Tutorial:
             self._explain(f"{missing} of the steps did not go as they should.")
         else:
             self._explain("Evicted, held, and restored.")
-        width = max(map(len, MORE))
-        rows = [f"{name:<{width}}  {does}" for name, does in MORE.items()]
+        width = max(map(len, FURTHER_COMMANDS))
+        rows = [f"{name:<{width}}  {does}" for name, does in FURTHER_COMMANDS.items()]
         self._explain("\n".join([_SCRIPT["goodbye"], *rows]))
 
     def _head(self, title: str) -> None:
-        self._screen.show(Text(f"\n── {title} ──", self._screen.theme.rest))
+        self._screen.show(Text(f"\n── {title} ──", self._screen.theme.empty))
 
     def _explain(self, text: str) -> None:
         """Print an explanation, with a bar at the left of each line."""
@@ -243,7 +243,7 @@ class _Tutorial:
         width = min(screen.width - 3, _MOST_COLUMNS)
         for row in Text(text).wrap(screen.console, width):
             row.rstrip()
-            screen.show(Text.assemble(("│ ", screen.theme.rest), row))
+            screen.show(Text.assemble(("│ ", screen.theme.empty), row))
 
 
 def _held_text(session: Session) -> str:

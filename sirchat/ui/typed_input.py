@@ -69,7 +69,7 @@ def open_terminal_input(screen: Screen, *, is_persistent: bool = True) -> Iterat
 
 def ask_background(keys: Input, screen: Screen) -> None:
     """Ask the terminal whether its background is light, if that is unknown; inside `Keyboard`."""
-    is_known = os.environ.get("COLORFGBG") or screen.console.no_color or not screen.is_auto
+    is_known = os.environ.get("COLORFGBG") or screen.console.no_color or not screen.has_auto_theme
     # Old consoles of Linux print the question.
     if is_known or screen.terminal is None or os.environ.get("TERM") == "linux":
         return
@@ -92,7 +92,7 @@ def open_history(warn: Callable[[str], None], *, is_persistent: bool = True) -> 
     path = paths.history_file()
     try:
         if is_persistent:
-            paths.private_dir(path.parent)
+            paths.make_private_dir(path.parent)
             paths.open_private(path, "a").close()
     except OSError as error:
         warn(f"the input history is not kept: {error}")
@@ -276,7 +276,7 @@ class _PrivateFileHistory(TypedHistory, FileHistory):
         if not self.is_persistent:
             return
         with suppress(OSError):
-            paths.private_dir(paths.history_file().parent)
+            paths.make_private_dir(paths.history_file().parent)
             with _history_lock():
                 paths.open_private(paths.history_file(), "a").close()  # it may be deleted
                 super().store_string(string)

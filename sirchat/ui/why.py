@@ -21,7 +21,7 @@ from sirchat.recall import RecalledTurn
 from sirchat.text.detokenizer import sentence_bounds
 from sirchat.ui.screen import Screen
 from sirchat.ui.tables import draw_token_ranks
-from sirchat.ui.text import displayable_line, from_bits, said_ago, shorten
+from sirchat.ui.text import displayable_line, messages_ago, restored_from_bits, shorten
 
 _ALL = re.compile(r"(?:^|\s)--all(?=\s|$)")
 _LITTLE = 0.5  # a reply that paid less than this share of the mean attention missed the tokens
@@ -103,7 +103,7 @@ def describe_use(
     return f"{was}, and the reply paid attention to it {times}."
 
 
-def explain(
+def explain_state(
     ranks: Sequence[TokenRank], target: str, policy: str, recalled: Sequence[RecalledTurn] = ()
 ) -> str:
     """Say in one or two sentences why the tokens of `target` are held, or why they are not.
@@ -116,7 +116,9 @@ def explain(
     if not held:
         return f"{what} is evicted{_why_evicted(best, policy)} {_way_back(ranks, target)}"
     bits = [int(flag[0]) for rank in held for flag in rank.row.flags if flag.endswith(" bits")]
-    is_held = f"is held{from_bits(min(bits, default=0))}{_why_held(best, policy, by_words)}"
+    is_held = (
+        f"is held{restored_from_bits(min(bits, default=0))}{_why_held(best, policy, by_words)}"
+    )
     if len(held) == len(ranks):
         return f"{what} {is_held}"
     share = f"{len(held):,} {'is' if len(held) == 1 else 'are'} held"
@@ -126,7 +128,7 @@ def explain(
 def _why(
     session: Session, ranks: Sequence[TokenRank], target: str, paid: AttentionPaid | None
 ) -> list[str]:
-    explained = explain(ranks, target, session.profile.policy, session.recall.turns)
+    explained = explain_state(ranks, target, session.profile.policy, session.recall.turns)
     if paid is None:
         return [explained]
     can_retry = _can_retry_full(session)
@@ -171,7 +173,7 @@ def _about_related(
     turn, words = related
     text = shorten(displayable_line(session.turns[turn].text), _LENGTH)
     whose = "Your" if session.turns[turn].role == "user" else "The model's"
-    ago = said_ago(turn, session.turns)
+    ago = messages_ago(turn, session.turns)
     what = f"{whose} “{text}”, {ago}, which shares {_listed(words[:2])} with your message,"
     return describe_use(ranks, what, paid, can_retry=_can_retry_full(session))
 
@@ -219,9 +221,9 @@ def _why_held(best: TokenRank, policy: str, by_words: Mapping[int, Sequence[str]
         return f" for this round only: it was recalled{' by the words ' if words else ''}{words}."
     if best.rank is None:
         return f"; policy {policy} gives it no rank{_since(best)}."
-    if best.leaves and best.rank <= best.held // 2:
+    if best.is_evicted_next and best.rank <= best.held // 2:
         return ", but will be evicted next: what ranks lower is pinned, or among the newest."
-    if best.leaves:
+    if best.is_evicted_next:
         return f", but will be evicted next: {higher}."
     if best.threshold is not None and (best.row.score or 0.0) <= best.threshold:
         return f" only because it is new: {higher}."

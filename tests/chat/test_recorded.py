@@ -22,7 +22,7 @@ from drawing import NONE
 from recorder import POLICIES, SESSIONS, check_same, condensed, drawn, exact, play
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
-from sirchat.ui.panel import draw_compact_panel, draw_panel
+from sirchat.ui.panel import draw_compact_panel, draw_full_panel
 from sirchat.ui.tables import draw_token_ranks
 
 RECORDED = Path(__file__).parents[1] / "golden" / "recorded"
@@ -71,7 +71,7 @@ def chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
 
 def test_panel_and_why_show_how_an_outside_policy_ranks(chat: Session) -> None:
     shown = [
-        draw_panel(chat.snapshot(), NONE, 120),
+        draw_full_panel(chat.snapshot(), NONE, 120),
         draw_compact_panel(chat.snapshot(strongest=30), NONE, 100),
         draw_token_ranks(chat.why("Anna"), NONE, 120),
     ]

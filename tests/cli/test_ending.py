@@ -197,14 +197,14 @@ finally:
 """
 AWAITING_A_THREAD = """
 import atexit, threading
-from sirchat.cli.signals import leave_terminal
+from sirchat.cli.signals import restore_terminal
 atexit.register(print, "closed")
 try:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(30)
 finally:
     threading.Thread(target=time.sleep, args=({},)).start()
-    leave_terminal()
+    restore_terminal()
 """
 
 

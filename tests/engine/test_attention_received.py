@@ -191,7 +191,7 @@ def test_a_long_text_is_read_in_parts_whose_attention_fits_in_memory(
     for engine, fits in ((whole, 96), (parts, at_a_time)):
         list(prefill(engine, 30, 0))  # before tracking begins
         engine.evictor.switch(memory(Snapkv(recent=8, window=6), budget=96))
-        monkeypatch.setattr("sirchat.engine.reader.PASS_BYTES", fits * 4 * own.heads * 70)
+        monkeypatch.setattr("sirchat.engine.reader.PASS_BYTES", fits * 4 * own.query_heads * 70)
         list(prefill(engine, 40, 1))
     for one, other in zip(received(parts), received(whole), strict=True):
         assert one == pytest.approx(other, abs=1e-5)

@@ -34,7 +34,7 @@ def told(model: LoadedModel | None = None, **settings: Any) -> Session:
 def reopened(chat: Session) -> Session:
     """The chat as it is after a crash: of evicted tokens, ids alone are saved."""
     again = Session(chat.model, chat.profile)
-    again.load(chat.save(), deepcopy(chat.state), None)
+    again.load(chat.engine.save(), deepcopy(chat.state), None)
     return again
 
 

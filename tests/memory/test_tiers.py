@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from chatting import babbler, session, tiny
 from saved_chats import Chat, resumed
 from sirchat.chat.events import Recalled
-from sirchat.chat.rereading import copied
+from sirchat.chat.rereading import copy_session
 from sirchat.chat.session import Session
 from sirchat.memory.archive import SEGMENT_ROWS, Archive
 from sirchat.memory.key_values import KeyValues
@@ -298,7 +298,7 @@ def test_a_resumed_chat_has_the_same_tokens_in_the_same_tiers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fewest: int
 ) -> None:
     """Also where keys and values were saved while they were exact."""
-    monkeypatch.setattr("sirchat.saved.autosave.FEWEST", fewest)
+    monkeypatch.setattr("sirchat.saved.autosave.MIN_FILE_TOKENS", fewest)
     chat = session(babbler(), archive_limit=str(LIMIT), **SMALL)
     saving = Autosave(chat, folder=tmp_path)
     for text in SAID:
@@ -309,7 +309,7 @@ def test_a_resumed_chat_has_the_same_tokens_in_the_same_tiers(
     saving.close()
     again, was_saved = resumed(tmp_path, saving.id)
     assert was_saved
-    for other in (copied(chat), again):
+    for other in (copy_session(chat), again):
         assert other is not None
         assert other.engine.store.archived().tolist() == at.tolist()
         bits = other.engine.store.archive.bits(at)

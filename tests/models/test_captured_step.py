@@ -177,7 +177,7 @@ def test_neither_a_step_nor_a_choice_waits_for_the_device() -> None:
             prefill(engine, IDS)
             choice = device_choice(Sampler(sampling), step)
             assert choice is not None
-            run = TokenRun(step, engine.cache, choice, lambda readings: None)
+            run = TokenRun(step, engine.cache, choice, lambda encoder_output: None)
             assert engine.logits is not None
             run.begin(engine.logits, len(IDS), IDS)
             run.resume(run.result().id, len(IDS), IDS)
@@ -201,7 +201,7 @@ def test_who_can_not_be_captured_decodes_in_the_next_way_or_as_before() -> None:
 
     def tried(*bodies: Any) -> Any:
         with captured(model):
-            return capture_first(bodies, model.device, model.error_of_step, model.encoder)
+            return capture_first(bodies, model.device, model.step_error, model.encoder)
 
     def right() -> LlamaStep:
         return LlamaStep(model.module, "torch")

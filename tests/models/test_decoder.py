@@ -26,14 +26,14 @@ from random_encoders import random_encoder
 from sirchat.models.attention_hook import AttentionCall
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.decoder import Decoder
-from sirchat.models.encoder import Readings
+from sirchat.models.encoder import EncoderOutput
 from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.gguf.translate import config_values
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.model_config import DecoderConfig
 from sirchat.models.probe import probe_rotations
-from sirchat.saved.saved_state import fingerprint
+from sirchat.saved.saved_state import model_fingerprint
 
 CASES = ["llama", "llama3", "qwen2", "qwen3", "gemma3", "gemma3-long"]
 CHUNKS = 33, 1, 7, 2, 40
@@ -167,10 +167,10 @@ def test_observers_see_the_attention_weights_and_the_logits_stay(case: str, fold
 def test_an_encoder_gets_the_states_of_its_layers(folder: Path) -> None:
     found = list[Any]()
     for model in pair(file_of("llama", folder)):
-        readings = Readings(encodes=True)
+        encoder_output = EncoderOutput(is_wanted=True)
         encoding = replace(model, encoder=random_encoder(model, (1, 2)))
-        encoding.read(IDS, encoding.new_cache(len(IDS)), readings=readings)
-        found.append(readings.numbers)
+        encoding.read(IDS, encoding.new_cache(len(IDS)), encoder_output=encoder_output)
+        found.append(encoder_output.token_vectors)
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
@@ -182,7 +182,9 @@ def test_the_config_says_what_that_of_transformers_says(case: str, folder: Path)
     wanted.pop("transformers_version")
     assert DecoderConfig(values).to_diff_dict() == wanted
     ours, theirs = pair(file_of(case, folder))
-    assert fingerprint(ours) == fingerprint(theirs), "a chat saved before must find its model"
+    assert model_fingerprint(ours) == model_fingerprint(theirs), (
+        "a chat saved before must find its model"
+    )
     assert ours.context_length == theirs.context_length == 512
     probed = probe_rotations(theirs.module, case)
     for one, rotation in zip(ours.rotations, probed, strict=True):

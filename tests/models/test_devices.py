@@ -30,8 +30,8 @@ from sirchat.errors import SettingError, SirchatError
 from sirchat.models.devices import DISK
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
-from sirchat.models.surprisal import surprisal, surprisal_at
-from sirchat.saved.saved_state import fingerprint
+from sirchat.models.surprisal import surprisal, surprisal_of_states
+from sirchat.saved.saved_state import model_fingerprint
 from warm_python import warm_python
 
 SIM_0, SIM_1 = (f"{KIND}:{at}" for at in range(2))
@@ -103,7 +103,7 @@ def load(folder: Path, device_map: object = None) -> LoadedModel:
         how = {"device_map": str(file)}
     model = load_model(str(folder), for_hub=True, dtype="float32", **how)
     # What a CPU alone computes in other ways, which round differently; so does torch for gradients.
-    vars(model)["decode_step"], vars(model)["has_plain_head"] = None, False
+    vars(model)["decode_step"], vars(model)["has_linear_head"] = None, False
     model.module.requires_grad_(False)
     return model
 
@@ -133,7 +133,9 @@ def talk(model: LoadedModel) -> list[Any]:
     told: list[Any] = []
 
     def note() -> None:
-        told.append(([turn.text for turn in chat.turns], chat.save().held.tolist(), rows_of(chat)))
+        told.append(
+            ([turn.text for turn in chat.turns], chat.engine.save().held.tolist(), rows_of(chat))
+        )
 
     def say(text: str) -> None:
         list(chat.ask(text))
@@ -161,7 +163,7 @@ def talk(model: LoadedModel) -> list[Any]:
     chat.erase("Lisbon")
     note()
     again = Session(model, chat.profile)
-    seen = chat.save()
+    seen = chat.engine.save()
     again.load(
         seen,
         chat.state,
@@ -251,7 +253,7 @@ def test_rows_weights_and_archive_are_counted_where_they_are(folder: Path) -> No
     whole = load(folder)
     with simulated_devices():
         model = load(folder, MAPS["cpu, devices and disk"])
-        assert fingerprint(model) == fingerprint(whole)
+        assert model_fingerprint(model) == model_fingerprint(whole)
         chat = session(model, budget=48, recent=8, max_new_tokens=4)
         list(chat.ask("Our zebra is called Quixbert, and it lives in the old town of Lisbon. " * 3))
         held = {one.device: one for one in chat.memory}
@@ -269,14 +271,18 @@ def test_rows_weights_and_archive_are_counted_where_they_are(folder: Path) -> No
 def test_surprisal_is_computed_where_the_output_head_is(folder: Path, simulation: None) -> None:
     model = load(folder, MAPS["two devices"])
     ids = list(range(20, 60))
-    vars(model)["has_plain_head"] = True
+    vars(model)["has_linear_head"] = True
     read = model.read(ids, model.new_cache(40))
     head, hidden = load(folder).module.lm_head, torch.randn(40, 64)
     logits = model.forward(ids, model.new_cache(40)).cpu()
     torch.testing.assert_close(read.surprisal.cpu(), surprisal(logits[:-1], torch.tensor(ids[1:])))
     on_device = hidden.to(DEVICES[1])
-    moved = surprisal_at(model.module.lm_head, on_device, torch.tensor(ids, device=DEVICES[1]))
-    assert moved.tolist() == pytest.approx(surprisal_at(head, hidden, torch.tensor(ids)).tolist())
+    moved = surprisal_of_states(
+        model.module.lm_head, on_device, torch.tensor(ids, device=DEVICES[1])
+    )
+    assert moved.tolist() == pytest.approx(
+        surprisal_of_states(head, hidden, torch.tensor(ids)).tolist()
+    )
 
 
 def test_a_gguf_file_is_spread_too(tmp_path: Path) -> None:
@@ -287,7 +293,7 @@ def test_a_gguf_file_is_spread_too(tmp_path: Path) -> None:
     whole = load_model(str(file), device="cpu", for_hub=True, **how)
     model, ids = load_model(str(file), device_map=str(said), **how), list(range(5, 25))
     assert model.module.model.layers[1].mlp.down_proj.weight.is_meta
-    assert fingerprint(model) == fingerprint(whole)
+    assert model_fingerprint(model) == model_fingerprint(whole)
     logits = [one.forward(ids, one.new_cache(20)) for one in (model, whole)]
     torch.testing.assert_close(*logits)
 
@@ -429,6 +435,6 @@ def test_a_layer_on_disk_has_room_on_the_first_device(
     folder: Path, simulation: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sirchat.models.device_map.free_memory", lambda: 0)
-    monkeypatch.setattr("sirchat.models.device_map.free_bytes", lambda _: 10**9 + 1000)
+    monkeypatch.setattr("sirchat.models.device_map.free_gpu_bytes", lambda _: 10**9 + 1000)
     with pytest.raises(SirchatError, match="does not fit, not even with its layers on disk"):
         load_model(str(folder), device_map="auto", dtype="float32")

@@ -25,7 +25,7 @@ from sirchat.engine.types import CacheSettings
 from sirchat.errors import ModelError
 from sirchat.memory.policies.sink import Sink
 from sirchat.models.decode_step import DecodeStep
-from sirchat.models.encoder import Encoder, Readings
+from sirchat.models.encoder import Encoder, EncoderOutput
 from sirchat.models.hidden_states import decoder_layers
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.paths import encoder_files
@@ -67,12 +67,12 @@ def test_numbers_are_the_same_from_whole_pieces_and_single_tokens(family: str) -
     for sizes in ([31], [20, 11], [1] * 31):
         memory, found, start = model.new_cache(len(IDS)), list[Tensor](), 0
         for size in sizes:
-            readings = Readings(encodes=True)
-            model.read(IDS[start : start + size], memory, readings=readings)
+            encoder_output = EncoderOutput(is_wanted=True)
+            model.read(IDS[start : start + size], memory, encoder_output=encoder_output)
             memory.commit(size)
             start += size
-            assert readings.numbers is not None
-            found.append(readings.numbers)
+            assert encoder_output.token_vectors is not None
+            found.append(encoder_output.token_vectors)
         close(torch.cat(found), wanted)
     vector = F.normalize(wanted[9:].mean(0) + model.encoder.bias, dim=0)
     before = hooks(model)
@@ -116,10 +116,10 @@ def test_several_conversations_in_one_pass_get_their_own() -> None:
         memory.commit(length)
         tokens.append((7, length, memory))
         wanted.append(encoded(model, [*IDS[:length], 7])[-1])
-    readings = Readings(encodes=True)
-    model.encoder.fill(readings, step.read_together(tokens)[1])  # type: ignore[arg-type]
+    encoder_output = EncoderOutput(is_wanted=True)
+    model.encoder.fill(encoder_output, step.read_together(tokens)[1])  # type: ignore[arg-type]
     for at, one in enumerate(wanted):
-        part = readings.part(at).numbers
+        part = encoder_output.of_token(at).token_vectors
         assert part is not None
         close(part[0], one)
 
@@ -207,7 +207,7 @@ def test_the_bundled_encoder_fits_smollm2() -> None:
 def test_doctor_says_by_what_recall_finds_what_is_said_in_other_words() -> None:
     model = encoding("llama")
     about = replace(model.encoder, about={"teacher": "all-MiniLM-L6-v2"})
-    assert replace(model, encoder=about).encoder_in_words == (
+    assert replace(model, encoder=about).encoder_description == (
         "the model's own states after layers 2, 5 numbers, learned from all-MiniLM-L6-v2"
     )
-    assert "sirchat train encoder --model tiny" in tiny().encoder_in_words
+    assert "sirchat train encoder --model tiny" in tiny().encoder_description

@@ -23,7 +23,7 @@ from gguf_models import (  # noqa: E402  # noqa: E402
 )
 from sirchat.config.profile import Profile  # noqa: E402
 from sirchat.errors import ModelError  # noqa: E402
-from sirchat.models.fit import fit_of  # noqa: E402
+from sirchat.models.fit import compute_fit  # noqa: E402
 from sirchat.models.gguf.header import GgufFile, parse_gguf  # noqa: E402
 from sirchat.models.gguf.model import load_module  # noqa: E402
 from sirchat.models.gguf.translate import refuse_unsupported  # noqa: E402
@@ -76,7 +76,7 @@ def check_size(path: Path, model: LoadedModel, count: int) -> None:
     assert shape.row_elements is not None
     assert shape.row_elements * 2 == model.row_bytes  # float16
     assert stored_weights(path).count == pytest.approx(count, abs=20)  # factors of a rotation
-    said = fit_of(find_model(str(path)), Profile(device="cpu"), None).choices[0].weights
+    said = compute_fit(find_model(str(path)), Profile(device="cpu"), None).choices[0].weights
     tables = [one for one in model.module.modules() if isinstance(one, SharedEmbedding)]
     tensors = [*model.module.parameters(), *model.module.buffers()]
     tensors += [buffer for one in tables for buffer in one._head[0].buffers()]
@@ -102,7 +102,7 @@ def expert_weights(experts: Any) -> dict[str, torch.Tensor]:
     return {"gate": gate, "up": up, "down": down}
 
 
-def stored_weights_of(module: Any, name: str) -> torch.Tensor:
+def loaded_parameters(module: Any, name: str) -> torch.Tensor:
     """The weights in a transformers model that the packed layer `name` stands for."""
     path, _, expert = name.partition(".experts.")
     if not expert:
@@ -128,7 +128,7 @@ def test_matrices_of_few_bits_stay_packed_as_in_the_file_and_in_the_size_that_wa
     embedding = module.get_input_embeddings().weight
     embedding.copy_(found.get_input_embeddings()._head[0].rows(torch.arange(VOCABULARY)))
     for name, layer in packed.items():
-        wanted = stored_weights_of(module, name)
+        wanted = loaded_parameters(module, name)
         assert relative(unpacked(layer), wanted) < 0.01, name
         wanted.copy_(unpacked(layer))  # what is left is the rounding of products
     after, before = logits(found), logits(module)

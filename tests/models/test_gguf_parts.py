@@ -24,9 +24,9 @@ from gguf_models import add_settings, few_bits, floats_only, random_model, write
 from sirchat.config.profile import Profile  # noqa: E402
 from sirchat.errors import ModelError  # noqa: E402
 from sirchat.models import hub, prepared  # noqa: E402
-from sirchat.models.fit import fit_of  # noqa: E402
+from sirchat.models.fit import compute_fit  # noqa: E402
 from sirchat.models.gguf.header import parse_gguf  # noqa: E402
-from sirchat.models.gguf.prepared import WRITER  # noqa: E402
+from sirchat.models.gguf.prepared import WRITER_THREAD  # noqa: E402
 from sirchat.models.listing import find_model, find_models  # noqa: E402
 from sirchat.models.load import load_model  # noqa: E402
 from sirchat.models.names import locate  # noqa: E402
@@ -61,7 +61,7 @@ def test_they_are_one_model_in_lists_and_take_what_the_whole_takes(parts: Path) 
     assert not found[first].problem
     assert found[first].size == sum((parts / name).stat().st_size for name in PARTS)
     assert find_model(str(parts / PARTS[2])).size == found[first].size
-    fits = [fit_of(found[name], Profile(device="cpu"), 10**9) for name in (first, whole)]
+    fits = [compute_fit(found[name], Profile(device="cpu"), 10**9) for name in (first, whole)]
     assert fits[0].weights == fits[1].weights
     assert fits[0].choices == fits[1].choices
 
@@ -158,7 +158,7 @@ def with_images(writer: Any, architecture: str, more: dict[str, Any]) -> None:
 def test_of_a_file_with_a_part_for_images_the_text_model_is_read_and_fits(
     case: str, tmp_path: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepared, "LEAST", 0)
+    monkeypatch.setattr(prepared, "MIN_GGUF_BYTES", 0)
     module = random_model(case)
     text = write_model(tmp_path / "text.gguf", module, case, few_bits)
 
@@ -177,9 +177,11 @@ def test_of_a_file_with_a_part_for_images_the_text_model_is_read_and_fits(
         (notice,) = set(model.tokenizer.notices) - set(alone.tokenizer.notices)
         assert "part for images is not read" in notice
         for thread in threading.enumerate():
-            if thread.name == WRITER:
+            if thread.name == WRITER_THREAD:
                 thread.join()
-    fits = [fit_of(find_model(str(path)), Profile(device="cpu"), 10**9) for path in (text, both)]
+    fits = [
+        compute_fit(find_model(str(path)), Profile(device="cpu"), 10**9) for path in (text, both)
+    ]
     assert fits[0].weights == fits[1].weights
     assert fits[0].choices == fits[1].choices
     assert fits[0].found.shape == fits[1].found.shape

@@ -131,7 +131,7 @@ def test_the_real_file_gives_the_model_that_transformers_makes_of_it(
     packaged, file = locate("smollm2")
     whole = Path(packaged) / file["gguf_file"]
     types = defaultdict[str, set[str]](set)
-    for key, tensor in parse_gguf(whole, with_lists_of_text=False).tensors.items():
+    for key, tensor in parse_gguf(whole, with_text_lists=False).tensors.items():
         types[re.sub(r"^blk\.\d+", "blk", key)].add(tensor.type)
     assert {len(found) for found in types.values()} == {1}
     path = write_first_layers(tmp_path / "two.gguf", whole, 2)

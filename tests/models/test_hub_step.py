@@ -19,7 +19,7 @@ from simulated_devices import move, refuses_waits, simulated_devices
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.hub_cache import HubRowLayer
 from sirchat.models.attention_hook import install_hook
-from sirchat.models.hidden_states import recorded_states, side_by_side
+from sirchat.models.hidden_states import concat_states, record_states
 from sirchat.models.hub_step import HubStep
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.packing import PackedExperts
@@ -71,10 +71,10 @@ class Talk:
         for at, one in enumerate(ids, position):
             self.set(one, self.ours.length, at)
             self.graph.replay()
-            with recorded_states(self.model.module, SCORED) as states:
+            with record_states(self.model.module, SCORED) as states:
                 logits = self.model.forward([one], self.theirs, positions=[at])
             close(self.logits, logits)
-            close(self.states, side_by_side(states))
+            close(self.states, concat_states(states))
             for cache in self.caches:
                 cache.commit(1, at)
             assert self.step.key([self.ours]) == self.key

@@ -19,15 +19,15 @@ from native_library import built_library, has_library
 from sirchat.config.profile import Profile
 from sirchat.models import load, packed, prepared, products
 from sirchat.models.compiling import use_compiled
-from sirchat.models.fit import fit_of
+from sirchat.models.fit import compute_fit
 from sirchat.models.gguf import blocks
 from sirchat.models.gguf.blocks import NativePacking, split_four_bit, unpack_floats
 from sirchat.models.gguf.header import FIVE_BIT, FOUR_BIT, GgufTensor
-from sirchat.models.gguf.prepared import WRITER
+from sirchat.models.gguf.prepared import WRITER_THREAD
 from sirchat.models.listing import find_model
 from sirchat.models.load import load_model
 from sirchat.models.packed import Int4Linear, PackedLinear, quantize_int8
-from sirchat.paths import compiled_dir, private_dir
+from sirchat.paths import compiled_dir, make_private_dir
 
 pytestmark = has_library
 
@@ -64,11 +64,11 @@ def test_a_matrix_has_the_bits_of_torch(
     order, native = torch.randperm(rows), NativePacking(library)
     assert native.can_read(tensor)
     q, scale = quantize_int8(unpack_floats(tensor)[order])
-    made = native.eight(tensor, order, torch.empty)
+    made = native.pack_eight_bits(tensor, order, torch.empty)
     assert torch.equal(made.q, q)
     assert torch.equal(made.scale, scale)
     if kind in FIVE_BIT:
-        own = native.five(tensor, order, torch.empty)
+        own = native.pack_five_bits(tensor, order, torch.empty)
         assert torch.equal(own.unpacked(torch.float32).T, unpack_floats(tensor)[order])
     if kind not in FOUR_BIT:
         return
@@ -76,14 +76,14 @@ def test_a_matrix_has_the_bits_of_torch(
         for module in (blocks, packed):
             monkeypatch.setattr(module, "four_bit_layout", lambda layout=layout: layout)
         wanted = Int4Linear.of_nibbles(*(part[order] for part in split_four_bit(tensor)))
-        four = native.four(tensor, order, torch.empty)
+        four = native.pack_four_bits(tensor, order, torch.empty)
         assert torch.equal(four.packed, wanted.packed)
         assert torch.equal(four.scales, wanted.scales)
 
 
 def wait_for_the_writer() -> None:
     for thread in threading.enumerate():
-        if thread.name == WRITER:
+        if thread.name == WRITER_THREAD:
             thread.join()
 
 
@@ -93,9 +93,9 @@ def test_a_file_of_five_bits_is_read_and_mapped_in_these_with_its_own_values(
     def kind_of(name: str, shape: tuple[int, ...]) -> str:
         return "F32" if len(shape) < 2 else "Q6_K" if "down" in name else "Q5_0"
 
-    private_dir(compiled_dir())
+    make_private_dir(compiled_dir())
     (compiled_dir() / products.library_name()).symlink_to(built_library())
-    monkeypatch.setattr(prepared, "LEAST", 0)
+    monkeypatch.setattr(prepared, "MIN_GGUF_BYTES", 0)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 320}
     original = random_model("qwen2", tie_word_embeddings=True, **sizes)
     path = write_model(own_home / "model.gguf", original, "qwen2", kind_of)
@@ -130,8 +130,8 @@ def test_a_file_of_five_bits_is_read_and_mapped_in_these_with_its_own_values(
     assert bits_without_the_library() == {8}
     held = sum(one.nbytes for one in packed.packed_buffers(model.module))
     held += sum(one.nbytes for one in model.module.parameters())
-    said = fit_of(find_model(str(path)), Profile(device="cpu"), None).choices[0]
+    said = compute_fit(find_model(str(path)), Profile(device="cpu"), None).choices[0]
     assert said.weights == pytest.approx(held, rel=0.02)
     assert said.working == 0
     off = Profile(device="cpu", compile="off")
-    assert fit_of(find_model(str(path)), off, None).choices[0].working > 0
+    assert compute_fit(find_model(str(path)), off, None).choices[0].working > 0

@@ -322,7 +322,7 @@ from sirchat.models.load import load_model
 model = load_model({str(file)!r}, quantize="packed", cache_type="bfloat16")
 assert model.forward(list(range(80)), model.new_cache(96)).isfinite().all()
 """
-    run_with("avx2", code, most_of_onednn="")
+    run_with("avx2", code, onednn_isa_limit="")
 
 
 @pytest.mark.slow
@@ -348,10 +348,10 @@ for row in range(0, 192, 2):  # a byte for each pair of rows and each column
     run_with("default", code)
 
 
-def run_with(capability: str, code: str, most_of_onednn: str = "AVX2") -> None:
+def run_with(capability: str, code: str, onednn_isa_limit: str = "AVX2") -> None:
     """Run a program in a process that has no faster instructions than these."""
     # torch's attention asks oneDNN whether there is AMX, which needs what is hidden from torch.
-    env = os.environ | {"ATEN_CPU_CAPABILITY": capability, "ONEDNN_MAX_CPU_ISA": most_of_onednn}
+    env = os.environ | {"ATEN_CPU_CAPABILITY": capability, "ONEDNN_MAX_CPU_ISA": onednn_isa_limit}
     env["CXX"] = "none"  # a library for these instructions alone takes long to build
     env = {name: value for name, value in env.items() if value}
     done = subprocess.run([*warm_python(), "-c", code], env=env, capture_output=True, check=False)

@@ -23,7 +23,7 @@ from simulated_devices import DEVICES, refuses_waits, simulated_devices
 from sirchat.config.profile import Profile
 from sirchat.models import load, packed, packing
 from sirchat.models.decoder import Decoder
-from sirchat.models.fit import fit_of
+from sirchat.models.fit import compute_fit
 from sirchat.models.gguf.blocks import split_four_bit
 from sirchat.models.gguf.header import BLOCKS, FOUR_BIT, GgufTensor
 from sirchat.models.listing import find_model
@@ -238,7 +238,7 @@ def test_a_gguf_file_stays_packed_as_on_a_cpu(case: Path, gpu: torch.device) -> 
     assert isinstance(there.module, Decoder) == (case.stem != "qwen3moe")
     errors = [relative(*rows) for rows in zip(logits(there), logits(here), strict=True)]
     assert np.median(errors) < 0.03  # a token may get another expert, if two are as likely
-    said = fit_of(find_model(str(case)), Profile(device="cuda"), None).choices[0]
+    said = compute_fit(find_model(str(case)), Profile(device="cuda"), None).choices[0]
     assert said.precision == "packed"
     assert said.weights == pytest.approx(held_bytes(there), rel=0.01)
     if case.stem == "tied":
@@ -261,7 +261,9 @@ def test_any_model_is_rounded_as_on_a_cpu_before_it_is_moved(
     check_same_weights(there, here)
     assert {one.device for one in tensors(there)} == {gpu}
     assert relative(logits(there), logits(here)) < 0.05
-    said = fit_of(find_model("tiny"), Profile(device="cuda", quantize=quantize), None).choices[0]
+    said = compute_fit(find_model("tiny"), Profile(device="cuda", quantize=quantize), None).choices[
+        0
+    ]
     assert said.weights == pytest.approx(held_bytes(there), rel=0.01)
 
 
@@ -270,7 +272,7 @@ def test_rows_of_any_number_are_packed_in_four_bits(endless: str, gpu: torch.dev
     assert {one.bits for name, one in matrices(model).items() if name != "lm_head"} == {4}
     assert model.cache_dtype == torch.float32  # as it is asked for
     profile = Profile(device="cuda", dtype="float32", quantize="int4")
-    said, cache = fit_of(find_model(endless), profile, None).choices[0], model.new_cache(1024)
+    said, cache = compute_fit(find_model(endless), profile, None).choices[0], model.new_cache(1024)
     model.forward([1], cache)
     assert said.weights == pytest.approx(held_bytes(model), rel=0.01)
     assert said.caches[1024] == cache.nbytes

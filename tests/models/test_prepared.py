@@ -33,7 +33,7 @@ from sirchat.models.gguf import prepared as contents
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.prepared import prepared_files
-from sirchat.paths import changeable_by_others, open_private, prepared_dir
+from sirchat.paths import find_changeable_by_others, open_private, prepared_dir
 
 MANY = int(os.environ.get("SIRCHAT_ATTACK", "0"))
 IDS = list(range(3, 23))
@@ -43,7 +43,7 @@ PAGE = 4096
 
 @pytest.fixture(autouse=True)
 def _small_files_too(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared, "LEAST", 0)
+    monkeypatch.setattr(prepared, "MIN_GGUF_BYTES", 0)
 
 
 def written(folder: Path, case: str = "llama3", seed: int = 0) -> Path:
@@ -59,7 +59,7 @@ def loaded(path: Path, **how: Any) -> LoadedModel:
     """Load a model, and wait for its prepared file."""
     model = load_model(str(path), device="cpu", quantize="packed", **how)
     for thread in threading.enumerate():
-        if thread.name == contents.WRITER:
+        if thread.name == contents.WRITER_THREAD:
             thread.join()
     return model
 
@@ -225,10 +225,10 @@ def test_what_others_may_change_is_found_behind_links_too(changed: str, tmp_path
     wanted = {"": (None, None), "file": (places["file"], None), "linked file": (None, link)}
     wanted["folder"] = (places["folder"], places["folder"])
     wanted["folder of the linked file"] = (None, places["folder of the linked file"])
-    found = changeable_by_others(places["file"]), changeable_by_others(link)
+    found = find_changeable_by_others(places["file"]), find_changeable_by_others(link)
     assert found == wanted[changed]
     with pytest.raises(FileNotFoundError):
-        changeable_by_others(tmp_path / "none")
+        find_changeable_by_others(tmp_path / "none")
 
 
 @pytest.mark.parametrize("where", ["write", "folder"])
@@ -237,7 +237,7 @@ def test_a_full_or_read_only_disk_costs_only_time(
 ) -> None:
     class Full:
         def __init__(self, *_: object) -> None:
-            self.file = open(prepared_dir() / f"full{prepared.UNFINISHED}", "wb")  # noqa: SIM115
+            self.file = open(prepared_dir() / f"full{prepared.UNFINISHED_SUFFIX}", "wb")  # noqa: SIM115
 
         def __enter__(self) -> Full:
             return self
@@ -255,7 +255,7 @@ def test_a_full_or_read_only_disk_costs_only_time(
         case "write":
             monkeypatch.setattr(contents, "open_private", Full)
         case _:
-            monkeypatch.setattr(prepared, "private_dir", fail)
+            monkeypatch.setattr(prepared, "make_private_dir", fail)
     path = written(tmp_path)
     wanted = logits(loaded(path))
     assert torch.equal(logits(loaded(path)), wanted)
@@ -288,7 +288,7 @@ def test_a_process_that_ends_stops_the_writer_and_another_one_goes_on(
     monkeypatch.setattr(atexit, "register", ends.append)
     path = written(tmp_path)
     wanted = logits(load_model(str(path), device="cpu", quantize="packed"))
-    (writer,) = (one for one in threading.enumerate() if one.name == contents.WRITER)
+    (writer,) = (one for one in threading.enumerate() if one.name == contents.WRITER_THREAD)
     written_first.wait(10)
     assert len(list(prepared_dir().iterdir())) == 1
     threading.Timer(0.1, writes.set).start()
@@ -310,8 +310,8 @@ def test_the_longest_unused_go_first_and_what_a_killed_writer_left(
     paths = [written(tmp_path / name, seed=at) for at, name in enumerate("abc")]
     loaded(paths[0])
     size = the_file().stat().st_size
-    monkeypatch.setattr(prepared, "_MOST", 5 * size // 2)
-    left = prepared_dir() / f"1234{prepared.UNFINISHED}"
+    monkeypatch.setattr(prepared, "_MAX_FOLDER_BYTES", 5 * size // 2)
+    left = prepared_dir() / f"1234{prepared.UNFINISHED_SUFFIX}"
     left.write_bytes(b"half")
     loaded(paths[1])
     assert left.exists()  # another process may be writing it
@@ -322,6 +322,6 @@ def test_the_longest_unused_go_first_and_what_a_killed_writer_left(
     loaded(paths[2])
     assert {file.model for file in prepared_files()} == {str(paths[0]), str(paths[2])}
     assert not left.exists()
-    monkeypatch.setattr(prepared, "_MOST", size // 2)
+    monkeypatch.setattr(prepared, "_MAX_FOLDER_BYTES", size // 2)
     loaded(paths[1])
     assert {file.model for file in prepared_files()} == {str(paths[0]), str(paths[2])}

@@ -32,7 +32,7 @@ from sirchat.models.packed import (
     has_tiles,
     set_matmul_method,
 )
-from sirchat.models.surprisal import surprisal_at
+from sirchat.models.surprisal import surprisal_of_states
 
 pytestmark = has_library
 
@@ -157,10 +157,10 @@ def test_tiles_tell_the_surprisal_of_any_vocabulary(
     head.scale.mul_(0.02)
     x, ids = torch.randn(rows, 96, generator=made), torch.arange(rows) * 7 % size
     logits = torch.log_softmax(x.double() @ exact_weights(head), -1)
-    found = surprisal_at(head, x, ids)
+    found = surprisal_of_states(head, x, ids)
     wanted = -logits.gather(1, ids[:, None])[:, 0]
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-4)
-    assert torch.equal(surprisal_at(head, x[:1], ids[:1]), found[:1])
+    assert torch.equal(surprisal_of_states(head, x[:1], ids[:1]), found[:1])
 
 
 @settings(max_examples=8 * ATTACK)

@@ -24,7 +24,7 @@ from sirchat.memory.policies.entropy import Entropy
 from sirchat.models.devices import has_vnni
 from sirchat.models.model import LoadedModel
 from sirchat.models.packed import Int8Linear, quantize_int8
-from sirchat.models.surprisal import PassResult, has_linear_head, surprisal_at
+from sirchat.models.surprisal import PassResult, has_linear_head, surprisal_of_states
 
 IDS = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -74,7 +74,7 @@ def test_blocks_of_rows_and_tokens_add_up(
         monkeypatch.setattr("sirchat.models.surprisal.has_vnni", lambda has=is_fast: has)
         close = 1e-5 if is_fast else 1e-4
         for count in (rows, 7):
-            found = surprisal_at(head, hidden[:count], ids[:count])
+            found = surprisal_of_states(head, hidden[:count], ids[:count])
             torch.testing.assert_close(found, wanted[:count].float(), rtol=close, atol=close)
 
 
@@ -98,7 +98,7 @@ def test_whole_numbers_are_multiplied_only_where_their_sums_do_not_overflow(
 def test_surprisal_is_never_negative() -> None:
     layer = torch.nn.Linear(4, 3000, bias=False).requires_grad_(False)
     layer.weight.zero_()[7] = 100.0
-    assert surprisal_at(layer, torch.ones(5, 4), torch.full((5,), 7)).tolist() == [0.0] * 5
+    assert surprisal_of_states(layer, torch.ones(5, 4), torch.full((5,), 7)).tolist() == [0.0] * 5
 
 
 class LiveNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -123,12 +123,12 @@ def test_elsewhere_too_only_some_rows_have_all_their_logits_in_memory() -> None:
     rows, vocabulary = 1500, 3000
     hidden, ids = torch.randn(rows, 16), torch.randint(0, vocabulary, (rows,))
     head = torch.nn.Linear(16, vocabulary).requires_grad_(False)
-    wanted = surprisal_at(head, hidden, ids)
+    wanted = surprisal_of_states(head, hidden, ids)
     with simulated_devices():
         move(head, DEVICES[0])
         on_device = hidden.to(DEVICES[0])
         with LiveNumbers() as live:
-            found = surprisal_at(head, on_device, ids)
+            found = surprisal_of_states(head, on_device, ids)
         torch.testing.assert_close(found.cpu(), wanted)
         assert live.most < 4 * 256 * vocabulary
 

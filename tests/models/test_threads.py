@@ -12,14 +12,14 @@ import torch
 from sirchat.models import background
 from sirchat.models.devices import (
     cpu_quota,
-    free_threads,
+    describe_threads,
+    free_thread_count,
     load_of_others,
     physical_cores,
-    threads_for,
-    threads_in_words,
+    thread_count,
     use_threads,
 )
-from sirchat.models.ending_thread import call_in_new_thread
+from sirchat.models.new_thread import call_in_new_thread
 from warm_python import warm_python
 
 
@@ -39,7 +39,7 @@ from warm_python import warm_python
 def test_threads_are_the_cores_that_are_allowed_and_free(
     cores: int, allowed: int, quota: float | None, load: float, threads: int
 ) -> None:
-    assert threads_for(cores, allowed, quota, load) == threads
+    assert thread_count(cores, allowed, quota, load) == threads
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_what_the_user_sets_is_not_overridden(
 ) -> None:
     asked: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    monkeypatch.setattr("sirchat.models.devices.free_threads", lambda: 5)
+    monkeypatch.setattr("sirchat.models.devices.free_thread_count", lambda: 5)
     use_threads(wanted, environment)
     assert asked == ([] if threads is None else [threads])
 
@@ -130,20 +130,20 @@ def test_the_header_says_why_there_are_fewer_threads_than_cores(
     for name in ("OMP_NUM_THREADS", "SIRCHAT_THREADS"):
         monkeypatch.delenv(name, raising=False)
     device, told = torch.device("cpu"), "1 thread (other programs kept 1 of 2 cores busy)"
-    assert threads_in_words(device, was_free=True) == told
-    assert threads_in_words(device) == "1 thread"  # a setting chose it
+    assert describe_threads(device, was_free=True) == told
+    assert describe_threads(device) == "1 thread"  # a setting chose it
     for name in ("OMP_NUM_THREADS", "SIRCHAT_THREADS"):
         with monkeypatch.context() as said:
             said.setenv(name, "1")
-            assert threads_in_words(device, was_free=True) == "1 thread"
+            assert describe_threads(device, was_free=True) == "1 thread"
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert threads_in_words(device, was_free=True) == "2 threads"
+    assert describe_threads(device, was_free=True) == "2 threads"
 
 
 def test_the_header_names_threads_on_a_cpu_only() -> None:
-    assert free_threads() >= 1
-    assert threads_in_words(torch.device("cpu")) == "1 thread"
-    assert threads_in_words(torch.device("cuda")) == ""
+    assert free_thread_count() >= 1
+    assert describe_threads(torch.device("cpu")) == "1 thread"
+    assert describe_threads(torch.device("cuda")) == ""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the threads in /proc")
@@ -151,7 +151,7 @@ def test_a_thread_that_has_ended_keeps_no_workers() -> None:
     """Workers of a thread that only waits slow down the workers of the one that generates."""
     script = (
         "import sys, threading, time; from pathlib import Path; import torch\n"
-        "from sirchat.models.ending_thread import call_in_new_thread\n"
+        "from sirchat.models.new_thread import call_in_new_thread\n"
         "torch.set_num_threads(3)\n"
         "count = lambda: len(list(Path('/proc/self/task').iterdir()))\n"
         "before = count()\n"

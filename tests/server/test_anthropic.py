@@ -88,7 +88,7 @@ def test_what_claude_code_sends_is_read_in_order() -> None:
             )
         ).encode(),
         MessagesRequest,
-    ).as_request()
+    ).as_chat_request()
     assert request.system == "Be brief."
     assert [tool.function.name for tool in request.tools] == ["weather"]
     said = request.turns
@@ -125,8 +125,8 @@ def test_a_stream_has_the_blocks_of_the_whole_reply(server: Served) -> None:
 def test_a_format_of_the_reply_is_that_of_chats(name: str) -> None:
     form: Any = {"type": "json_schema", "schema": {"enum": ["a"]}}
     given = {name: form if name == "output_format" else {"format": form}}
-    asked = MessagesRequest(**body() | given).as_request()
-    assert asked.response_format.schema_of_reply == {"enum": ["a"]}
+    asked = MessagesRequest(**body() | given).as_chat_request()
+    assert asked.response_format.reply_schema == {"enum": ["a"]}
 
 
 def test_a_stop_sequence_is_named(server: Served) -> None:
@@ -170,7 +170,7 @@ def test_calls_are_blocks_whose_input_is_an_object(
     ],
 )
 def test_tool_choices_are_those_of_chats(choice: Any, wanted: tuple[str, bool]) -> None:
-    asked = MessagesRequest(**body(tools=[TOOL], tool_choice=choice)).as_request()
+    asked = MessagesRequest(**body(tools=[TOOL], tool_choice=choice)).as_chat_request()
     assert (asked.tool_choice, asked.parallel_tool_calls) == wanted
 
 
@@ -187,7 +187,7 @@ def test_effort_is_one_of_reasoning_only_where_the_model_reasons(
     thinking: Any, wanted: str | None
 ) -> None:
     fields = {} if thinking is None else {"thinking": thinking}
-    asked = MessagesRequest(**body(output_config={"effort": "high"}, **fields)).as_request()
+    asked = MessagesRequest(**body(output_config={"effort": "high"}, **fields)).as_chat_request()
     asked.check()
     assert asked.settings().get("reasoning") == wanted
 

@@ -23,9 +23,9 @@ from sirchat.engine.generation import Generation, step
 from sirchat.engine.sampling import Continued, Sampling
 from sirchat.server.conversation import History, ServedConversation
 from sirchat.server.fields import make_request
-from sirchat.server.pieces import ReplyOptions
+from sirchat.server.parts import ReplyOptions
 from sirchat.server.pool import ConversationPool
-from sirchat.server.replies import AnsweredRequest
+from sirchat.server.replies import ReplyGenerator
 from sirchat.server.requests import ChatRequest
 from template_shapes import WEATHER, tool_tiny
 
@@ -105,7 +105,7 @@ def ask(
     assert conversation is not None
     asked = count(1)
     gone = (lambda: False) if leaves is None else (lambda: next(asked) >= leaves)
-    parts, done = AnsweredRequest(conversation, history, ReplyOptions(), gone).parts(), None
+    parts, done = ReplyGenerator(conversation, history, ReplyOptions(), gone).parts(), None
     with suppress(StopIteration):
         while True:
             part = parts.send(done)

@@ -19,7 +19,7 @@ from serving import CHAT, Served, assistant, listening, refusal, said, served, s
 from sirchat.chat.events import TurnDone
 from sirchat.server import app, completions
 from sirchat.server.app import model_names
-from sirchat.server.pieces import StopStrings
+from sirchat.server.parts import StopStrings
 
 ASKED = [system("Be kind."), user("My name is Anna.")]
 NAME = "What is my name?"
@@ -92,7 +92,7 @@ def test_a_text_ends_before_the_first_complete_stop_string_however_it_is_divided
     stopping = StopStrings(stops)
     sent = "".join(stopping.push(piece) for piece in pieces)
     assert stopping.is_found == bool(complete)
-    assert (sent if complete else sent + stopping.waiting) == text
+    assert (sent if complete else sent + stopping.held_back) == text
 
 
 def test_only_text_that_may_belong_to_a_stop_string_is_held_back() -> None:

@@ -24,7 +24,7 @@ from serving import Served, assistant, refusal, said, served, told, user
 from sirchat.chat.formats import ModelFormats
 from sirchat.engine.sampling import Allowed, Sampler, Sampling
 from sirchat.server.fields import RequestError, make_request
-from sirchat.server.formats import format_of
+from sirchat.server.formats import reply_format
 from sirchat.server.requests import ChatRequest
 from sirchat.text.reply_marks import Marks
 from template_shapes import template, tool_tiny
@@ -191,7 +191,7 @@ def test_a_reply_by_any_schema_is_valid_json_or_the_schema_is_refused(
     own = session(model, policy="full")
     try:
         asked = make_request(ChatRequest, {"messages": ASKED, "response_format": by_schema(schema)})
-        form = format_of(FORMATS, asked, [], own)
+        form = reply_format(FORMATS, asked, [], own)
         assert form is not None
     except RequestError as error:
         event(f"refused with {error.status}")

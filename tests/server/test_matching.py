@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from serving import Message, Served, assistant, cached, held_text, said, served, system, told, user
-from sirchat.server.matching import SURE
+from sirchat.server.matching import MIN_SHARED_CHARS
 from template_shapes import script, tool_tiny
 
 WORDS = "Anna Rome green violin harbour baker Tuesday lunch my name is the city river"
@@ -163,7 +163,7 @@ def test_what_left_the_window_is_recalled_if_the_conversation_allows_it(recall: 
 def test_two_chats_with_the_same_few_words_stay_apart() -> None:
     """Else one would remember what the other was told."""
     talk = [user("Hello."), assistant("Hello! How can I help you?")]
-    assert sum(len(one["content"]) for one in talk) < SURE
+    assert sum(len(one["content"]) for one in talk) < MIN_SHARED_CHARS
     with served(policy="salience", budget=512, max_new_tokens=8, recall="words") as server:
         first = [user(SECRET), assistant("I see."), *talk]
         one = server.ask([*first, user("Thanks.")])

@@ -212,8 +212,8 @@ def test_codex_gets_calls_of_namespaces_and_of_tools_that_take_a_text(
     assert (use["type"], use["name"], use["input"]) == ("custom_tool_call", "patch", 'a "b"')
     named = {"type": "function", "namespace": "away", "name": "weather"}
     choosing = {"input": ASKED, "tools": tools, "tool_choice": named}
-    built = ResponsesRequest.model_validate(choosing).as_request()
-    assert [one.name for one in built.called_tools] == ["away.weather"]
+    built = ResponsesRequest.model_validate(choosing).as_chat_request()
+    assert [one.name for one in built.required_tools] == ["away.weather"]
     assert "response.custom_tool_call_input.done" in [one["type"] for one in events]
     done = {"type": "custom_tool_call_output", "call_id": use["call_id"], "output": "ok"}
     last = with_tools.send(RESPONSES, input=[*history, use, done], tools=tools)

@@ -20,8 +20,8 @@ from chatting import answer, babbler, session
 from serving import Message, Served, assistant, cached, refusal, said, served, system, told, user
 from sirchat.server.conversation import History
 from sirchat.server.fields import RequestError
-from sirchat.server.pieces import ReplyEnd, ReplyOptions
-from sirchat.server.reply_thread import Sent, WaitingReply
+from sirchat.server.parts import ReplyEnd, ReplyOptions
+from sirchat.server.reply_thread import SentPart, WaitingReply
 
 ANNA, NAME, THANKS = "My name is Anna.", "What is my name?", "Thanks."
 TALK = [user(ANNA), assistant("Hello, Anna!"), user("Say something.")]
@@ -192,7 +192,7 @@ def test_requests_for_the_same_conversation_wait_for_each_other() -> None:
 
 
 def test_a_long_reply_does_not_keep_others_waiting() -> None:
-    parts: SimpleQueue[tuple[str, Sent]] = SimpleQueue()
+    parts: SimpleQueue[tuple[str, SentPart]] = SimpleQueue()
     with served(babbler(), budget=256) as server:
         for name, most in (("long", 300), ("short", 4)):
             history, options = (
@@ -208,10 +208,10 @@ def test_a_long_reply_does_not_keep_others_waiting() -> None:
 
 
 def test_if_the_thread_of_all_replies_fails_each_ends_with_an_error_and_no_new_one_waits() -> None:
-    def fail(_: Sent) -> None:
+    def fail(_: SentPart) -> None:
         raise ValueError("a fault of the server itself")
 
-    parts = SimpleQueue[Sent]()
+    parts = SimpleQueue[SentPart]()
     with served(babbler(), budget=256, max_new_tokens=100_000) as server:
         replies = server.server.replies
         for text, send in ((ANNA, parts.put), (NAME, fail)):

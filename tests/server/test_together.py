@@ -21,9 +21,9 @@ from sirchat.engine.sampling import Allowed
 from sirchat.models.decode_step import DecodeStep
 from sirchat.server.conversation import History
 from sirchat.server.fields import RequestError
-from sirchat.server.pieces import ReplyEnd, ReplyOptions, ReplyText
+from sirchat.server.parts import ReplyEnd, ReplyOptions, ReplyText
 from sirchat.server.pool import BusyError
-from sirchat.server.reply_thread import Sent, WaitingReply
+from sirchat.server.reply_thread import SentPart, WaitingReply
 
 TEXTS = ("Anna", "My name is Tom. I live in Rome, and I play the violin.", "Hello, you.", "4711")
 LENGTHS = (5, 30, 12, 21)  # tokens of the replies
@@ -49,7 +49,11 @@ def replies(
 
     The client number `leave` leaves after some tokens.
     """
-    thread, parts, begin = server.server.replies, SimpleQueue[tuple[int, Sent]](), threading.Event()
+    thread, parts, begin = (
+        server.server.replies,
+        SimpleQueue[tuple[int, SentPart]](),
+        threading.Event(),
+    )
     thread.call(begin.wait)
     waiting = [
         WaitingReply(History.of(None, [("user", text)]), options, partial(_put, parts, number))
@@ -59,7 +63,7 @@ def replies(
         thread.submit(one)
     begin.set()
     found: list[list[str]] = [[] for _ in asked]
-    ends: dict[int, Sent] = {}
+    ends: dict[int, SentPart] = {}
     while len(ends) < len(asked):
         number, part = parts.get(timeout=20)
         if isinstance(part, ReplyText):
@@ -74,7 +78,7 @@ def replies(
     ]
 
 
-def surprisals(server: Served, end: Sent) -> list[float]:
+def surprisals(server: Served, end: SentPart) -> list[float]:
     """Those of all tokens in the conversation of a reply, if it has ended well."""
     if not isinstance(end, ReplyEnd) or server.pool is None:
         return []
@@ -84,7 +88,7 @@ def surprisals(server: Served, end: Sent) -> list[float]:
     return numbers
 
 
-def _put(parts: SimpleQueue[tuple[int, Sent]], number: int, part: Sent) -> None:
+def _put(parts: SimpleQueue[tuple[int, SentPart]], number: int, part: SentPart) -> None:
     parts.put((number, part))
 
 
@@ -200,7 +204,10 @@ def test_a_conversation_that_left_memory_is_freed_though_its_request_is_still_kn
 
     with served(babbler(), conversations=1, budget=64) as server:
         for text in ("Hello.", "Bye."):
-            ends, options = SimpleQueue[Sent](), ReplyOptions({"max_new_tokens": 2}, format=note)
+            ends, options = (
+                SimpleQueue[SentPart](),
+                ReplyOptions({"max_new_tokens": 2}, format=note),
+            )
             known.append(WaitingReply(History.of(None, [("user", text)]), options, ends.put))
             server.server.replies.submit(known[-1])
             while not isinstance(ends.get(timeout=20), ReplyEnd):
@@ -254,7 +261,7 @@ def test_a_reply_that_waits_is_tried_again_before_one_that_comes_later(
     with served(babbler(), budget=64) as server:
         assert server.pool is not None
         thread, take, tried = server.server.replies, server.pool.take, list[str]()
-        is_free, waits, ends = threading.Event(), threading.Event(), SimpleQueue[Sent]()
+        is_free, waits, ends = threading.Event(), threading.Event(), SimpleQueue[SentPart]()
 
         def busy(history: History) -> Any:
             tried.append(history.messages[-1][1])

@@ -39,7 +39,7 @@ def why_not(model: LoadedModel) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sirchat.models.captured_step.CudaGraph", StandIn)
         body = partial(HubStep, model, model.encoder.layers)
-        return capture_first([body], model.device, model.error_of_step, model.encoder).problems
+        return capture_first([body], model.device, model.step_error, model.encoder).problems
 
 
 @contextmanager

@@ -44,12 +44,12 @@ class CommandHome:
     def turns(self, *, is_killed: bool) -> list[SavedTurn]:
         """Check that every chat opens and goes on, and nothing lies about; returns their turns."""
         listing, turns = list_sessions(self.sessions), list[SavedTurn]()
-        if listing.refused:
-            raise Wrong(f"refused: {listing.refused}")
+        if listing.errors:
+            raise Wrong(f"refused: {listing.errors}")
         for entry in listing.sessions:
             with SessionStore.open(entry.path) as store:
                 turns += store.turns()
-                if store.head() is not None:
+                if store.state_record() is not None:
                     resume_session(Session(tiny(), saved_profile(store)), store)
         archives = self.folder / "data" / "archives"
         if is_killed:

@@ -13,11 +13,11 @@ from rich.segment import Segment
 from rich.style import Style
 
 from sirchat.chat.events import TokenRow
-from sirchat.chat.panel_snapshot import EDGES, HeldShare, Histogram, Snapshot
+from sirchat.chat.panel_snapshot import SURPRISAL_EDGES, HeldShare, Histogram, Snapshot
 from sirchat.chat.words import without_template, words_at
-from sirchat.ui.theme import theme_named
+from sirchat.ui.theme import find_theme
 
-DARK, LIGHT, NONE = (theme_named(name, {}) for name in ("dark", "light", "none"))
+DARK, LIGHT, NONE = (find_theme(name, {}) for name in ("dark", "light", "none"))
 THEMES = {theme.name: theme for theme in (DARK, LIGHT, NONE)}
 
 SAID: list[tuple[str, str]] = [
@@ -63,7 +63,7 @@ def snapshot_of_talk(said: list[tuple[str, str]], *, least: float = 3.2) -> Snap
         start, end = _TEMPLATE_TOKENS
         for token in (start, *_TOKENS.findall(text), end):
             tokens.append(_token(len(tokens), token, turn, role, least, text == "ok"))
-    return snapshot_of(tokens, [role for role, _ in said])
+    return snapshot_folder(tokens, [role for role, _ in said])
 
 
 def _token(
@@ -94,7 +94,7 @@ def _token(
     return row, held and not lost
 
 
-def snapshot_of(tokens: list[tuple[TokenRow, bool]], roles: list[str]) -> Snapshot:
+def snapshot_folder(tokens: list[tuple[TokenRow, bool]], roles: list[str]) -> Snapshot:
     """A snapshot of tokens, each with whether it is held; every count is recomputed."""
     held = tuple(row for row, stays in tokens if stays)
     free = sorted((row for row in held if not row.flags), key=lambda row: row.rank_key)
@@ -113,7 +113,7 @@ def snapshot_of(tokens: list[tuple[TokenRow, bool]], roles: list[str]) -> Snapsh
                 for row, stays in tokens
                 if stays is wanted and row.surprisal is not None and low <= row.surprisal < high
             )
-            for low, high in pairwise(EDGES)
+            for low, high in pairwise(SURPRISAL_EDGES)
         )
         for wanted in (True, False)
     ]

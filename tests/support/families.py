@@ -56,7 +56,7 @@ class BigramModel(_Model):  # type: ignore[misc]
     """
 
     decode_step = None
-    has_plain_head = False
+    has_linear_head = False
     vocab_size = 256
     layers = 3
     heads = 1

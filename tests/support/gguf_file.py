@@ -9,7 +9,7 @@ from typing import Any
 
 from sirchat.models.gguf.header import BLOCKS, parse_gguf
 from sirchat.models.model import LoadedModel
-from sirchat.paths import tiny_dir
+from sirchat.paths import tiny_model_dir
 
 
 def write_gguf(path: Path, model: LoadedModel, kind: str = "F32") -> Path:
@@ -61,7 +61,7 @@ def write_first_layers(path: Path, whole: Path, count: int) -> Path:
     The copied tensors keep their bytes, and the header all its metadata but the number of layers.
     """
     data, alignment = whole.read_bytes(), 32
-    read = parse_gguf(whole, with_lists_of_text=False)
+    read = parse_gguf(whole, with_text_lists=False)
     left_out = tuple(f"blk.{n}." for n in range(count, read.metadata["llama.block_count"]))
     tensors = {name: one for name, one in read.tensors.items() if not name.startswith(left_out)}
     name = next(iter(read.tensors)).encode()
@@ -87,7 +87,7 @@ def write_first_layers(path: Path, whole: Path, count: int) -> Path:
 def _add_tokenizer(writer: Any, tokenizer: Any) -> None:
     import gguf
 
-    bundled = json.loads((tiny_dir() / "tokenizer.json").read_text(encoding="utf-8"))
+    bundled = json.loads((tiny_model_dir() / "tokenizer.json").read_text(encoding="utf-8"))
     special = {token["content"]: token["id"] for token in bundled["added_tokens"]}
     ids = dict(bundled["model"]["vocab"]) | special
     ordered = sorted(ids, key=ids.__getitem__)

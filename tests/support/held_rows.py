@@ -34,7 +34,7 @@ def state(chat: Session) -> tuple[Any, ...]:
     rows = [(row.position, row.id, row.score, row.flags) for row in chat.snapshot().rows]
     end = chat.closing_event()
     counts = (end.turns, end.seen, end.resident, end.tokens_out)
-    logits = chat.save().logits
+    logits = chat.engine.save().logits
     return rows, counts, None if logits is None else logits.tolist()
 
 

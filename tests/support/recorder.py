@@ -33,7 +33,7 @@ from sirchat.saved.autosave import Autosave
 from sirchat.saved.resume import resume_session
 from sirchat.saved.store import SessionStore
 from sirchat.ui.commands import Commands, SwitchSession
-from sirchat.ui.panel import draw_compact_panel, draw_panel
+from sirchat.ui.panel import draw_compact_panel, draw_full_panel
 from sirchat.ui.screen import Screen
 from sirchat.ui.tables import draw_token_ranks, draw_tokens
 from sirchat.ui.typed_input import InMemoryTypedHistory
@@ -211,8 +211,8 @@ class _RunningSession:
         """Both panels, and the tables of tokens."""
         whole, session = self.session.snapshot(), self.session
         shown = [
-            draw_panel(whole, NONE, 120),
-            draw_panel(whole, NONE, 70),
+            draw_full_panel(whole, NONE, 120),
+            draw_full_panel(whole, NONE, 70),
             draw_compact_panel(session.snapshot(strongest=30), NONE, 100),
             draw_tokens(whole.rows, NONE),
         ]

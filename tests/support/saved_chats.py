@@ -84,7 +84,7 @@ def saved(folder: Path, name: str = "", **settings: Any) -> str:
 def resumed(folder: Path, ident: str, *, rebuild: bool = False) -> tuple[Session, bool]:
     """A session as `--resume` restores it, and whether its keys and values were saved."""
     with SessionStore.open(find_session(folder, ident)) as store:
-        head = store.head()
+        head = store.state_record()
         assert head is not None
         again = Session(babbler(), saved_profile(store))
         resume_session(again, store, rebuild=rebuild)

@@ -26,7 +26,7 @@ from sirchat.memory.key_value_store import KeyValueStore
 from sirchat.memory.key_values import KeyValues, Positions
 from sirchat.memory.ledger import Flag, State
 from sirchat.models import packed
-from sirchat.models.encoder import Readings
+from sirchat.models.encoder import EncoderOutput
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import PassResult
 
@@ -181,12 +181,14 @@ def watching() -> Iterator[None]:
     """Context manager: ids, surprisals and logits are noted, too, and rows that are read again."""
     recorded = Reader._record
 
-    def record(self: Reader, chunk: NewTokens, found: Any, readings: Readings) -> list[float]:
+    def record(
+        self: Reader, chunk: NewTokens, found: Any, encoder_output: EncoderOutput
+    ) -> list[float]:
         shadow: Shadow = self.cache.shadow  # type: ignore[attr-defined]
         before, seen, ledger = self.logits, self.ledger.seen, self.ledger
         held, start = ledger.held_positions.copy(), self.cache.length
         start = seen if self.cache.absolute_positions else start
-        surprisals = recorded(self, chunk, found, readings)
+        surprisals = recorded(self, chunk, found, encoder_output)
         for at, (token_id, role) in enumerate(zip(chunk.ids, chunk.roles, strict=True)):
             one = Read(token_id, chunk.turn.turn, chunk.turn.round, int(role), None)
             if not at and before is not None:

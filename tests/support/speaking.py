@@ -13,7 +13,7 @@ from typing import Any
 
 from sirchat.cli import main
 from sirchat.engine.sampling import Sampler
-from sirchat.paths import tiny_dir
+from sirchat.paths import tiny_model_dir
 from sirchat.ui import live
 
 SECONDS = 0.002  # pause before each token, so that a reply is seen in many states
@@ -23,7 +23,7 @@ def saying(text: str) -> Callable[..., int]:
     """A `Sampler.pick` with which every reply is this text, in tokens of the bundled tokenizer."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(tiny_dir())
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir())
     ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
     said: dict[int, int] = {}
 
@@ -38,6 +38,6 @@ def saying(text: str) -> Callable[..., int]:
 if __name__ == "__main__":
     said = Path(sys.argv.pop(1)).read_text(encoding="utf-8")
     Sampler.pick = saying(said)  # type: ignore[method-assign]
-    live.TIME_SHARE = 1.0  # frames come as often on a slow machine
+    live.MAX_TIME_SHARE = 1.0  # frames come as often on a slow machine
     sys.argv[0] = "sirchat"
     main()

@@ -13,7 +13,7 @@ from chatting import babbler, session, tiny
 from fake_terminal import FakeTerminal
 from saved_chats import Chat
 from sirchat.ui.completion import SlashCompleter
-from sirchat.ui.status import toolbar
+from sirchat.ui.status import toolbar_text
 from typed_chat import TypedChat
 
 
@@ -106,14 +106,14 @@ def test_file_names_are_completed(files: Path, typed: str, lines: set[str]) -> N
 
 def test_the_toolbar_follows_what_happens(terminal: FakeTerminal, own_home: Path) -> None:
     chat = Chat(tiny(), budget=1024, decay=1.0, save=False)
-    assert toolbar(chat.session, 100) == "tiny · salience · ──────── 0/1,024 held · decay 1"
+    assert toolbar_text(chat.session, 100) == "tiny · salience · ──────── 0/1,024 held · decay 1"
     chat.say("Hello.")
     bar = r"tiny · salience · ─{8} (\d+)/1,024 held · decay 1 · \d+ tok/s"
-    assert re.fullmatch(bar, toolbar(chat.session, 100))
+    assert re.fullmatch(bar, toolbar_text(chat.session, 100))
     for line in ("/policy reservoir", "/budget 64", "/decay 0.5"):
         chat.do(line)
     bar = r"tiny · reservoir · ━{1,8}─{0,7} (\d+)/64 held · decay 0.5 · \d+ tok/s"
-    assert re.fullmatch(bar, toolbar(chat.session, 100))
+    assert re.fullmatch(bar, toolbar_text(chat.session, 100))
     with TypedChat(terminal, save=False) as typed:
         typed.press("/stats\r")
         assert " tiny · salience · ──────── 0/1,024 held · decay 1" in terminal.getvalue()

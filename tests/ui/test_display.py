@@ -11,7 +11,7 @@ import pytest
 
 from chatting import answer, babbler, session
 from fake_terminal import FakeTerminal, show_reply
-from sirchat.ui.live import Pace
+from sirchat.ui.live import FramePacer
 from sirchat.ui.text import displayable
 from terminal import Terminal, everything_on
 from typed_chat import TypedChat
@@ -130,7 +130,7 @@ def test_long_or_slow_frames_come_less_often(
 ) -> None:
     now = [100.0]
     monkeypatch.setattr("sirchat.ui.live.time.monotonic", lambda: now[0])
-    frames = Pace()
+    frames = FramePacer()
     assert frames.is_due()
     frames.record_frame(seconds, size)
     now[0] += wait - 0.001

@@ -14,7 +14,7 @@ from chatting import session
 from sirchat.chat.session import Session
 from sirchat.errors import UsageError
 from sirchat.text.transcript import parse_transcript
-from sirchat.ui.exporting import FORMATS, export_chat
+from sirchat.ui.exporting import EXPORT_FORMATS, export_chat
 from sirchat.ui.screen import Screen
 
 REPLY = "# Hi\n\n**Anna** & <b>you</b>\n\n```py\nx < 1\n```\n![p](http://e.org/p.png)"
@@ -75,7 +75,7 @@ def test_code_that_a_reply_leaves_open_ends_with_it() -> None:
 
 def test_reasoning_is_exported_apart_in_json_and_not_at_all_otherwise() -> None:
     chat = said_by(("Is it?", "<think>Why?</think>Yes."))
-    for form, meaning in FORMATS.items():
+    for form, meaning in EXPORT_FORMATS.items():
         assert exported(chat, f"{form} chat.{form}") == f"{meaning} was written to chat.{form}"
     message = json.loads(Path("chat.json").read_bytes())["messages"][-1]
     assert message == {"role": "assistant", "content": "Yes.", "reasoning_content": "Why?"}
@@ -155,7 +155,7 @@ def test_the_page_draws_replies_and_holds_no_foreign_element(chat: Session) -> N
     assert "default-src 'none'" in page
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", EXPORT_FORMATS)
 def test_files_are_private_and_are_never_replaced_unless_it_is_asked_for(
     chat: Session, format: str
 ) -> None:

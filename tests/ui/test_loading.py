@@ -103,7 +103,8 @@ def test_a_terminal_gets_one_bar_of_ours(gguf: Path, tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="only done on Linux")
 def test_the_library_is_loaded_and_torch_is_not_imported() -> None:
     program = (
-        "import sys; from pathlib import Path; from sirchat.models.importing import preload_torch\n"
+        "import sys; from pathlib import Path\n"
+        "from sirchat.models.torch_imports import preload_torch\n"
         "preload_torch(); assert 'torch' not in sys.modules\n"
         "assert 'libtorch_cpu.so' in Path('/proc/self/maps').read_text()\n"
         "import torch; torch.ones(2).sum()"

@@ -95,10 +95,10 @@ def test_final_rows_are_those_of_the_whole_also_of_a_block_taller_than_the_windo
         reply, rows = GrowingReply(_LAYOUT), list[str]()
         for part in pieces(text, number):
             reply.push(part)
-            final, below = reply.take(columns, 12)
+            final, below = reply.take_rows(columns, 12)
             assert len(below) <= 12
             rows += final
-        rows += reply.take(columns, 12, is_end=True)[0]
+        rows += reply.take_rows(columns, 12, is_end=True)[0]
         assert rows == _LAYOUT.rows(text.lstrip("\n"), columns, is_final=True), number
 
 
@@ -123,8 +123,8 @@ def test_a_block_taller_than_the_window_is_laid_out_hardly_more_often_than_drawn
     parts = pieces(text, 1, 6)
     for part in parts:
         reply.push(part)
-        reply.take(columns, 6)
-        most = max(most, len(layout.rows(reply.rest[0].text, columns, is_final=False)))
+        reply.take_rows(columns, 6)
+        most = max(most, len(layout.rows(reply.unfinished[0].text, columns, is_final=False)))
     assert layout.count < 3 * len(parts)
     if kind in _SET_OUT:  # and it is cut
         assert most < 18

@@ -23,7 +23,7 @@ from sirchat.chat import summary
 from sirchat.errors import SirchatError
 from sirchat.memory.ledger import Flag, Role, State
 from sirchat.ui.live import LiveView
-from sirchat.ui.panel import draw_memory
+from sirchat.ui.panel import draw_prompt_panel
 
 NAMES = ["Anna", "Rome", "Luna", "Oslo", "Rex", "Paul", "green", "Berta", "Lisbon"]
 # By what they are about: a later one about the same may be called newer
@@ -196,7 +196,7 @@ class Talk:
         if not (match := re.search(r"” (\d+) tokens?(?:, (\d+) of them were evicted)?", shown)):
             return
         self.by_hand = True
-        came = (self.held - before) & set(self.chat.session.state.asked)
+        came = (self.held - before) & set(self.chat.session.state.restored_by_user)
         self.claim(int(match[2] or 0) == len(came) <= int(match[1]), shown)
         self.claim(shown.startswith("restored") == bool(came), shown)
         aside = re.findall(r"(\d+) others? steps? aside", shown)
@@ -280,8 +280,8 @@ class Talk:
                 again = any(other.text == one.text for other in facts[number + 1 :])
                 if is_gone and not again:
                     self.claim(sentence != one.text, f"/summarize keeps what was corrected: {one}")
-        if hasattr(summary, "left_out_of"):
-            line = "".join(one.text for one in summary.left_out_of(stated, text))
+        if hasattr(summary, "omitted_facts"):
+            line = "".join(one.text for one in summary.omitted_facts(stated, text))
             named = QUOTED.findall(line)
             self.claim(all(one not in text and one in typed for one in named), line)
             missing = {one.text for one in facts if one.text not in text}
@@ -318,7 +318,7 @@ class Talk:
             found = session.facts()
         except SirchatError:
             found, facts = [], []
-        panel = lines(draw_memory(session.snapshot(strongest=0), found, NONE, 4000, 1), 4000)
+        panel = lines(draw_prompt_panel(session.snapshot(strongest=0), found, NONE, 4000, 1), 4000)
         names = {"held": "held, of what you told", "partly held": "held in part"}
         names["evicted"] = "evicted, of what you told"
         for how, name in names.items():

@@ -15,16 +15,16 @@ from drawing import NONE, lines
 from fake_terminal import FakeTerminal
 from saved_chats import Chat
 from sirchat.chat.events import TurnDone
-from sirchat.chat.evicted_text import EvictedText
+from sirchat.chat.evicted_text import EvictedTurn
 from sirchat.chat.pinned_summary import pin_summary
 from sirchat.chat.session import Session
 from sirchat.chat.tool_loop import read_result
 from sirchat.recall import RecalledTurn
 from sirchat.text.tool_calls import ToolCall
-from sirchat.ui.panel import draw_memory, draw_panel
-from sirchat.ui.status import describe_recalled, describe_round, describe_turn, toolbar
+from sirchat.ui.panel import draw_full_panel, draw_prompt_panel
+from sirchat.ui.status import describe_recalled, describe_round, describe_turn, toolbar_text
 from sirchat.ui.tables import draw_recalled_turns
-from sirchat.ui.why import explain
+from sirchat.ui.why import explain_state
 from terminal import lines_of
 from typed_chat import TypedChat
 
@@ -37,7 +37,7 @@ def test_what_was_evicted_is_named_listed_and_brought_back(
     terminal: FakeTerminal, own_home: Path
 ) -> None:
     with TypedChat(terminal, policy="sink", sinks=2, recent=16, budget=64) as chat:
-        assert "━" not in toolbar(chat.session, 100)
+        assert "━" not in toolbar_text(chat.session, 100)
         assert "nothing is evicted" in chat.ask("/evicted")
         for line in TOLD:
             chat.ask(line)
@@ -46,7 +46,7 @@ def test_what_was_evicted_is_named_listed_and_brought_back(
         assert named
         assert all(len(words.split(", ")) <= 3 for words in named)
         assert "Paul" in ", ".join(named)
-        assert toolbar(chat.session, 100).count("━") >= 6
+        assert toolbar_text(chat.session, 100).count("━") >= 6
         listed = chat.ask("/evicted")
         assert re.search(r"(?m)^ +0 +you +(all|\d+ of) \d+ .*Anna", listed)
         assert not re.search(r"(?m)^ +\d+ +(you|model) +\d+ of \d+$", listed)
@@ -105,9 +105,9 @@ def test_a_turn_that_lost_no_word_is_counted_but_not_listed(
     chat = Chat()
     chat.say("One.")
     turns = [
-        EvictedText(0, "user", 9, 3, ("Rome",)),
-        EvictedText(1, "assistant", 4, 2, ()),
-        EvictedText(2, "user", 5, 0, ()),
+        EvictedTurn(0, "user", 9, 3, ("Rome",)),
+        EvictedTurn(1, "assistant", 4, 2, ()),
+        EvictedTurn(2, "user", 5, 0, ()),
     ]
     monkeypatch.setattr("sirchat.ui.commands.evicted_turns", lambda session: iter(turns))
     shown = chat.do("/evicted")
@@ -204,7 +204,7 @@ def test_the_lines_of_a_round_and_of_a_turn_say_it() -> None:
 def test_panel_and_table_name_the_words(asked: Session) -> None:
     told = next(t for t in asked.recall.turns if asked.turns[t.turn].text == ZEBRA)
     assert told.words == ("Quixbert",)
-    panel = "\n".join(lines(draw_panel(asked.snapshot(), NONE, 120), 120))
+    panel = "\n".join(lines(draw_full_panel(asked.snapshot(), NONE, 120), 120))
     assert f'"{ZEBRA}"' in panel
     rows = asked.tokens(list(asked.recall.scores))
     table = lines(draw_recalled_turns(rows, asked.recall.turns, asked.state.roles, NONE), 120)
@@ -216,9 +216,9 @@ def test_panel_and_table_name_the_words(asked: Session) -> None:
 
 def test_why_says_by_which_words(asked: Session) -> None:
     ranks = asked.why('"zebra"')
-    told = explain(ranks, '"zebra"', "sink", asked.recall.turns)
+    told = explain_state(ranks, '"zebra"', "sink", asked.recall.turns)
     assert told.endswith("for this round only: it was recalled by the words “Quixbert”.")
-    assert explain(ranks, '"zebra"', "sink").endswith("for this round only: it was recalled.")
+    assert explain_state(ranks, '"zebra"', "sink").endswith("for this round only: it was recalled.")
 
 
 @pytest.mark.usefixtures("own_home")
@@ -232,7 +232,7 @@ def test_once_recall_is_off_no_former_recall_is_reported_any_more() -> None:
             chat.do(step)
             chat.say("Where do I live?")
         assert describe_recalled(chat.session.recall, chat.session.seen) == "", step
-        panel = draw_memory(chat.session.snapshot(strongest=0), [], NONE, 100)
+        panel = draw_prompt_panel(chat.session.snapshot(strongest=0), [], NONE, 100)
         assert "recalled" not in "\n".join(lines(panel, 100)), step
         assert chat.do("/recall") == "recall is off\n", step
 

@@ -33,15 +33,21 @@ from drawing import (
     copied,
     lines,
     printed,
-    snapshot_of,
+    snapshot_folder,
     styles,
 )
 from sirchat.chat.events import TokenRow
-from sirchat.chat.panel_snapshot import EDGES, HeldShare, Histogram, Snapshot
-from sirchat.ui.cells import BASE, StyledRun, grid_safe, known_width_line, lay_out
-from sirchat.ui.panel import draw_compact_panel, draw_panel
-from sirchat.ui.tables import draw_histogram, draw_tokens, significant
-from sirchat.ui.theme import LIMITS, Theme, bucket, intensity, theme_named
+from sirchat.chat.panel_snapshot import SURPRISAL_EDGES, HeldShare, Histogram, Snapshot
+from sirchat.ui.cells import (
+    COMBINING_BASE,
+    StyledRun,
+    known_width_line,
+    replace_unsafe_widths,
+    wrap_runs,
+)
+from sirchat.ui.panel import draw_compact_panel, draw_full_panel
+from sirchat.ui.tables import draw_histogram, draw_tokens, format_number
+from sirchat.ui.theme import BUCKET_LIMITS, Theme, decay_intensity, find_theme, surprisal_bucket
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 GONE = ("Tuesday", "Ingrid", "fish\x1b[31m")
@@ -49,7 +55,7 @@ GONE = ("Tuesday", "Ingrid", "fish\x1b[31m")
 
 def draw(kind: str, theme: Theme, width: int) -> RenderableType:
     if kind == "panel":
-        return draw_panel(TALK, theme, width)
+        return draw_full_panel(TALK, theme, width)
     if kind == "compact-long":
         return draw_compact_panel(compact_view(LONG), theme, width)
     return draw_compact_panel(compact_view(TALK), theme, width, evicted=GONE)
@@ -109,7 +115,7 @@ def memories(draw: st.DrawFn) -> Snapshot:
                 flags=draw(st.sampled_from(((), (), ("sink",), ("pinned",), ("sink", "pinned")))),
             )
             tokens.append((row, draw(st.booleans())))
-    snapshot = snapshot_of(tokens, roles)
+    snapshot = snapshot_folder(tokens, roles)
     return replace(snapshot, model=draw(TEXTS) * draw(st.integers(1, 20)), policy=draw(TEXTS))
 
 
@@ -119,7 +125,7 @@ def memories(draw: st.DrawFn) -> Snapshot:
 def test_any_text_keeps_panels_straight_and_controls_no_terminal(
     snapshot: Snapshot, width: int, strongest: int, gone: list[str]
 ) -> None:
-    full = lines(draw_panel(snapshot, DARK, width), width)
+    full = lines(draw_full_panel(snapshot, DARK, width), width)
     for line in full:
         assert (wcswidth(line), cell_len(line)) == (width, width)
     view = compact_view(snapshot, strongest)
@@ -135,7 +141,7 @@ def test_any_text_keeps_panels_straight_and_controls_no_terminal(
 
 
 def test_histogram_counts_what_has_a_colour_and_marks_the_threshold() -> None:
-    assert EDGES[1:] == LIMITS
+    assert SURPRISAL_EDGES[1:] == BUCKET_LIMITS
     held, evicted = (5, 0, 1, 0, 200), (900, 1, 0, 0, 0)
     drawn = draw_histogram(Histogram(held, evicted), 2.25, DARK, 60)
     bars = [line.plain for line in drawn[1:]]
@@ -211,7 +217,7 @@ def test_layout_loses_nothing_and_cuts_no_character(texts: list[str], width: int
     runs = [
         StyledRun(known_width_line(text), styles_in_turn[i % 2]) for i, text in enumerate(texts)
     ]
-    laid = lay_out(runs, width)
+    laid = wrap_runs(runs, width)
     shown, given = ("".join(one) for one in ((x.plain for x in laid), (x.text for x in runs)))
     assert shown.replace(" ", "") == given.replace(" ", "")
     for line in laid:
@@ -223,7 +229,7 @@ def test_layout_loses_nothing_and_cuts_no_character(texts: list[str], width: int
 def test_every_shown_character_has_the_same_width_everywhere() -> None:
     for code in (*range(0x20, 0x32000, 1 if MANY else 5), *range(0xE0000, 0xE0200), 0x10FFFD):
         char = chr(code)
-        text = grid_safe(f"a{char}b") + grid_safe(f"字{char}{char}क")
+        text = replace_unsafe_widths(f"a{char}b") + replace_unsafe_widths(f"字{char}{char}क")
         assert wcswidth(text) == cell_len(text), f"U+{code:04X}"
 
 
@@ -234,9 +240,9 @@ def test_every_shown_character_has_the_same_width_everywhere() -> None:
         ("👍🏽", "👍"),
         ("🇳🇴", "NO"),
         ("❤\ufe0f", "❤"),
-        ("\u0301a", f"{BASE}\u0301a"),
-        (" \u0301", f" {BASE}\u0301"),
-        ("का", f"क{BASE}"),
+        ("\u0301a", f"{COMBINING_BASE}\u0301a"),
+        (" \u0301", f" {COMBINING_BASE}\u0301"),
+        ("का", f"क{COMBINING_BASE}"),
         ("a\n\tb", "a⏎→b"),
         ("\x1b[31mred\x1b]0;t\x07", "red"),
         ("\u202eabc", "abc"),
@@ -250,10 +256,10 @@ def test_shown(text: str, as_shown: str) -> None:
 
 def test_lines_break_after_spaces_and_within_long_words() -> None:
     runs = [StyledRun("one two th", Style()), StyledRun("ree", Style(bold=True))]
-    assert [line.plain for line in lay_out(runs, 12)] == ["one two ", "three"]
-    assert [line.plain for line in lay_out([StyledRun("a字字", Style())], 4)] == ["a字", "字"]
+    assert [line.plain for line in wrap_runs(runs, 12)] == ["one two ", "three"]
+    assert [line.plain for line in wrap_runs([StyledRun("a字字", Style())], 4)] == ["a字", "字"]
     accented = "aa字\u0301bb"
-    laid = [line.plain for line in lay_out([StyledRun(accented, Style())], 4)]
+    laid = [line.plain for line in wrap_runs([StyledRun(accented, Style())], 4)]
     assert laid == [accented[:4], "bb"]
 
 
@@ -289,7 +295,7 @@ def test_a_compact_panel_says_who_speaks_and_hides_the_template() -> None:
     assert compact(evicted)[-1] == "⋯1 you: Rex⋯1 model: How"
     drawn = styles(draw_compact_panel(snapshot, DARK, 120))
     assert drawn["you: "].dim
-    assert drawn["you: "].color == DARK.you.color
+    assert drawn["you: "].color == DARK.user.color
     for theme in (TALK, LONG):
         for width in (60, 120, 200):
             assert "<|im" not in "".join(compact(compact_view(theme), width))
@@ -337,7 +343,7 @@ def test_a_compact_panel_cuts_what_is_too_long_for_its_rows() -> None:
     [(8.72e3, "8,720"), (999.9, "1,000"), (0.12345, "0.123"), (243, "243"), (2.5e12, "2.50e+12")],
 )
 def test_three_digits_of_a_score_are_read_without_an_exponent(score: float, shown_as: str) -> None:
-    assert significant(score) == shown_as
+    assert format_number(score) == shown_as
 
 
 # --- styles
@@ -369,13 +375,14 @@ def _luminance(style: Style) -> float:
     + [({"COLORFGBG": value}, "dark") for value in ("15;0", "", "x", "0;17", ";")],
 )
 def test_auto_reads_colorfgbg(environ: dict[str, str], name: str) -> None:
-    assert theme_named("auto", environ).name == name
+    assert find_theme("auto", environ).name == name
     for is_light in (False, True):  # as the terminal has answered, which is asked if nothing is set
-        asked = theme_named("auto", environ, is_light=is_light).name
+        asked = find_theme("auto", environ, is_light=is_light).name
         assert asked == (name if environ.get("COLORFGBG") else "light" if is_light else "dark")
 
 
 def test_buckets_and_intensities() -> None:
-    assert [bucket(nats) for nats in (0, 0.49, 0.5, 2, 3.9, 4, 7, 1e9)] == [0, 0, 1, 2, 2, 3, 4, 4]
-    assert [intensity(4, score) for score in (4, 2.4, 2.3, 1, 0.9, 0)] == [0, 0, 1, 1, 2, 2]
-    assert intensity(0, 0) == 0
+    buckets = [surprisal_bucket(nats) for nats in (0, 0.49, 0.5, 2, 3.9, 4, 7, 1e9)]
+    assert buckets == [0, 0, 1, 2, 2, 3, 4, 4]
+    assert [decay_intensity(4, score) for score in (4, 2.4, 2.3, 1, 0.9, 0)] == [0, 0, 1, 1, 2, 2]
+    assert decay_intensity(0, 0) == 0

@@ -19,13 +19,13 @@ from sirchat.chat.statements import StatedFact
 from sirchat.errors import UsageError
 from sirchat.models.model import LoadedModel
 from sirchat.recall import RecalledTurn
-from sirchat.ui.panel import draw_memory, draw_panel
+from sirchat.ui.panel import draw_full_panel, draw_prompt_panel
 from sirchat.ui.switching import describe_change
-from sirchat.ui.theme import theme_named
+from sirchat.ui.theme import find_theme
 from template_shapes import HEADERS, with_template
 from typed_chat import TypedChat
 
-NONE = theme_named("none", {})
+NONE = find_theme("none", {})
 CAT, GATE, NAME = "I have a cat.", "It leaves from gate 12.", "My name is Priya."
 
 
@@ -44,7 +44,7 @@ def test_segments_add_up_to_the_budget() -> None:
         list(chat.ask("My dog is called Rex, and I live in Lisbon."))
         now = chat.snapshot(strongest=0)
         assert sum(now.held_by.values()) == now.resident == chat.resident
-        bar, counts = lines(draw_memory(now, [], NONE, 120), 120)[0].split(" 64 tokens: ")
+        bar, counts = lines(draw_prompt_panel(now, [], NONE, 120), 120)[0].split(" 64 tokens: ")
         parts = {part.rsplit(" ", 1)[0][2:]: int(part.split()[-1]) for part in counts.split("  ")}
         assert sum(parts.values()) == 64
         assert parts["yours"] == now.held_by["user"]
@@ -64,7 +64,7 @@ def test_a_system_prompt_of_the_template_and_a_summary_are_neither_yours_nor_the
     assert written == own
     assert now.held_by["user"] == sum(row.role == "user" and row.turn == 0 for row in rows)
     assert now.held_by["summary"] == sum(row.turn > 1 and row.role != "template" for row in rows)
-    page = "\n".join(lines(draw_panel(now, NONE, 160), 160))
+    page = "\n".join(lines(draw_full_panel(now, NONE, 160), 160))
     assert re.findall(r"(?m)^│ +(\d) (\w+) ", page)[:5] == [
         *(("0", "system"), ("0", "you"), ("1", "model"), ("2", "summary"), ("3", "summary"))
     ]
@@ -108,7 +108,7 @@ def test_what_you_told_is_held_in_part_or_evicted() -> None:
         recalled_turns=(RecalledTurn(0, 6, (), CAT),),
     )
     facts = [fact(CAT, 0), fact(GATE, 3), fact(NAME, 8), fact("I am Anna.", 8, newer=4)]
-    _, *rows = lines(draw_memory(now, facts, NONE, 80), 80)
+    _, *rows = lines(draw_prompt_panel(now, facts, NONE, 80), 80)
     assert [row.rstrip() for row in rows] == [
         f'held, of what you told: "{NAME}", "I am Anna."',
         'held in part: "It … gate 12."',
@@ -140,11 +140,13 @@ def test_it_leaves_the_screen_when_a_line_is_entered(
 
 
 def test_of_much_that_you_told_the_newest_is_shown_and_of_little_that_none_is_whole() -> None:
-    _, *rows = lines(draw_memory(session().snapshot(strongest=0), [fact(GATE, 3)], NONE, 80), 80)
+    _, *rows = lines(
+        draw_prompt_panel(session().snapshot(strongest=0), [fact(GATE, 3)], NONE, 80), 80
+    )
     said = [row.rstrip() for row in rows]
     assert said == ["held, of what you told: none whole", 'held in part: "It … gate 12."']
     told = [fact(f"I own {n} green books in house {n}.", 8) for n in range(30)]
-    _, first, second = lines(draw_memory(session().snapshot(strongest=0), told, NONE, 60), 60)
+    _, first, second = lines(draw_prompt_panel(session().snapshot(strongest=0), told, NONE, 60), 60)
     assert first.startswith('held, of what you told: "I own 29 green')
     assert second.rstrip().endswith(" more")
     assert max(map(len, (first, second))) < 60
@@ -161,7 +163,7 @@ def test_a_sentence_that_is_cut_keeps_its_closing_quote(width: int) -> None:
         recalled_turns=(RecalledTurn(0, 6, (), told),),
         leaving_words={f"harbour{n}": "assistant" for n in range(9)},
     )
-    _, *rows = lines(draw_memory(now, [fact(told, 8), fact(told, 8)], NONE, width), width)
+    _, *rows = lines(draw_prompt_panel(now, [fact(told, 8), fact(told, 8)], NONE, width), width)
     for row in rows[:-1]:
         assert row.count('"') == 2
         assert re.search(r'\u2026"|\."', row)

@@ -104,7 +104,7 @@ def _show_again(
         for number, delta in enumerate(deltas):
             if number == small_at:
                 terminal.resize(8, 60)
-            chat.state.reply.tokens_out += 1
+            chat.state.last_reply_stats.tokens_out += 1
             view.show(delta)
             seen.append("\n".join(lines_of(terminal.screen)))
     return seen
@@ -116,7 +116,7 @@ def _show_again(
 def test_of_a_reply_that_thinks_again_nothing_is_lost_and_all_stays_in_its_order(
     terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch, panel: str, size: int, is_due: bool
 ) -> None:
-    monkeypatch.setattr("sirchat.ui.live.Pace.is_due", lambda pace: is_due)
+    monkeypatch.setattr("sirchat.ui.live.FramePacer.is_due", lambda pace: is_due)
     _show_again(terminal, "show", panel, size=size)
     assert _lines(terminal) == [
         *("Hm?", "", "Let me look. It is 5.", "", "hmm wait"),

@@ -194,7 +194,7 @@ def test_a_tool_that_is_gone_is_not_called(chosen: Callable[..., Asked]) -> None
     each.call("listless")
     with pytest.raises(SirchatError, match="the server snow has no tool weather any more"):
         each.call("weather", city="Oslo")
-    assert "snow__weather" not in each.use.told
+    assert "snow__weather" not in each.use.tools_json
 
 
 @pytest.mark.parametrize("is_same", [True, False])
@@ -330,8 +330,8 @@ def test_a_command_shows_all_that_the_model_reads_of_a_tool(
     assert "snow__two" not in said
     run_tools_command(asked.chat, "on snow")
     for names in (["snow__one", "snow__two"], ["snow__two"]):  # the first that is on tells of all
-        assert asked.use.told.count("Call one before two.") == 1
-        told = json.loads(asked.use.told)
+        assert asked.use.tools_json.count("Call one before two.") == 1
+        told = json.loads(asked.use.tools_json)
         assert [each["function"]["name"] for each in told] == names
         assert told[0]["function"]["description"].endswith("\n\nCall one before two.")
         if len(names) == 2:

@@ -14,12 +14,12 @@ from chatting import session
 from held_rows import Count
 from sirchat.chat.events import Evicted
 from sirchat.chat.session import Session
-from sirchat.ui.panel import draw_compact_panel, draw_panel
-from sirchat.ui.theme import theme_named
+from sirchat.ui.panel import draw_compact_panel, draw_full_panel
+from sirchat.ui.theme import find_theme
 
 MORE = ["sink", "random"] if MANY else []
 _WIDTH = 100
-_THEME = theme_named("none", {})
+_THEME = find_theme("none", {})
 _SAYINGS = (
     "My name is Anna.",
     "I have a cat named Luna and I live in Lisbon.",
@@ -58,7 +58,7 @@ def _drawn(drawing: RenderableType) -> list[str]:
 
 
 def _panel(chat: Session) -> list[str]:
-    return _drawn(draw_panel(chat.snapshot(), _THEME, _WIDTH))
+    return _drawn(draw_full_panel(chat.snapshot(), _THEME, _WIDTH))
 
 
 def _compact_panel(chat: Session) -> list[str]:

@@ -20,7 +20,13 @@ from sirchat.chat.session import Interrupted, Session
 from sirchat.config.profile import Profile
 from sirchat.ui.commands import Commands
 from sirchat.ui.screen import Screen
-from sirchat.ui.tutorial import COMMANDS, MORE, SETTINGS, STEPS, run_tutorial
+from sirchat.ui.tutorial import (
+    ALLOWED_COMMANDS,
+    FURTHER_COMMANDS,
+    STEPS,
+    TUTORIAL_SETTINGS,
+    run_tutorial,
+)
 from terminal import Terminal, everything_on
 
 LAST = len(STEPS)
@@ -164,7 +170,7 @@ def test_without_colours_it_has_the_panel_as_text(
     terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-    opened = Session(tiny(), Profile(save=False, **SETTINGS))
+    opened = Session(tiny(), Profile(save=False, **TUTORIAL_SETTINGS))
     assert run_tutorial(lambda _: opened, Screen(terminal, terminal), waits=False)
     shown = everything_on(terminal.screen)
     assert " evicted next: " in step_of(shown, number_of("What is my name?"))
@@ -173,15 +179,15 @@ def test_without_colours_it_has_the_panel_as_text(
 
 def test_commands_it_names_exist() -> None:
     names = set(Commands.names())
-    assert names >= COMMANDS
-    assert names >= {name[1:].split()[0] for name in MORE if name.startswith("/")}
+    assert names >= ALLOWED_COMMANDS
+    assert names >= {name[1:].split()[0] for name in FURTHER_COMMANDS if name.startswith("/")}
     used = {step.line[1:].split()[0] for step in STEPS if step.line.startswith("/")}
-    assert used <= COMMANDS
+    assert used <= ALLOWED_COMMANDS
 
 
 def test_another_model_shows_no_effect_and_it_says_so() -> None:
     """The babbler knows no name, and never ends a reply."""
-    settings = {**SETTINGS, "max_new_tokens": 8}
+    settings = {**TUTORIAL_SETTINGS, "max_new_tokens": 8}
     out, err = io.StringIO(), io.StringIO()
 
     def opened(report: object) -> Session:
@@ -205,7 +211,7 @@ def test_the_picture_of_it_shows_what_it_says() -> None:
 
 
 def test_ctrl_c_ends_the_reply_and_the_tutorial(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = Session(babbler(), Profile(save=False, **SETTINGS))
+    session = Session(babbler(), Profile(save=False, **TUTORIAL_SETTINGS))
     ask, err = session.ask, io.StringIO()
 
     def pressed(text: str, stops: Interrupted) -> Iterator[Event]:

@@ -19,7 +19,7 @@ from sirchat.chat.why import AttentionPaid
 from sirchat.errors import UsageError
 from sirchat.memory.policies import policy_names
 from sirchat.ui.screen import Screen
-from sirchat.ui.why import describe_use, explain, show_why
+from sirchat.ui.why import describe_use, explain_state, show_why
 
 SAID = ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?")
 
@@ -32,7 +32,7 @@ def _told(policy: str, **settings: Any) -> Session:
 
 
 def _said(chat: Session, target: str) -> str:
-    return explain(chat.why(target), target, chat.profile.policy)
+    return explain_state(chat.why(target), target, chat.profile.policy)
 
 
 def test_a_word_that_is_held_is_said_to_be_with_how_many_rank_above() -> None:
@@ -46,11 +46,13 @@ def test_a_word_that_is_held_is_said_to_be_with_how_many_rank_above() -> None:
     match = re.fullmatch(above, _said(chat, "Anna"))
     assert match
     assert int(match[1]) == min(rank.rank or 99 for rank in chat.why("Anna")) - 1
-    ranks = [replace(rank, leaves=True) for rank in chat.why("tree")]
-    assert "is held, but will be evicted next: " in explain(ranks, "tree", "entropy")
-    assert "what ranks lower is pinned, or among the newest" in explain(ranks, "tree", "entropy")
+    ranks = [replace(rank, is_evicted_next=True) for rank in chat.why("tree")]
+    assert "is held, but will be evicted next: " in explain_state(ranks, "tree", "entropy")
+    assert "what ranks lower is pinned, or among the newest" in explain_state(
+        ranks, "tree", "entropy"
+    )
     low = [replace(rank, rank=rank.held) for rank in ranks]
-    assert "surprised the model more" in explain(low, "tree", "entropy")
+    assert "surprised the model more" in explain_state(low, "tree", "entropy")
 
 
 def test_under_salience_words_and_those_beside_them_are_counted() -> None:

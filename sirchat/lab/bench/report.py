@@ -13,7 +13,7 @@ from sirchat.lab.bench.ratio import BenchOptions, Ratio, bench_record
 from sirchat.lab.bench.record import machine, machine_in_words
 from sirchat.lab.bench.start import StartMeasure
 from sirchat.lab.studies.report import print_json
-from sirchat.models.devices import threads_in_words
+from sirchat.models.devices import describe_threads
 from sirchat.models.model import LoadedModel
 
 
@@ -34,7 +34,7 @@ def print_ratios(
     for r in results:
         ours, other = f"{r.ours_ms:.3f} ms/{r.unit}", f"{r.other_ms:.3f} ms/{r.unit}"
         table.add_row(r.name, ours, other, f"{r.median:.3f}", f"{r.low:.3f} to {r.high:.3f}")
-    threads = threads_in_words(model.device)
+    threads = describe_threads(model.device)
     where = f"{model.name} on {model.device}{', ' if threads else ''}{threads}"
     title = f"{where}, cache {options.cache}, {options.rounds} pairs"
     _print(table, title, [r.note for r in results])
@@ -55,7 +55,7 @@ def print_start(measured: list[StartMeasure], model: str, note: str, *, as_json:
         ratio = "" if one.ratio is None else f"{one.ratio:.2f}"
         quartiles = "" if one.low is None else f"{one.low:.2f} to {one.high:.2f}"
         table.add_row(one.name, f"{one.ours:,.2f} {one.unit}", other, ratio, quartiles)
-    title = f"{model}, {threads_in_words(torch.device('cpu'))}"
+    title = f"{model}, {describe_threads(torch.device('cpu'))}"
     _print(table, title, [note])
 
 

@@ -69,7 +69,7 @@ def main() -> None:
     The times and the memory of the process are printed to stdout as JSON.
     """
     from sirchat.errors import SirchatError
-    from sirchat.models.importing import defer_parts_of_torch
+    from sirchat.models.torch_imports import defer_parts_of_torch
 
     defer_parts_of_torch()  # as the commands do
     try:

@@ -280,7 +280,7 @@ class Beam(Grid):
         for user, reply in chat.rounds:
             if session.seen >= self.limit:
                 break
-            list(session.read_question(user, before="assistant"))
+            list(session.read_question(user, next_role="assistant"))
             list(session.read_reply(reply))
         return ReadChat(session, chat, int(session.turns[0].role == "system"))
 

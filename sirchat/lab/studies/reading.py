@@ -42,7 +42,7 @@ def whole_round(template: Template, user: str, reply: str, *, first: bool = Fals
 
 def read(session: Session, user: str, reply: str) -> None:
     """Read a user turn and the given reply in a session; nothing is generated."""
-    list(session.read_user(user, before="assistant"))
+    list(session.read_user(user, next_role="assistant"))
     list(session.read_reply(reply))
 
 

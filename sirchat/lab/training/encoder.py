@@ -42,7 +42,7 @@ from sirchat.models import background
 from sirchat.models.compiling import use_compiled
 from sirchat.models.devices import DeviceName
 from sirchat.models.encoder import Encoder
-from sirchat.models.hidden_states import layer_count, recorded_states, side_by_side
+from sirchat.models.hidden_states import concat_states, layer_count, record_states
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.names import cached_folder
@@ -255,7 +255,7 @@ class EncoderTrainer:
 
 
 def _encoded(encoder: Encoder, many: Sequence[Sentence]) -> Tensor:
-    return encoder.unit_vectors(encoder.numbers(torch.stack([one.states for one in many])))
+    return encoder.unit_vectors(encoder.token_vectors(torch.stack([one.states for one in many])))
 
 
 def encoder_layers(count: int) -> tuple[int, ...]:
@@ -340,9 +340,9 @@ def written(model: LoadedModel, rng: Random) -> Iterator[tuple[str, str]]:
 
 def _states(model: LoadedModel, ids: Sequence[int], layers: Sequence[int]) -> Tensor:
     """The hidden states [m, layers x d] of ids [m] that are read in one pass."""
-    with recorded_states(model.module, layers, ends_pass=True) as states:
+    with record_states(model.module, layers, ends_pass=True) as states:
         model.read(ids, model.new_cache(len(ids)))
-    return side_by_side(states).cpu()
+    return concat_states(states).cpu()
 
 
 def write_lesson(options: EncoderOptions, path: Path) -> None:

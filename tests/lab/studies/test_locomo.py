@@ -118,7 +118,7 @@ def test_what_comes_back_is_what_a_session_with_recall_would_recall(tmp_path: Pa
     for question, record in zip(talk.questions[:2], found["questions"], strict=False):
         chat = session(tiny(), policy="sink", budget=96)
         positions = read_talk(chat, talk)
-        before = set(chat.save().held.tolist())
+        before = set(chat.engine.save().held.tolist())
         chat.switch("eval", budget=96 + 40, recall="mips", recall_n=40)
         list(chat.read_user(question_and_options(question)[0]))
         ranked = sorted(chat.recall.scores, key=lambda at: (-chat.recall.scores[at], -at))

@@ -85,41 +85,41 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
-        self.waiting = ""  # the end of the text, which may be the beginning of a stop string
-        self.found = ""  # the stop string that is complete
+        self.held_back = ""  # the end of the text, which may be the beginning of a stop string
+        self.complete_stop = ""  # the stop string that is complete
 
     @property
     def is_found(self) -> bool:
         """Whether a stop string is complete."""
-        return bool(self.found)
+        return bool(self.complete_stop)
 
     def push(self, text: str) -> str:
         """Add a piece; returns what can be sent now. After a stop string, that is always ""."""
         if self.is_found:
             return ""
-        self.waiting += text
+        self.held_back += text
         ends = [
             (start + len(stop), start, stop)
             for stop in self._stops
-            if (start := self.waiting.find(stop)) >= 0
+            if (start := self.held_back.find(stop)) >= 0
         ]
         if ends:
-            _, start, self.found = min(ends)
-            return self.waiting[:start]
-        longest = min(len(self.waiting), max(map(len, self._stops), default=1) - 1)
-        ready = len(self.waiting) - longest
-        while ready < len(self.waiting) and not any(
-            stop.startswith(self.waiting[ready:]) for stop in self._stops
+            _, start, self.complete_stop = min(ends)
+            return self.held_back[:start]
+        held_chars = min(len(self.held_back), max(map(len, self._stops), default=1) - 1)
+        sent_chars = len(self.held_back) - held_chars
+        while sent_chars < len(self.held_back) and not any(
+            stop.startswith(self.held_back[sent_chars:]) for stop in self._stops
         ):
-            ready += 1
-        sent, self.waiting = self.waiting[:ready], self.waiting[ready:]
+            sent_chars += 1
+        sent, self.held_back = self.held_back[:sent_chars], self.held_back[sent_chars:]
         return sent
 
 
-class Pieces:
+class ReplySplitter:
     """Cuts a reply into parts: stop strings are left out, calls of tools are taken out of the text.
 
-    `said` is the answer so far, without the `calls` that are complete.
+    `answer` is the answer so far, without the `calls` that are complete.
     """
 
     def __init__(
@@ -128,12 +128,12 @@ class Pieces:
         self._session, self._options, self._plain = session, options, plain
         self._calls = deepcopy(options.calls)  # each reply has its own
         self.stops = StopStrings(options.stop)
-        self.said = ""
+        self.answer = ""
         self.calls: list[ToolCall] = []
         self.notes = list[str]()  # of `sirchat ask`
 
     @property
-    def is_cut(self) -> bool:
+    def has_unsent_text(self) -> bool:
         """Whether the model has said more than is sent."""
         calls = self._calls
         return (calls is not None and calls.is_cut) or (bool(self.calls) and self.stops.is_found)
@@ -146,38 +146,38 @@ class Pieces:
 
     def push(self, event: Event) -> ReplyText | None:
         """Add generated text, if that is the event; returns the next part, if there is one."""
-        said = event if isinstance(event, Delta) else Delta("")
+        delta = event if isinstance(event, Delta) else Delta("")
         if self._plain is not None:
-            text, more = self._plain.push(event)
-            said, self.notes = Delta(text), self.notes + more
-        return self._add_text(said) if said.text else None
+            text, notes = self._plain.push(event)
+            delta, self.notes = Delta(text), self.notes + notes
+        return self._add_text(delta) if delta.text else None
 
-    def _add_text(self, said: Delta) -> ReplyText | None:
-        if said.part == "thinking":
-            return ReplyText("", thinking=said.text)
+    def _add_text(self, delta: Delta) -> ReplyText | None:
+        if delta.part == "thinking":
+            return ReplyText("", thinking=delta.text)
         calls = self._calls
-        if said.part == "call" and calls is not None and calls.holds(said.text):
+        if delta.part == "call" and calls is not None and calls.holds(delta.text):
             return None
-        return self._add(*((said.text, []) if calls is None else calls.push(said.text)))
+        return self._add(*((delta.text, []) if calls is None else calls.push(delta.text)))
 
     def end(self, *, is_short: bool) -> ReplyText:
         """The last part: what was held back until the reply's end; `is_short`: it was cut there."""
         calls = self._calls
         if calls is None:
-            return ReplyText(self._rest())
+            return ReplyText(self._held_back())
         lead = self._session.template.marks.call_lead
         last = self._add(*calls.rest(lead, is_short=is_short)) or ReplyText("")
-        rest = self._rest()
-        self.said += rest
+        rest = self._held_back()
+        self.answer += rest
         return replace(last, text=last.text + rest)
 
     def _add(self, text: str, new: Sequence[ToolCall]) -> ReplyText | None:
         """Add text and calls, up to a stop string in the text."""
         new = () if self.stops.is_found else tuple(new)
         text = self.stops.push(text)
-        self.said += text
+        self.answer += text
         self.calls += new
         return ReplyText(text, calls=new) if text or new else None
 
-    def _rest(self) -> str:
-        return "" if self.stops.is_found else self.stops.waiting
+    def _held_back(self) -> str:
+        return "" if self.stops.is_found else self.stops.held_back
