@@ -35,7 +35,7 @@ from sirchat.models.load import load_model_of
 from sirchat.models.model import LoadedModel
 from sirchat.models.progress import Progress
 from sirchat.text.json_schema import load_schema
-from sirchat.text.times import TimeRange, ago
+from sirchat.text.times import TimeRange, time_ago
 from sirchat.ui.interrupt import InterruptFlag
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import loading_bar
@@ -221,7 +221,7 @@ class Switching:
         if not positions_by_turn:
             raise UsageError(f"you said nothing at this time: {period.words}")
         for turn in sorted(positions_by_turn):
-            when = ago(session.turns[turn].time, time()) or f"turn {turn}"
+            when = time_ago(session.turns[turn].time, time()) or f"turn {turn}"
             self._screen.note(f"{when}: {shorten(session.turns[turn].text, 200)}")
         self.restore(np.sort(np.concatenate(list(positions_by_turn.values()))))
 

@@ -19,7 +19,7 @@ from sirchat.chat.panel_snapshot import SURPRISAL_EDGES, HeldShare, Histogram
 from sirchat.chat.statements import StatedFact
 from sirchat.chat.why import TokenRank
 from sirchat.recall import RecalledTurn
-from sirchat.text.times import ago
+from sirchat.text.times import time_ago
 from sirchat.ui.cells import StyledRun, cut, join_runs, quote_token
 from sirchat.ui.text import displayable_line, messages_ago, shorten
 from sirchat.ui.theme import ROLE_NAMES, Theme
@@ -82,7 +82,7 @@ def draw_facts(facts: Sequence[StatedFact], now: float, theme: Theme) -> Table:
     """A table with a row for each fact: its time, whether it is held or a rule, and its text."""
     newer = [shorten(displayable_line(fact.newer_text), _NEWER) for fact in facts]
     columns: Columns = {
-        "when": [ago(fact.time, now) for fact in facts],
+        "when": [time_ago(fact.time, now) for fact in facts],
         "is": [
             ("held" if fact.held == fact.tokens else "partly held" if fact.held else "evicted")
             + (", pinned as a rule" if fact.is_rule else "")

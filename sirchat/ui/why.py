@@ -260,9 +260,9 @@ def _higher(rank: TokenRank, policy: str) -> str:
 
 
 def _way_back(ranks: Sequence[TokenRank], target: str) -> str:
-    if all(rank.state == "gone" for rank in ranks):
+    if all(rank.state == "not_stored" for rank in ranks):
         return "The tokens are no longer archived, so they can't be restored."
-    is_lost = any(rank.state == "lost" for rank in ranks)
+    is_lost = any(rank.state == "rereadable" for rank in ranks)
     what, does = ("not all archived", "reads") if is_lost else ("archived", "restores")
     if turn_of_target(target, ()) is not None:
         return f"The tokens are {what}: /pin {does} them{' again' if is_lost else ''}."
