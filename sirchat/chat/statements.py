@@ -111,7 +111,7 @@ def pin_rules(
         try:
             _check_rule_size(engine, positions)
             old = _rules_to_unpin(ledger, engine.settings, count)
-            evictor.pin_held(positions, freed=sum(map(len, old)))
+            evictor.pin_held(positions, pins_released=sum(map(len, old)))
             ledger.flag(Flag.RULE, positions, True)
             yield from _unpin_rules(engine, texts, old)
             yield Pinned(count, True, engine.cache.length)

@@ -98,7 +98,7 @@ class Autosave:
         )
         turn, start = min(session.state.saved_turns, size.turns), min(ledger.saved, size.rows)
         encoder = before and before.fields.get("encoder")
-        is_encoder = encoder == session.model.passage_encoder.check_sum
+        is_encoder = encoder == session.model.passage_encoder.checksum
         passages, end = new_passages(session, min(start, size.passages) if is_encoder else 0)
         saved = session.engine.save(start)
         record = self._make_head(saved)

@@ -114,7 +114,7 @@ def make_state_record(saved: EngineState, session: Session, stamp: str = "") -> 
         "pins": [astuple(text) for text in pinned_text(session)],
         "kv": stamp,
         "passages": int(session.recall.search.passages.state()["until"][0]),
-        "encoder": session.model.passage_encoder.check_sum,
+        "encoder": session.model.passage_encoder.checksum,
         "conversation": {
             **{name: getattr(conversation, field) for name, field in _COPIED_FIELDS.items()},
             "system": [system.start, system.stop],
@@ -200,7 +200,7 @@ def load_passages(session: Session, store: SessionStore, state: SavedState) -> N
     Else it makes passages of the ledger's tokens, which have none.
     """
     saved, encoder, seen = store.passages(), session.model.passage_encoder, session.seen
-    if not len(saved.rows) or state.encoder != encoder.check_sum:
+    if not len(saved.rows) or state.encoder != encoder.checksum:
         return
     with as_damage_errors(store.path):
         require(int(saved.rows["end"][-1]) <= state.passages <= seen)

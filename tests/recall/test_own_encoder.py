@@ -58,7 +58,7 @@ def test_passages_and_messages_have_the_vectors_of_their_text(
 def test_a_resumed_chat_never_compares_vectors_of_another_encoder(own: SentenceEncoder) -> None:
     usual = with_question(babbler(), SIZE)  # vectors of the same length
     other = replace(usual, sentence_encoder=own)
-    assert usual.passage_encoder.check_sum != other.passage_encoder.check_sum
+    assert usual.passage_encoder.checksum != other.passage_encoder.checksum
     chat = session(usual, max_new_tokens=8, recall="meaning")
     list(chat.ask("My name is Anna. I live in Rome."))
     again = saved_and_resumed(chat, session(other, recall="meaning"))
@@ -93,7 +93,7 @@ def test_a_missing_encoder_is_named_before_the_model_is_loaded(own: SentenceEnco
         load_model_of(named)
     there = load_model_of(Profile(compile="off", recall_encoder=own.name))
     assert there.sentence_encoder is not None
-    assert there.sentence_encoder.check_sum == own.check_sum
+    assert there.sentence_encoder.checksum == own.checksum
     assert load_model_of(Profile(compile="off")).sentence_encoder is None
 
 
