@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ("LoadedModel", "Profile", "Session", "__version__", "load_model")
 
-_WHERE = {
+_MODULES = {
     "LoadedModel": "sirchat.models.model",
     "Profile": "sirchat.config.profile",
     "Session": "sirchat.chat.session",
@@ -26,9 +26,9 @@ _WHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    if name not in _MODULES:
         raise AttributeError(f"module 'sirchat' has no attribute {name!r}")
-    return getattr(import_module(_WHERE[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -29,8 +29,8 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
-_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # surrogates: bytes not in UTF-8
-_LONGEST = 1000  # characters of an error message: a longer one is cut
+_CONTROL_CHARS = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # surrogates: bytes not in UTF-8
+_MAX_MESSAGE_CHARS = 1000  # characters of an error message: a longer one is cut
 
 
 class SirchatError(Exception):
@@ -90,17 +90,19 @@ class ContextFullError(SirchatError):
     """No more tokens fit in the model's context, and the settings do not allow to evict any."""
 
 
-def terminal_has_gone(error: BaseException) -> bool:
+def is_output_closed(error: BaseException) -> bool:
     """Whether an error means that the output (a terminal or a pipe) was closed."""
     return isinstance(error, OSError) and error.errno in (errno.EIO, errno.EPIPE, errno.EBADF)
 
 
-def nearest(name: str, allowed: Iterable[str], prefix: str = "", *, alike: float = 0.6) -> str:
-    """A hint `did you mean X?` for a misspelt `name`; empty if no allowed name is like it.
+def did_you_mean(
+    name: str, allowed: Iterable[str], prefix: str = "", *, cutoff: float = 0.6
+) -> str:
+    """The hint `did you mean X?` for a misspelt `name`; empty if no allowed name is like it.
 
-    X has at least the similarity `alike` (0 to 1). `prefix` (such as a slash) is put before X.
+    `cutoff` is the least similarity (0 to 1); `prefix`, such as a slash, stands before X.
     """
-    close = difflib.get_close_matches(name, list(allowed), n=1, cutoff=alike)
+    close = difflib.get_close_matches(name, list(allowed), n=1, cutoff=cutoff)
     return f"did you mean {prefix}{close[0]}?" if close else ""
 
 
@@ -109,21 +111,21 @@ def format_value(value: object) -> str:
     scalar = isinstance(value, str | int | float | None)
     text = json.dumps(value, ensure_ascii=False) if scalar else reprlib.repr(value)
     text = text.encode(errors="backslashreplace").decode()
-    text = _CONTROLS.sub(_escape, text)
+    text = _CONTROL_CHARS.sub(_escape, text)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def on_one_line(text: str) -> str:
     """A text for an error message: in one line, without controls, and not too long."""
-    line = _CONTROLS.sub(_escape, " ".join(text.split()))
-    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
+    line = _CONTROL_CHARS.sub(_escape, " ".join(text.split()))
+    return line if len(line) <= _MAX_MESSAGE_CHARS else f"{line[: _MAX_MESSAGE_CHARS - 1]}…"
 
 
 def _escape(match: re.Match[str]) -> str:
     return f"\\u{ord(match[0]):04x}"
 
 
-def no_panic(what: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
+def panic_as_model_error(what: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
     """Raise ModelError where the library `tokenizers` panics, as at an expression without end."""
 
     def decorated(function: Callable[P, Result]) -> Callable[P, Result]:

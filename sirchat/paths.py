@@ -19,17 +19,17 @@ from sirchat.errors import UsageError, format_value
 
 def config_dir() -> Path:
     """The folder of the user's settings; it contains the folder of the user's profiles."""
-    return _under_home("config") or _usual("config")
+    return _sirchat_home("config") or _platform_dir("config")
 
 
 def data_dir() -> Path:
     """The folder of the user's data: saved conversations, archives and models."""
-    return _under_home("data") or _usual("data")
+    return _sirchat_home("data") or _platform_dir("data")
 
 
 def state_dir() -> Path:
     """The folder of files that can be deleted without harm, such as the history of typed lines."""
-    return _under_home("state") or _usual("state")
+    return _sirchat_home("state") or _platform_dir("state")
 
 
 def user_profiles_dir() -> Path:
@@ -52,9 +52,9 @@ def served_dir() -> Path:
     return data_dir() / "served"
 
 
-def server_file(model: str) -> Path:
+def server_port_file(model: str) -> Path:
     """The file that says where the user's server for this model (a name or a path) answers."""
-    name = sha256(_whole_name(model).encode()).hexdigest()[:12]
+    name = sha256(_name_or_absolute_path(model).encode()).hexdigest()[:12]
     return state_dir() / "servers" / f"{name}.port"
 
 
@@ -68,13 +68,13 @@ def encoder_files(model: str) -> tuple[Path, Path]:
 
     That of a model's folder or file is called after its absolute path.
     """
-    file = f"{quote(_whole_name(model), safe='')}.safetensors"
-    return data_dir() / "encoders" / file, _package() / "encoders" / file
+    file = f"{quote(_name_or_absolute_path(model), safe='')}.safetensors"
+    return data_dir() / "encoders" / file, _package_dir() / "encoders" / file
 
 
-def encoder_attempts(model: str) -> Path:
+def encoder_attempts_file(model: str) -> Path:
     """The file about the attempts to learn a model's encoder in the background."""
-    return state_dir() / "encoders" / f"{quote(_whole_name(model), safe='')}.txt"
+    return state_dir() / "encoders" / f"{quote(_name_or_absolute_path(model), safe='')}.txt"
 
 
 def archives_dir() -> Path:
@@ -94,13 +94,13 @@ def prepared_dir() -> Path:
 
 def shipped_profiles_dir() -> Path:
     """The profiles that come with sirchat: in the package or, in a source tree, beside it."""
-    packaged = _package() / "profiles"
-    return packaged if packaged.is_dir() else _package().parent / "profiles"
+    packaged = _package_dir() / "profiles"
+    return packaged if packaged.is_dir() else _package_dir().parent / "profiles"
 
 
-def tiny_dir() -> Path:
+def tiny_model_dir() -> Path:
     """The bundled model `tiny`: weights, tokenizer, model card."""
-    return _package() / "tiny"
+    return _package_dir() / "tiny"
 
 
 def memory_dir() -> str | None:
@@ -111,7 +111,7 @@ def memory_dir() -> str | None:
     return None
 
 
-def abbreviated(path: Path) -> str:
+def with_tilde(path: Path) -> str:
     """The path as text, with `~` for the user's home folder, which would show the user's name."""
     try:
         return f"~/{path.relative_to(Path.home())}"
@@ -119,14 +119,14 @@ def abbreviated(path: Path) -> str:
         return str(path)
 
 
-def private_dir(path: Path) -> Path:
+def make_private_dir(path: Path) -> Path:
     """Make the folder `path` and its missing parents, with mode 0700; OSError if it can't be."""
     for folder in reversed([path, *path.parents]):
         folder.mkdir(mode=0o700, exist_ok=True)
     return path
 
 
-def changeable_by_others(path: Path) -> Path | None:
+def find_changeable_by_others(path: Path) -> Path | None:
     """The file, which links may lead to, or a folder of it that another user may change.
 
     None if neither is; OSError if there is no file.
@@ -161,7 +161,7 @@ def write_private(path: Path, contents: str | bytes, *, replaces: bool) -> None:
         raise
 
 
-def _whole_name(model: str) -> str:
+def _name_or_absolute_path(model: str) -> str:
     """A model's name, or the absolute path of its folder or file."""
     path = Path(os.path.expanduser(model))
     return str(path.absolute()) if path.exists() else model
@@ -171,7 +171,7 @@ def _owner_only(path: str, flags: int) -> int:
     return os.open(path, flags, mode=0o600)
 
 
-def _under_home(part: str) -> Path | None:
+def _sirchat_home(part: str) -> Path | None:
     home = os.environ.get("SIRCHAT_HOME")
     if not home:
         return None
@@ -181,7 +181,7 @@ def _under_home(part: str) -> Path | None:
     return folder.absolute() / part
 
 
-def _usual(part: str) -> Path:
+def _platform_dir(part: str) -> Path:
     try:
         folder: Path = getattr(PlatformDirs("sirchat", appauthor=False), f"user_{part}_path")
     except RuntimeError:  # there is no home folder
@@ -194,5 +194,5 @@ def _usual(part: str) -> Path:
     return folder
 
 
-def _package() -> Path:
+def _package_dir() -> Path:
     return Path(__file__).resolve().parent

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sirchat.config.profile import LEAST_TEMPERATURE, Profile
-from sirchat.config.values import as_typed
+from sirchat.config.profile import MIN_TEMPERATURE, Profile
+from sirchat.config.values import format_setting
 from sirchat.memory.policies import policy_class
 from sirchat.memory.registry import BEST_RETRIEVER
 from sirchat.models.names import BUNDLED
@@ -24,16 +24,16 @@ SAMPLING_PARAMETERS = (
 )
 
 # For a model whose files say nothing of sampling: likely tokens, with little repetition.
-SOUND: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.05}
+FALLBACK_SAMPLING: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.05}
 
-MOST_BUDGET = 4096  # tokens
+MAX_DEFAULT_BUDGET = 4096  # tokens
 
 
 def with_model_defaults(profile: Profile, model: LoadedModel) -> Profile:
     """This profile, in which settings that the user did not set have this model's defaults.
 
     A bundled model keeps the built-in ones. Any other has `default_budget`, recall if it can work,
-    and sampling as its files say, or else `SOUND`.
+    and sampling as its files say, or else `FALLBACK_SAMPLING`.
     """
     if model.name in BUNDLED:
         return profile
@@ -43,19 +43,19 @@ def with_model_defaults(profile: Profile, model: LoadedModel) -> Profile:
     said = dict[str, Any]()
     if profile.model_fields_set.isdisjoint(SAMPLING_PARAMETERS):
         said = _sampling_in_files(model)
-        values |= said or SOUND
+        values |= said or FALLBACK_SAMPLING
     return profile.model_copy(update=values).with_origins(dict.fromkeys(said, "model"))
 
 
 def sampling_in_words(profile: Profile) -> dict[str, str]:
     """By name, the value of each sampling setting, and what has set it, such as `0.7 (model)`."""
     return {
-        name: f"{as_typed(getattr(profile, name))} ({profile.origin(name)})"
+        name: f"{format_setting(getattr(profile, name))} ({profile.origin(name)})"
         for name in SAMPLING_PARAMETERS
     }
 
 
-def follows_model(profile: Profile, name: str) -> bool:
+def budget_follows_model(profile: Profile, name: str) -> bool:
     """Whether the budget follows from the model: not a bundled one, and the user set no budget."""
     return name not in BUNDLED and "budget" not in profile.model_fields_set
 
@@ -65,10 +65,10 @@ def default_budget(profile: Profile, name: str, context_length: int) -> int:
 
     A default is not below the built-in budget; if the context is shorter, it is the whole context.
     """
-    if not follows_model(profile, name):
+    if not budget_follows_model(profile, name):
         return profile.budget
     least = min(profile.budget, context_length)
-    return max(least, min(MOST_BUDGET, context_length // 2))
+    return max(least, min(MAX_DEFAULT_BUDGET, context_length // 2))
 
 
 def affordable_rows(profile: Profile, name: str, context_length: int) -> int:
@@ -94,7 +94,7 @@ def _sampling_in_files(model: LoadedModel) -> dict[str, Any]:
     if values.get("top_k") in (0, -1):  # off
         del values["top_k"]
     temperature = values.get("temperature")
-    if isinstance(temperature, float) and 0 < temperature < LEAST_TEMPERATURE:
+    if isinstance(temperature, float) and 0 < temperature < MIN_TEMPERATURE:
         values["temperature"] = 0.0  # as some write "the likeliest"
     try:
         Profile.model_validate(values, strict=True)

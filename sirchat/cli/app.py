@@ -35,10 +35,10 @@ from sirchat.cli.chat import (
     tutorial,
 )
 from sirchat.cli.doctor import completion, doctor, man, show_paths
-from sirchat.cli.flags import Debug, Trust, complete_session, with_settings
-from sirchat.cli.registry import command_modules, commands, overview, with_example
-from sirchat.cli.signals import exit_while_loading, install_exit_handlers, leave_terminal
-from sirchat.errors import SirchatError, UsageError, format_value, nearest
+from sirchat.cli.flags import Debug, Trust, complete_session, with_setting_flags
+from sirchat.cli.registry import add_example, command_modules, commands, overview
+from sirchat.cli.signals import exit_while_loading, install_exit_handlers, restore_terminal
+from sirchat.errors import SirchatError, UsageError, did_you_mean, format_value
 from sirchat.ui.text import displayable_line
 
 # For a command of Ollama, llm or llama.cpp: the command of sirchat that does the same.
@@ -63,7 +63,7 @@ _OTHER_FLAGS = {
     "--repeat-last-n": "--repetition-window",
     "--conversation": "--resume",
 }
-_LONGEST_PATH = 300  # characters of a path in an error
+_MAX_PATH_CHARS = 300  # characters of a path in an error
 
 
 class LazyCommand(TyperGroup):
@@ -81,8 +81,8 @@ class LazyCommand(TyperGroup):
         command: Any = get_command(getattr(import_module(self._module), f"{self.name}_app"))
         command.name = self.name
         for name, subcommand in getattr(command, "commands", {}).items():
-            with_example(subcommand, f"{self.name} {name}")
-        return with_example(command, str(self.name))
+            add_example(subcommand, f"{self.name} {name}")
+        return add_example(command, str(self.name))
 
     def make_context(self, *args: Any, **options: Any) -> Any:
         return self._command.make_context(*args, **options)
@@ -94,7 +94,7 @@ class LazyCommand(TyperGroup):
         return self._command.get_command(ctx, cmd_name)
 
 
-class _Commands(TyperGroup):
+class _MainGroup(TyperGroup):
     """The group of all commands; for a wrong name, the error names a similar one.
 
     Flags before a command's name are the command's: `sirchat -m MODEL ask ...` is what people type.
@@ -115,7 +115,7 @@ class _Commands(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         command = super().get_command(ctx, cmd_name)
-        return command if command is None else with_example(command, cmd_name)
+        return command if command is None else add_example(command, cmd_name)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta["typed"] = [*args]
@@ -132,7 +132,7 @@ class _Commands(TyperGroup):
             if word != "--debug" or before in with_value  # not every command has --debug
         ]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
-            close = "" if " " in name else nearest(name, self.list_commands(ctx), "sirchat ")
+            close = "" if " " in name else did_you_mean(name, self.list_commands(ctx), "sirchat ")
             if name in _OTHER_COMMANDS:
                 close = f"sirchat {_OTHER_COMMANDS[name]}"
             raise UsageError(
@@ -145,7 +145,7 @@ class _Commands(TyperGroup):
 
 app = typer.Typer(
     name="sirchat",
-    cls=_Commands,
+    cls=_MainGroup,
     help="Endless chat with local language models, under a KV-cache budget you can see and choose.",
     no_args_is_help=False,
     pretty_exceptions_enable=False,
@@ -157,18 +157,18 @@ app.command("man")(man)
 app.command("completion")(completion)
 app.command()(tutorial)
 app.command()(ask)
-app.command()(with_settings(replay))
+app.command()(with_setting_flags(replay))
 
 
 def main() -> None:
     """Run the command that the user typed, and exit with its exit code."""
     try:
         _run()
-    except SystemExit as leaving:
-        exit_while_loading(leaving)
+    except SystemExit as exit_request:
+        exit_while_loading(exit_request)
         raise
     finally:
-        leave_terminal()
+        restore_terminal()
 
 
 def _quote_for_bash() -> None:
@@ -184,20 +184,20 @@ def _quote_for_bash() -> None:
     BashComplete.format_completion = quoted  # type: ignore[method-assign]
 
 
-def _version(asked: bool) -> None:
+def _show_version(asked: bool) -> None:
     if asked:
         typer.echo(f"sirchat {__version__}")
         raise typer.Exit
 
 
-def _settings(context: typer.Context, asked: bool) -> None:
-    if asked and isinstance(context.command, _Commands):
+def _show_settings(context: typer.Context, asked: bool) -> None:
+    if asked and isinstance(context.command, _MainGroup):
         context.command.format_settings(context)
         raise typer.Exit
 
 
 @app.callback(invoke_without_command=True)
-@with_settings
+@with_setting_flags
 def chat_or_replay(
     context: typer.Context,
     flags: dict[str, Any],
@@ -230,12 +230,13 @@ def chat_or_replay(
     tools_allow: ToolsAllow = None,
     debug: Debug = False,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
     help_settings: Annotated[
         bool,
         typer.Option(
-            "--help-settings", callback=_settings, is_eager=True, help="Show all settings."
+            "--help-settings", callback=_show_settings, is_eager=True, help="Show all settings."
         ),
     ] = False,
 ) -> None:
@@ -269,15 +270,15 @@ def _run() -> None:
     if os.environ.get("_SIRCHAT_COMPLETE") == "complete_bash":
         _quote_for_bash()
     try:
-        typed = _with_last_chat(_with_own_flags(sys.argv[1:]))
+        typed = _complete_resume_flag(_translate_flags(sys.argv[1:]))
         code = app(args=typed, prog_name="sirchat", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except typer.TyperException as error:
         if not error.format_message():  # a group was typed without a command; its help is shown
             sys.exit(2)
-        _fail(_with_hint(error), 2)
+        _exit_with_error(_with_hint(error), 2)
     except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted", 130)
+        _exit_with_error("interrupted", 130)
     except BrokenPipeError:
         # The reader of the output has ended; prevent an error message of Python at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -285,7 +286,7 @@ def _run() -> None:
     except Exception as error:
         if debug:
             raise
-        _fail(*_message_and_exit_code(error))
+        _exit_with_error(*_message_and_exit_code(error))
 
 
 def _with_hint(error: Any) -> str:
@@ -307,19 +308,19 @@ def _message_and_exit_code(error: Exception) -> tuple[str, int]:
     if isinstance(error, SirchatError):
         return str(error), error.exit_code
     if isinstance(error, OSError):
-        where = f": {str(error.filename)[:_LONGEST_PATH]}" if error.filename else ""
+        where = f": {str(error.filename)[:_MAX_PATH_CHARS]}" if error.filename else ""
         return f"{error.strerror or error}{where}", 1
     return f"{type(error).__name__}: {error} (--debug shows where)", 1
 
 
-def _fail(message: str, code: int) -> None:
+def _exit_with_error(message: str, code: int) -> None:
     with suppress(OSError):
         sys.stderr.write(f"sirchat: {displayable_line(message)}\n")
         sys.stderr.flush()
     sys.exit(code)
 
 
-def _with_own_flags(arguments: list[str]) -> list[str]:
+def _translate_flags(arguments: list[str]) -> list[str]:
     """The arguments; flags of other programs, up to `--`, are replaced by those of sirchat."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     flags = [argument.partition("=") for argument in arguments[:end]]
@@ -327,7 +328,7 @@ def _with_own_flags(arguments: list[str]) -> list[str]:
     return named + arguments[end:]
 
 
-def _with_last_chat(arguments: list[str]) -> list[str]:
+def _complete_resume_flag(arguments: list[str]) -> list[str]:
     """The arguments; a `--resume` without a value, before a command's name, is `--resume=last`."""
     names = commands()  # the value of a flag may be such a name, too: then the guess is wrong
     front = list(takewhile(lambda argument: argument not in names, arguments))

@@ -16,11 +16,11 @@ from sirchat.cli.flags import (
     complete_session,
     open_session,
     profile_from_flags,
-    with_settings,
+    with_setting_flags,
     without_garbage_collection,
 )
 from sirchat.cli.question import read_question
-from sirchat.config.profile import FIXED, Profile
+from sirchat.config.profile import FIXED_SETTINGS, Profile
 from sirchat.config.profile_files import changed_profile, load_profile, resolve, trusted_policies
 from sirchat.config.values import parse_value
 from sirchat.errors import (
@@ -28,7 +28,7 @@ from sirchat.errors import (
     SirchatError,
     TranscriptError,
     UsageError,
-    terminal_has_gone,
+    is_output_closed,
 )
 from sirchat.memory.policies import import_typed
 from sirchat.paths import sessions_dir
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from sirchat.ui.screen import Screen
 
 # Settings that flags change before a saved chat is loaded; others change after that.
-_AT_ONCE = (
+_SETTINGS_BEFORE_LOADING = (
     *("model", "device", "device_map", "dtype", "quantize", "unpack_dtype", "cache_dtype"),
     *("compile", "learn_encoder", "save", "save_kv"),
 )
-_SHOWN = ("panel", "theme", "markdown", "thinking")  # those of a chat, likewise
+_DISPLAY_SETTINGS = ("panel", "theme", "markdown", "thinking")  # those of a chat, likewise
 
 Json = Annotated[bool, typer.Option("--json", help="Print events as JSON, one object per line.")]
 Feed = Annotated[
@@ -110,7 +110,7 @@ def open_chat(
     if resume is None:
         profile, store = profile_from_flags(flags), None
     else:
-        first = () if rebuild else (*_AT_ONCE, *_SHOWN)
+        first = () if rebuild else (*_SETTINGS_BEFORE_LOADING, *_DISPLAY_SETTINGS)
         profile, store, later, skipped = _saved_settings(resume, flags, first, branch=branch)
         for error in skipped:
             went_on = f"continuing with session {store.name or store.id}"
@@ -129,7 +129,7 @@ def open_chat(
         with without_garbage_collection():
             with interruptible_imports():
                 import sirchat.ui.repl  # noqa: F401  # the prompt needs it as soon as it is ready
-            return _open_saved(profile, trust, report, store, later, rebuild=rebuild)
+            return _open_chat_session(profile, trust, report, store, later, rebuild=rebuild)
 
     with _closed_terminal_ends_chat():
         chat(
@@ -143,7 +143,7 @@ def open_chat(
         )
 
 
-@with_settings
+@with_setting_flags
 def ask(
     flags: dict[str, Any],
     question: Annotated[
@@ -186,7 +186,7 @@ def ask(
     """
     resume = "last" if is_last and resume is None else resume
     text, source, has_files = read_question(
-        question or [], file or [], has_input=not no_input, note=_note
+        question or [], file or [], has_input=not no_input, note=_print_remark
     )
     from sirchat.tools.config import ToolFlags
 
@@ -203,7 +203,7 @@ def ask(
         if source and "temperature" not in profile.model_fields_set:
             profile = profile.model_copy(update={"temperature": 0.0})  # a fact is there, or not
     else:
-        profile, store, later, skipped = _saved_settings(resume, flags, _AT_ONCE)
+        profile, store, later, skipped = _saved_settings(resume, flags, _SETTINGS_BEFORE_LOADING)
         if skipped:
             store.close()
             raise skipped[0]
@@ -219,35 +219,37 @@ def ask(
     needs_room = has_files or bool(servers.allow)
     holds_all = store is None and needs_room and "budget" not in profile.model_fields_set
     if server != "off" and not any(needs_own.values()):
-        from sirchat.cli.asking import ask_server
+        from sirchat.cli.ask_client import ask_server
 
         if ask_server(server, profile, text, screen, holds_all=holds_all, source=source):
             return
     with without_garbage_collection(), interruptible_imports():
         from sirchat.ui.replay import print_reply
         from sirchat.ui.status import loading_bar
-        from sirchat.ui.tool_use import tools_of
+        from sirchat.ui.tool_use import use_tools
 
     with loading_bar(screen, profile.model) as report:
-        session = _open_saved(profile, trust_remote_code, report, store, {})
-    with tools_of(servers, session, screen), _in_saved_chat(session, screen, store, later):
+        session = _open_chat_session(profile, trust_remote_code, report, store, {})
+    with use_tools(servers, session, screen), _within_saved_chat(session, screen, store, later):
         print_reply(session, text, screen, as_json=json, holds_all=holds_all, source=source)
 
 
 @contextmanager
-def _in_saved_chat(
+def _within_saved_chat(
     session: "Session", screen: "Screen", store: "SessionStore | None", later: dict[str, Any]
 ) -> Iterator[None]:
     """Context manager: what is asked belongs to the chat in `store`, if any, under `later`."""
     if store is None:
         yield
         return
-    from sirchat.chat.retry import temporarily
+    from sirchat.chat.retry import temporary_settings
     from sirchat.ui.saved_chat import SavedChat
 
     saved_chat = SavedChat(session, screen, store)
     try:
-        with temporarily(session, "ask", later):  # they are for this question, not for the chat
+        with temporary_settings(
+            session, "ask", later
+        ):  # they are for this question, not for the chat
             yield
     finally:
         saved_chat.close()
@@ -284,7 +286,7 @@ def replay(
     trusted = trusted_policies(flags)
     with stream:
         items = iter_turns(stream, name, format)
-        if _is_file(stream):  # it can be checked before loading
+        if _is_regular_file(stream):  # it can be checked before loading
             items = iter(read := list(items))
             if switches := [item for item in read if isinstance(item, SettingsSwitch)]:
                 from sirchat.chat.settings import checked_switches
@@ -295,13 +297,13 @@ def replay(
         from sirchat.ui import replay
         from sirchat.ui.screen import Screen
         from sirchat.ui.status import loading_bar
-        from sirchat.ui.tool_use import tools_of
+        from sirchat.ui.tool_use import use_tools
 
         screen = Screen(theme=profile.theme, is_quiet=quiet)
         with loading_bar(screen, profile.model) as report:
             session = open_session(profile, trust_remote_code, report, rows_in_events=json_tokens)
         options = replay.ReplayOptions(feed=feed, json=json or json_tokens, name=name)
-        with tools_of(servers, session, screen):
+        with use_tools(servers, session, screen):
             turns = checked_switches(turns, name, session.profile, trusted)
             replay.replay(session, turns, screen, options)
         if is_input and not session.turns:
@@ -311,7 +313,7 @@ def replay(
             )
 
 
-def _is_file(stream: BinaryIO) -> bool:
+def _is_regular_file(stream: BinaryIO) -> bool:
     with suppress(OSError):
         return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
     return False
@@ -354,18 +356,18 @@ def _closed_terminal_ends_chat() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if not terminal_has_gone(error):
+        if not is_output_closed(error):
             raise
         raise BrokenPipeError from error
 
 
-def _note(text: str) -> None:
+def _print_remark(text: str) -> None:
     """Print a remark while no screen is there yet."""
     sys.stderr.write(f"{displayable_line(text)}\n")
     sys.stderr.flush()
 
 
-def _open_saved(
+def _open_chat_session(
     profile: Profile,
     trust: bool,
     report: "Progress | None",
@@ -399,7 +401,7 @@ def _saved_settings(
 
     trusted = trusted_policies(flags)
     named = load_profile(flags["profile"], trusted) if flags.get("profile") else {}
-    given = {key: value for key, value in named.items() if key not in FIXED}
+    given = {key: value for key, value in named.items() if key not in FIXED_SETTINGS}
     for key, value in flags.items():
         if key not in ("profile", "trust_policy"):
             given[key] = parse_value(key, value) if isinstance(value, str) else value

@@ -21,15 +21,15 @@ from sirchat.ui.text import displayable, pluralize
 
 _SHELLS = ("bash", "zsh", "fish")
 
-_NAME = "endless chat with local language models, under a budget of memory"
-_USES = ("sirchat [SETTINGS]", "sirchat [SETTINGS] < FILE", "sirchat COMMAND ...")
-_ABOUT = """\
+_SUMMARY = "endless chat with local language models, under a budget of memory"
+_SYNOPSIS = ("sirchat [SETTINGS]", "sirchat [SETTINGS] < FILE", "sirchat COMMAND ...")
+_DESCRIPTION = """\
 A causal language model remembers by its key/value (KV) cache, which grows with every token. sirchat
 holds the cache under a budget of tokens: a policy chooses which tokens the model still remembers.
 Without a command, sirchat opens a chat, in which /help lists the commands. If standard input is a
 file or a pipe, sirchat replays it as a transcript.
 """
-_STATUS = (("0", "fine"), ("1", "failure"), ("2", "wrong usage"), ("130", "interrupted"))
+_EXIT_CODES = (("0", "fine"), ("1", "failure"), ("2", "wrong usage"), ("130", "interrupted"))
 
 
 def doctor(
@@ -84,12 +84,12 @@ def show_paths() -> None:
         "compiled": paths.compiled_dir(),
         "prepared": paths.prepared_dir(),
     }
-    rows = [(name, paths.abbreviated(path), size_of(path)) for name, path in kept.items()]
+    rows = [(name, paths.with_tilde(path), describe_size(path)) for name, path in kept.items()]
     wide = [max(len(row[column]) for row in rows) for column in range(2)]
     for name, place, size in rows:
         typer.echo(displayable(f"{name:<{wide[0]}}  {place:<{wide[1]}}  {size}"))
     folders = dict.fromkeys([paths.config_dir(), paths.data_dir(), paths.state_dir()])
-    kept_in = ", ".join(map(paths.abbreviated, folders))
+    kept_in = ", ".join(map(paths.with_tilde, folders))
     typer.echo(
         displayable(
             f"\nTo remove sirchat: delete {kept_in}; then pip uninstall sirchat. Models from the "
@@ -123,7 +123,7 @@ def completion(
         raise UsageError(f"there is no completion for {shell!r}; allowed: {', '.join(_SHELLS)}")
     if install:
         _, path = install_script(shell, "sirchat", "_SIRCHAT_COMPLETE")
-        where = f"installed in {paths.abbreviated(path)}; it works in the next {shell}"
+        where = f"installed in {paths.with_tilde(path)}; it works in the next {shell}"
         typer.echo(displayable(where))
         return
     typer.echo(
@@ -136,7 +136,7 @@ def man() -> None:
     typer.echo("\n".join(_manual_lines()))
 
 
-def size_of(path: Path) -> str:
+def describe_size(path: Path) -> str:
     """The size and the number of files of a file or folder, as text: `1.5 MB in 3 files`."""
     if not path.exists():
         return "nothing yet"
@@ -147,10 +147,14 @@ def size_of(path: Path) -> str:
 
 def _manual_lines() -> Iterator[str]:
     yield f'.TH SIRCHAT 1 "" "sirchat {__version__}"'
-    yield from (".SH NAME", f"sirchat \\- {_NAME}", ".SH SYNOPSIS")
-    for line in _USES:
+    yield from (".SH NAME", f"sirchat \\- {_SUMMARY}", ".SH SYNOPSIS")
+    for line in _SYNOPSIS:
         yield from (".nf", _escape_roff(line), ".fi")
-    yield from (".SH DESCRIPTION", *map(_escape_roff, textwrap.wrap(_ABOUT, 78)), ".SH COMMANDS")
+    yield from (
+        ".SH DESCRIPTION",
+        *map(_escape_roff, textwrap.wrap(_DESCRIPTION, 78)),
+        ".SH COMMANDS",
+    )
     for commands in groups().values():
         for name, meaning in commands.items():
             yield from (".TP", f".B {name}", _escape_roff(f"{meaning}; for example:"), ".br")
@@ -166,7 +170,7 @@ def _manual_lines() -> Iterator[str]:
                 _escape_roff(field.description or ""),
             )
     yield ".SH EXIT STATUS"
-    for code, meaning in _STATUS:
+    for code, meaning in _EXIT_CODES:
         yield from (".TP", f".B {code}", meaning)
     yield ".SH FILES"
     yield _escape_roff("sirchat paths lists all files of sirchat, and says how to remove them.")

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from sirchat.models.model import LoadedModel
     from sirchat.models.progress import Progress
 
-_NOT_FLAGS = ("description", "policy_options")
-_NUMBERS = {int: "INT", float: "FLOAT"}
+_SETTINGS_WITHOUT_FLAG = ("description", "policy_options")
+_NUMBER_METAVARS = {int: "INT", float: "FLOAT"}
 
 Trust = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
@@ -33,12 +33,12 @@ Trust = Annotated[
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
-def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
+def with_setting_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: add a flag for every setting to a command.
 
     The command gets, as `flags`, a dictionary of the settings that the user gave, by name.
     """
-    extra = _parameters()
+    extra = _flag_parameters()
 
     def run(**values: Any) -> Any:
         given = {name: values.pop(name) for name in extra}
@@ -65,9 +65,9 @@ def complete_model(incomplete: str) -> list[str]:
 
 def complete_session(incomplete: str) -> list[str]:
     """For the shell's completion: names and ids of saved chats that begin with the typed text."""
-    from sirchat.saved.session_list import MOST_LISTED, list_sessions
+    from sirchat.saved.session_list import MAX_LISTED, list_sessions
 
-    saved = list_sessions(sessions_dir(), MOST_LISTED).sessions
+    saved = list_sessions(sessions_dir(), MAX_LISTED).sessions
     names = ["last", *(chat.name for chat in saved if chat.name), *(chat.id for chat in saved)]
     return _completer(lambda: names)(incomplete)
 
@@ -102,7 +102,7 @@ def open_session(
             from sirchat.chat.session import Session
             from sirchat.models.learning import announce_learned, learn_in_background
 
-        model = load(profile, trust, report)
+        model = load_profile_model(profile, trust, report)
         # To quantize weights, all are loaded unpacked: more memory than a second process may take.
         may_learn = profile.device_map == "off" and profile.quantize not in ("int8", "int4")
         profile, told = with_model_defaults(profile, model), ""
@@ -130,24 +130,24 @@ def without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def load(
+def load_profile_model(
     profile: Profile, trust: bool, report: "Progress | None" = None, *, for_hub: bool = False
 ) -> "LoadedModel":
     """Load a profile's model; `for_hub`: module and tokenizer are classes of transformers."""
     with interruptible_imports():
-        from sirchat.memory.archive_folder import sweep
+        from sirchat.memory.archive_folder import remove_stale_folders
         from sirchat.models.load import load_model_of
 
-    sweep(archives_dir())
+    remove_stale_folders(archives_dir())
     gc.freeze()  # imported objects stay; searching them for garbage would delay typing
     return load_model_of(profile, trust_remote_code=trust, progress=report, for_hub=for_hub)
 
 
-def _parameters() -> dict[str, inspect.Parameter]:
+def _flag_parameters() -> dict[str, inspect.Parameter]:
     flags: dict[str, tuple[type, Any]] = {
         "profile": (
             str,
-            _flag(
+            _settings_option(
                 "--profile",
                 "-p",
                 help="A profile's name, or a YAML file.",
@@ -156,7 +156,7 @@ def _parameters() -> dict[str, inspect.Parameter]:
         ),
         "option": (
             list[str],
-            _flag(
+            _settings_option(
                 "--option",
                 "-o",
                 metavar="KEY=VALUE",
@@ -165,7 +165,7 @@ def _parameters() -> dict[str, inspect.Parameter]:
         ),
         "trust_policy": (
             list[str],
-            _flag(
+            _settings_option(
                 "--trust-policy",
                 metavar="MODULE:CLASS",
                 help="Let a profile or a saved chat use this policy, whose code then runs.",
@@ -173,8 +173,8 @@ def _parameters() -> dict[str, inspect.Parameter]:
         ),
     }
     for name, field in Profile.model_fields.items():
-        if name not in _NOT_FLAGS:  # the profile parses and checks a text later
-            flags[name] = (bool if field.annotation is bool else str, _setting_flag(name, field))
+        if name not in _SETTINGS_WITHOUT_FLAG:  # the profile parses and checks a text later
+            flags[name] = (bool if field.annotation is bool else str, _setting_option(name, field))
     return {
         name: inspect.Parameter(
             name,
@@ -186,7 +186,7 @@ def _parameters() -> dict[str, inspect.Parameter]:
     }
 
 
-def _setting_flag(name: str, field: Any) -> Any:
+def _setting_option(name: str, field: Any) -> Any:
     names = [f"--{name.replace('_', '-')}"]
     if field.annotation is bool:
         names[0] += names[0].replace("--", "/--no-")
@@ -203,10 +203,10 @@ def _setting_flag(name: str, field: Any) -> Any:
         complete = complete_model
     default = "none" if field.default is None else str(field.default).lower()
     help_text = f"{field.description} [default: {default}]"
-    return _flag(*names, help=help_text, autocompletion=complete, metavar=metavar)
+    return _settings_option(*names, help=help_text, autocompletion=complete, metavar=metavar)
 
 
-def _flag(*names: str, **options: Any) -> Any:
+def _settings_option(*names: str, **options: Any) -> Any:
     return typer.Option(*names, show_default=False, rich_help_panel="Settings", **options)
 
 
@@ -220,8 +220,8 @@ def _metavar(annotation: Any) -> str | None:
         return "|".join(kinds)
     if typing.get_origin(kinds[0]) is Annotated:  # a number with limits, or a word
         number, words = typing.get_args(kinds[0])[0], map(typing.get_args, kinds[1:])
-        return "|".join([_NUMBERS[number], *(word for some in words for word in some)])
-    return None if bool in kinds else _NUMBERS.get(kinds[0], "TEXT")
+        return "|".join([_NUMBER_METAVARS[number], *(word for some in words for word in some)])
+    return None if bool in kinds else _NUMBER_METAVARS.get(kinds[0], "TEXT")
 
 
 def _completer(names: Callable[[], list[str]]) -> Callable[[str], list[str]]:

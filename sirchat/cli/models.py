@@ -78,7 +78,7 @@ def models_list(
     for folder in places:
         if not folder.is_dir():
             raise UsageError(f"--in: there is no folder {str(folder)!r}")
-    profile, free = _profile(budget), free_memory()
+    profile, free = _resolve_profile(budget), free_memory()
     models: list[ListedModel] = []
     found = find_models(places)
     if all(model.name != profile.model for model in found):  # a file or a folder elsewhere
@@ -123,7 +123,7 @@ def models_fit(
     from sirchat.models.listing import find_model
     from sirchat.models.shape import free_memory
 
-    fit = compute_fit(find_model(name), _profile(None), free_memory())
+    fit = compute_fit(find_model(name), _resolve_profile(None), free_memory())
     if not json:
         from sirchat.ui.lists import print_fit
 
@@ -157,9 +157,9 @@ def models_default(
         return
     require_available(name)
     path = write_default_setting("model", name)
-    _say(f"{name} is now the default model ({paths.abbreviated(path)})")
+    _print_remark(f"{name} is now the default model ({paths.with_tilde(path)})")
     if (other := os.environ.get("SIRCHAT_MODEL")) and other != name:
-        _say(f"here the environment variable SIRCHAT_MODEL still says {other}")
+        _print_remark(f"here the environment variable SIRCHAT_MODEL still says {other}")
 
 
 @models_app.command("pull")
@@ -202,7 +202,7 @@ def models_pull(
             shape_of_folder(folder)
         except ModelError as error:
             use = str(error.args[0]).replace(str(folder), "it")
-    _say(f"{pulled.name}: {format_bytes(pulled.size)}; {use}")
+    _print_remark(f"{pulled.name}: {format_bytes(pulled.size)}; {use}")
 
 
 @models_app.command("recommend")
@@ -217,7 +217,7 @@ def models_recommend(debug: Debug = False) -> None:
     from sirchat.ui.lists import format_bytes
 
     free = free_memory()
-    model = recommend_model(free, on_cpu=uses_cpu(_profile(None)))
+    model = recommend_model(free, on_cpu=uses_cpu(_resolve_profile(None)))
     there = "the system does not say what is free"
     if free is not None:
         is_more = "more than is " if model["memory"] > free else ""
@@ -255,11 +255,11 @@ def models_prepared(
             file.path.unlink(missing_ok=True)
         if not json:
             day = local_time(file.used).strftime("%Y-%m-%d")
-            model = paths.abbreviated(Path(file.model)) if file.model else "damaged"
+            model = paths.with_tilde(Path(file.model)) if file.model else "damaged"
             typer.echo(displayable_line(f"{format_bytes(file.size):>7}  {day}  {model}"))
     total = format_bytes(sum(file.size for file in found))
-    _say(
-        f"{'deleted' if remove else 'in all'}: {total} in {paths.abbreviated(paths.prepared_dir())}"
+    _print_remark(
+        f"{'deleted' if remove else 'in all'}: {total} in {paths.with_tilde(paths.prepared_dir())}"
     )
 
 
@@ -299,7 +299,7 @@ def _model_data(model: FoundModel) -> dict[str, object]:
     }
 
 
-def _profile(budget: str | None) -> Profile:
+def _resolve_profile(budget: str | None) -> Profile:
     return resolve(None, {"budget": budget} if budget else {}, os.environ)
 
 
@@ -313,5 +313,5 @@ def _print_json(data: object) -> None:
     typer.echo(json_format.dumps(data, indent=2))
 
 
-def _say(text: str) -> None:
+def _print_remark(text: str) -> None:
     typer.echo(displayable_line(text), err=True)

@@ -5,9 +5,9 @@ from typing import Annotated, Any
 
 import typer
 
-from sirchat.cli.flags import profile_from_flags, with_settings
+from sirchat.cli.flags import profile_from_flags, with_setting_flags
 from sirchat.config.profile_files import init_profile, list_profiles, profile_as_yaml, profile_path
-from sirchat.config.values import as_typed
+from sirchat.config.values import format_setting
 from sirchat.memory.policies import import_typed, policy_class
 from sirchat.paths import user_profiles_dir
 from sirchat.ui.text import displayable, displayable_line
@@ -33,13 +33,13 @@ def profiles_list() -> None:
 
     table = Table("name", "description", "from", box=None)
     for profile in list_profiles():
-        cells = (profile.name, profile.description, "sirchat" if profile.shipped else "you")
+        cells = (profile.name, profile.description, "sirchat" if profile.is_shipped else "you")
         table.add_row(*(Text(displayable_line(cell)) for cell in cells))
     make_console().print(table)
 
 
 @profiles_app.command("show")
-@with_settings
+@with_setting_flags
 def profiles_show(
     name: Annotated[str, typer.Argument(help="A profile's name, or a YAML file.")],
     flags: dict[str, Any],
@@ -90,7 +90,7 @@ def policies_show(
     policy, console = policy_class(name), make_console()
     lines = (policy.__doc__ or "").strip().split("\n\n")
     for field in fields(policy):
-        option = f"--option {field.name}={as_typed(field.default)}"
+        option = f"--option {field.name}={format_setting(field.default)}"
         option = (
             f"--recent {field.default}" if field.name == "recent" else option
         )  # which is a setting

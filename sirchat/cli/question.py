@@ -9,13 +9,13 @@ from contextlib import suppress
 
 from sirchat.errors import UsageError
 from sirchat.text.text_file import decode_text, is_missing
-from sirchat.text.transcript import MOST_BYTES
+from sirchat.text.transcript import MAX_LINE_BYTES
 from sirchat.ui.attaching import load_attachments, mentioned_names
 from sirchat.ui.text import pluralize, shorten
 
-_PATIENCE = 2.0  # seconds without input after which a line says what is waited for
-_NAME = "standard input"
-_LISTED = 1000  # most characters of a list of files
+_QUIET_SECONDS = 2.0  # seconds without input after which a line says what is waited for
+_STDIN_NAME = "standard input"
+_MAX_LIST_CHARS = 1000  # most characters of a list of files
 
 
 def read_question(
@@ -36,7 +36,11 @@ def read_question(
         attached = load_attachments(name)
         blocks += [file.block for file in attached]
         if (names := [file.name for file in attached]) != [name]:
-            note(shorten(f"{name}: {pluralize(len(names), 'file')}, {', '.join(names)}", _LISTED))
+            note(
+                shorten(
+                    f"{name}: {pluralize(len(names), 'file')}, {', '.join(names)}", _MAX_LIST_CHARS
+                )
+            )
     has_question = bool(words.strip() or files) and not is_named
     is_read = is_named or (has_input and sys.stdin is not None and not sys.stdin.isatty())
     given = _read_input(has_question, note) if is_read else ""
@@ -51,19 +55,19 @@ def read_question(
 
 def _read_input(has_question: bool, note: Callable[[str], None]) -> str:
     """The text from standard input, "" if that is a file that a loop reads."""
-    if has_question and _is_begun():
-        note(f"{_NAME} is a file that a loop or another command reads, so it is left alone")
+    if has_question and _is_partly_read():
+        note(f"{_STDIN_NAME} is a file that a loop or another command reads, so it is left alone")
         return ""
-    if not (sys.stdin.isatty() or _comes_soon()):
+    if not (sys.stdin.isatty() or _has_input_soon()):
         without = "; < /dev/null, or --no-input, asks without it" if has_question else ""
-        note(f"waiting for {_NAME} to end{without}")
-    data = sys.stdin.buffer.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise UsageError(f"{_NAME} is too long; allowed: up to {MOST_BYTES:,} bytes")
-    return decode_text(_NAME, data).strip("\n")
+        note(f"waiting for {_STDIN_NAME} to end{without}")
+    data = sys.stdin.buffer.read(MAX_LINE_BYTES + 1)
+    if len(data) > MAX_LINE_BYTES:
+        raise UsageError(f"{_STDIN_NAME} is too long; allowed: up to {MAX_LINE_BYTES:,} bytes")
+    return decode_text(_STDIN_NAME, data).strip("\n")
 
 
-def _is_begun() -> bool:
+def _is_partly_read() -> bool:
     """Whether standard input is a regular file of which a part was read before."""
     with suppress(OSError, ValueError):
         number = sys.stdin.fileno()
@@ -72,9 +76,9 @@ def _is_begun() -> bool:
     return False
 
 
-def _comes_soon() -> bool:
+def _has_input_soon() -> bool:
     """Whether standard input has text, or ends, within a short time; True if nobody can tell."""
     with suppress(OSError, ValueError):
         if sys.platform != "win32":
-            return bool(select.select([sys.stdin.fileno()], [], [], _PATIENCE)[0])
+            return bool(select.select([sys.stdin.fileno()], [], [], _QUIET_SECONDS)[0])
     return True

@@ -12,7 +12,7 @@ from typing import Any
 
 from sirchat.errors import UsageError
 
-TEXT = """\
+OVERVIEW = """\
 Usage: sirchat [SETTINGS]              open a chat
        sirchat [SETTINGS] < FILE       replay a transcript
        sirchat COMMAND ...
@@ -124,7 +124,7 @@ EXAMPLES: dict[str, str] = {
     "train anchor": "sirchat train anchor --model ./my-llama --data text.jsonl --out anchored",
 }
 
-_LAB = ("compare", "eval", "bench", "train")
+_LAB_COMMANDS = ("compare", "eval", "bench", "train")
 
 
 def groups() -> dict[str, dict[str, str]]:
@@ -132,12 +132,12 @@ def groups() -> dict[str, dict[str, str]]:
     if find_spec("sirchat.lab") is not None:
         return GROUPS
     return {
-        group: {name: line for name, line in commands.items() if name not in _LAB}
+        group: {name: line for name, line in commands.items() if name not in _LAB_COMMANDS}
         for group, commands in GROUPS.items()
     }
 
 
-def laboratory(name: str) -> ModuleType:
+def lab_module(name: str) -> ModuleType:
     """A module of the laboratory; UsageError where that is not installed."""
     if find_spec("sirchat.lab") is None:
         raise UsageError("this command needs sirchat.lab, which is not installed")
@@ -157,14 +157,14 @@ def command_modules() -> dict[str, str]:
         "models": "sirchat.cli.models",
         "policies": "sirchat.cli.profiles",
         "profiles": "sirchat.cli.profiles",
-        **{name: f"sirchat.lab.commands.{name}" for name in _LAB},
+        **{name: f"sirchat.lab.commands.{name}" for name in _LAB_COMMANDS},
     }
     return {name: module for name, module in modules.items() if name in commands()}
 
 
 def overview() -> str:
     """The text of `sirchat --help`, at most 79 columns wide."""
-    return TEXT.format(
+    return OVERVIEW.format(
         **{
             group: textwrap.indent("\n".join(f"{n:<12}{t}" for n, t in commands.items()), "  ")
             for group, commands in groups().items()
@@ -172,7 +172,7 @@ def overview() -> str:
     )
 
 
-def with_example(command: Any, name: str) -> Any:
+def add_example(command: Any, name: str) -> Any:
     """Put the example for the command `name` at the beginning of its help; returns the command."""
     example = f"Example: {EXAMPLES.get(name, '')}"
     if name in EXAMPLES and not (command.help or "").startswith(example):

@@ -16,15 +16,15 @@ from urllib.parse import urlsplit
 import typer
 
 from sirchat import paths
+from sirchat.cli.ask_port import open_ask_port
 from sirchat.cli.flags import (
     Debug,
     Trust,
-    load,
+    load_profile_model,
     profile_from_flags,
-    with_settings,
+    with_setting_flags,
     without_garbage_collection,
 )
-from sirchat.cli.own_server import own_port
 from sirchat.config.profile import Profile
 from sirchat.errors import SirchatError, UsageError, format_value
 from sirchat.memory.policies import policy_class
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 
 serve_app = typer.Typer(add_completion=False)
 
-_SECONDS = 3  # after a signal, for which open connections may end
-_CONNECTIONS = 4096  # at most, as far as the system allows so many files
+_SHUTDOWN_SECONDS = 3  # after a signal, for which open connections may end
+_MAX_CONNECTIONS = 4096  # at most, as far as the system allows so many files
 _BACKLOG = 128  # connections that wait to be taken, a few at once
-_FILES = 256  # that the program needs beside its connections
-_UNITS = {"s": 1, "m": 60, "h": 3600}
+_RESERVED_FILES = 256  # that the program needs beside its connections
+_UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
 @serve_app.command()
-@with_settings
+@with_setting_flags
 def serve(
     flags: dict[str, Any],
     host: Annotated[
@@ -110,15 +110,15 @@ def serve(
             f"--host {format_value(host)} lets other machines ask, so an API key is needed",
             hint="set SIRCHAT_API_KEY, or give --api-key",
         )
-    seconds, origins = _seconds(idle), [_origin(url) for url in cors or ()]
+    seconds, origins = _parse_duration(idle), [_parse_origin(url) for url in cors or ()]
     profile = profile_from_flags(flags)
-    with _bind_tcp_socket(host, port) as listener, own_port(profile.model) as own:
+    with _bind_tcp_socket(host, port) as listener, open_ask_port(profile.model) as own:
         limits = {"conversations": conversations, "saved": saved, "queue": queue, "reuse": reuse}
         server = load_server(profile, trust_remote_code, limits, host, api_key, origins)
         app, sockets = server.app, [listener]
         if own is not None:
             app, sockets = own[0].opened(app), [listener, own[1]]
-        _run(server, _Activity(app), sockets, host, idle=seconds, debug=debug)
+        _run(server, _IdleClock(app), sockets, host, idle=seconds, debug=debug)
 
 
 def load_server(
@@ -143,7 +143,7 @@ def load_server(
             from sirchat.models.new_thread import call_in_new_thread
             from sirchat.server.app import Limits, open_server
         return open_server(
-            call_in_new_thread(lambda: load(profile, trust, report)),
+            call_in_new_thread(lambda: load_profile_model(profile, trust, report)),
             profile,
             Limits(**limits),
             folder=paths.served_dir(),
@@ -153,7 +153,7 @@ def load_server(
         )
 
 
-def _seconds(text: str) -> float:
+def _parse_duration(text: str) -> float:
     """The seconds of a time such as 90s, 10m or 2h; infinity for 0, which means never."""
     match = re.fullmatch(r"(\d{1,6})([smh]?)", text)
     if match is None or (match[2] == "" and match[1] != "0"):
@@ -161,10 +161,10 @@ def _seconds(text: str) -> float:
             f"--idle can't be {format_value(text)}; allowed: seconds, minutes or hours",
             hint="such as 90s, 10m or 2h; 0 for never",
         )
-    return int(match[1]) * _UNITS.get(match[2], 1) or math.inf
+    return int(match[1]) * _UNIT_SECONDS.get(match[2], 1) or math.inf
 
 
-def _origin(url: str) -> str:
+def _parse_origin(url: str) -> str:
     """The origin of a web site, as browsers send it; UsageError if the URL has none."""
     try:
         parts = urlsplit(url)
@@ -195,7 +195,7 @@ def _bind_tcp_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
-class _Activity:
+class _IdleClock:
     """ASGI middleware that measures how long the server has had no request.
 
     GET requests do not count: a page that shows conversations sends them all the time.
@@ -222,7 +222,7 @@ class _Activity:
 
 def _run(
     server: "ChatServer",
-    activity: _Activity,
+    activity: _IdleClock,
     sockets: list[socket.socket],
     host: str,
     *,
@@ -233,7 +233,7 @@ def _run(
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    most = _most_connections()
+    most = _connection_limit()
 
     class Connection(H11Protocol):
         """Of too many, the oldest closes that has no whole request, or that nobody reads."""
@@ -270,7 +270,7 @@ def _run(
         http=Connection,
         backlog=_BACKLOG // 8,
         log_level="debug" if debug else "warning",
-        timeout_graceful_shutdown=_SECONDS,
+        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
         server_header=False,
     )
     logging.getLogger("sirchat").setLevel(logging.DEBUG if debug else logging.WARNING)
@@ -290,10 +290,14 @@ def _run(
         server.replies.join()
 
 
-def _most_connections() -> int:
+def _connection_limit() -> int:
     if sys.platform == "win32":
-        return _CONNECTIONS
+        return _MAX_CONNECTIONS
     import resource
 
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return _CONNECTIONS if files < 0 else min(_CONNECTIONS, max(files // 4, files - _FILES))
+    return (
+        _MAX_CONNECTIONS
+        if files < 0
+        else min(_MAX_CONNECTIONS, max(files // 4, files - _RESERVED_FILES))
+    )

@@ -11,7 +11,7 @@ import typer
 
 from sirchat import paths
 from sirchat.cli.flags import Debug, complete_session
-from sirchat.cli.registry import laboratory
+from sirchat.cli.registry import lab_module
 from sirchat.errors import SessionError, UsageError, format_value
 from sirchat.paths import open_private, sessions_dir, write_private
 from sirchat.ui.text import displayable, displayable_line, pluralize
@@ -43,17 +43,17 @@ def sessions_list(
 ) -> None:
     """List the saved chats, newest first."""
     from sirchat.config.profile_files import resolve
-    from sirchat.saved.session_list import MOST_LISTED, key_value_bytes, list_sessions
+    from sirchat.saved.session_list import MAX_LISTED, key_value_bytes, list_sessions
     from sirchat.ui.lists import SessionLines, format_bytes, print_sessions
     from sirchat.ui.screen import make_console
 
-    listing = list_sessions(sessions_dir(), None if every else MOST_LISTED)
+    listing = list_sessions(sessions_dir(), None if every else MAX_LISTED)
     if listing.sessions:
         print_sessions(SessionLines(listing.sessions), make_console())
     else:
         typer.echo("there are no saved chats", err=True)
-    if listing.unread:
-        typer.echo(f"and {listing.unread:,} older ones: sirchat sessions list --all", err=True)
+    if listing.more_count:
+        typer.echo(f"and {listing.more_count:,} older ones: sirchat sessions list --all", err=True)
     if size := key_value_bytes(sessions_dir()):
         limit = resolve(None, {}, os.environ).save_kv_limit
         typer.echo(
@@ -61,7 +61,7 @@ def sessions_list(
             "sirchat sessions trim SIZE makes room",
             err=True,
         )
-    for refused in listing.refused:
+    for refused in listing.errors:
         typer.echo(displayable_line(f"sirchat: {refused}"), err=True)
 
 
@@ -73,20 +73,20 @@ def sessions_search(
     debug: Debug = False,
 ) -> None:
     """Find saved chats by what was said in them; the best match comes first."""
-    from sirchat.saved.search import nothing_found, search_sessions
+    from sirchat.saved.search import nothing_found_error, search_sessions
     from sirchat.ui.lists import SessionLines, print_sessions
     from sirchat.ui.screen import make_console
 
     text = " ".join(words)
     result = search_sessions(sessions_dir(), text)
     if not result.hits:
-        raise nothing_found(text, result)
-    lines = {hit.session.id: hit.line for hit in result.hits}
+        raise nothing_found_error(text, result)
+    lines = {hit.session.id: hit.snippet for hit in result.hits}
     chats = SessionLines([hit.session for hit in result.hits], matches=lines)
     print_sessions(chats, make_console())
-    if result.more:
+    if result.more_count:
         typer.echo(
-            f"and {result.more:,} more with a weaker match; add words to find fewer", err=True
+            f"and {result.more_count:,} more with a weaker match; add words to find fewer", err=True
         )
 
 
@@ -128,14 +128,14 @@ def sessions_rm(
             raise UsageError(
                 f"{path.stem} is not deleted: deleting needs a confirmation", hint="add --yes"
             )
-        typer.echo(_description(chat) if chat else f"{path.stem}, which can't be read", err=True)
+        typer.echo(_describe_chat(chat) if chat else f"{path.stem}, which can't be read", err=True)
         if not typer.confirm("delete this chat?", err=True):
             typer.echo("nothing is deleted", err=True)
             raise typer.Exit(1)
-    messages = _messages_of_user(path)
+    messages = _user_messages(path)
     remove_session(path)
     typer.echo(displayable_line(f"removed chat {path.stem}"), err=True)
-    _tell_or_erase_typed_lines(messages, erases=history)
+    _handle_typed_lines(messages, erases=history)
     family = [other for other in listed if chat and other.family == chat.family and other != chat]
     if family:
         left = pluralize(len(family), "chat")
@@ -214,7 +214,7 @@ def sessions_map(
         raise UsageError(f"--out can't be {format_value(out.name)}: it must end in .svg or .png")
     _refuse_existing(out, force)
     with SessionStore.read(path) as store:
-        image = laboratory("pictures").picture_of_memory(store, out.suffix[1:])
+        image = lab_module("pictures").picture_of_memory(store, out.suffix[1:])
     write_private(out, image, replaces=force)
     typer.echo(displayable_line(f"wrote {out}"), err=True)
 
@@ -224,13 +224,13 @@ def _refuse_existing(file: Path, force: bool) -> None:
         raise UsageError(f"{file} exists", hint="--force replaces it")
 
 
-def _description(chat: "SavedSession") -> str:
+def _describe_chat(chat: "SavedSession") -> str:
     name = f", called {format_value(chat.name)}" if chat.name else ""
-    begins = f', begins "{chat.first}"' if chat.first else ""
+    begins = f', begins "{chat.first_message}"' if chat.first_message else ""
     return displayable_line(f"{chat.id}{name}: {chat.turns:,} messages{begins}")
 
 
-def _messages_of_user(path: Path) -> set[str]:
+def _user_messages(path: Path) -> set[str]:
     """What the user said in a saved chat; empty if the file can't be read."""
     from sirchat.saved.store import SessionStore
 
@@ -239,7 +239,7 @@ def _messages_of_user(path: Path) -> set[str]:
     return set()
 
 
-def _tell_or_erase_typed_lines(messages: set[str], *, erases: bool) -> None:
+def _handle_typed_lines(messages: set[str], *, erases: bool) -> None:
     """Say how many of these messages are lines of the input history; erase them there if asked."""
     if not paths.history_file().is_file():
         return
@@ -253,7 +253,7 @@ def _tell_or_erase_typed_lines(messages: set[str], *, erases: bool) -> None:
         history.erase(lambda line: line.strip() in messages)
         typer.echo(f"{lines} erased from the input history", err=True)
     else:
-        file = displayable_line(paths.abbreviated(paths.history_file()))
+        file = displayable_line(paths.with_tilde(paths.history_file()))
         typer.echo(
             f"{lines} of this chat left in the input history, {file} (--history erases such lines)",
             err=True,

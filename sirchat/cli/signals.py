@@ -10,8 +10,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-_ENDING = ("SIGTERM", "SIGHUP", "SIGQUIT")  # the last comes with Ctrl-\
-_SECONDS = 1.0  # from a signal to the check whether the program is ending
+_EXIT_SIGNALS = ("SIGTERM", "SIGHUP", "SIGQUIT")  # the last comes with Ctrl-\
+_GRACE_SECONDS = 1.0  # from a signal to the check whether the program is ending
 
 
 def prepare_streams() -> str:
@@ -34,18 +34,18 @@ def install_exit_handlers() -> None:
 
     Ctrl-Z shows the cursor, which a progress bar may have hidden.
     """
-    leave = _Leave()
-    sys.unraisablehook = leave.send_again
+    exit_handler = _ExitHandler()
+    sys.unraisablehook = exit_handler.send_ignored_again
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-    for name in _ENDING:
+    for name in _EXIT_SIGNALS:
         number = getattr(signal, name, None)  # Windows lacks some signals
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, leave)
+            signal.signal(number, exit_handler)
     if hasattr(signal, "SIGTSTP") and signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
         signal.signal(signal.SIGTSTP, _suspend)
 
 
-def leave_terminal() -> None:
+def restore_terminal() -> None:
     """Show the cursor, which an interrupted progress bar may have hidden; then signals end at once.
 
     This is the last step of every command, also after an error.
@@ -55,24 +55,24 @@ def leave_terminal() -> None:
     if "rich.live" in sys.modules:
         _show_cursor()
     with suppress(ValueError):
-        signal.signal(signal.SIGINT, _leave_at_once)
-        for name in _ENDING:
-            if isinstance(signal.getsignal(getattr(signal, name, 0)), _Leave):
-                signal.signal(getattr(signal, name), _leave_at_once)
+        signal.signal(signal.SIGINT, _exit_at_once)
+        for name in _EXIT_SIGNALS:
+            if isinstance(signal.getsignal(getattr(signal, name, 0)), _ExitHandler):
+                signal.signal(getattr(signal, name), _exit_at_once)
 
 
-def exit_while_loading(leaving: SystemExit) -> None:
+def exit_while_loading(exit_request: SystemExit) -> None:
     """End the process at once if a thread still loads a model, as Python can't stop it."""
     opening = sys.modules.get("sirchat.ui.startup")  # not imported, so not running
     if opening is None or all(
         thread.name != opening.LOADER_THREAD for thread in threading.enumerate()
     ):
         return
-    leave_terminal()
-    _exit(leaving.code if isinstance(leaving.code, int) else 0)
+    restore_terminal()
+    _exit(exit_request.code if isinstance(exit_request.code, int) else 0)
 
 
-class _Leave:
+class _ExitHandler:
     """Signal handler: the first signal raises SystemExit, a later one ends the program at once.
 
     Those in the second after it are ignored: a terminal that is closed sends several.
@@ -84,12 +84,12 @@ class _Leave:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self._since is not None:
-            if time.monotonic() > self._since + _SECONDS:
+            if time.monotonic() > self._since + _GRACE_SECONDS:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
         self._since = time.monotonic()
-        watch = threading.Timer(_SECONDS, self._insist, (number,))
+        watch = threading.Timer(_GRACE_SECONDS, self._send_swallowed_again, (number,))
         watch.daemon = True
         with suppress(RuntimeError):  # no thread can be started: Python is ending
             watch.start()
@@ -104,9 +104,9 @@ class _Leave:
             return
         sys.exit(128 + number)
 
-    def _insist(self, number: int) -> None:
+    def _send_swallowed_again(self, number: int) -> None:
         """Send the signal again, if a library has caught the SystemExit and the program goes on."""
-        if not isinstance(signal.getsignal(number), _Leave):  # `leave_terminal` ran
+        if not isinstance(signal.getsignal(number), _ExitHandler):  # `restore_terminal` ran
             return
         handled = sys._current_exceptions().get(threading.main_thread().ident or 0)
         error = handled[1] if isinstance(handled, tuple) else handled  # a tuple until Python 3.11
@@ -117,10 +117,10 @@ class _Leave:
         self._since = None
         os.kill(os.getpid(), number)
 
-    def send_again(self, ignored: "sys.UnraisableHookArgs") -> None:
+    def send_ignored_again(self, ignored: "sys.UnraisableHookArgs") -> None:
         """Send a signal again whose exception Python has ignored, as it does in `__del__`."""
         code = getattr(ignored.exc_value, "code", None)
-        if _is_ending(code):
+        if _is_exit_code(code):
             number = int(code)  # type: ignore[arg-type]
             self._since = None
         elif isinstance(ignored.exc_value, KeyboardInterrupt):
@@ -149,11 +149,11 @@ def _suspend(number: int, frame: FrameType | None) -> None:
     signal.signal(number, _suspend)
 
 
-def _is_ending(code: object) -> bool:
-    return code in {128 + getattr(signal, name, 0) for name in _ENDING} - {128}
+def _is_exit_code(code: object) -> bool:
+    return code in {128 + getattr(signal, name, 0) for name in _EXIT_SIGNALS} - {128}
 
 
-def _leave_at_once(number: int, frame: FrameType | None) -> None:
+def _exit_at_once(number: int, frame: FrameType | None) -> None:
     _exit(128 + number)
 
 

@@ -13,23 +13,23 @@ from pydantic_core import PydanticCustomError
 from sirchat.memory import policies
 from sirchat.memory.registry import BEST_RETRIEVER, RETRIEVERS
 
-_MIN_EVICTABLE = 16  # least number of cache slots beside the sinks
-_MANY = 10**9  # more tokens than any conversation has
-_MOST_BYTES = 2**62
-_Count = Annotated[int, Field(ge=0, le=_MANY)]
-_AtLeastOne = Annotated[int, Field(ge=1, le=_MANY)]
+_MIN_EVICTABLE_TOKENS = 16  # least number of cache slots beside the sinks
+_MAX_TOKENS = 10**9  # more tokens than any conversation has
+_MAX_SIZE_BYTES = 2**62
+_Count = Annotated[int, Field(ge=0, le=_MAX_TOKENS)]
+_PositiveCount = Annotated[int, Field(ge=1, le=_MAX_TOKENS)]
 
 # The settings that can't change during a conversation.
-FIXED = (
+FIXED_SETTINGS = (
     *("description", "model", "device", "device_map", "dtype", "quantize", "unpack_dtype"),
     *("cache_dtype", "compile", "threads", "recall_encoder", "learn_encoder", "seed"),
     "save",
 )
-LEAST_TEMPERATURE = 0.01  # above 0; it nearly always samples the most likely token
+MIN_TEMPERATURE = 0.01  # above 0; it nearly always samples the most likely token
 # What is gone since 0.1.0, and a saved chat or profile may have: settings, which do nothing now,
 # and values, with those in their place.
-_RETIRED = {"recall_from", "recall_scope"}
-_FORMER = {
+_REMOVED_SETTINGS = {"recall_from", "recall_scope"}
+_REPLACED_VALUES = {
     "policy": dict.fromkeys(("kvzip", "learned", "vase"), "salience"),
     "recall": dict.fromkeys(("attention", "random"), "words"),
 }
@@ -37,8 +37,8 @@ _FORMER = {
 
 def rename_old_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """Convert settings, by name, that an earlier version of sirchat has written."""
-    renamed = {key: value for key, value in values.items() if key not in _RETIRED}
-    for key, names in _FORMER.items():
+    renamed = {key: value for key, value in values.items() if key not in _REMOVED_SETTINGS}
+    for key, names in _REPLACED_VALUES.items():
         if isinstance(value := renamed.get(key), str) and value in names:
             renamed[key] = names[value]
             renamed |= {"policy_options": {}} if key == "policy" else {}
@@ -92,7 +92,7 @@ class Profile(BaseModel):
     """Eviction policy, which chooses the tokens that stay in the cache: a name, or module:Class."""
     policy_options: dict[str, int | float | bool | str | None] = {}
     """Options of the policy by name, such as {sample: 192}."""
-    budget: Annotated[int, Field(le=_MANY)] = 1024
+    budget: Annotated[int, Field(le=_MAX_TOKENS)] = 1024
     """Maximum number of tokens in the cache, sinks included. If not set, a chat takes half of the
     model's context length, but at least 1,024 and at most 4,096."""
     sinks: _Count = 4
@@ -107,7 +107,7 @@ class Profile(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=10)] = 0.0
     """How random the sampling is; 0 always takes the most likely token. If nothing is set, a chat
     uses the model's own generation settings, or 0.2."""
-    top_k: _AtLeastOne | None = None
+    top_k: _PositiveCount | None = None
     """Sample only among this many most likely tokens."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Sample only among the most likely tokens that together have this probability."""
@@ -117,7 +117,7 @@ class Profile(BaseModel):
     """Factor that makes tokens that appeared before less likely; 1 has no effect."""
     repetition_window: _Count = 64
     """How many of the newest tokens in the cache the penalty counts; 0 counts all."""
-    max_new_tokens: _AtLeastOne = 512
+    max_new_tokens: _PositiveCount = 512
     """Maximum number of tokens in one reply; a longer reply is cut."""
     stop_loops: bool = True
     """End a reply that writes the same passage again and again; /continue goes on with it."""
@@ -156,10 +156,10 @@ class Profile(BaseModel):
     learn_encoder: bool = True
     """Where the model has no encoder, learn one from its own states, once and in the background,
     for later chats; only of a model of some size, on a CPU, and if there is memory."""
-    recall_n: _AtLeastOne | Literal["auto"] = "auto"
+    recall_n: _PositiveCount | Literal["auto"] = "auto"
     """How many tokens are restored for a message at most; auto chooses by the budget,
     and of passages it leaves out those that do not fit."""
-    focus: Annotated[int, Field(ge=16, le=_MANY)] | Literal["auto", "off"] = "auto"
+    focus: Annotated[int, Field(ge=16, le=_MAX_TOKENS)] | Literal["auto", "off"] = "auto"
     """Answer a question about what was told before from at most so many tokens that recall finds;
     all else steps aside for this reply. auto does so, with 96 tokens, if the model's encoder file
     says that it then answers better."""
@@ -231,7 +231,7 @@ class Profile(BaseModel):
         *("description", "model", "device_map", "policy", "system", "json_schema", "recall_encoder")
     )
     @classmethod
-    def _text(cls, text: str | None) -> str | None:
+    def _require_utf8(cls, text: str | None) -> str | None:
         """Refuse lone surrogates, which are not UTF-8."""
         try:
             (text or "").encode()
@@ -241,7 +241,7 @@ class Profile(BaseModel):
 
     @field_validator("policy")
     @classmethod
-    def _known_policy(cls, name: str) -> str:
+    def _require_known_policy(cls, name: str) -> str:
         name = policies.ALIASES.get(name, name)
         if policies.is_path(name) or policies.is_policy(name):
             return name
@@ -249,47 +249,49 @@ class Profile(BaseModel):
 
     @field_validator("recall", mode="before")
     @classmethod
-    def _on_or_off(cls, value: object) -> object:
+    def _expand_on_and_off(cls, value: object) -> object:
         return {"on": BEST_RETRIEVER, "true": BEST_RETRIEVER, "false": "off"}.get(
             str(value).lower(), value
         )
 
     @field_validator("recall")
     @classmethod
-    def _known_retriever(cls, name: str) -> str:
+    def _require_known_retriever(cls, name: str) -> str:
         if name == "off" or name in RETRIEVERS:
             return name
         raise PydanticCustomError("recall", "unknown retriever")
 
     @field_validator("temperature")
     @classmethod
-    def _not_nearly_zero(cls, value: float) -> float:
+    def _require_usable_temperature(cls, value: float) -> float:
         """Near 0, the logits divided by it could overflow."""
-        if 0 < value < LEAST_TEMPERATURE:
+        if 0 < value < MIN_TEMPERATURE:
             raise PydanticCustomError("temperature", "nearly zero")
         return value
 
     @field_validator("archive_limit", "save_kv_limit")
     @classmethod
-    def _size(cls, text: str) -> str:
+    def _require_size(cls, text: str) -> str:
         if parse_size(text) is None:
             raise PydanticCustomError("size", "not a size")
         return text
 
     @model_validator(mode="after")
-    def _settings_fit_together(self) -> Profile:
-        least = self.sinks + _MIN_EVICTABLE
+    def _require_consistent_settings(self) -> Profile:
+        least = self.sinks + _MIN_EVICTABLE_TOKENS
         if self.budget < least:
-            rule = f"budget ({self.budget}) must be at least sinks + {_MIN_EVICTABLE} ({least})"
+            rule = (
+                f"budget ({self.budget}) must be at least sinks + {_MIN_EVICTABLE_TOKENS} ({least})"
+            )
             raise _conflict(rule, "budget", "sinks")
         if self.recent > self.budget:
             rule = f"recent ({self.recent}) must be at most the budget ({self.budget})"
             raise _conflict(rule, "recent", "budget")
         if self.recall != "off":
-            self._require_what_recall_needs()
+            self._require_recall_settings()
         return self
 
-    def _require_what_recall_needs(self) -> None:
+    def _require_recall_settings(self) -> None:
         retriever = RETRIEVERS.find(self.recall)
         if self.archive == "off":
             rule = "recall requires archive=ram or archive=disk"
@@ -312,7 +314,7 @@ def parse_size(text: str) -> int | None:
     number, prefix, binary = match.groups()
     power = " KMGT".index(prefix.upper()) if prefix else 0
     size = float(number) * (1024 if binary else 1000) ** power
-    return int(size) or None if size < _MOST_BYTES else None
+    return int(size) or None if size < _MAX_SIZE_BYTES else None
 
 
 for _field in Profile.model_fields.values():

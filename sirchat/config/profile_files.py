@@ -19,21 +19,23 @@ from pydantic_core import ErrorDetails
 from sirchat import paths
 from sirchat.config.profile import Profile, rename_old_settings
 from sirchat.config.values import (
-    allowed_in_words,
     allowed_values,
+    describe_allowed,
     parse_value,
     parse_yaml,
     require_setting,
     setting_types,
     yaml_line,
 )
-from sirchat.errors import SettingError, format_value, nearest
+from sirchat.errors import SettingError, did_you_mean, format_value
 from sirchat.memory import policies
 
 _OTHER_VARIABLES = ("PROFILE", "HOME", "DEBUG", "DATA")  # variables that are not settings
-_MISSPELT = 0.8  # least similarity of a misspelt variable to a setting's name
-_MOST_BYTES = 2**18  # of a profile
-_HOW_TO_SET = "# Remove the # in front of a setting to set it. The values shown are the defaults.\n"
+_MISSPELLING_CUTOFF = 0.8  # least similarity of a misspelt variable to a setting's name
+_MAX_PROFILE_BYTES = 2**18  # of a profile
+_PROFILE_HEADER = (
+    "# Remove the # in front of a setting to set it. The values shown are the defaults.\n"
+)
 
 Origin = Callable[[str], str]  # for a setting, the flag, variable or file that set its value
 
@@ -53,7 +55,7 @@ class ProfileInfo:
     name: str
     path: Path
     description: str
-    shipped: bool  # whether it comes with sirchat
+    is_shipped: bool  # whether it comes with sirchat
 
 
 def changed_profile(profile: Profile, source: str, /, **updates: object) -> Profile:
@@ -111,7 +113,7 @@ def resolve(
     files = [default] if default.is_file() else []
     if chosen:
         files.append(profile_path(chosen))
-    layers = [Layer(_load(path, trusted), _named(path)) for path in files]
+    layers = [Layer(_load(path, trusted), _file_origin(path)) for path in files]
     return merge_layers([*layers, _environment_layer(environ), _flag_layer(given)])
 
 
@@ -127,9 +129,9 @@ def profile_path(name_or_file: str) -> Path:
     """
     if name_or_file.endswith((".yaml", ".yml")) or os.sep in name_or_file or "/" in name_or_file:
         return Path(os.path.expanduser(name_or_file))
-    profiles = _named_profiles()
+    profiles = _profile_files()
     if name_or_file not in profiles:
-        hint = nearest(name_or_file, profiles) or f"profiles: {', '.join(sorted(profiles))}"
+        hint = did_you_mean(name_or_file, profiles) or f"profiles: {', '.join(sorted(profiles))}"
         raise SettingError(f"there is no profile {format_value(name_or_file)}", hint=hint)
     return profiles[name_or_file]
 
@@ -141,10 +143,10 @@ def load_profile(name_or_file: str, trusted: Collection[str] = ()) -> dict[str, 
 
 def list_profiles() -> list[ProfileInfo]:
     """All profiles by name; the user's hides one of the same name that comes with sirchat."""
-    shipped = paths.shipped_profiles_dir()
+    is_shipped = paths.shipped_profiles_dir()
     return [
-        ProfileInfo(name, path, _description(path), path.parent == shipped)
-        for name, path in sorted(_named_profiles().items())
+        ProfileInfo(name, path, _profile_description(path), path.parent == is_shipped)
+        for name, path in sorted(_profile_files().items())
     ]
 
 
@@ -168,8 +170,8 @@ def init_profile(name: str) -> Path:
         )
     path = paths.user_profiles_dir() / f"{name}.yaml"
     try:
-        paths.private_dir(path.parent)
-        text = f"{_HOW_TO_SET}\n{profile_as_yaml(Profile(), mark='#')}"
+        paths.make_private_dir(path.parent)
+        text = f"{_PROFILE_HEADER}\n{profile_as_yaml(Profile(), mark='#')}"
         paths.write_private(path, text, replaces=False)
     except FileExistsError:
         raise SettingError(
@@ -187,7 +189,7 @@ def write_default_setting(key: str, value: object) -> Path:
     """
     path = paths.user_profiles_dir() / "default.yaml"
     values = {**(_load(path) if path.exists() else {}), key: value}
-    check_values(Layer(values, _named(path)))
+    check_values(Layer(values, _file_origin(path)))
     line = yaml_line(key, value)
     try:
         text = path.read_text(encoding="utf-8-sig") if path.exists() else ""
@@ -202,7 +204,7 @@ def write_default_setting(key: str, value: object) -> Path:
             raise SettingError(
                 f"sirchat can't change {path}", hint=f"write this line into it: {line}"
             )
-        paths.private_dir(path.parent)
+        paths.make_private_dir(path.parent)
         paths.write_private(path, text, replaces=True)
     except OSError as error:
         raise SettingError(f"{path} can't be written: {error.strerror}") from None
@@ -229,24 +231,24 @@ def _value_error(detail: ErrorDetails, origin: Origin) -> SettingError:
     key, *inner = (str(part) for part in detail["loc"])
     if get_origin(setting_types(key)[0]) is not dict:
         inner = []  # pydantic names the member of a union here, not a key of a mapping
-    name, may_be, value = key, allowed_in_words(key), detail["input"]
+    name, may_be, value = key, describe_allowed(key), detail["input"]
     if inner:
         name, may_be = f"{key}.{inner[0]:.60}", "a finite number, true, false, text or null"
     if "[key]" in inner:
         name, may_be = f"{key}: a name", "text"
-    hint = nearest(value, allowed_values(key)) if isinstance(value, str) and not inner else ""
+    hint = did_you_mean(value, allowed_values(key)) if isinstance(value, str) and not inner else ""
     message = f"{origin(key)}: {name} can't be {format_value(value)}; it must be {may_be}"
     return SettingError(message, hint=hint)
 
 
-def _named(path: Path) -> Origin:
+def _file_origin(path: Path) -> Origin:
     return lambda key: str(path)
 
 
 def _environment_layer(environ: Mapping[str, str]) -> Layer:
     _refuse_misspelt(environ)
-    texts = {key: environ.get(_variable(key)) for key in Profile.model_fields}
-    return _parsed_layer({key: text for key, text in texts.items() if text}, _variable)
+    texts = {key: environ.get(_variable_name(key)) for key in Profile.model_fields}
+    return _parsed_layer({key: text for key, text in texts.items() if text}, _variable_name)
 
 
 def _refuse_misspelt(environ: Mapping[str, str]) -> None:
@@ -255,19 +257,19 @@ def _refuse_misspelt(environ: Mapping[str, str]) -> None:
         name = variable.removeprefix("SIRCHAT_")
         if name in (variable, *known):
             continue
-        if hint := nearest(name, known, "SIRCHAT_", alike=_MISSPELT):
+        if hint := did_you_mean(name, known, "SIRCHAT_", cutoff=_MISSPELLING_CUTOFF):
             raise SettingError(f"the environment variable {variable} names no setting", hint=hint)
 
 
-def _variable(key: str) -> str:
+def _variable_name(key: str) -> str:
     return f"SIRCHAT_{key.upper()}"
 
 
 def _flag_layer(flags: Mapping[str, object]) -> Layer:
     given = {key: value for key, value in flags.items() if value is not None}
     for key in given:
-        require_setting(key, _flag(key))
-    return _parsed_layer(given, _flag)
+        require_setting(key, _flag_name(key))
+    return _parsed_layer(given, _flag_name)
 
 
 def _parsed_layer(given: Mapping[str, object], origin: Origin) -> Layer:
@@ -282,17 +284,17 @@ def _parsed_layer(given: Mapping[str, object], origin: Origin) -> Layer:
     return layer
 
 
-def _flag(key: str) -> str:
+def _flag_name(key: str) -> str:
     return "--" + key.replace("_", "-")
 
 
-def _named_profiles() -> dict[str, Path]:
+def _profile_files() -> dict[str, Path]:
     folders = (paths.shipped_profiles_dir(), paths.user_profiles_dir())
     files = (path for folder in folders for path in folder.glob("*.yaml"))
     return {path.stem: path for path in files if path.is_file()}  # a pipe would block
 
 
-def _description(path: Path) -> str:
+def _profile_description(path: Path) -> str:
     try:
         return " ".join(str(_load(path).get("description", "")).split())
     except SettingError as error:
@@ -302,9 +304,11 @@ def _description(path: Path) -> str:
 def _load(path: Path, trusted: Collection[str] = ()) -> dict[str, object]:
     try:
         with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1).removeprefix(b"\xef\xbb\xbf")
-        if len(data) > _MOST_BYTES:
-            raise SettingError(f"{path} is too long; a profile has at most {_MOST_BYTES:,} bytes")
+            data = file.read(_MAX_PROFILE_BYTES + 1).removeprefix(b"\xef\xbb\xbf")
+        if len(data) > _MAX_PROFILE_BYTES:
+            raise SettingError(
+                f"{path} is too long; a profile has at most {_MAX_PROFILE_BYTES:,} bytes"
+            )
         values = parse_yaml(data.decode("utf-8"), path)
     except OSError as error:
         raise SettingError(f"{path} can't be read: {error.strerror}") from None
@@ -318,6 +322,6 @@ def _load(path: Path, trusted: Collection[str] = ()) -> dict[str, object]:
             f"{path}: a profile must be a mapping, with one `setting: value` in each line"
         )
     values = rename_old_settings(values)
-    check_values(Layer(values, _named(path)))
+    check_values(Layer(values, _file_origin(path)))
     policies.refuse_untrusted(values.get("policy"), str(path), trusted)
     return values

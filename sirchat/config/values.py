@@ -13,13 +13,13 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 
-from sirchat.config.profile import LEAST_TEMPERATURE, Profile
-from sirchat.errors import SettingError, format_value, nearest
+from sirchat.config.profile import MIN_TEMPERATURE, Profile
+from sirchat.errors import SettingError, did_you_mean, format_value
 from sirchat.memory import policies
 from sirchat.memory.registry import RETRIEVERS
 
 _THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+")
-_MOST_BRACKETS = 100  # in one value; many within each other take PyYAML seconds
+_MAX_BRACKETS = 100  # in one value; many within each other take PyYAML seconds
 _BOOLEANS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
 _SCALARS = [  # YAML 1.2's core schema
     (f"tag:yaml.org,2002:{tag}", re.compile(rf"(?:{pattern})\Z"))
@@ -77,7 +77,7 @@ def parse_yaml(text: str, path: Path) -> object:
 
 def parse_scalar(text: str) -> object:
     """One value in YAML, such as a number; the text itself if it is empty or not valid."""
-    if sum(map(text.count, "[{")) > _MOST_BRACKETS:
+    if sum(map(text.count, "[{")) > _MAX_BRACKETS:
         return text
     try:
         value: object = yaml.load(text, Loader=Loader)
@@ -96,7 +96,7 @@ def require_setting(key: object, source: str) -> None:
     """Raise SettingError, whose message begins with `source`, unless `key` is a setting."""
     if key not in Profile.model_fields:
         start = f"{source}: " if source else ""
-        hint = nearest(str(key), Profile.model_fields)
+        hint = did_you_mean(str(key), Profile.model_fields)
         raise SettingError(f"{start}there is no setting {format_value(key)}", hint=hint)
 
 
@@ -129,18 +129,18 @@ def parse_option(text: str) -> object:
     return _BOOLEANS.get(word.lower(), parse_scalar(word))
 
 
-def as_typed(value: object) -> str:
+def format_setting(value: object) -> str:
     """The text that a user would type for a setting's `value`: `none`, `on`, `sample=192`."""
     if value is None:
         return "none"
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, dict):
-        return ", ".join(f"{key}={as_typed(inner)}" for key, inner in value.items()) or "none"
+        return ", ".join(f"{key}={format_setting(inner)}" for key, inner in value.items()) or "none"
     return str(value)
 
 
-def short_number(value: float | str) -> str:
+def format_number(value: float | str) -> str:
     """A number without trailing zeros, such as 0.5; a text is returned unchanged."""
     return value if isinstance(value, str) else f"{value:g}"
 
@@ -162,14 +162,14 @@ def allowed_values(key: str) -> list[str]:
     return [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
 
 
-def allowed_in_words(key: str) -> str:
+def describe_allowed(key: str) -> str:
     """The allowed values of a setting in words, such as `a number, above 0 and at most 1`."""
     if key == "policy":
         return f"one of {', '.join(policy_choices())}, or package.module:Class"
     if key == "recall":
         return f"one of {', '.join(allowed_values(key))}"
     if key == "temperature":
-        return f"0, or a number, at least {LEAST_TEMPERATURE} and at most 10"
+        return f"0, or a number, at least {MIN_TEMPERATURE} and at most 10"
     if key in ("archive_limit", "save_kv_limit"):
         return "a size such as 512MiB or 2GiB"
     kind, *others = setting_types(key)

@@ -49,10 +49,10 @@ def picture_of_memory(store: SessionStore, kind: str) -> bytes:
     What was held is known after the turns with which the chat was saved, mostly those that end a
     round; elsewhere the picture says that it is not known. Pinned and erased: as of now.
     """
-    rows, turns, head = store.rows(ROW), store.turns(), store.head()
-    held_after = store.held_after() or ({len(turns) - 1: head.held} if head else {})
-    marks, unknown = _marks(rows, held_after)
-    now, end = len(next(reversed(held_after.values()), ())), max(1, len(turns)) - 0.5
+    rows, turns, head = store.rows(ROW), store.turns(), store.state_record()
+    held_by_turn = store.held_by_turn() or ({len(turns) - 1: head.held} if head else {})
+    marks, unknown = _marks(rows, held_by_turn)
+    now, end = len(next(reversed(held_by_turn.values()), ())), max(1, len(turns)) - 0.5
     title = f"{store.id}: {now:,} of {len(rows):,} tokens held"
     why = "read again, as after /erase, or not saved then"
     title += f"; hatched: not known, {why}" if unknown else ""
@@ -89,7 +89,7 @@ def picture_of_memory(store: SessionStore, kind: str) -> bytes:
 
 
 def _marks(
-    rows: NDArray[Any], held_after: dict[int, NDArray[np.int64]]
+    rows: NDArray[Any], held_by_turn: dict[int, NDArray[np.int64]]
 ) -> tuple[dict[str, NDArray[np.float64]], list[tuple[float, float]]]:
     """By state: the token's position, and where it begins and ends [n, 3]; what is not known.
 
@@ -106,7 +106,7 @@ def _marks(
         new = np.stack([of, since[of], np.full(len(of), until)], -1)
         marks.setdefault(state, []).append(new)
 
-    for last, cached in held_after.items():
+    for last, cached in held_by_turn.items():
         begun, read = read, int(np.searchsorted(turn, last, "right"))
         held = cached[~is_erased[cached]]
         round = np.searchsorted(rounds, rounds[:read][-1:].sum())

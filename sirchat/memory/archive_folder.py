@@ -1,7 +1,7 @@
 """Private folders for files that must go when the program ends, such as those of the archive.
 
 A process that is killed can't remove its folder. So each folder has a lock, which the operating
-system frees when the process ends in any way; `sweep` removes the folders whose lock is free.
+system frees when the process ends in any way; `remove_stale_folders` uses that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from sirchat.paths import private_dir
+from sirchat.paths import make_private_dir
 
 _LOCK = ".lock"
 _OLD = 24 * 3600  # seconds after which a lock without a folder is removed
@@ -30,13 +30,13 @@ class ArchiveFolder:
 
     def make(self) -> None:
         """Make the folder, unless it exists, for this user alone, and lock it; raises OSError."""
-        private_dir(self.path.parent)
+        make_private_dir(self.path.parent)
         if not self._lock.is_locked:
             self._lock.acquire(blocking=False)  # first, so that no other process sweeps it
-        private_dir(self.path)
+        make_private_dir(self.path)
 
 
-def sweep(parent: Path) -> None:
+def remove_stale_folders(parent: Path) -> None:
     """Delete the folders in `parent` that belong to processes that have ended, where possible."""
     with suppress(OSError):
         for path in sorted(parent.iterdir()):

@@ -12,7 +12,7 @@ import pkgutil
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from sirchat.errors import SettingError, nearest
+from sirchat.errors import SettingError, did_you_mean
 
 
 class Registry:
@@ -60,7 +60,7 @@ class Registry:
         names = self.names()
         raise SettingError(
             f"{self._kind} {name!r} is unknown; choose one of {', '.join(names)}",
-            hint=nearest(name, [*names, *self.aliases]) or hint,
+            hint=did_you_mean(name, [*names, *self.aliases]) or hint,
         )
 
     def load(self, path: str) -> type[Any]:

@@ -23,22 +23,22 @@ from sirchat.models.decode_step import DecodeStep
 from sirchat.models.model import LoadedModel
 from sirchat.models.native_step import NativeStep
 from sirchat.models.packed import matmul_method_of, set_matmul_method
-from sirchat.models.processor import own_rows
+from sirchat.models.processor import max_native_rows
 from sirchat.models.products import (
     DamagedProgramError,
     WrongProgramError,
     build_library,
     library_name,
     load_library,
-    suits_processor,
+    supports_processor,
 )
 from sirchat.models.progress import Progress
 from sirchat.models.shape import compiler
 from sirchat.paths import (
-    abbreviated,
-    changeable_by_others,
     compiled_dir,
-    private_dir,
+    find_changeable_by_others,
+    make_private_dir,
+    with_tilde,
     write_private,
 )
 
@@ -57,9 +57,9 @@ _TEMPORARY = (
 )
 
 
-def compile_meanwhile() -> None:
+def compile_in_background() -> None:
     """Begin to compile the library in a thread, for which `use_compiled` waits."""
-    threading.Thread(target=make_library, name="compiling", daemon=True).start()
+    threading.Thread(target=ensure_library, name="compiling", daemon=True).start()
 
 
 def use_compiled(model: LoadedModel, how: Compile, progress: Progress | None = None) -> None:
@@ -91,7 +91,7 @@ def _use_captured(model: LoadedModel, how: Compile, progress: Progress | None) -
         )
 
 
-def compiled_in_words(model: LoadedModel) -> str:
+def describe_decode_step(model: LoadedModel) -> str:
     """Whether the model uses a compiled or captured decode step, as text; if not, why not."""
     if model.device.type == "cuda":
         step, problems = model.captured
@@ -102,7 +102,7 @@ def compiled_in_words(model: LoadedModel) -> str:
     return f"no: {problem}" if problem else "yes"
 
 
-def make_library(patience: float = -1) -> str:
+def ensure_library(patience: float = -1) -> str:
     """Compile the library, unless it exists; returns why that fails, or "".
 
     Waits, at most for `patience` seconds if that is not -1, for another thread or process that
@@ -111,13 +111,13 @@ def make_library(patience: float = -1) -> str:
     path = compiled_dir() / library_name()
     if path.exists():
         return ""
-    if not suits_processor():
+    if not supports_processor():
         return "it needs a processor with AVX2, AVX-512, or 64-bit ARM"
     if not compiler():
         return "there is no C++ compiler ($CXX, g++, clang++, or pip install 'sirchat[fast]')"
     lock = FileLock(path.with_suffix(".lock"), mode=0o600, thread_local=False)
     try:
-        private_dir(path.parent)
+        make_private_dir(path.parent)
         with lock.acquire(timeout=patience):
             try:
                 return "" if path.exists() else _read_failure(path) or _build(path)
@@ -146,7 +146,7 @@ def _build(path: Path) -> str:
     return ""
 
 
-def library_when_made() -> ctypes.CDLL | None:
+def wait_for_library() -> ctypes.CDLL | None:
     """The library, once it is compiled; None if it can't be used."""
     library = _open_library(None, _PATIENCE)
     return None if isinstance(library, str) else library
@@ -157,17 +157,17 @@ def _open_library(progress: Progress | None, patience: float) -> ctypes.CDLL | s
     path = compiled_dir() / library_name()
     if progress is not None and not path.exists():
         progress("compiling the decode step, some seconds", 0, None)
-    if problem := make_library(patience):
+    if problem := ensure_library(patience):
         return problem
     try:
-        if foreign := changeable_by_others(path):
-            return f"{abbreviated(foreign)} could have been changed by others, so it is not loaded"
+        if foreign := find_changeable_by_others(path):
+            return f"{with_tilde(foreign)} could have been changed by others, so it is not loaded"
         return load_library(path)
     except DamagedProgramError:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
-            return f"{abbreviated(path)} is damaged and can't be deleted: {error.strerror}"
+            return f"{with_tilde(path)} is damaged and can't be deleted: {error.strerror}"
         return _open_library(progress, patience)
     except WrongProgramError as error:
         _record_failure(path, str(error))
@@ -185,7 +185,7 @@ def _use_library(model: LoadedModel, progress: Progress | None, patience: float 
     if isinstance(library, str):
         return library
     if how is not None:
-        set_matmul_method(model.module, how._replace(own=own_rows()))
+        set_matmul_method(model.module, how._replace(max_native_rows=max_native_rows()))
     try:
         if isinstance(step, DecodeStep) and step.native is None:
             step.native = NativeStep(library, step.module, step.dtype, step.wanted)
@@ -211,7 +211,7 @@ def _delete_leftovers(folder: Path) -> None:
 def _record_failure(path: Path, problem: str) -> None:
     """Delete a library and write its error to a file, so that no later start compiles it again."""
     failure = path.with_suffix(".failed")
-    about = f"{problem} (delete {abbreviated(failure)} to try again)"
+    about = f"{problem} (delete {with_tilde(failure)} to try again)"
     with suppress(OSError):  # if nothing can be written, later starts try again
         path.unlink(missing_ok=True)
         write_private(failure, about, replaces=True)

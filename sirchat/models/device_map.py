@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from sirchat.config.values import parse_yaml
-from sirchat.errors import ModelError, format_value, nearest
+from sirchat.errors import ModelError, did_you_mean, format_value
 from sirchat.memory.archive_folder import ArchiveFolder
 from sirchat.memory.free_memory import free_large_blocks_at_once
 from sirchat.models.devices import (
@@ -43,9 +43,9 @@ from sirchat.paths import archives_dir
 
 GPU_RESERVE = 1_000_000_000  # bytes of each GPU left free, for its driver and results; assumed
 
-_PLANS = ("auto", "balanced")
-_MOST_BYTES = 1_000_000  # most bytes of a file with a device map
-_UNLIMITED = 1 << 60  # bytes of main memory where the system does not say what is free
+_PLAN_NAMES = ("auto", "balanced")
+_MAX_FILE_BYTES = 1_000_000  # most bytes of a file with a device map
+_UNLIMITED_BYTES = 1 << 60  # bytes of main memory where the system does not say what is free
 
 
 def read_device_map(setting: str) -> str | dict[str, DeviceOrDisk]:
@@ -54,11 +54,11 @@ def read_device_map(setting: str) -> str | dict[str, DeviceOrDisk]:
     Raises ModelError if the file can't be read or names a device that this machine does not have,
     and SettingError if it is not valid YAML.
     """
-    if setting in _PLANS:
+    if setting in _PLAN_NAMES:
         return setting
     path, said = Path(setting).expanduser(), "--device-map"
     try:
-        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
+        if not path.is_file() or path.stat().st_size > _MAX_FILE_BYTES:
             raise ModelError(
                 f"{said} {format_value(setting)}: there is no such file, or it is too large",
                 hint="give auto, balanced, or a YAML or JSON file with a device for each module",
@@ -160,15 +160,15 @@ class DeviceMap:
         layers = [names[id(layer)] for layer in decoder_layers(module)]
         is_tied = getattr(module.config, "tie_word_embeddings", False)
         head = names[id(module.get_output_embeddings())] if is_tied else None
-        parts = [part for part in _parts_of(module, layers) if part != head]
-        said = self._planned(module, parts) if isinstance(self.said, str) else self.said
+        parts = [part for part in _placed_modules(module, layers) if part != head]
+        said = self._plan(module, parts) if isinstance(self.said, str) else self.said
         known = parts if head is None else [*parts, head]
-        placement = self._placement_by_names(said, known, parts, layers)
+        placement = self._devices_by_name(said, known, parts, layers)
         if head is not None:  # its weights are those of the embeddings
             placement[head] = placement[names[id(module.get_input_embeddings())]]
         return placement
 
-    def _placement_by_names(
+    def _devices_by_name(
         self, said: ModuleDevices, known: list[str], parts: list[str], layers: list[str]
     ) -> ModuleDevices:
         for name in said:
@@ -176,7 +176,7 @@ class DeviceMap:
                 what = "has no such module, or has it within a layer"
                 raise ModelError(
                     f"the device map names {format_value(name)}; {self.model} {what}",
-                    hint=nearest(name, known, alike=0.7) or f"its first layer is {layers[0]}",
+                    hint=did_you_mean(name, known, cutoff=0.7) or f"its first layer is {layers[0]}",
                 )
         placement = ModuleDevices()
         for part in parts:
@@ -191,15 +191,15 @@ class DeviceMap:
             placement[part] = said[longest]
         return placement
 
-    def _planned(self, module: Any, parts: list[str]) -> ModuleDevices:
+    def _plan(self, module: Any, parts: list[str]) -> ModuleDevices:
         """Where accelerate lays the parts, by the plan `auto` or `balanced`."""
         places = {gpu.index if gpu.type != "mps" else "mps": gpu for gpu in available_gpus()}
         rooms = {place: max(0, free_gpu_bytes(gpu) - GPU_RESERVE) for place, gpu in places.items()}
         free = free_memory()
-        rooms[CPU] = _UNLIMITED if free is None else max(0, free - PROGRAM_BYTES)
+        rooms[CPU] = _UNLIMITED_BYTES if free is None else max(0, free - PROGRAM_BYTES)
         weights = sum(one.nbytes for one in module.parameters())
         share = weights / (weights + self.cache)  # each layer's keys and values are beside it
-        placed = self._inferred(module, parts, {at: int(rooms[at] * share) for at in rooms})
+        placed = self._infer(module, parts, {at: int(rooms[at] * share) for at in rooms})
         first = next(iter(rooms))
         on_disk = [module.get_submodule(part) for part in parts if placed[part] == DISK]
         if on_disk:  # these layers' keys and values are in the first place, where they compute
@@ -209,11 +209,11 @@ class DeviceMap:
                     f"{self.model} does not fit, not even with its layers on disk",
                     hint="choose a smaller budget or model",
                 )
-            placed = self._inferred(module, parts, rooms | {first: rooms[first] - self.cache})
+            placed = self._infer(module, parts, rooms | {first: rooms[first] - self.cache})
         where: dict[int | str, DeviceOrDisk] = {**places, CPU: CPU, DISK: DISK}
         return {part: where[place] for part, place in placed.items()}
 
-    def _inferred(
+    def _infer(
         self, module: Any, parts: list[str], memory: dict[int | str, int]
     ) -> dict[str, int | str]:
         """The place of each part, if each place has so many bytes of memory for weights."""
@@ -265,7 +265,7 @@ def _parse_device(value: object, where: str) -> DeviceOrDisk:
     raise ModelError(f"{where} has the device {format_value(value)}", hint=f"allowed: {allowed}")
 
 
-def _parts_of(module: nn.Module, layers: list[str]) -> Iterator[str]:
+def _placed_modules(module: nn.Module, layers: list[str]) -> Iterator[str]:
     """Yield the names of the parts that are placed: layers, and what has weights beside them.
 
     Raises ModelError if a module that contains a layer has weights or buffers of its own.

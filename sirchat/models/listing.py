@@ -26,8 +26,8 @@ from sirchat.models.stored_weights import weights_in_folder
 
 Source = Literal["bundled", "package", "folder", "hub"]
 
-_DEPTH = 3  # levels of a folder of models that are searched: OWNER/NAME/FILE
-_MOST_FOLDERS = 5_000
+_MAX_DEPTH = 3  # levels of a folder of models that are searched: OWNER/NAME/FILE
+_MAX_FOLDERS = 5_000
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,18 @@ class FoundModel:
 
 def find_models(folders: Iterable[Path] = ()) -> list[FoundModel]:
     """List all models on this machine, including those in the given `folders`."""
-    models = [_inspect_model(name, "bundled", paths.tiny_dir().parent / name) for name in BUNDLED]
+    models = [
+        _inspect_model(name, "bundled", paths.tiny_model_dir().parent / name) for name in BUNDLED
+    ]
     for name in PACKAGED:
         try:
             models.append(_inspect_model(name, "package", packaged_gguf(name)))
         except ModelError as error:
             models.append(FoundModel(name, "package", None, problem=f"not installed: {error.hint}"))
-    home = paths.models_dir()
+    models_folder = paths.models_dir()
     models += [
-        _inspect_model(str(path.relative_to(home)), "folder", path) for path in _models_in(home)
+        _inspect_model(str(path.relative_to(models_folder)), "folder", path)
+        for path in _models_in(models_folder)
     ]
     for folder in folders:
         models += [
@@ -145,8 +148,8 @@ def _models_in(folder: Path) -> list[Path]:
 def _files_below(folder: Path) -> list[Path]:
     files = list[Path]()
     for folders, (parent, inner, names) in enumerate(os.walk(folder)):
-        deep = len(Path(parent).relative_to(folder).parts) >= _DEPTH
-        inner[:] = [] if deep or folders > _MOST_FOLDERS else sorted(inner)
+        deep = len(Path(parent).relative_to(folder).parts) >= _MAX_DEPTH
+        inner[:] = [] if deep or folders > _MAX_FOLDERS else sorted(inner)
         files += [Path(parent) / name for name in sorted(names)]
     return files
 

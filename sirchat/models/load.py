@@ -16,9 +16,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from sirchat.config.profile import Profile
-from sirchat.errors import ModelError, no_panic
+from sirchat.errors import ModelError, panic_as_model_error
 from sirchat.memory.free_memory import trim_memory
-from sirchat.models.compiling import compile_meanwhile, library_when_made, use_compiled
+from sirchat.models.compiling import compile_in_background, use_compiled, wait_for_library
 from sirchat.models.decoder import Decoder
 from sirchat.models.device_map import DeviceMap, make_device_map
 from sirchat.models.devices import (
@@ -41,7 +41,7 @@ from sirchat.models.hub import must_use_cache
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.model_config import ConfigValues, DecoderConfig, load_config
 from sirchat.models.names import loading_error, locate
-from sirchat.models.packed import four_bit_block, packing_layout
+from sirchat.models.packed import int4_block_rows, packing_layout
 from sirchat.models.packing import pack_module
 from sirchat.models.prepared import prepared_path
 from sirchat.models.probe import (
@@ -54,7 +54,7 @@ from sirchat.models.processor import UnpackName, choose_matmul_method
 from sirchat.models.progress import Progress, no_warnings, reporting, switch_off_bars
 from sirchat.models.sentence_encoder import SentenceEncoder
 from sirchat.models.stored_weights import weights_in_folder
-from sirchat.paths import abbreviated, changeable_by_others
+from sirchat.paths import find_changeable_by_others, with_tilde
 from sirchat.text.tokenizer import tokenizer_of_folder
 
 # How weights are stored. `packed` keeps those of a GGUF file packed; `auto` does so if they are in
@@ -102,7 +102,7 @@ def load_model_of(
 
 
 @no_warnings()
-@no_panic("the model's tokenizer can't be used")
+@panic_as_model_error("the model's tokenizer can't be used")
 def load_model(
     name: str,
     *,
@@ -134,7 +134,7 @@ def load_model(
         agree_on_instructions()
         use_threads(threads)
     if compiles := compiles and target.type == "cpu":
-        compile_meanwhile()
+        compile_in_background()
     source, gguf = locate(name)
     try:
         torch_dtype, parts = pick_dtype(dtype, target), None
@@ -193,16 +193,16 @@ def load_gguf_parts(
     is_usual = device.type == "cpu" and packs is not False and not for_hub and spread is None
     way = (str(dtype), packing_layout(), str(torch.__version__), sys.byteorder)
     native, may_pack = None, packs is not False and not for_hub
-    if compiles and may_pack and (library := library_when_made()) is not None:
+    if compiles and may_pack and (library := wait_for_library()) is not None:
         native = NativePacking(library)
     # The library alone multiplies five bits fast: what it packed is of no use without it.
     how_made = way if native is None else (*way, "for the library")
     place, problem = prepared_path(path, how_made) if is_usual else None, ""
     if place is not None and place.exists():
         try:
-            if (foreign := changeable_by_others(place)) is None:
+            if (foreign := find_changeable_by_others(place)) is None:
                 return _mapped(place, dtype)
-            problem = f"could have been changed by others ({abbreviated(foreign)})"
+            problem = f"could have been changed by others ({with_tilde(foreign)})"
             place = None if foreign.is_dir() else place  # there it would be refused again
         except Exception:  # of all kinds
             problem = "was damaged"
@@ -294,7 +294,7 @@ def tokenizer_by_transformers(source: str, **options: Any) -> Any:
 def _stays_packed(quantize: Quantize, dtype: DtypeName, device: torch.device) -> bool | None:
     """Whether the weights of a GGUF file stay packed; None if that depends on the file."""
     if quantize == "auto" and dtype == "auto":
-        return None if device.type != "cpu" or four_bit_block() else False
+        return None if device.type != "cpu" or int4_block_rows() else False
     return quantize == "packed"
 
 

@@ -22,15 +22,15 @@ from sirchat.config.profile import parse_size
 from sirchat.engine.types import EngineState
 from sirchat.errors import SessionError
 from sirchat.memory.ledger import Flag, State
-from sirchat.saved.saved_state import make_head, passages_of, session_metadata
+from sirchat.saved.saved_state import make_state_record, new_passages, session_metadata
 from sirchat.saved.saved_tensors import attention_tensors, key_value_tensors, state_tensors
-from sirchat.saved.segments import FEWEST, TEXT
-from sirchat.saved.session_list import branch_of, make_room, remove_session, reveals_text
-from sirchat.saved.store import Head, Kept, SavedTurn, SessionStore
+from sirchat.saved.segments import MIN_FILE_TOKENS, TEXT_COLUMNS
+from sirchat.saved.session_list import create_branch, make_room, remove_session, reveals_text
+from sirchat.saved.store import Extent, SavedTurn, SessionStore, StateRecord
 
 # With `save_kv: auto`, the most bytes of keys and values that are saved when a chat ends, and of
 # those of evicted tokens that are saved before that.
-KV_BYTES = 256 * 2**20
+AUTO_KV_BYTES = 256 * 2**20
 
 
 class Autosave:
@@ -44,14 +44,14 @@ class Autosave:
         self, session: Session, store: SessionStore | None = None, folder: Path | None = None
     ) -> None:
         self.name = store.name if store else ""  # given by the user; the next `save` writes it
-        self.more: dict[str, Any] = {}  # further values, as JSON, for the head
+        self.extra_fields: dict[str, Any] = {}  # further values, as JSON, for the head
         self._session, self._store = session, store
         self._folder = folder or paths.sessions_dir()
         self._family = str(store.meta.get("family", "")) if store else ""
         self._epoch, self._erasures = session.epoch, session.erasures
         self._is_replaced = False  # whether `replace_session` was called since the last save
-        self._head = store.head() if store else None  # as it is in the file
-        self._look_at_all_evicted()
+        self._record = store.state_record() if store else None  # as it is in the file
+        self._rescan_archive()
 
     @property
     def id(self) -> str:
@@ -73,60 +73,65 @@ class Autosave:
         """
         session = self._session
         if self._epoch != session.epoch:
-            self._leave_file()
+            self._detach_file()
         if not session.turns and self._store is None:
             return
-        store = self._store = self._store or self._new()
+        store = self._store = self._store or self._create_store()
         if store.name != self.name:
             store.rename(self.name)
         if self._erasures != session.erasures or self._is_replaced:
-            facts = session_metadata(session.model, self._family) if self._is_replaced else None
-            self._head = rewrite(store, session, facts, self.more)
+            metadata = session_metadata(session.model, self._family) if self._is_replaced else None
+            self._record = rewrite_file(store, session, metadata, self.extra_fields)
             self._erasures, self._is_replaced = session.erasures, False
-            self._look_at_all_evicted()
+            self._rescan_archive()
         else:
             self._append(store)
         self._save_evicted(store)
 
     def _append(self, store: SessionStore) -> None:
         """Write what is new, in place of what has changed."""
-        session, ledger, size, before = self._session, self._session.ledger, store.size, self._head
-        turn, start = min(session.state.saved, size.turns), min(ledger.saved, size.rows)
+        session, ledger, size, before = (
+            self._session,
+            self._session.ledger,
+            store.size,
+            self._record,
+        )
+        turn, start = min(session.state.saved_turns, size.turns), min(ledger.saved, size.rows)
         encoder = before and before.fields.get("encoder")
-        is_encoder = encoder == session.model.passage_encoder.check_sum
-        passages, end = passages_of(session, min(start, size.passages) if is_encoder else 0)
-        saved = session.save(start)
-        head = self._make_head(saved)
-        turns, kept = _turns_of(session, turn), Kept(turn, start, end, turn)
+        is_encoder = encoder == session.model.passage_encoder.checksum
+        passages, end = new_passages(session, min(start, size.passages) if is_encoder else 0)
+        saved = session.engine.save(start)
+        record = self._make_head(saved)
+        turns, kept = _saved_turns(session, turn), Extent(turn, start, end, turn)
         at = sorted(position for position in ledger.flagged if position < start)
         flags = dict(zip(at, ledger.column("flags")[at].tolist(), strict=True))
         is_longer = turns or len(saved.rows) or len(passages.rows)
-        if is_longer or flags or kept != size or not _is_same_state(head, before):
-            store.append(turns, saved.rows, head, passages, kept, flags)
+        if is_longer or flags or kept != size or not _is_same_state(record, before):
+            store.append(turns, saved.rows, record, passages, kept, flags)
         else:  # saved keys and values stay valid
-            store.check_place()
+            store.check_not_removed()
         if start < size.rows:
-            self._look_at_all_evicted()
-        self._head = head
-        _note_saved(session)
+            self._rescan_archive()
+        self._record = record
+        _mark_as_saved(session)
 
     def save_kv(self) -> bool:
         """Save keys and values, if the setting `save_kv` allows it; returns whether it did so."""
         mode = self._session.profile.save_kv
         if self._store is None or mode == "off" or not self._session.seen:
             return False
-        limit = KV_BYTES if mode == "auto" else None
+        limit = AUTO_KV_BYTES if mode == "auto" else None
         rows = self._session.engine.store.copy_key_values(limit, self._store.segments.written)
         if rows is None:
             self._store.kv.drop()
             return False
         stamp = secrets.token_hex(8)
         received = self._session.ledger.attention.checkpoint(rows.positions)
-        saved = self._session.save(self._session.seen)
+        saved = self._session.engine.save(self._session.seen)
         tensors = key_value_tensors(rows) | attention_tensors(received) | state_tensors(saved.state)
         self._store.kv.save(tensors, stamp)
-        self._head = self._make_head(saved, stamp)
-        self._store.append([], saved.rows, self._head)
+        self._record = self._make_head(saved, stamp)
+        self._store.append([], saved.rows, self._record)
         make_room(self._folder, parse_size(self._session.profile.save_kv_limit) or 0)
         return True
 
@@ -144,7 +149,7 @@ class Autosave:
         if self._store is not None:
             self._store.close()
 
-    def begin(self) -> None:
+    def create_file(self) -> None:
         """Create the session's file by a first save; after an error, there is no file."""
         try:
             self.save()
@@ -159,12 +164,12 @@ class Autosave:
     def branch(self, name: str) -> Autosave:
         """Copy what is saved to a new file called `name`; returns its `Autosave`."""
         assert self._store is not None
-        return Autosave(self._session, branch_of(self._store, name), self._folder)
+        return Autosave(self._session, create_branch(self._store, name), self._folder)
 
     def keep_file_after_reset(self) -> None:
         """After a reset, go on in this file; without this call, `save` begins a new one."""
         self._epoch = self._session.epoch
-        self._look_at_all_evicted()
+        self._rescan_archive()
 
     def replace_session(self, session: Session) -> None:
         """From now on, save `session`, which has the same conversation, in this file."""
@@ -179,9 +184,9 @@ class Autosave:
         self.name = ""
         return True
 
-    def _look_at_all_evicted(self) -> None:
+    def _rescan_archive(self) -> None:
         """Let the next `_save_evicted` look at all of the archive, not at what came to it."""
-        self._mark, self._waiting = 0, np.zeros(0, np.int64)
+        self._archive_mark, self._unwritten = 0, np.zeros(0, np.int64)
 
     def _save_evicted(self, store: SessionStore) -> None:
         """Write keys and values of tokens that were evicted since then, once they fill a file.
@@ -191,66 +196,73 @@ class Autosave:
         session, ledger, mode = self._session, self._session.ledger, self._session.profile.save_kv
         if mode == "off":
             return
-        came, self._mark = session.engine.store.archive.added_since(self._mark)
-        waiting = store.segments.unwritten(np.concatenate([self._waiting, came]))
+        came, self._archive_mark = session.engine.store.archive.added_since(self._archive_mark)
+        waiting = store.segments.unwritten(np.concatenate([self._unwritten, came]))
         is_excluded = ledger.column("flags")[waiting] & np.uint8(Flag.EXCLUDED) != 0
-        self._waiting = waiting = waiting[~is_excluded]
+        self._unwritten = waiting = waiting[~is_excluded]
         new = waiting[ledger.column("state")[waiting] == State.ARCHIVED]
-        if len(new) >= FEWEST:
-            text = {name: ledger.column(name) for name in TEXT}
-            limit = KV_BYTES if mode == "auto" else None
+        if len(new) >= MIN_FILE_TOKENS:
+            text = {name: ledger.column(name) for name in TEXT_COLUMNS}
+            limit = AUTO_KV_BYTES if mode == "auto" else None
             with suppress(SessionError):
                 store.segments.add(new, session.engine.store.archive.fetch, text, limit)
 
-    def _leave_file(self) -> None:
+    def _detach_file(self) -> None:
         """Leave the file as it is; the next `save` begins a new one."""
         self.close()
-        self._store, self._epoch, self._head = None, self._session.epoch, None
-        self._look_at_all_evicted()
+        self._store, self._epoch, self._record = None, self._session.epoch, None
+        self._rescan_archive()
         self.name, self._family, self._is_replaced = "", "", False
 
-    def _new(self) -> SessionStore:
-        folder = paths.private_dir(self._folder)
+    def _create_store(self) -> SessionStore:
+        folder = paths.make_private_dir(self._folder)
         return SessionStore.create(folder, session_metadata(self._session.model, self._family))
 
-    def _make_head(self, saved: EngineState, stamp: str = "") -> Head:
-        head = make_head(saved, self._session, stamp)
-        return replace(head, fields=head.fields | self.more)
+    def _make_head(self, saved: EngineState, stamp: str = "") -> StateRecord:
+        record = make_state_record(saved, self._session, stamp)
+        return replace(record, fields=record.fields | self.extra_fields)
 
 
-def rewrite(
+def rewrite_file(
     store: SessionStore,
     session: Session,
-    facts: dict[str, Any] | None = None,
-    more: dict[str, Any] | None = None,
-) -> Head:
-    """Replace all contents of a session's file by those of `session`, and `facts` if given.
+    metadata: dict[str, Any] | None = None,
+    extra_fields: dict[str, Any] | None = None,
+) -> StateRecord:
+    """Replace all contents of a session's file by those of `session`, and `metadata` if given.
 
-    Nothing of the old contents stays in any file. `more` are further values for the head, which
-    is returned.
+    Nothing of the old contents stays in any file. `extra_fields` are further values for the
+    record, which is returned.
     """
-    passages, saved = passages_of(session)[0], session.save()
-    head = make_head(saved, session)
-    head = replace(head, fields=head.fields | (more or {}))
-    store.replace(_turns_of(session), saved.rows, head, facts, passages, held=session.state.saved)
-    _note_saved(session)
-    return head
+    passages, saved = new_passages(session)[0], session.engine.save()
+    record = make_state_record(saved, session)
+    record = replace(record, fields=record.fields | (extra_fields or {}))
+    store.replace(
+        _saved_turns(session),
+        saved.rows,
+        record,
+        metadata,
+        passages,
+        held=session.state.saved_turns,
+    )
+    _mark_as_saved(session)
+    return record
 
 
-def _note_saved(session: Session) -> None:
+def _mark_as_saved(session: Session) -> None:
     """Note in the session that all of it is saved."""
-    session.state.saved = len(session.turns)
+    session.state.saved_turns = len(session.turns)
     session.ledger.saved, session.ledger.flagged = session.seen, set()
 
 
-def _turns_of(session: Session, start: int = 0) -> list[SavedTurn]:
+def _saved_turns(session: Session, start: int = 0) -> list[SavedTurn]:
     return [SavedTurn(at, **vars(turn)) for at, turn in enumerate(session.turns[start:], start)]
 
 
-def _is_same_state(head: Head, other: Head | None) -> bool:
+def _is_same_state(record: StateRecord, other: StateRecord | None) -> bool:
     """Whether two heads differ in nothing but the stamp of their keys and values."""
-    if other is None or head.seen != other.seen:
+    if other is None or record.seen != other.seen:
         return False
-    logits, others = (b"" if x.logits is None else x.logits.tobytes() for x in (head, other))
-    fields = [json.dumps({**x.fields, "kv": ""}, sort_keys=True) for x in (head, other)]
-    return fields[0] == fields[1] and logits == others and np.array_equal(head.held, other.held)
+    logits, others = (b"" if x.logits is None else x.logits.tobytes() for x in (record, other))
+    fields = [json.dumps({**x.fields, "kv": ""}, sort_keys=True) for x in (record, other)]
+    return fields[0] == fields[1] and logits == others and np.array_equal(record.held, other.held)

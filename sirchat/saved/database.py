@@ -21,10 +21,10 @@ from sirchat import paths
 from sirchat.errors import DamagedSessionError, SessionError, SessionInUseError
 
 SUFFIX = ".sqlite"  # of a session's file
-APPLICATION = 0x53495243  # SQLite's application id of every session file: `SIRC`
-FORMAT = 7  # of the tables, as SQLite's user version; 6 is converted when opened
+APPLICATION_ID = 0x53495243  # SQLite's application id of every session file: `SIRC`
+FORMAT_VERSION = 7  # of the tables, as SQLite's user version; 6 is converted when opened
 # All tables of a session's file; a file with other tables, or views, is damaged. The last column of
-# each is the `record_sum` of the others.
+# each is the `record_checksum` of the others.
 TABLES = {
     "about": "CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL, sum INTEGER)",
     "turns": """CREATE TABLE turns (turn INTEGER PRIMARY KEY, role TEXT NOT NULL,
@@ -42,11 +42,13 @@ _OLDER_TURNS = """CREATE TABLE turns (turn INTEGER PRIMARY KEY, role TEXT NOT NU
 # What can be raised when damaged values are decoded.
 UNDECODABLE = (ValueError, TypeError, LookupError, OverflowError, RecursionError, error)
 
-_LETTERS = "23456789bcdfghjkmnpqrstvwxz"  # no letters that look alike; no vowels, so no words
-_TIMEOUT = 0.5  # seconds: longer than a listing takes, shorter than a chat
+_ID_LETTERS = "23456789bcdfghjkmnpqrstvwxz"  # no letters that look alike; no vowels, so no words
+_LOCK_TIMEOUT_S = 0.5  # seconds: longer than a listing takes, shorter than a chat
 
 
-def connect(path: Path, options: str = "mode=rw", timeout: float = _TIMEOUT) -> sqlite3.Connection:
+def connect(
+    path: Path, options: str = "mode=rw", timeout: float = _LOCK_TIMEOUT_S
+) -> sqlite3.Connection:
     """Open a connection to an existing SQLite file, in which transactions begin explicitly.
 
     `timeout` is the longest wait for a lock, in seconds. Threads may use it one after the other.
@@ -91,17 +93,17 @@ def make_durable(connection: sqlite3.Connection) -> None:
 
 def is_session(connection: sqlite3.Connection) -> bool:
     """Whether an SQLite file is a session of any version of sirchat."""
-    return bool(_pragma(connection, "application_id") == APPLICATION)
+    return bool(_pragma(connection, "application_id") == APPLICATION_ID)
 
 
-def is_older(path: Path) -> bool:
+def has_older_format(path: Path) -> bool:
     """Whether the file says that it has an older format than the present; False if it is none."""
     try:
         with path.open("rb") as file:
             head = file.read(64)  # SQLite's header; its user version stands at its end
     except OSError:
         return False
-    return len(head) == 64 and int.from_bytes(head[60:]) < FORMAT
+    return len(head) == 64 and int.from_bytes(head[60:]) < FORMAT_VERSION
 
 
 def check_format(connection: sqlite3.Connection, path: Path) -> bool:
@@ -114,16 +116,18 @@ def check_format(connection: sqlite3.Connection, path: Path) -> bool:
     if not is_session(connection):
         raise not_a_session(path)
     version = int(_pragma(connection, "user_version"))
-    if version not in (FORMAT - 1, FORMAT):
+    is_newer = version > FORMAT_VERSION
+    if is_newer or version < FORMAT_VERSION - 1:
         raise SessionError(
-            f"{path} has format {version}, but this sirchat reads {FORMAT - 1} and {FORMAT}",
-            hint=f"install {'a newer' if version > FORMAT else 'an older'} version of sirchat",
+            f"{path} has format {version}, but this sirchat reads "
+            f"{FORMAT_VERSION - 1} and {FORMAT_VERSION}",
+            hint=f"install {'a newer' if is_newer else 'an older'} version of sirchat",
         )
-    tables = TABLES if version == FORMAT else TABLES | {"turns": _OLDER_TURNS}
+    tables = TABLES if version == FORMAT_VERSION else TABLES | {"turns": _OLDER_TURNS}
     found = connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")
     if sorted(_words(sql) for (sql,) in found) != sorted(map(_words, tables.values())):
         raise DamagedSessionError(path)
-    return version < FORMAT
+    return version < FORMAT_VERSION
 
 
 def check_contents(connection: sqlite3.Connection, path: Path) -> None:
@@ -132,18 +136,18 @@ def check_contents(connection: sqlite3.Connection, path: Path) -> None:
         raise DamagedSessionError(path)
     for table in TABLES:
         for *values, total in connection.execute(f"SELECT * FROM {table}"):
-            if total != record_sum(values):
+            if total != record_checksum(values):
                 raise DamagedSessionError(path)
 
 
-def put(connection: sqlite3.Connection, table: str, *values: object) -> None:
+def insert_record(connection: sqlite3.Connection, table: str, *values: object) -> None:
     """Write a new record, and its check sum."""
     marks = ", ".join("?" * (len(values) + 1))
-    record = (*values, record_sum(values))
+    record = (*values, record_checksum(values))
     connection.execute(f"INSERT INTO {table} VALUES ({marks})", record)
 
 
-def record_sum(values: Iterable[object]) -> int:
+def record_checksum(values: Iterable[object]) -> int:
     """The CRC-32 of a record's values."""
     total = 0
     for value in values:
@@ -193,13 +197,13 @@ def require(condition: bool) -> None:
         raise ValueError
 
 
-def new_file(folder: Path, suffix: str) -> Path:
+def create_session_file(folder: Path, suffix: str) -> Path:
     """Create a private empty file with a name that no other session has; may raise SessionError."""
     created = time.strftime("%Y%m%d-%H%M")
     try:
-        paths.private_dir(folder)
+        paths.make_private_dir(folder)
         while True:
-            letters = "".join(secrets.choice(_LETTERS) for _ in range(4))
+            letters = "".join(secrets.choice(_ID_LETTERS) for _ in range(4))
             path = folder / f"{created}-{letters}{suffix}"
             try:
                 paths.open_private(path, "xb").close()

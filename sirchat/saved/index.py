@@ -27,10 +27,11 @@ from sirchat.saved.database import (
     connect,
     result_code,
 )
-from sirchat.saved.older_format import divided
+from sirchat.saved.older_format import split_reasoning
 
-NAME = "search.index"  # the file's name
-MARKS = "\ufdd0", "\ufdd1"  # stand around each match in a snippet; Unicode has no such characters
+INDEX_NAME = "search.index"  # the file's name
+# Stand around each match in a snippet; Unicode has no such characters.
+MATCH_MARKS = "\ufdd0", "\ufdd1"
 
 _TABLES = (
     """CREATE TABLE chats (number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL,
@@ -40,18 +41,22 @@ _TABLES = (
     """CREATE VIRTUAL TABLE said USING fts5 (name, text,
     tokenize = "unicode61 remove_diacritics 2 categories 'L* N* Co Mn Mc'")""",
 )
-_FIND = """SELECT number, id FROM said JOIN chats ON number = said.rowid
+_SELECT_MATCHES = """SELECT number, id FROM said JOIN chats ON number = said.rowid
 WHERE said MATCH ? ORDER BY said.rank, changed DESC"""  # the rank is bm25
-_SNIPPET = "SELECT snippet(said, 1, ?, ?, '…', 24) FROM said WHERE said MATCH ? AND rowid = ?"
+_SELECT_SNIPPET = (
+    "SELECT snippet(said, 1, ?, ?, '…', 24) FROM said WHERE said MATCH ? AND rowid = ?"
+)
 
 # A word with one of these is found only as it is written: C++ is not C.
 _SIGNS = re.compile(r"[+#*&@$%]")
-_WRITTEN = "SELECT rowid FROM said WHERE said MATCH ? AND instr(lower(name || ' ' || text), ?)"
+_SELECT_AS_WRITTEN = (
+    "SELECT rowid FROM said WHERE said MATCH ? AND instr(lower(name || ' ' || text), ?)"
+)
 
-_TIMEOUT = 20.0  # seconds to wait while another process writes the index
-_JUST_NOW = 100_000_000  # ns: within this time, a file may change without a new time
-_UNKNOWN = -1  # stands for a file's size: read the file again at the next search
-_OF_DAMAGE = (0, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_LOCK_TIMEOUT_S = 20.0  # seconds to wait while another process writes the index
+_CLOCK_STEP_NS = 100_000_000  # ns: within this time, a file may change without a new time
+_UNKNOWN_SIZE = -1  # stands for a file's size: read the file again at the next search
+_DAMAGE_CODES = (0, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 # A character of a script without spaces between words, such as Chinese. Each is a word of the
 # index, where a zero-width space stands on both sides of it.
@@ -59,12 +64,12 @@ _SPACELESS = re.compile(
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3"
     "\uf900-\ufaff\U00020000-\U0003ffff]"
 )
-_GAP = "\u200b"
+_ZERO_WIDTH_SPACE = "\u200b"
 
 _Result = TypeVar("_Result")
 
 
-class Indexed(NamedTuple):
+class IndexedChat(NamedTuple):
     """A chat of the list; `family` is the id of the chat that it was branched from, else its id."""
 
     id: str
@@ -75,39 +80,41 @@ class Indexed(NamedTuple):
 class Matches(NamedTuple):
     """The chats that have all words, the best first, and all chats.
 
-    `snippets` has a piece of the text of each of the first chats, with `MARKS` around its matches.
+    `snippets` has a piece of text of each of the first chats, its matches in `MATCH_MARKS`.
     """
 
     ids: list[str]
     snippets: list[str]
-    chats: list[Indexed]
+    chats: list[IndexedChat]
 
 
-def chats_in(folder: Path) -> list[Indexed]:
+def list_chats(folder: Path) -> list[IndexedChat]:
     """All chats of `folder`, of which only changed files are read; SessionError if that fails."""
     return _with_index(folder, _chats)
 
 
-def find_matches(folder: Path, words: str, most: int) -> Matches:
+def find_matches(folder: Path, words: str, limit: int) -> Matches:
     """Find the chats of `folder` with all `words`; of the last, a beginning is enough.
 
-    At most `most` get a snippet. Raises SessionError if the index can't be used.
+    At most `limit` get a snippet. Raises SessionError if the index can't be used.
     """
     query = _query(words)
 
     def search(connection: sqlite3.Connection) -> Matches:
         with connection:
             connection.execute("BEGIN")  # other processes change nothing between the queries
-            chats = connection.execute(_FIND, (query,)).fetchall() if query else []
+            chats = connection.execute(_SELECT_MATCHES, (query,)).fetchall() if query else []
             for word in filter(_SIGNS.search, words.split()):
-                has = {n for (n,) in connection.execute(_WRITTEN, (query, word.casefold()))}
+                has = {
+                    n for (n,) in connection.execute(_SELECT_AS_WRITTEN, (query, word.casefold()))
+                }
                 chats = [chat for chat in chats if chat[0] in has]
             snippets = [
-                connection.execute(_SNIPPET, (*MARKS, query, number)).fetchone()[0]
-                for number, _ in chats[:most]
+                connection.execute(_SELECT_SNIPPET, (*MATCH_MARKS, query, number)).fetchone()[0]
+                for number, _ in chats[:limit]
             ]
             every = _chats(connection)
-        plain = [snippet.replace(_GAP, "") for snippet in snippets]
+        plain = [snippet.replace(_ZERO_WIDTH_SPACE, "") for snippet in snippets]
         return Matches([ident for _, ident in chats], plain, every)
 
     return _with_index(folder, search)
@@ -115,7 +122,7 @@ def find_matches(folder: Path, words: str, most: int) -> Matches:
 
 def saved_text(path: Path) -> str:
     """The messages of the chat in the file `path`, also while it is open; empty if damaged."""
-    return _read(path)[2]
+    return _read_chat(path)[2]
 
 
 def has_words(text: str) -> bool:
@@ -128,13 +135,13 @@ def remove_from_index(path: Path) -> None:
 
     If it can't be removed, the whole index is deleted; SessionError if that fails, too.
     """
-    index = path.parent / NAME
+    index = path.parent / INDEX_NAME
     if not index.exists():
         return
     with as_session_errors(index):
         try:
-            with _opened(index) as connection:
-                with _writing(connection):
+            with _open_index(index) as connection:
+                with _write_transaction(connection):
                     is_removed = _remove(connection, path.stem)
                 if is_removed:
                     _overwrite_removed(connection)
@@ -145,18 +152,24 @@ def remove_from_index(path: Path) -> None:
 def _query(words: str) -> str:
     """The query of FTS5 for texts with all `words`; empty if there is no word."""
     text = re.sub('[\x00-\x1f"]', " ", words.encode(errors="replace").decode())
-    quoted = [f'"{_spaced(word)}"' for word in text.split() if re.search(r"[^\W_]", word)]
+    quoted = [
+        f'"{_separate_characters(word)}"' for word in text.split() if re.search(r"[^\W_]", word)
+    ]
     return f"{' '.join(quoted)} *" if quoted else ""
 
 
-def _spaced(text: str) -> str:
+def _separate_characters(text: str) -> str:
     if text.isascii():
         return text
-    return _SPACELESS.sub(rf"{_GAP}\g<0>{_GAP}", unicodedata.normalize("NFKC", text))
+    return _SPACELESS.sub(
+        rf"{_ZERO_WIDTH_SPACE}\g<0>{_ZERO_WIDTH_SPACE}", unicodedata.normalize("NFKC", text)
+    )
 
 
-def _chats(connection: sqlite3.Connection) -> list[Indexed]:
-    return [Indexed(*record) for record in connection.execute("SELECT id, name, family FROM chats")]
+def _chats(connection: sqlite3.Connection) -> list[IndexedChat]:
+    return [
+        IndexedChat(*record) for record in connection.execute("SELECT id, name, family FROM chats")
+    ]
 
 
 def _with_index(folder: Path, use: Callable[[sqlite3.Connection], _Result]) -> _Result:
@@ -168,38 +181,41 @@ def _with_index(folder: Path, use: Callable[[sqlite3.Connection], _Result]) -> _
         with closing(sqlite3.connect(":memory:")) as nothing:
             _create(nothing)
             return use(nothing)
-    path = folder / NAME
+    path = folder / INDEX_NAME
 
     def up_to_date() -> _Result:
-        with _opened(path) as connection:
-            _bring_up_to_date(connection, folder)
+        with _open_index(path) as connection:
+            _refresh(connection, folder)
             return use(connection)
 
     with as_session_errors(path):
         try:
             return up_to_date()
         except sqlite3.DatabaseError as error:
-            if result_code(error) not in _OF_DAMAGE:
+            if result_code(error) not in _DAMAGE_CODES:
                 raise
             _delete(path)
             return up_to_date()
 
 
 def _delete(index: Path) -> None:
-    for path in (index, index.with_name(f"{NAME}-journal")):  # a crash may have left a journal
+    for path in (
+        index,
+        index.with_name(f"{INDEX_NAME}-journal"),
+    ):  # a crash may have left a journal
         path.unlink(missing_ok=True)
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[sqlite3.Connection]:
+def _open_index(path: Path) -> Iterator[sqlite3.Connection]:
     if not path.exists():
         with suppress(FileExistsError):
             paths.open_private(path, "xb").close()
-    with closing(connect(path, timeout=_TIMEOUT)) as connection:
+    with closing(connect(path, timeout=_LOCK_TIMEOUT_S)) as connection:
         connection.execute("PRAGMA secure_delete = ON")
         connection.execute("PRAGMA temp_store = MEMORY")  # no text in a temporary folder
         if not _tables(connection):
-            with _writing(connection):
+            with _write_transaction(connection):
                 if not _tables(connection):  # no other process has made them
                     _create(connection)
         if _tables(connection) != list(_TABLES):
@@ -218,21 +234,21 @@ def _create(connection: sqlite3.Connection) -> None:
 
 
 @contextmanager
-def _writing(connection: sqlite3.Connection) -> Iterator[None]:
+def _write_transaction(connection: sqlite3.Connection) -> Iterator[None]:
     with connection:  # commits, or rolls back after an error
         connection.execute("BEGIN IMMEDIATE")
         yield
 
 
-def _bring_up_to_date(connection: sqlite3.Connection, folder: Path) -> None:
-    present = set(_states(folder))
+def _refresh(connection: sqlite3.Connection, folder: Path) -> None:
+    present = set(_file_stamps(folder))
     known = set(connection.execute("SELECT id, changed, size FROM chats"))
     if present == known:
         return
     stale = sorted(present - known)
     gone = {ident for ident, *_ in known - present} - {ident for ident, *_ in stale}
     is_removed = False
-    with _writing(connection):
+    with _write_transaction(connection):
         for ident in gone:
             is_removed |= _remove(connection, ident)
         for ident, changed, size in stale:
@@ -241,7 +257,7 @@ def _bring_up_to_date(connection: sqlite3.Connection, folder: Path) -> None:
         _overwrite_removed(connection)
 
 
-def _states(folder: Path) -> Iterator[tuple[str, int, int]]:
+def _file_stamps(folder: Path) -> Iterator[tuple[str, int, int]]:
     """Each chat's id, and its file's time in ns and size in bytes, by which a change is seen."""
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -253,10 +269,10 @@ def _states(folder: Path) -> Iterator[tuple[str, int, int]]:
 
 def _update(connection: sqlite3.Connection, path: Path, changed: int, size: int) -> bool:
     """Read the chat in the file `path` again; returns whether this removed text from the index."""
-    if time.time_ns() - changed < _JUST_NOW:
-        size = _UNKNOWN
-    name, family, text = _read(path)
-    texts = _spaced(name), _spaced(text)
+    if time.time_ns() - changed < _CLOCK_STEP_NS:
+        size = _UNKNOWN_SIZE
+    name, family, text = _read_chat(path)
+    texts = _separate_characters(name), _separate_characters(text)
     former = connection.execute(
         "SELECT said.name, text FROM said JOIN chats ON number = said.rowid WHERE id = ?",
         (path.stem,),
@@ -288,7 +304,7 @@ def _overwrite_removed(connection: sqlite3.Connection) -> None:
     connection.execute("VACUUM")
 
 
-def _read(path: Path) -> tuple[str, str, str]:
+def _read_chat(path: Path) -> tuple[str, str, str]:
     """A chat's name, family and text, also while another process has it open; empty if damaged."""
     for options in ("mode=ro", "immutable=1"):
         try:
@@ -298,7 +314,7 @@ def _read(path: Path) -> tuple[str, str, str]:
                 columns = "role, text" if is_older else "thinking, text"
                 turns = connection.execute(f"SELECT {columns} FROM turns ORDER BY turn").fetchall()
                 if is_older:
-                    turns = [divided(role, written) for role, written in turns]
+                    turns = [split_reasoning(role, written) for role, written in turns]
                 text = "\n".join(f"{thinking} {said}".lstrip() for thinking, said in turns)
             family = json.loads(about["meta"]).get("family", path.stem)
             return str(json.loads(about.get("name", '""'))), str(family), text

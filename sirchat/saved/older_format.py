@@ -11,11 +11,11 @@ import re
 import sqlite3
 from typing import Any
 
-from sirchat.saved.database import FORMAT, TABLES, put
-from sirchat.text.transcript import CLOSE, OPEN
+from sirchat.saved.database import FORMAT_VERSION, TABLES, insert_record
+from sirchat.text.transcript import THINK_CLOSE, THINK_OPEN
 
 # A reply with reasoning, in which the end of each `think>` is escaped.
-_TAGGED = re.compile(f"{OPEN}(.*?){CLOSE}(.*)", re.DOTALL)
+_TAGGED = re.compile(f"{THINK_OPEN}(.*?){THINK_CLOSE}(.*)", re.DOTALL)
 _ESCAPED_TAG = re.compile(r"think\\(\\*)>")
 
 
@@ -30,14 +30,16 @@ def convert(connection: sqlite3.Connection) -> None:
     connection.execute("DROP TABLE turns")
     connection.execute(TABLES["turns"])
     for number, role, written, finish, began in turns:
-        thinking, text = divided(role, written)
+        thinking, text = split_reasoning(role, written)
         flags = int(number in chat["summaries"]), int(number in chat["left_out"])
         torn = json.dumps([sentence for turn, sentence in chat["torn"] if turn == number])
-        put(connection, "turns", number, role, text, finish, thinking, began, *flags, torn)
-    connection.execute(f"PRAGMA user_version={FORMAT}")
+        insert_record(
+            connection, "turns", number, role, text, finish, thinking, began, *flags, torn
+        )
+    connection.execute(f"PRAGMA user_version={FORMAT_VERSION}")
 
 
-def divided(role: str, written: str) -> tuple[str, str]:
+def split_reasoning(role: str, written: str) -> tuple[str, str]:
     """The reasoning and the text of a turn as it was `written`."""
     match = _TAGGED.fullmatch(written) if role == "assistant" else None
     thinking, text = match.groups() if match else ("", written)
@@ -53,5 +55,5 @@ def _convert_head(connection: sqlite3.Connection) -> dict[str, list[Any]]:
         fields["conversation"] = {"asked": [], "unpinned": [], **fields["conversation"]}
         chat |= {name: fields["conversation"].pop(name, []) for name in chat}
         connection.execute("DELETE FROM head")
-        put(connection, "head", number, *state, json.dumps(fields))
+        insert_record(connection, "head", number, *state, json.dumps(fields))
     return chat

@@ -18,7 +18,7 @@ from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_values import CacheState, KeyValues
 from sirchat.models.model import LoadedModel
-from sirchat.saved.autosave import rewrite
+from sirchat.saved.autosave import rewrite_file
 from sirchat.saved.saved_state import (
     check_model,
     checked_state,
@@ -43,27 +43,27 @@ def resume_session(session: Session, store: SessionStore, *, rebuild: bool = Fal
     With `rebuild` the model reads the saved text again. Raises SessionError if no turn is saved
     and, without `rebuild`, if the session was saved with another model or dtype.
     """
-    head = store.head()
-    if head is None:
+    record = store.state_record()
+    if record is None:
         raise SessionError(f"session {store.id} holds no message yet")
-    state = checked_state(store, head)
+    state = checked_state(store, record)
     if rebuild:
         pins = [PinnedText(*place) for place in state.pins]
         read_again(session, saved_turns(store), pins, state.conversation.unpinned)
-        rewrite(store, session, session_metadata(session.model, store.meta.get("family", "")))
+        rewrite_file(store, session, session_metadata(session.model, store.meta.get("family", "")))
         return
     check_model(store, session.model)
-    saved, conversation = decode_state(store, head, state, session.model.vocab_size)
-    cache = _with_one_token(session.model)
-    like = cache.first_written(torch.arange(1), np.arange(1))
-    rows, received, recurrent = _load_tensors(store, state.kv, like, cache.state, head.seen)
-    evicted = store.segments.load(saved.rows, like)
+    saved, conversation = decode_state(store, record, state, session.model.vocab_size)
+    cache = _one_token_cache(session.model)
+    example = cache.first_written_rows(torch.arange(1), np.arange(1))
+    rows, received, recurrent = _load_tensors(store, state.kv, example, cache.state, record.seen)
+    evicted = store.segments.load(saved.rows, example)
     saved = replace(saved, state=recurrent)
     session.load(saved, conversation, rows, received, evicted=evicted)
     load_passages(session, store, state)
 
 
-def _with_one_token(model: LoadedModel) -> BoundedCache:
+def _one_token_cache(model: LoadedModel) -> BoundedCache:
     """A cache of the model that holds one token."""
     cache = model.new_cache(1)
     model.forward([0], cache)
@@ -72,7 +72,7 @@ def _with_one_token(model: LoadedModel) -> BoundedCache:
 
 
 def _load_tensors(
-    store: SessionStore, stamp: str, like: KeyValues, of_one: CacheState, seen: int
+    store: SessionStore, stamp: str, example: KeyValues, example_state: CacheState, seen: int
 ) -> tuple[KeyValues | None, AttentionCheckpoint | None, CacheState]:
     """The saved keys and values, attention and recurrent state with this stamp.
 
@@ -82,11 +82,11 @@ def _load_tensors(
     if tensors is None:
         return None, None, ()
     try:
-        state = pop_state(tensors, of_one)
+        state = pop_state(tensors, example_state)
         received, rows = pop_attention(tensors), pop_key_values(tensors)
     except (LookupError, TypeError):  # some are missing, or of a type that numpy lacks
         return None, None, ()
-    if not key_values_fit(rows, like, seen):
+    if not key_values_fit(rows, example, seen):
         return None, None, ()
     if received is not None and not attention_fits(received, seen):
         received = None

@@ -21,7 +21,7 @@ from sirchat import __version__
 from sirchat.chat.events import Finish
 from sirchat.chat.rereading import pinned_text
 from sirchat.chat.session import Session
-from sirchat.chat.state import ConversationState, Turn, TurnStats
+from sirchat.chat.state import ConversationState, SystemPrompt, Turn, TurnStats
 from sirchat.config.profile import Profile, rename_old_settings
 from sirchat.engine.types import EngineState
 from sirchat.errors import SessionError
@@ -29,15 +29,23 @@ from sirchat.memory.ledger import ROW, Flag, Role
 from sirchat.memory.policies import refuse_untrusted
 from sirchat.models.model import LoadedModel
 from sirchat.saved.database import as_damage_errors, require
-from sirchat.saved.store import PASSAGE, Head, SavedPassages, SessionStore
+from sirchat.saved.store import PASSAGE, SavedPassages, SessionStore, StateRecord
 
 _Count = Annotated[int, Field(ge=0, le=2**53)]
 _Seconds = Annotated[float, Field(ge=0)]
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
-# The fields of `ConversationState` that are saved as they are.
-_SAME = ("round", "in_round", "prompt", "tools", "heads", "asked", "pending_ids", "attempt")
+# The fields of `ConversationState` that are saved as they are, by their names in the file.
+_COPIED_FIELDS = {
+    "round": "round",
+    "in_round": "in_round",
+    "tools": "tools_json",
+    "heads": "result_pins",
+    "asked": "restored_by_user",
+    "pending_ids": "pending_ids",
+    "attempt": "attempt",
+}
 # Entries of a config that depend on how a model was saved or loaded, not on the model.
-_VOLATILE = (
+_IGNORED_CONFIG_KEYS = (
     "_name_or_path",
     "architectures",
     "transformers_version",
@@ -92,12 +100,12 @@ class SavedState(BaseModel):
     conversation: _Conversation
 
 
-def make_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
+def make_state_record(saved: EngineState, session: Session, stamp: str = "") -> StateRecord:
     """Make the head that saves the state of `session`.
 
     `saved` is the state of its engine, `stamp` identifies the keys and values saved with it.
     """
-    conversation = session.state
+    conversation, system = session.state, session.state.system.positions
     fields = {
         "profile": session.profile.model_dump(),
         "log_decay": saved.log_decay,
@@ -106,27 +114,28 @@ def make_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
         "pins": [astuple(text) for text in pinned_text(session)],
         "kv": stamp,
         "passages": int(session.recall.search.passages.state()["until"][0]),
-        "encoder": session.model.passage_encoder.check_sum,
+        "encoder": session.model.passage_encoder.checksum,
         "conversation": {
-            **{name: getattr(conversation, name) for name in _SAME},
-            "system": [conversation.system.start, conversation.system.stop],
-            "reply": asdict(conversation.reply),
+            **{name: getattr(conversation, field) for name, field in _COPIED_FIELDS.items()},
+            "system": [system.start, system.stop],
+            "prompt": conversation.system.text,
+            "reply": asdict(conversation.last_reply_stats),
             "totals": asdict(conversation.totals),
-            "unpinned": sorted(conversation.unpinned),
+            "unpinned": sorted(conversation.unpinned_sentences),
         },
     }
     cached = session.ledger.held_positions.copy()
-    return Head(session.seen, saved.held, saved.logits, fields, cached)
+    return StateRecord(session.seen, saved.held, saved.logits, fields, cached)
 
 
-def checked_state(store: SessionStore, head: Head) -> SavedState:
+def checked_state(store: SessionStore, record: StateRecord) -> SavedState:
     """The fields of the head of `store`; raises SessionError if they are damaged."""
     with as_damage_errors(store.path):
-        return SavedState.model_validate_json(json.dumps(head.fields))  # where tuples are lists
+        return SavedState.model_validate_json(json.dumps(record.fields))  # where tuples are lists
 
 
 def decode_state(
-    store: SessionStore, head: Head, state: SavedState, vocabulary: int
+    store: SessionStore, record: StateRecord, state: SavedState, vocabulary: int
 ) -> tuple[EngineState, ConversationState]:
     """The engine's state and the conversation; `state` has the head's fields.
 
@@ -136,27 +145,27 @@ def decode_state(
     with as_damage_errors(store.path):
         turns, chat, rows = saved_turns(store), state.conversation, store.rows(ROW)
         _check_rows(rows, len(turns), state.round, vocabulary)
-        require(chat.system[0] <= chat.system[1] <= head.seen)
-        require(head.logits is None or len(head.logits) == vocabulary)
+        require(chat.system[0] <= chat.system[1] <= record.seen)
+        require(record.logits is None or len(record.logits) == vocabulary)
         require(all(token_id < vocabulary for token_id in chat.pending_ids))
-        require(max([*chat.heads, *chat.asked], default=-1) < head.seen)
+        require(max([*chat.heads, *chat.asked], default=-1) < record.seen)
         require(chat.round == state.round)
         saved = EngineState(
             rows=rows,
-            held=head.held,
+            held=record.held,
             log_decay=state.log_decay,
             unknown_surprisal=state.unknown_surprisal,
-            logits=head.logits,
+            logits=record.logits,
             round=state.round,
         )
         conversation = ConversationState(
             turns=turns,
-            saved=len(turns),
-            system=range(*chat.system),
-            reply=TurnStats(**chat.reply.model_dump()),
+            saved_turns=len(turns),
+            system=SystemPrompt(range(*chat.system), chat.prompt),
+            last_reply_stats=TurnStats(**chat.reply.model_dump()),
             totals=TurnStats(**chat.totals.model_dump()),
-            unpinned=chat.unpinned,
-            **{name: getattr(chat, name) for name in _SAME},
+            unpinned_sentences=chat.unpinned,
+            **{field: getattr(chat, name) for name, field in _COPIED_FIELDS.items()},
         )
         return saved, conversation
 
@@ -171,7 +180,7 @@ def saved_turns(store: SessionStore) -> list[Turn]:
     return turns
 
 
-def passages_of(session: Session, saved: int = 0) -> tuple[SavedPassages, int]:
+def new_passages(session: Session, saved: int = 0) -> tuple[SavedPassages, int]:
     """The passages of complete turns that end after the stream position `saved`.
 
     Also returns where those before them end. There are none where none has a vector.
@@ -191,7 +200,7 @@ def load_passages(session: Session, store: SessionStore, state: SavedState) -> N
     Else it makes passages of the ledger's tokens, which have none.
     """
     saved, encoder, seen = store.passages(), session.model.passage_encoder, session.seen
-    if not len(saved.rows) or state.encoder != encoder.check_sum:
+    if not len(saved.rows) or state.encoder != encoder.checksum:
         return
     with as_damage_errors(store.path):
         require(int(saved.rows["end"][-1]) <= state.passages <= seen)
@@ -210,9 +219,9 @@ def saved_profile(store: SessionStore, trusted: Collection[str] = ()) -> Profile
     Raises SettingError for a policy of the user's own, `module:Class`, that is not in `trusted`,
     and SessionError if this version of sirchat does not know all settings.
     """
-    head = store.head()
+    record = store.state_record()
     try:
-        saved = head.fields.get("profile") if head else {}
+        saved = record.fields.get("profile") if record else {}
         known = rename_old_settings(saved) if isinstance(saved, dict) else saved
         profile = Profile.model_validate(known)
         profile = profile.with_origins(dict.fromkeys(profile.model_fields_set, "saved chat"))
@@ -225,11 +234,11 @@ def saved_profile(store: SessionStore, trusted: Collection[str] = ()) -> Profile
     return profile
 
 
-def fingerprint(model: LoadedModel) -> str:
+def model_fingerprint(model: LoadedModel) -> str:
     """A hash of a model's config, vocabulary size, rotary frequencies and some of its weights."""
     digest = hashlib.sha256()
     config = model.module.config.to_diff_dict()
-    for name in _VOLATILE:
+    for name in _IGNORED_CONFIG_KEYS:
         config.pop(name, None)
     digest.update(repr(sorted(config.items(), key=str)).encode())
     digest.update(str(len(model.tokenizer)).encode())
@@ -247,7 +256,7 @@ def session_metadata(model: LoadedModel, family: str) -> dict[str, Any]:
     return {
         **({"family": family} if family else {}),
         "model": model.name,
-        "fingerprint": fingerprint(model),
+        "fingerprint": model_fingerprint(model),
         "dtype": model.precision,
         "sirchat": __version__,
         "torch": torch.__version__,
@@ -267,7 +276,7 @@ def check_model(store: SessionStore, model: LoadedModel) -> None:
             f"session {store.id} has dtype {meta['dtype']}, but the model is loaded as {dtype}",
             hint=f"to continue this chat: {again} --dtype {kind}{how}; {rebuild}",
         )
-    if meta["fingerprint"] != fingerprint(model):
+    if meta["fingerprint"] != model_fingerprint(model):
         raise SessionError(
             f"session {store.id} was made with model {meta['model']}, not with this {model.name}",
             hint=f"to continue this chat: {again} --model {shlex.quote(meta['model'])}; {rebuild}",

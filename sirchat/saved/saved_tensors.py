@@ -67,7 +67,7 @@ def key_values_fit(rows: KeyValues, row: KeyValues, seen: int) -> bool:
     """
     count, shapes = len(rows), [(*t.shape[:1], len(rows), *t.shape[2:]) for t in row.tensors]
     return (
-        _ascend(rows.positions, seen)
+        _are_ascending(rows.positions, seen)
         and rows.written_at.shape == (count,)
         and rows.written_at.dtype == np.int64
         and bool(((rows.written_at >= 0) & (rows.written_at < 2**31)).all())
@@ -93,10 +93,10 @@ def pop_attention(tensors: dict[str, torch.Tensor]) -> AttentionCheckpoint | Non
 def attention_fits(received: AttentionCheckpoint, seen: int) -> bool:
     """Whether arrays of saved attention fit each other and a stream of `seen` tokens."""
     return (
-        _ascend(received.positions, seen)
+        _are_ascending(received.positions, seen)
         and received.total.shape == received.log_decay.shape == received.positions.shape
         and all(
-            _ascend(part.positions, seen)
+            _are_ascending(part.positions, seen)
             and part.weights.ndim in (2, 4)
             and part.weights.shape[-1:] == part.positions.shape
             for part in received.window
@@ -125,7 +125,7 @@ def pop_state(tensors: dict[str, torch.Tensor], example: CacheState) -> CacheSta
     )
 
 
-def _ascend(positions: NDArray[Any], seen: int) -> bool:
+def _are_ascending(positions: NDArray[Any], seen: int) -> bool:
     """Whether `positions` [n] are ascending stream positions, all of them below `seen`."""
     if positions.ndim != 1 or positions.dtype != np.int64:
         return False

@@ -6,18 +6,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from sirchat.errors import SessionError, UsageError, format_value, nearest
+from sirchat.errors import SessionError, UsageError, did_you_mean, format_value
 from sirchat.saved.database import SUFFIX
-from sirchat.saved.index import MARKS, find_matches, has_words
-from sirchat.saved.session_list import SavedSession, same_name, summary_of
+from sirchat.saved.index import MATCH_MARKS, find_matches, has_words
+from sirchat.saved.session_list import SavedSession, names_match, read_summary
 
-MOST = 20  # chats that a search returns
+MAX_HITS = 20  # chats that a search returns
 
-_LEAD = 24  # characters of a line before its first match
+_MAX_LEAD_CHARS = 24  # characters of a line before its first match
 _HINT = "fewer words find more; sirchat sessions lists all chats"
 
 
-class Part(NamedTuple):
+class SnippetPart(NamedTuple):
     """A piece of a line of text; `is_match` says whether the piece is one of the searched words."""
 
     text: str
@@ -28,22 +28,22 @@ class Hit(NamedTuple):
     """A chat that a search has found, and a line of it; empty if only its name has the words."""
 
     session: SavedSession
-    line: tuple[Part, ...]
+    snippet: tuple[SnippetPart, ...]
 
 
-class Found(NamedTuple):
+class ChatSearchResult(NamedTuple):
     """The best chats, the number of further ones, and the ids of chats whose name was searched for.
 
     `hint` says what to do if nothing was found.
     """
 
     hits: list[Hit]
-    more: int
-    named: list[str]
+    more_count: int
+    ids_by_name: list[str]
     hint: str
 
 
-def search_sessions(folder: Path, words: str) -> Found:
+def search_sessions(folder: Path, words: str) -> ChatSearchResult:
     """Find the saved chats with all `words`: the best (bm25) first, of equals the newest.
 
     Raises UsageError if `words` has no word, and SessionError if the index can't be used.
@@ -53,30 +53,36 @@ def search_sessions(folder: Path, words: str) -> Found:
             f"{format_value(words)} has no word to search for; allowed: letters and digits",
             hint="sirchat sessions search green door",
         )
-    ids, snippets, chats = find_matches(folder, words, MOST)
+    ids, snippets, chats = find_matches(folder, words, MAX_HITS)
     hits = []
     for ident, snippet in zip(ids, snippets, strict=False):
         with suppress(SessionError):  # the chat was removed, or damaged, just now
-            hits.append(Hit(summary_of(folder / f"{ident}{SUFFIX}"), _parts(snippet)))
-    named = [chat.id for chat in chats if same_name(chat.name, words)]
-    hint = "" if named or ids else nearest(words, (chat.name for chat in chats if chat.name))
-    return Found(hits, max(0, len(ids) - MOST), named, hint or _HINT)
+            hits.append(Hit(read_summary(folder / f"{ident}{SUFFIX}"), _parse_snippet(snippet)))
+    ids_by_name = [chat.id for chat in chats if names_match(chat.name, words)]
+    hint = (
+        ""
+        if ids_by_name or ids
+        else did_you_mean(words, (chat.name for chat in chats if chat.name))
+    )
+    return ChatSearchResult(hits, max(0, len(ids) - MAX_HITS), ids_by_name, hint or _HINT)
 
 
-def nothing_found(words: str, found: Found) -> SessionError:
+def nothing_found_error(words: str, found: ChatSearchResult) -> SessionError:
     """Make the SessionError for a search of `words` that found no chat; `found` is its result."""
     return SessionError(
         f"no saved chat is called {format_value(words)} or has all of these words", hint=found.hint
     )
 
 
-def _parts(snippet: str) -> tuple[Part, ...]:
-    begin, end = MARKS
+def _parse_snippet(snippet: str) -> tuple[SnippetPart, ...]:
+    begin, end = MATCH_MARKS
     before, *marked = " ".join(snippet.split()).split(begin)
-    if len(before) > _LEAD:
-        before = f"…{before[before.find(' ', -_LEAD) + 1 or len(before) - _LEAD :]}"
-    parts = [Part(before, False)]
+    if len(before) > _MAX_LEAD_CHARS:
+        before = (
+            f"…{before[before.find(' ', -_MAX_LEAD_CHARS) + 1 or len(before) - _MAX_LEAD_CHARS :]}"
+        )
+    parts = [SnippetPart(before, False)]
     for piece in marked:
         match, _, after = piece.partition(end)
-        parts += [Part(match, True), Part(after, False)]
+        parts += [SnippetPart(match, True), SnippetPart(after, False)]
     return tuple(part for part in parts if part.text) if marked else ()

@@ -23,10 +23,10 @@ from sirchat.saved.keys_values import KeysAndValues
 if TYPE_CHECKING:  # a list of sessions needs no torch
     from sirchat.memory.key_values import KeyValues, Positions
 
-FOLDER = ".kv"  # the ending of the folder's name
-FEWEST, _MOST = 512, 2048  # tokens in a file
+FOLDER_SUFFIX = ".kv"  # the ending of the folder's name
+MIN_FILE_TOKENS, _MAX_FILE_TOKENS = 512, 2048  # tokens in a file
 _STAMP = "evicted"
-TEXT = ("token_id", "turn", "surprisal")  # columns of the ledger by which a text is known
+TEXT_COLUMNS = ("token_id", "turn", "surprisal")  # columns of the ledger by which a text is known
 
 
 class SavedSegments:
@@ -37,7 +37,7 @@ class SavedSegments:
     """
 
     def __init__(self, path: Path) -> None:
-        self._folder = path.with_suffix(FOLDER)
+        self._folder = path.with_suffix(FOLDER_SUFFIX)
         self._files: dict[int, tuple[Positions, int]] = {}  # by number: tokens, bytes
         self._is_written = np.zeros(0, bool)  # by position
 
@@ -52,10 +52,10 @@ class SavedSegments:
             self._is_written.resize(2 * most + 1, refcheck=False)
         return np.unique(positions[~self._is_written[positions]])
 
-    def load(self, rows: NDArray[np.void], like: KeyValues) -> Iterator[KeyValues]:
+    def load(self, rows: NDArray[np.void], example: KeyValues) -> Iterator[KeyValues]:
         """Yield the contents of each file; `rows` are the ledger rows of the chat's text.
 
-        A file that is damaged, of another text, or does not fit `like`, of the chat's model, is
+        A file that is damaged, of another text, or does not fit `example`, of the chat's model, is
         deleted.
         """
         from sirchat.saved.saved_tensors import key_values_fit, pop_key_values
@@ -65,11 +65,11 @@ class SavedSegments:
             try:
                 number, text = int(file.stem), int(tensors.pop("text"))
                 tokens = pop_key_values(tensors)
-                fits = key_values_fit(tokens, like, len(rows))
+                fits = key_values_fit(tokens, example, len(rows))
             except (LookupError, TypeError, ValueError):
                 fits = False
             if fits and text == _text_sum(rows, tokens.positions):
-                self._note(number, tokens)
+                self._add_file(number, tokens)
                 yield tokens
             else:
                 with suppress(OSError):
@@ -84,7 +84,7 @@ class SavedSegments:
     ) -> None:
         """Write the tokens at the positions `new` [n]; over `limit` bytes, only the newest of all.
 
-        `text` are the ledger's columns `TEXT`. Raises SessionError if a file can't be written.
+        `text` are the ledger's `TEXT_COLUMNS`. Raises SessionError if a file can't be written.
         """
         import torch
 
@@ -92,9 +92,9 @@ class SavedSegments:
 
         size = 0
         with as_session_errors(self._folder):
-            paths.private_dir(self._folder)
-        for end in range(len(new), 0, -_MOST):
-            tokens = fetch(new[max(0, end - _MOST) : end])
+            paths.make_private_dir(self._folder)
+        for end in range(len(new), 0, -_MAX_FILE_TOKENS):
+            tokens = fetch(new[max(0, end - _MAX_FILE_TOKENS) : end])
             size += tokens.nbytes
             if limit is not None and size > limit:
                 break
@@ -102,12 +102,12 @@ class SavedSegments:
             named = key_value_tensors(tokens)
             named["text"] = torch.tensor(_text_sum(text, tokens.positions))
             KeysAndValues(self._folder / f"{number:06}").save(named, _STAMP)
-            self._note(number, tokens)
+            self._add_file(number, tokens)
         self._is_written[new] = True  # after an error, the chat's end saves the others
         while limit is not None and sum(size for _, size in self._files.values()) > limit:
             self._delete(min(self._files, key=lambda number: int(self._files[number][0][-1])))
 
-    def know_as(self, other: SavedSegments) -> None:
+    def copy_known_files(self, other: SavedSegments) -> None:
         """Know of this folder, a copy of that of `other`, what is known of that one."""
         self._files, self._is_written = dict(other._files), other._is_written.copy()
 
@@ -125,7 +125,7 @@ class SavedSegments:
         with as_session_errors(self._folder):
             remove_segments(self._folder)
 
-    def _note(self, number: int, tokens: KeyValues) -> None:
+    def _add_file(self, number: int, tokens: KeyValues) -> None:
         self._files[number] = tokens.positions, tokens.nbytes
         self._is_written[self.unwritten(tokens.positions)] = True
 
@@ -144,6 +144,6 @@ def remove_segments(folder: Path) -> None:
 def _text_sum(text: NDArray[np.void] | Mapping[str, NDArray[Any]], positions: Positions) -> int:
     """A check sum of the text and its surprisals at `positions`."""
     total = 0
-    for name in TEXT:
+    for name in TEXT_COLUMNS:
         total = crc32(text[name][positions].tobytes(), total)
     return total

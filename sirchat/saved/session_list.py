@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
 from sirchat import paths
-from sirchat.errors import DamagedSessionError, SessionError, format_value, nearest
+from sirchat.errors import DamagedSessionError, SessionError, did_you_mean, format_value
 from sirchat.saved.database import (
     SUFFIX,
     UNDECODABLE,
@@ -24,25 +24,25 @@ from sirchat.saved.database import (
     as_session_errors,
     check_format,
     connect,
+    create_session_file,
     is_session,
     lock,
-    new_file,
     not_a_session,
     refuse_missing,
     result_code,
 )
-from sirchat.saved.index import Indexed, chats_in, remove_from_index
-from sirchat.saved.segments import FOLDER, remove_segments
+from sirchat.saved.index import IndexedChat, list_chats, remove_from_index
+from sirchat.saved.segments import FOLDER_SUFFIX, remove_segments
 from sirchat.saved.store import SessionStore
 from sirchat.text.times import local_time
 from sirchat.text.transcript import RoleName, TranscriptTurn, write_jsonl
 
-LENGTH = 40  # characters of a session's name
-MOST_LISTED = 1_000  # sessions that a list shows if not asked for all
-_FIRST_LINE = 80  # characters
-_ABOUT = "SELECT name, value FROM about WHERE name IN ('meta', 'created', 'name')"
-_USERS = "SELECT text FROM turns WHERE role = 'user'{} ORDER BY turn"
-_LIKE_AN_ID = r"[0-9]{1,8}|[0-9]{8}-[0-9]{0,4}|[0-9]{8}-[0-9]{4}-\w{0,4}"
+MAX_NAME_CHARS = 40  # characters of a session's name
+MAX_LISTED = 1_000  # sessions that a list shows if not asked for all
+_MAX_EXCERPT_CHARS = 80  # characters
+_SELECT_ABOUT = "SELECT name, value FROM about WHERE name IN ('meta', 'created', 'name')"
+_SELECT_USER_TEXTS = "SELECT text FROM turns WHERE role = 'user'{} ORDER BY turn"
+_ID_PATTERN = r"[0-9]{1,8}|[0-9]{8}-[0-9]{0,4}|[0-9]{8}-[0-9]{4}-\w{0,4}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class SavedSession:
     updated: datetime
     model: str
     turns: int  # number of messages
-    first: str  # the beginning of the first user message that is no summary, on one line
-    last: str  # the beginning of the last user message
+    first_message: str  # the beginning of the first user message that is no summary, on one line
+    last_message: str  # the beginning of the last user message
     in_use: bool  # whether a process has the session open
     family: str  # the id of the chat from which it was branched, or its own
 
@@ -69,16 +69,16 @@ class Listing(NamedTuple):
     """The saved sessions of a folder, and an error for each file that can't be read."""
 
     sessions: list[SavedSession]
-    refused: list[SessionError]
-    unread: int  # number of older files, which were not asked for
+    errors: list[SessionError]
+    more_count: int  # number of older files, which were not asked for
 
 
 def list_sessions(folder: Path, most: int | None = None) -> Listing:
     """The saved sessions, or only the `most` newest; the one written last comes first."""
-    refused: list[SessionError] = []
-    files = _files(folder)
-    sessions = list(_summaries(folder, files[:most], refused))
-    return Listing(sessions, refused, len(files) - len(files[:most]))
+    errors: list[SessionError] = []
+    files = _session_files(folder)
+    sessions = list(_summaries(folder, files[:most], errors))
+    return Listing(sessions, errors, len(files) - len(files[:most]))
 
 
 def key_value_bytes(folder: Path) -> int:
@@ -106,7 +106,7 @@ def make_room(folder: Path, limit: int) -> int:
 def _key_value_files(folder: Path) -> list[tuple[float, int, Path]]:
     """The files of keys and values: time of change, size, and path, the oldest first."""
     found = list[tuple[float, int, Path]]()
-    for file in (*folder.glob("*.safetensors"), *folder.glob(f"*{FOLDER}/*.safetensors")):
+    for file in (*folder.glob("*.safetensors"), *folder.glob(f"*{FOLDER_SUFFIX}/*.safetensors")):
         with suppress(OSError):  # it was just removed
             state = file.stat()
             found.append((state.st_mtime, state.st_size, file))
@@ -120,16 +120,16 @@ def find_session(folder: Path, ident: str, *, may_be_open: bool = False) -> Path
     is open in another process, unless `may_be_open`.
     """
     if ident == "last":
-        for chat in _summaries(folder, _files(folder), []):
+        for chat in _summaries(folder, _session_files(folder), []):
             if chat.in_use and not may_be_open:
                 raise _open_elsewhere(chat)
             return chat.path
         raise SessionError(f"there is no saved session in {folder}")
-    ids = sorted(name.removesuffix(SUFFIX) for name in _files(folder))
+    ids = sorted(name.removesuffix(SUFFIX) for name in _session_files(folder))
     if ident in ids:
         return folder / f"{ident}{SUFFIX}"
-    chats = _indexed(folder)
-    by_name = [chat.id for chat in chats if same_name(chat.name, ident)]
+    chats = _list_indexed(folder)
+    by_name = [chat.id for chat in chats if names_match(chat.name, ident)]
     matches = by_name or [id for id in ids if ident and id.startswith(ident)]
     if len(matches) > 1:
         how = "are called" if by_name else "begin with"
@@ -142,40 +142,42 @@ def find_session(folder: Path, ident: str, *, may_be_open: bool = False) -> Path
         newest = f"the newest session is {ids[-1]}" if ids else "no session is saved"
         raise SessionError(
             f"there is no saved session {format_value(ident)}",
-            hint=nearest(ident, [*ids, *(chat.name for chat in chats if chat.name)]) or newest,
+            hint=did_you_mean(ident, [*ids, *(chat.name for chat in chats if chat.name)]) or newest,
         )
     return folder / f"{matches[0]}{SUFFIX}"
 
 
 def is_prefix_of_id(folder: Path, ident: str) -> bool:
-    return any(name.removesuffix(SUFFIX).startswith(ident) for name in _files(folder))
+    return any(name.removesuffix(SUFFIX).startswith(ident) for name in _session_files(folder))
 
 
 def open_saved_file(
-    folder: Path, ident: str, own: str = ""
+    folder: Path, ident: str, own_id: str = ""
 ) -> tuple[SessionStore, list[SessionError]]:
     """Open the session `ident` (see `find_session`); for "last", the newest that can be opened.
 
-    It is not `own`, the id of the session open here. Returns also the errors of newer sessions: of
-    damaged ones, and of the newest that is open elsewhere. SessionError if none can be opened.
+    It is not `own_id`, the session open here. Also returns errors for the newer sessions that were
+    passed over, damaged or open elsewhere. Raises SessionError if none can be opened.
     """
     if ident != "last":
         return SessionStore.open(find_session(folder, ident)), []
-    refused: list[SessionError] = []
+    errors: list[SessionError] = []
     in_use = list[SavedSession]()
-    for chat in _summaries(folder, [f for f in _files(folder) if f != f"{own}{SUFFIX}"], refused):
+    for chat in _summaries(
+        folder, [f for f in _session_files(folder) if f != f"{own_id}{SUFFIX}"], errors
+    ):
         if chat.in_use:
             in_use.append(chat)
             continue
         try:
             store = SessionStore.open(chat.path)
             newer = [_open_elsewhere(other) for other in in_use[:1]]
-            return store, [*newer, *_damaged(refused)]
+            return store, [*newer, *_damaged(errors)]
         except DamagedSessionError as error:
-            refused.append(error)
+            errors.append(error)
     if in_use:
         return SessionStore.open(in_use[0].path), []  # raises what says by whom it is used
-    if damaged := _damaged(refused):
+    if damaged := _damaged(errors):
         raise damaged[-1]
     raise SessionError(f"there is no saved session in {folder}")
 
@@ -188,12 +190,12 @@ def copy_session(folder: Path, ident: str, name: str) -> SessionStore:
     """
     path, name = find_session(folder, ident, may_be_open=True), check_name(folder, name, "")
     with SessionStore.read(path) as saved:
-        return branch_of(saved, name)
+        return create_branch(saved, name)
 
 
-def branch_of(store: SessionStore, name: str) -> SessionStore:
+def create_branch(store: SessionStore, name: str) -> SessionStore:
     """Copy what is saved in `store` to a branch called `name`; returns its open store."""
-    copy = new_file(store.path.parent, SUFFIX)
+    copy = create_session_file(store.path.parent, SUFFIX)
     try:
         store.copy_to(copy)
         _copy_key_values(store.path, copy)
@@ -206,17 +208,17 @@ def branch_of(store: SessionStore, name: str) -> SessionStore:
         raise
 
 
-def check_name(folder: Path, text: str, own: str) -> str:
-    """Check a name for the session with the id `own` (empty for a new session) and normalize it.
+def check_name(folder: Path, text: str, own_id: str) -> str:
+    """Check a name for the session with the id `own_id` (empty for a new session) and normalize it.
 
     Raises SessionError if it is not allowed, or belongs to another session.
     """
-    name = _checked_name(text)
-    others = [chat.id for chat in _indexed(folder) if same_name(chat.name, name)]
+    name = _normalize_name(text)
+    others = [chat.id for chat in _list_indexed(folder) if names_match(chat.name, name)]
     if (folder / f"{name}{SUFFIX}").is_file():
         others.append(name)
     for ident in others:
-        if ident != own:
+        if ident != own_id:
             raise SessionError(
                 f"session {ident} is called {format_value(name)}; allowed: a name that no "
                 "other session has",
@@ -227,7 +229,7 @@ def check_name(folder: Path, text: str, own: str) -> str:
 
 def branches_of(folder: Path, family: str) -> list[SavedSession]:
     """The entries of the chat `family` (an id) and of its branches, the last written first."""
-    files = [f"{chat.id}{SUFFIX}" for chat in _indexed(folder) if chat.family == family]
+    files = [f"{chat.id}{SUFFIX}" for chat in _list_indexed(folder) if chat.family == family]
     chats = _summaries(folder, files, [])
     return sorted(chats, key=lambda chat: chat.updated, reverse=True)
 
@@ -241,7 +243,7 @@ def remove_session(path: Path) -> None:
     with as_session_errors(path), closing(connect(path)) as connection:
         _lock_to_remove(connection, path)
         # The session's own file is the last: its name leads to the others.
-        remove_segments(path.with_suffix(FOLDER))
+        remove_segments(path.with_suffix(FOLDER_SUFFIX))
         # `.open`: which process had the chat open, of an earlier version
         beside = (".safetensors", ".safetensors.new", f"{SUFFIX}-journal", ".open")
         for suffix in (*beside, SUFFIX):
@@ -262,7 +264,7 @@ def export_session(path: Path, stream: BinaryIO) -> None:
     )
 
 
-def summary_of(path: Path) -> SavedSession:
+def read_summary(path: Path) -> SavedSession:
     """The list entry of the session in the file `path`.
 
     A locked file, or one with an interrupted commit, is read without locks; if that fails, the
@@ -278,22 +280,22 @@ def summary_of(path: Path) -> SavedSession:
         try:
             return _summary(path, "immutable=1", in_use=in_use)
         except (sqlite3.Error, SessionError, *UNDECODABLE):
-            return _unread_summary(path, in_use)
+            return _fallback_summary(path, in_use)
 
 
-def same_name(name: str, other: str) -> bool:
+def names_match(name: str, other: str) -> bool:
     """Whether two names are equal but for case, spaces and Unicode composition."""
     return bool(name) and _name_key(name) == _name_key(other)
 
 
-def reveals_text(name: str, said: str, *, whole: bool) -> bool:
-    """Whether a name reveals the erased text `said`: whether it contains this text.
+def reveals_text(name: str, erased_text: str, *, whole: bool) -> bool:
+    """Whether a name reveals the erased text `erased_text`: whether it contains this text.
 
-    With `whole`, `said` is all of a turn, and a name that is a part of it reveals it, too.
+    With `whole`, `erased_text` is all of a turn, and a name that is a part of it reveals it, too.
     """
-    name_key, said_key = _name_key(name), _name_key(said)
-    repeats = said_key in name_key or (whole and name_key in said_key)
-    return bool(name_key and said_key) and repeats
+    name_key, text_key = _name_key(name), _name_key(erased_text)
+    repeats = text_key in name_key or (whole and name_key in text_key)
+    return bool(name_key and text_key) and repeats
 
 
 def _open_elsewhere(chat: SavedSession) -> SessionError:
@@ -303,31 +305,31 @@ def _open_elsewhere(chat: SavedSession) -> SessionError:
     )
 
 
-def _damaged(refused: Iterable[SessionError]) -> list[DamagedSessionError]:
-    return [error for error in refused if isinstance(error, DamagedSessionError)]
+def _damaged(errors: Iterable[SessionError]) -> list[DamagedSessionError]:
+    return [error for error in errors if isinstance(error, DamagedSessionError)]
 
 
 def _copy_key_values(path: Path, copy: Path) -> None:
     """Copy the files of keys and values of the session at `path` where that is possible."""
     files = {path.with_suffix(".safetensors"): copy.with_suffix(".safetensors")}
-    for file in path.with_suffix(FOLDER).glob("*.safetensors"):
-        files[file] = copy.with_suffix(FOLDER) / file.name
+    for file in path.with_suffix(FOLDER_SUFFIX).glob("*.safetensors"):
+        files[file] = copy.with_suffix(FOLDER_SUFFIX) / file.name
     for file, target in files.items():
         with suppress(OSError):  # an incomplete file counts as none
-            paths.private_dir(target.parent)
+            paths.make_private_dir(target.parent)
             with file.open("rb") as old, paths.open_private(target, "xb") as new:
                 shutil.copyfileobj(old, new)
 
 
-def _indexed(folder: Path) -> list[Indexed]:
+def _list_indexed(folder: Path) -> list[IndexedChat]:
     try:
-        return chats_in(folder)
+        return list_chats(folder)
     except SessionError:  # no index can be made there
         chats = list_sessions(folder).sessions
-        return [Indexed(chat.id, chat.name, chat.family) for chat in chats]
+        return [IndexedChat(chat.id, chat.name, chat.family) for chat in chats]
 
 
-def _files(folder: Path) -> list[str]:
+def _session_files(folder: Path) -> list[str]:
     """The names of the session files in a folder, the last written one first."""
     files = list[tuple[float, str]]()
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
@@ -339,22 +341,24 @@ def _files(folder: Path) -> list[str]:
 
 
 def _summaries(
-    folder: Path, files: Iterable[str], refused: list[SessionError]
+    folder: Path, files: Iterable[str], errors: list[SessionError]
 ) -> Iterator[SavedSession]:
-    """Yield list entries, each read when it is needed; errors are appended to `refused`."""
+    """Yield list entries, each read when it is needed; errors are appended to `errors`."""
     for path in map(folder.joinpath, files):
         try:
-            yield summary_of(path)
+            yield read_summary(path)
         except SessionError as error:
             with suppress(OSError):  # it was just removed
                 if path.stat().st_size:  # else a process was killed while it created the file
-                    refused.append(error)
+                    errors.append(error)
 
 
 def _summary(path: Path, options: str, *, in_use: bool) -> SavedSession:
     with closing(connect(path, options, timeout=0)) as connection:
-        users = _USERS.format("" if check_format(connection, path) else " AND NOT is_summary")
-        about = {name: json.loads(value) for name, value in connection.execute(_ABOUT)}
+        users = _SELECT_USER_TEXTS.format(
+            "" if check_format(connection, path) else " AND NOT is_summary"
+        )
+        about = {name: json.loads(value) for name, value in connection.execute(_SELECT_ABOUT)}
         (turns,) = connection.execute("SELECT count(*) FROM turns").fetchone()
         first = connection.execute(f"{users} LIMIT 1").fetchone()
         last = connection.execute(f"{users} DESC LIMIT 1").fetchone()
@@ -367,14 +371,14 @@ def _summary(path: Path, options: str, *, in_use: bool) -> SavedSession:
         updated=local_time(path.stat().st_mtime),
         model=str(meta.get("model", "")),
         turns=turns,
-        first=_first_line(first[0]) if first else "",
-        last=_first_line(last[0]) if last else "",
+        first_message=_excerpt(first[0]) if first else "",
+        last_message=_excerpt(last[0]) if last else "",
         in_use=in_use,
         family=str(meta.get("family", path.stem)),
     )
 
 
-def _unread_summary(path: Path, in_use: bool) -> SavedSession:
+def _fallback_summary(path: Path, in_use: bool) -> SavedSession:
     updated = local_time(path.stat().st_mtime)
     try:
         created = datetime.strptime(path.stem[:13], "%Y%m%d-%H%M").astimezone()
@@ -383,9 +387,9 @@ def _unread_summary(path: Path, in_use: bool) -> SavedSession:
     return SavedSession(path.stem, "", path, created, updated, "", 0, "", "", in_use, path.stem)
 
 
-def _first_line(text: str) -> str:
+def _excerpt(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= _FIRST_LINE else f"{line[: _FIRST_LINE - 1]}…"
+    return line if len(line) <= _MAX_EXCERPT_CHARS else f"{line[: _MAX_EXCERPT_CHARS - 1]}…"
 
 
 def _lock_to_remove(connection: sqlite3.Connection, path: Path) -> None:
@@ -402,19 +406,21 @@ def _lock_to_remove(connection: sqlite3.Connection, path: Path) -> None:
             raise
 
 
-def _checked_name(text: str) -> str:
+def _normalize_name(text: str) -> str:
     """The name with spaces and Unicode composition normalized.
 
     Raises SessionError for one that could be an id, or `last`, or a flag, or is no visible text.
     """
     name = re.sub(" +", " ", unicodedata.normalize("NFC", text).strip(" "))
-    is_reserved = re.fullmatch(_LIKE_AN_ID, name) or _name_key(name) == "last"
-    is_text = name.isprintable() and not name.startswith(("-", '"')) and 0 < len(name) <= LENGTH
+    is_reserved = re.fullmatch(_ID_PATTERN, name) or _name_key(name) == "last"
+    is_text = (
+        name.isprintable() and not name.startswith(("-", '"')) and 0 < len(name) <= MAX_NAME_CHARS
+    )
     if is_reserved or not is_text:
         raise SessionError(
-            f"a session can't be called {format_value(name)}; allowed: up to {LENGTH} visible "
-            "characters, but not the word last, nothing that looks like an id, and no dash or "
-            "quote at the start",
+            f"a session can't be called {format_value(name)}; allowed: up to {MAX_NAME_CHARS} "
+            "visible characters, but not the word last, nothing that looks like an id, and no "
+            "dash or quote at the start",
             hint="for example /save my trip",
         )
     return name

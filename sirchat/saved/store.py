@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from sirchat.errors import DamagedSessionError, SessionError, SessionInUseError
 from sirchat.saved.database import (
-    APPLICATION,
-    FORMAT,
+    APPLICATION_ID,
+    FORMAT_VERSION,
     SUFFIX,
     TABLES,
     as_damage_errors,
@@ -32,11 +32,11 @@ from sirchat.saved.database import (
     check_contents,
     check_format,
     connect,
-    is_older,
+    create_session_file,
+    has_older_format,
+    insert_record,
     locked,
     make_durable,
-    new_file,
-    put,
     refuse_missing,
     require,
     sync,
@@ -48,10 +48,10 @@ from sirchat.saved.segments import SavedSegments
 from sirchat.text.transcript import RoleName
 
 _ROLES = get_args(RoleName)
-_ALL = 2**62  # larger than every index
-_BLOCK = 1024  # most ledger rows in a record
-_COPIES = 20  # most tries to copy a session that is being written
-_PAUSE = 0.05  # seconds between two tries
+_NO_LIMIT = 2**62  # larger than every index
+_ROWS_PER_RECORD = 1024  # most ledger rows in a record
+_MAX_COPY_TRIES = 20  # most tries to copy a session that is being written
+_COPY_PAUSE_S = 0.05  # seconds between two tries
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class SavedPassages:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Head:
+class StateRecord:
     """The head of a session's file: the record of the session's state after its last turn."""
 
     seen: int  # tokens of the stream so far; each has one ledger row
@@ -97,20 +97,20 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Extent:
     """How many of the turns and ledger rows in the file a change leaves as they are.
 
     `passages`: those before this position stay. `held`: up to this turn, the file still says right
     which tokens were held.
     """
 
-    turns: int = _ALL
-    rows: int = _ALL
-    passages: int = _ALL
-    held: int = _ALL
+    turns: int = _NO_LIMIT
+    rows: int = _NO_LIMIT
+    passages: int = _NO_LIMIT
+    held: int = _NO_LIMIT
 
 
-_EVERYTHING, _NO_PASSAGES = Kept(), SavedPassages()
+_EVERYTHING, _NO_PASSAGES = Extent(), SavedPassages()
 
 
 class SessionStore:
@@ -127,10 +127,10 @@ class SessionStore:
         self.segments = SavedSegments(path)
         with as_damage_errors(path):
             self._file = path.stat()
-            self.meta: dict[str, Any] = dict(self._about("meta"))
+            self.meta: dict[str, Any] = dict(self._about_value("meta"))
             require(all(isinstance(value, str) for value in self.meta.values()))
-            self.name = str(self._about("name") or "")
-            self.created = float(self._about("created") or 0)
+            self.name = str(self._about_value("name") or "")
+            self.created = float(self._about_value("created") or 0)
 
     @classmethod
     def create(cls, folder: Path, meta: Mapping[str, Any]) -> Self:
@@ -140,15 +140,15 @@ class SessionStore:
         SessionError if no file can be created.
         """
         about = {"meta": dict(meta), "created": time.time()}
-        path = new_file(folder, SUFFIX)
+        path = create_session_file(folder, SUFFIX)
         try:
             with as_session_errors(path), locked(path) as connection:
-                connection.execute(f"PRAGMA application_id={APPLICATION}")
-                connection.execute(f"PRAGMA user_version={FORMAT}")
+                connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
+                connection.execute(f"PRAGMA user_version={FORMAT_VERSION}")
                 for table in TABLES.values():
                     connection.execute(table)
                 for name, value in about.items():
-                    put(connection, "about", name, json.dumps(value))
+                    insert_record(connection, "about", name, json.dumps(value))
                 make_durable(connection)
                 sync(folder)
                 return cls(path, connection)
@@ -184,28 +184,28 @@ class SessionStore:
         So it is of a file of the older format, which stays as it is. Raises SessionError as `open`.
         """
         refused = SessionError(f"{path} changed while it was read", hint="try again")
-        if not is_older(path):
+        if not has_older_format(path):
             try:
                 return cls.open(path)
             except SessionInUseError as error:
                 refused = error
-        for _ in range(_COPIES):
+        for _ in range(_MAX_COPY_TRIES):
             copy = sqlite3.connect(":memory:", isolation_level=None)
             with (
                 suppress(DamagedSessionError),
                 as_damage_errors(path),
                 closing(connect(path, "immutable=1")) as saved,
             ):
-                before = _last_written(path)
+                before = _file_times(path)
                 saved.backup(copy)
-                if before and before == _last_written(path):
+                if before and before == _file_times(path):
                     was_older = check_format(copy, path)
                     check_contents(copy, path)
                     if was_older:
                         convert(copy)
                     return cls(path, copy)
             copy.close()
-            time.sleep(_PAUSE)  # the other process was writing
+            time.sleep(_COPY_PAUSE_S)  # the other process was writing
         raise refused
 
     @property
@@ -225,7 +225,7 @@ class SessionStore:
             self._connection.execute("PRAGMA journal_mode=DELETE")
         self._connection.close()
 
-    def check_place(self) -> None:
+    def check_not_removed(self) -> None:
         """Raise SessionError if the file was removed: later writes to it would be lost."""
         try:
             is_there = os.path.samestat(self._file, self.path.stat())
@@ -235,42 +235,42 @@ class SessionStore:
             raise SessionError(f"{self.path} was removed while it was in use")
 
     @property
-    def size(self) -> Kept:
+    def size(self) -> Extent:
         """The numbers of saved turns and ledger rows, and the position where the passages end."""
         with as_session_errors(self.path):
-            ((turns,),) = self._all("SELECT max(turn) + 1 FROM turns")
-            ends = self._all("SELECT end FROM passages ORDER BY start DESC LIMIT 1")
-            return Kept(turns or 0, self._count_rows(), ends[0][0] if ends else 0, turns or 0)
+            ((turns,),) = self._fetch("SELECT max(turn) + 1 FROM turns")
+            ends = self._fetch("SELECT end FROM passages ORDER BY start DESC LIMIT 1")
+            return Extent(turns or 0, self._count_rows(), ends[0][0] if ends else 0, turns or 0)
 
     def append(
         self,
         turns: Sequence[SavedTurn],
         rows: NDArray[Any],
-        head: Head,
+        record: StateRecord,
         passages: SavedPassages = _NO_PASSAGES,
-        kept: Kept = _EVERYTHING,
+        extent: Extent = _EVERYTHING,
         flags: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        """Add turns, ledger rows [k], passages and a head; before that, delete all but `kept`.
+        """Add turns, ledger rows [k], passages and a head; before that, delete all but `extent`.
 
         `flags` are new ones of earlier rows, by position; else, saved rows never change: what can
         change, such as which rows are held, is in the head.
         """
         size = self.size
-        is_cut = kept.turns < size.turns or kept.rows < size.rows
+        is_cut = extent.turns < size.turns or extent.rows < size.rows
         if is_cut:
             self.kv.drop()
-            self.segments.truncate(kept.rows)
+            self.segments.truncate(extent.rows)
         with self._transaction():
-            self._put_flags(flags)
-            self._put(turns, rows, head, passages, kept)
+            self._write_flags(flags)
+            self._write(turns, rows, record, passages, extent)
         if is_cut:
             remove_from_index(self.path)
 
     def rename(self, name: str) -> None:
         """Set the user's name for the session; an empty text removes it."""
         with self._transaction():
-            self._put_about("name", name)
+            self._write_about("name", name)
         self.name = name
         remove_from_index(self.path)
 
@@ -279,9 +279,9 @@ class SessionStore:
         meta = {"family": origin.id, **self.meta}
         with self._transaction():
             for key, value in (("meta", meta), ("name", name), ("created", time.time())):
-                self._put_about(key, value)
+                self._write_about(key, value)
         self.meta, self.name = meta, name
-        self.segments.know_as(origin.segments)
+        self.segments.copy_known_files(origin.segments)
 
     def copy_to(self, path: Path) -> None:
         """Copy what is saved to the empty file `path`."""
@@ -291,7 +291,7 @@ class SessionStore:
     def turns(self) -> list[SavedTurn]:
         with as_damage_errors(self.path):
             turns = list[SavedTurn]()
-            for record in self._all("SELECT * FROM turns ORDER BY turn"):
+            for record in self._fetch("SELECT * FROM turns ORDER BY turn"):
                 *values, is_summary, is_left_out, torn, _ = record
                 told: dict[str, Any] = {"torn": tuple(json.loads(torn))}
                 told |= {"is_summary": bool(is_summary), "is_left_out": bool(is_left_out)}
@@ -306,8 +306,8 @@ class SessionStore:
     def rows(self, dtype: np.dtype[Any]) -> NDArray[Any]:
         """The ledger rows [seen] of `dtype`; SessionError if the saved ones have other fields."""
         with as_damage_errors(self.path):
-            parts = self._all("SELECT data FROM rows ORDER BY start")
-            saved = np.frombuffer(b"".join(data for (data,) in parts), self._fields(dtype))
+            parts = self._fetch("SELECT data FROM rows ORDER BY start")
+            saved = np.frombuffer(b"".join(data for (data,) in parts), self._file_dtype(dtype))
             _check_count(saved, self._count_rows())
             return saved.astype(dtype)
 
@@ -315,7 +315,7 @@ class SessionStore:
         """The passages of the chat."""
         with as_damage_errors(self.path):
             query = "SELECT start, end, turn, role, vector FROM passages ORDER BY start"
-            records, seen = self._all(query), self._count_rows()
+            records, seen = self._fetch(query), self._count_rows()
             rows = np.array([tuple(record[:4]) for record in records], PASSAGE)
             known = [np.frombuffer(data or b"", "<f2") for *_, data in records]
             size = max((len(one) for one in known), default=0)
@@ -329,31 +329,31 @@ class SessionStore:
             require(not np.isinf(vectors).any())
             return SavedPassages(rows, vectors)
 
-    def held_after(self) -> dict[int, NDArray[np.int64]]:
+    def held_by_turn(self) -> dict[int, NDArray[np.int64]]:
         """The positions [n] of the tokens in the cache when the chat was saved after a turn.
 
         By the turn's number, ascending; a turn after which it was not saved is missing.
         """
         with as_damage_errors(self.path):
             known, seen = dict[int, NDArray[np.int64]](), self._count_rows()
-            for turn, data in self._all("SELECT turn, positions FROM held ORDER BY turn"):
+            for turn, data in self._fetch("SELECT turn, positions FROM held ORDER BY turn"):
                 steps = np.frombuffer(zlib.decompressobj().decompress(data, 4 * seen + 4), "<i4")
                 known[turn] = np.cumsum(steps, dtype=np.int64) - 1
                 require(bool((steps > 0).all()) and known[turn][-1:].sum() < seen)
             return known
 
-    def head(self) -> Head | None:
+    def state_record(self) -> StateRecord | None:
         """The session's state after its last turn; None for a session without turns."""
         with as_damage_errors(self.path):
-            records = self._all("SELECT seen, held, logits, fields FROM head LIMIT 1")
+            records = self._fetch("SELECT seen, held, logits, fields FROM head LIMIT 1")
             require(bool(records) or not self.size.turns)
-            return _head(*records[0]) if records else None
+            return _parse_state_record(*records[0]) if records else None
 
     def replace(
         self,
         turns: Sequence[SavedTurn],
         rows: NDArray[Any],
-        head: Head,
+        record: StateRecord,
         meta: Mapping[str, Any] | None = None,
         passages: SavedPassages = _NO_PASSAGES,
         held: int = 0,
@@ -366,10 +366,10 @@ class SessionStore:
         self.kv.drop()
         self.segments.drop()
         with self._transaction():
-            self._put(turns, rows, head, passages, Kept(0, 0, 0, held))
-            self._put_about("erasing", True)
+            self._write(turns, rows, record, passages, Extent(0, 0, 0, held))
+            self._write_about("erasing", True)
             if meta is not None:
-                self._put_about("meta", dict(meta))
+                self._write_about("meta", dict(meta))
                 self.meta = dict(meta)
         self._finish_erasing()
         remove_from_index(self.path)
@@ -377,94 +377,96 @@ class SessionStore:
     @contextmanager
     def _transaction(self) -> Iterator[None]:
         """A transaction, rolled back on an error."""
-        self.check_place()
+        self.check_not_removed()
         with as_session_errors(self.path), self._connection:
             self._connection.execute("BEGIN")
             yield
 
-    def _all(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+    def _fetch(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         return self._connection.execute(query, values).fetchall()
 
     def _count_rows(self) -> int:
         """The number of ledger rows (one per token) in the file."""
-        records = self._all("SELECT seen FROM head")
+        records = self._fetch("SELECT seen FROM head")
         return int(records[0][0]) if records else 0
 
-    def _put(
+    def _write(
         self,
         turns: Sequence[SavedTurn],
         rows: NDArray[Any],
-        head: Head,
+        record: StateRecord,
         passages: SavedPassages,
-        kept: Kept,
+        extent: Extent,
     ) -> None:
         """Write what `append` says, in a transaction."""
-        connection, start = self._connection, min(kept.rows, self._count_rows())
-        _check_count(rows, head.seen - start)
-        connection.execute("DELETE FROM turns WHERE turn >= ?", (kept.turns,))
-        connection.execute("DELETE FROM passages WHERE start >= ?", (kept.passages,))
+        connection, start = self._connection, min(extent.rows, self._count_rows())
+        _check_count(rows, record.seen - start)
+        connection.execute("DELETE FROM turns WHERE turn >= ?", (extent.turns,))
+        connection.execute("DELETE FROM passages WHERE start >= ?", (extent.passages,))
         for turn in turns:
             texts = turn.role, turn.text, turn.finish, turn.thinking
             flags = int(turn.is_summary), int(turn.is_left_out)
-            put(connection, "turns", turn.index, *texts, turn.time, *flags, json.dumps(turn.torn))
+            insert_record(
+                connection, "turns", turn.index, *texts, turn.time, *flags, json.dumps(turn.torn)
+            )
         for values, vector in zip(passages.rows.tolist(), passages.vectors, strict=True):
             known = None if np.isnan(vector).any() else vector.astype("<f2").tobytes()
-            put(connection, "passages", *values, known)
+            insert_record(connection, "passages", *values, known)
         self._cut_rows(start)
         if len(rows) and not start:
-            self._put_about("row", _packed(rows.dtype).descr)
-        for at in range(0, len(rows), _BLOCK):
-            data = rows[at : at + _BLOCK].astype(self._fields(rows.dtype)).tobytes()
-            put(connection, "rows", start + at, data)
+            self._write_about("row", _packed(rows.dtype).descr)
+        for at in range(0, len(rows), _ROWS_PER_RECORD):
+            data = rows[at : at + _ROWS_PER_RECORD].astype(self._file_dtype(rows.dtype)).tobytes()
+            insert_record(connection, "rows", start + at, data)
         connection.execute("DELETE FROM head")
-        held = np.asarray(head.held, "<i8").tobytes()
-        logits = None if head.logits is None else np.asarray(head.logits, "<f4").tobytes()
-        put(connection, "head", 0, head.seen, held, logits, json.dumps(head.fields))
+        held = np.asarray(record.held, "<i8").tobytes()
+        logits = None if record.logits is None else np.asarray(record.logits, "<f4").tobytes()
+        insert_record(connection, "head", 0, record.seen, held, logits, json.dumps(record.fields))
         last = self.size.turns - 1
-        connection.execute("DELETE FROM held WHERE turn >= ?", (min(kept.held, last),))
+        connection.execute("DELETE FROM held WHERE turn >= ?", (min(extent.held, last),))
         if last >= 0:
-            cached = head.held if head.cached is None else head.cached
+            cached = record.held if record.cached is None else record.cached
             steps = np.diff(cached, prepend=-1).astype("<i4").tobytes()  # small numbers, mostly 1
-            put(connection, "held", last, zlib.compress(steps, 1))
+            insert_record(connection, "held", last, zlib.compress(steps, 1))
 
-    def _put_flags(self, flags: Mapping[int, int]) -> None:
+    def _write_flags(self, flags: Mapping[int, int]) -> None:
         """Set the flags of saved rows, given by position."""
         left = sorted(flags, reverse=True)
         while left:
-            start, rows = self._block(left[-1])
+            start, rows = self._row_record(left[-1])
             while left and left[-1] < start + len(rows):
                 position = left.pop()
                 rows["flags"][position - start] = flags[position]
             self._connection.execute("DELETE FROM rows WHERE start = ?", (start,))
-            put(self._connection, "rows", start, rows.tobytes())
+            insert_record(self._connection, "rows", start, rows.tobytes())
 
     def _cut_rows(self, seen: int) -> None:
         """Remove the rows from position `seen` on."""
         if seen < self._count_rows():
-            start, rows = self._block(seen)
+            start, rows = self._row_record(seen)
             self._connection.execute("DELETE FROM rows WHERE start >= ?", (start,))
             if seen > start:
-                put(self._connection, "rows", start, rows[: seen - start].tobytes())
+                insert_record(self._connection, "rows", start, rows[: seen - start].tobytes())
 
-    def _block(self, position: int) -> tuple[int, NDArray[Any]]:
+    def _row_record(self, position: int) -> tuple[int, NDArray[Any]]:
         """A copy of the saved rows that one record has with that at `position`, and its start."""
         query = "SELECT start, data FROM rows WHERE start <= ? ORDER BY start DESC LIMIT 1"
-        ((start, data),) = self._all(query, position)
-        fields = np.dtype([(name, kind) for name, kind in self._about("row")])
+        ((start, data),) = self._fetch(query, position)
+        fields = np.dtype([(name, kind) for name, kind in self._about_value("row")])
         return start, np.frombuffer(data, fields).copy()
 
-    def _about(self, name: str) -> Any:
-        records = self._all("SELECT value FROM about WHERE name = ?", name)
+    def _about_value(self, name: str) -> Any:
+        records = self._fetch("SELECT value FROM about WHERE name = ?", name)
         return json.loads(records[0][0]) if records else None
 
-    def _put_about(self, name: str, value: object) -> None:
+    def _write_about(self, name: str, value: object) -> None:
         self._connection.execute("DELETE FROM about WHERE name = ?", (name,))
-        put(self._connection, "about", name, json.dumps(value))
+        insert_record(self._connection, "about", name, json.dumps(value))
 
-    def _fields(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    def _file_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """`dtype` as rows of it are saved; SessionError if the saved rows have other fields."""
         packed = _packed(dtype)
-        if self._about("row") not in (None, [list(field) for field in packed.descr]):
+        if self._about_value("row") not in (None, [list(field) for field in packed.descr]):
             raise SessionError(
                 f"{self.path} has ledger rows with fields that this sirchat does not know",
                 hint="open the chat with the version of sirchat that wrote it",
@@ -474,12 +476,12 @@ class SessionStore:
     def _finish_erasing(self) -> None:
         """Rewrite the file after text was deleted; a mark has this done even after a crash."""
         with as_session_errors(self.path):
-            if self._about("erasing"):
+            if self._about_value("erasing"):
                 self._connection.execute("VACUUM")
                 self._connection.execute("DELETE FROM about WHERE name = 'erasing'")
 
 
-def _last_written(path: Path) -> tuple[int, ...]:
+def _file_times(path: Path) -> tuple[int, ...]:
     """Sizes and times of a session's file and its journal; empty while they are being written."""
     files = [file.stat() for file in (path, Path(f"{path}-journal")) if file.exists()]
     is_written = any(file.st_size for file in files[1:])
@@ -496,16 +498,16 @@ def _packed(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype([(name, dtype[name].newbyteorder("<")) for name in dtype.names or ()])
 
 
-def _head(seen: int, held: bytes, logits: bytes | None, fields: str) -> Head:
-    head = Head(
+def _parse_state_record(seen: int, held: bytes, logits: bytes | None, fields: str) -> StateRecord:
+    record = StateRecord(
         seen=seen,
         held=np.frombuffer(held, "<i8").astype(np.int64),
         logits=None if logits is None else np.frombuffer(logits, "<f4").astype(np.float32),
         fields=json.loads(fields),
     )
-    require(isinstance(seen, int) and isinstance(head.fields, dict))
-    require(not len(head.held) or (head.held[0] >= 0 and head.held[-1] < seen))
-    require(bool((head.held[1:] > head.held[:-1]).all()))
+    require(isinstance(seen, int) and isinstance(record.fields, dict))
+    require(not len(record.held) or (record.held[0] >= 0 and record.held[-1] < seen))
+    require(bool((record.held[1:] > record.held[:-1]).all()))
     # A model may rule out tokens by logits of minus infinity.
-    require(head.logits is None or bool((head.logits < np.inf).all()))
-    return head
+    require(record.logits is None or bool((record.logits < np.inf).all()))
+    return record

@@ -73,7 +73,7 @@ class Access:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                # No port: a program of the server's user asks, see `cli/own_server.py`.
+                # No port: a program of the server's user asks, see `cli/ask_port.py`.
                 _, port = scope.get("server") or ("", 0)
                 needs_key = scope["path"] not in ("/", "/health") and port is not None
                 self._check(Headers(scope=scope), needs_key=needs_key)

@@ -24,12 +24,12 @@ from starlette.routing import Route
 from sirchat.chat.formats import ModelFormats
 from sirchat.chat.model_defaults import with_model_defaults
 from sirchat.chat.settings import check_profile
-from sirchat.config.profile import FIXED, Profile
+from sirchat.config.profile import FIXED_SETTINGS, Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.errors import SettingError, on_one_line
 from sirchat.memory.policies import is_path
 from sirchat.models.model import LoadedModel
-from sirchat.paths import server_file
+from sirchat.paths import server_port_file
 from sirchat.server.access import Access, read_body, show_error
 from sirchat.server.anthropic import MessageSerializer, MessagesRequest
 from sirchat.server.completions import ChatCompletionSerializer
@@ -79,7 +79,9 @@ _HEADERS_SECONDS = 0.5  # after which a stream begins, not counting the parsing 
 _CHARS_PER_ENCODING = 50_000  # characters of a text that are counted at once
 # Settings that are fixed when a model is loaded, so that a request can't have others.
 _MODEL_SETTINGS = tuple(
-    name for name in FIXED if name not in ("description", "model", "seed", "save", "learn_encoder")
+    name
+    for name in FIXED_SETTINGS
+    if name not in ("description", "model", "seed", "save", "learn_encoder")
 )
 
 
@@ -244,7 +246,7 @@ class ChatServer:
             raise RequestError("the settings are not those of this version of sirchat") from None
         if is_path(profile.policy):
             raise RequestError("a question can't name a policy of your own")
-        is_other_model = server_file(profile.model) != server_file(self._profile.model)
+        is_other_model = server_port_file(profile.model) != server_port_file(self._profile.model)
         for name in (*(("model",) if is_other_model else ()), *_MODEL_SETTINGS):
             if (value := getattr(self._profile, name)) != getattr(profile, name):
                 raise RequestError(f"the server has a different {name}: {value}", status=409)

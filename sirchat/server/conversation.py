@@ -16,12 +16,12 @@ from typing import Any
 from pydantic import ConfigDict
 
 from sirchat.chat.editing import can_edit
-from sirchat.chat.rereading import copied
+from sirchat.chat.rereading import copy_session
 from sirchat.chat.session import Session
 from sirchat.chat.state import Turn
 from sirchat.config.profile import Profile
 from sirchat.errors import UndoError
-from sirchat.saved.autosave import KV_BYTES, Autosave
+from sirchat.saved.autosave import AUTO_KV_BYTES, Autosave
 from sirchat.saved.store import SavedTurn
 from sirchat.text.text_file import without_surrogates
 
@@ -256,8 +256,8 @@ class ServedConversation(KnownConversation):
         return len(self.keys) == size + 1 and self.keys[size - 1] == history.keys[-1]
 
     def copy(self) -> ServedConversation | None:
-        """A copy, session included; None if keys and values take more than `KV_BYTES` bytes."""
-        session = copied(self.session, KV_BYTES)
+        """A copy, session included; None if keys and values take more than `AUTO_KV_BYTES`."""
+        session = copy_session(self.session, AUTO_KV_BYTES)
         return None if session is None else self.with_session(session)
 
     def with_session(self, session: Session) -> ServedConversation:

@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from sirchat.config.profile import LEAST_TEMPERATURE
+from sirchat.config.profile import MIN_TEMPERATURE
 from sirchat.errors import format_value
 from sirchat.server.fields import (
     MAX_MESSAGES,
@@ -138,8 +138,8 @@ def clamped_setting(name: str, value: Any) -> Any:
     if name not in _SETTING_RANGES:
         return value
     low, high = _SETTING_RANGES[name]
-    if name == "temperature" and 0 < value < LEAST_TEMPERATURE:
-        return LEAST_TEMPERATURE if value > LEAST_TEMPERATURE / 2 else 0
+    if name == "temperature" and 0 < value < MIN_TEMPERATURE:
+        return MIN_TEMPERATURE if value > MIN_TEMPERATURE / 2 else 0
     return value if value < 0 else min(max(value, low), high)
 
 
@@ -352,8 +352,8 @@ class ChatRequest(SamplingFields, ReplyBody):
         ids = [call.id for turn in self._turns for call in turn.calls]
         numbers = [int(call_id[4:]) for call_id in ids if re.fullmatch(r"call[0-9]{5}", call_id)]
         names = {tool.function.name: tool.function.parameters for tool in self.tools}
-        only_one = not self.parallel_tool_calls
-        return CallParser(names, max(numbers, default=-1) + 1, only_one=only_one)
+        single_call = not self.parallel_tool_calls
+        return CallParser(names, max(numbers, default=-1) + 1, single_call=single_call)
 
     @property
     def system(self) -> str | None:

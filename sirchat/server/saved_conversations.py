@@ -20,14 +20,14 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from sirchat.chat.session import Session
-from sirchat.config.profile import FIXED, Profile
+from sirchat.config.profile import FIXED_SETTINGS, Profile
 from sirchat.errors import SirchatError
 from sirchat.models.model import LoadedModel
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.database import SUFFIX, as_damage_errors, require
 from sirchat.saved.resume import resume_session
-from sirchat.saved.saved_state import fingerprint, saved_profile
-from sirchat.saved.segments import FOLDER
+from sirchat.saved.saved_state import model_fingerprint, saved_profile
+from sirchat.saved.segments import FOLDER_SUFFIX
 from sirchat.saved.session_list import remove_session
 from sirchat.saved.store import SessionStore
 from sirchat.server.conversation import KnownConversation, ServedConversation, preview
@@ -37,7 +37,7 @@ MAX_BRANCHES = 16  # of all conversations, with which nobody went on
 
 _LOG = logging.getLogger(__name__)
 _LOG_INTERVAL_SECONDS = 600  # least number of seconds between two logged errors of writing
-_HEAD_FIELD = "served"  # the field of a file's table `head` with a `KnownConversation`
+_HEAD_FIELD = "served"  # of a file's state record: a `KnownConversation`
 _ADAPTER = TypeAdapter(KnownConversation)
 
 
@@ -59,7 +59,7 @@ class SavedConversation(KnownConversation):
     @staticmethod
     def from_file(store: SessionStore) -> SavedConversation:
         """The entry for the conversation in an open file; SessionError if it has none."""
-        head, file = store.head(), Future[Path | None]()
+        head, file = store.state_record(), Future[Path | None]()
         with as_damage_errors(store.path):
             fields: Any = head and head.fields.get(_HEAD_FIELD)
             known, turns = _ADAPTER.validate_json(json.dumps(fields)), store.turns()
@@ -81,7 +81,7 @@ class SavedConversation(KnownConversation):
         """Size of its files in bytes; 0 if they are missing or being written."""
         if (file := self.kv_file) is None:
             return 0
-        files = (file, file.with_suffix(SUFFIX), *file.with_suffix(FOLDER).glob("*"))
+        files = (file, file.with_suffix(SUFFIX), *file.with_suffix(FOLDER_SUFFIX).glob("*"))
         return sum(each.stat().st_size for each in files if each.exists())
 
 
@@ -184,10 +184,12 @@ class SavedConversations:
         """The session saved in `store`, under the server's settings and those of its own."""
         profile = saved_profile(store, (self._profile.policy,))
         current = {name: getattr(self._profile, name) for name in Profile.model_fields}
-        profile = profile.model_copy(update={name: current[name] for name in FIXED})
+        profile = profile.model_copy(update={name: current[name] for name in FIXED_SETTINGS})
         session = Session(self._model, profile)
         resume_session(session, store)
-        values = {name: current[name] for name in current if name not in (*FIXED, "system")}
+        values = {
+            name: current[name] for name in current if name not in (*FIXED_SETTINGS, "system")
+        }
         values |= saved.settings
         values["budget"] = max(values["budget"], saved.least_budget)
         changed = {name: v for name, v in values.items() if getattr(session.profile, name) != v}
@@ -199,10 +201,10 @@ class SavedConversations:
         """Write what is new in a conversation; after an error, its next turn tries again."""
         autosave = conversation.autosave or Autosave(conversation.session, folder=self._folder)
         fields = _ADAPTER.dump_python(conversation, mode="json")
-        autosave.more = {_HEAD_FIELD: fields | {"turns": len(conversation.session.turns)}}
+        autosave.extra_fields = {_HEAD_FIELD: fields | {"turns": len(conversation.session.turns)}}
         try:
             if conversation.autosave is None:
-                autosave.begin()
+                autosave.create_file()
                 conversation.autosave = autosave
             else:
                 autosave.save()
@@ -232,7 +234,7 @@ class SavedConversations:
 
         Files that a process has open, and damaged ones, are left out.
         """
-        entries, model = [], (self._model.precision, fingerprint(self._model))
+        entries, model = [], (self._model.precision, model_fingerprint(self._model))
         for path in sorted(self._folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime):
             try:
                 with SessionStore.open(path) as store:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sirchat.errors import no_panic
+from sirchat.errors import panic_as_model_error
 
 # A function from ids [n] and their stream positions [n] to the text of each id: a `TokenTexts`.
 Texts = Callable[[Sequence[int], Sequence[int]], list[str]]
@@ -42,7 +42,7 @@ class TextStream:
             skip_special_tokens=skip_special_tokens,
             clean_up_tokenization_spaces=False,
         )
-        self._decode: Callable[[list[int]], str] = no_panic(_UNREADABLE)(decode)
+        self._decode: Callable[[list[int]], str] = panic_as_model_error(_UNREADABLE)(decode)
         self._ids: list[int] = []
         self._start = 0  # decoding starts here, so that spaces come out as in the whole text
         self._returned = 0  # number of ids whose text has been returned
@@ -108,7 +108,7 @@ class TokenTexts:
             self._known[token_id] = self._decode([token_id])
         return self._known[token_id]
 
-    @no_panic(_UNREADABLE)
+    @panic_as_model_error(_UNREADABLE)
     def _decode(self, ids: Sequence[int]) -> str:
         def decode(ids: Sequence[int]) -> str:
             return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from sirchat.chat.session import Session
 from sirchat.chat.state import Turn
-from sirchat.errors import UsageError, format_value, nearest
+from sirchat.errors import UsageError, did_you_mean, format_value
 from sirchat.paths import write_private
 from sirchat.text.text_file import expand_path, without_surrogates
 from sirchat.text.transcript import message_record, terminal_safe_json
@@ -43,7 +43,7 @@ def export_chat(session: Session, screen: Screen, rest: str) -> None:
     if format not in EXPORT_FORMATS:
         raise UsageError(
             f"/export: {format_value(format)} is not allowed; allowed: {', '.join(EXPORT_FORMATS)}",
-            hint=nearest(format, EXPORT_FORMATS) or "/export md FILE",
+            hint=did_you_mean(format, EXPORT_FORMATS) or "/export md FILE",
         )
     name, more = split_leading_path(file)
     if name in ("", '""', "''") or more:

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sirchat.chat.model_defaults import sampling_in_words
-from sirchat.config.profile import FIXED, Profile
-from sirchat.config.values import as_typed, policy_choices
+from sirchat.config.profile import FIXED_SETTINGS, Profile
+from sirchat.config.values import format_setting, policy_choices
 from sirchat.memory.policies import policy_class
 from sirchat.ui.cells import cut
 from sirchat.ui.text import class_summary, displayable, displayable_line, pluralize, shorten
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the prompt needs none of these
     from sirchat.chat.session import Session
     from sirchat.models.fit import Choice, ModelFit
     from sirchat.models.listing import FoundModel
-    from sirchat.saved.search import Part
+    from sirchat.saved.search import SnippetPart
     from sirchat.saved.session_list import SavedSession
 
 
@@ -67,8 +67,8 @@ def draw_settings(profile: Profile, theme: Theme) -> RenderableType:
     table, sampling = Table.grid(padding=(0, 2)), sampling_in_words(profile)
     for name, field in Profile.model_fields.items():
         value = getattr(profile, name)
-        mark = "·" if name in FIXED else " "
-        shown = sampling.get(name) or shorten(as_typed(value), 60)
+        mark = "·" if name in FIXED_SETTINGS else " "
+        shown = sampling.get(name) or shorten(format_setting(value), 60)
         is_set = name not in sampling or profile.origin(name) != "default"
         mark = "*" if is_set and value != field.default else mark
         cells = (
@@ -96,7 +96,7 @@ class SessionLines:
         self,
         sessions: Sequence[SavedSession],
         present: str = "",
-        matches: Mapping[str, Sequence[Part]] = MappingProxyType({}),
+        matches: Mapping[str, Sequence[SnippetPart]] = MappingProxyType({}),
     ) -> None:
         self.sessions, self._present, self._matches = sessions, present, matches
         self._turns = max((len(pluralize(chat.turns, "message")) for chat in sessions), default=0)
@@ -126,7 +126,11 @@ class SessionLines:
         """The chat's name, and the line that was found, or what the user said first, or last."""
         is_present = session.id == self._present
         whose = "(this chat) " if is_present else "(open) " if session.in_use else ""
-        said = session.first if cell_len(session.first) >= _LEAST_TEXT else session.last
+        said = (
+            session.first_message
+            if cell_len(session.first_message) >= _LEAST_TEXT
+            else session.last_message
+        )
         parts = self._matches.get(session.id, ())
         name = [("bold", session.name), ("", ": " if said else "")] if session.name else []
         text = [("match" if part.is_match else "", part.text) for part in parts] or [("", said)]
@@ -247,7 +251,7 @@ def describe_memory(session: Session) -> str:
         f" ({format_bytes(size)})"
         for bits, (tokens, size) in sorted(tiers.items(), key=lambda tier: -(tier[0] or 99))
     ]
-    if lost := session.ledger.lost_count:
+    if lost := session.ledger.rereadable_count:
         parts.append(f"{pluralize(lost, 'token')} as text alone")
     devices = list[str]()
     for memory in session.memory:

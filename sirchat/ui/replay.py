@@ -17,7 +17,7 @@ from sirchat.chat.plain_reply import (
 )
 from sirchat.chat.session import Session
 from sirchat.chat.tool_loop import calls_in, read_result
-from sirchat.config.values import as_typed
+from sirchat.config.values import format_setting
 from sirchat.errors import TranscriptError
 from sirchat.models.progress import Progress
 from sirchat.text.tool_calls import ToolCall, call_id
@@ -134,16 +134,21 @@ def _events(
             fed = following is not None and following.role == "assistant"
             with InterruptFlag() as interrupted:
                 if fed:
-                    yield from session.read_question(turn.content, interrupted, before="assistant")
+                    yield from session.read_question(
+                        turn.content, interrupted, next_role="assistant"
+                    )
                 else:
                     yield from session.ask(turn.content, interrupted)
             _stop_if(interrupted)
         elif turn.role == "tool" and options.feed:
             call = calls.pop(0) if calls else ToolCall(call_id(turn.line), "tool", "{}")
-            before, question = following.role if following is not None else None, session.last_said
+            before, question = (
+                following.role if following is not None else None,
+                session.undoable_message,
+            )
             with InterruptFlag() as interrupted:
                 yield from read_result(
-                    session, call, turn.content, question, interrupted, before=before
+                    session, call, turn.content, question, interrupted, next_role=before
                 )
             _stop_if(interrupted)
         elif options.feed:
@@ -185,7 +190,7 @@ def _switch(session: Session, switch: SettingsSwitch, options: ReplayOptions) ->
     with InterruptFlag() as interrupted:
         events = session.switch(source, interrupted, **new)
     yield from events
-    same = ", ".join(f"{name} is already {as_typed(value)}" for name, value in new.items())
+    same = ", ".join(f"{name} is already {format_setting(value)}" for name, value in new.items())
     if not options.json and (moved := describe_switch(events, session, same)):
         yield Notice(moved)
     _stop_if(interrupted)

@@ -10,7 +10,7 @@ from rich import progress as bars
 from rich.console import Console
 from rich.text import Text
 
-from sirchat.config.values import short_number
+from sirchat.config.values import format_number
 from sirchat.models.progress import Progress
 from sirchat.ui.lists import format_bytes
 from sirchat.ui.screen import Screen
@@ -48,7 +48,7 @@ def toolbar_text(session: Session, width: int) -> str:
         displayable_line(name),
         displayable_line(profile.policy),
         gauge + f"{session.resident:,}/{session.budget:,} held",
-        f"decay {short_number(profile.decay)}",
+        f"decay {format_number(profile.decay)}",
     ]
     if session.speed:
         parts.append(f"{session.speed:,.0f} tok/s")

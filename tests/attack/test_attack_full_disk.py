@@ -91,16 +91,16 @@ def test_where_only_keys_and_values_do_not_fit_the_chat_is_saved_without_them(fo
 def test_an_index_that_another_program_keeps_locked_is_not_waited_for_without_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index, "_TIMEOUT", 0.01)
+    monkeypatch.setattr(index, "_LOCK_TIMEOUT_S", 0.01)
     chat = Chat()
     chat.say(*SAYINGS[:2])
     assert len(search_sessions(folder, "words").hits) == 1
-    with closing(connect(folder / index.NAME)) as other:
+    with closing(connect(folder / index.INDEX_NAME)) as other:
         other.execute("BEGIN EXCLUSIVE")
         with pytest.raises(SessionError, match=r"index is in use by another process \(try again"):
             search_sessions(folder, "words")
         chat.do("/undo")
-        assert not (folder / index.NAME).exists(), "the text must not stay in it"
+        assert not (folder / index.INDEX_NAME).exists(), "the text must not stay in it"
     assert len(search_sessions(folder, "words").hits) == 1
     assert is_saved(chat)
 

@@ -19,7 +19,7 @@ from saved_chats import SAYINGS, Chat
 from sirchat.chat.settings import build_cache_settings, build_sampling
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile, load_profile, profile_as_yaml
-from sirchat.config.values import as_typed, parse_option, parse_value
+from sirchat.config.values import format_setting, parse_option, parse_value
 from sirchat.errors import SettingError, SirchatError, TranscriptError
 from sirchat.text.transcript import FORMATS, parse_transcript
 from sirchat.ui.commands import Commands
@@ -41,7 +41,7 @@ def use(profile: Profile) -> None:
     """What a chat does with a profile before it begins."""
     build_cache_settings(profile)
     build_sampling(profile)
-    "".join(as_typed(one) for one in profile.model_dump().values()).encode()
+    "".join(format_setting(one) for one in profile.model_dump().values()).encode()
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.listing import find_model, find_models
 from sirchat.models.load import load_model
 from sirchat.models.shape import shape_of_folder, shape_of_gguf
-from sirchat.paths import tiny_dir
+from sirchat.paths import tiny_model_dir
 
 _OTHER_FILES = ["tokenizer_config.json", "generation_config.json"]
 _ODD_NUMBERS = [0, 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1, 13, 24]
@@ -257,14 +257,14 @@ def test_a_damaged_sentence_encoder_is_refused_or_the_same(tmp_path: Path) -> No
     def load(random: Random) -> None:
         path.write_bytes(mutated(random, data))
         found = Encoder.load(path)
-        if found.check_sum != good.check_sum or not torch.equal(found.hidden, good.hidden):
+        if found.checksum != good.checksum or not torch.equal(found.hidden, good.hidden):
             raise ValueError("other numbers")
 
     attack(load, few=20)
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
-    folder = shutil.copytree(tiny_dir(), tmp_path / "model")
+    folder = shutil.copytree(tiny_model_dir(), tmp_path / "model")
     random_model(100).save_pretrained(folder)
     with pytest.raises(ModelError, match="the model has 100 "):
         load_model(str(folder), device="cpu")

@@ -78,7 +78,7 @@ class Damaged:
         try:
             listing = list_sessions(self.folder)
             assert self.good in [entry.path for entry in listing.sessions]
-            assert len(listing.sessions) + len(listing.refused) == 2
+            assert len(listing.sessions) + len(listing.errors) == 2
             assert find_session(self.folder, "good") == self.good
             with SessionStore.open(self.odd) as store:
                 session = Session(babbler(), saved_profile(store))
@@ -93,7 +93,7 @@ class Damaged:
 def contents(path: Path) -> list[object]:
     """All that a saved chat holds, comparable."""
     with SessionStore.open(path) as store:
-        head = store.head()
+        head = store.state_record()
         assert head is not None
         rows, kept = store.rows(ROW), store.kv.load(head.fields["kv"])
         logits = None if head.logits is None else head.logits.tobytes()
@@ -220,7 +220,7 @@ def test_a_table_that_is_none_is_refused(
     elif change == "without columns":
         chat.sql(f"CREATE TABLE {table} (other)")
     assert [str(one).startswith(f"{chat.odd} is damaged") for one in
-            list_sessions(chat.folder).refused] == [True]  # fmt: skip
+            list_sessions(chat.folder).errors] == [True]  # fmt: skip
     with pytest.raises(SessionError, match="is damaged"):
         SessionStore.open(chat.odd)
 

@@ -25,7 +25,7 @@ from chatting import tiny
 from command_home import CommandHome, Wrong
 from fake_hub import FakeHub, fake_hub
 from saved_chats import saved
-from sirchat.paths import tiny_dir
+from sirchat.paths import tiny_model_dir
 from sirchat.ui.typed_input import open_history
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,10 @@ SECONDS = 20.0  # most processor time of a program
 _MOST = 8 if MANY else 3  # programs at the same time
 _IN_USE = re.compile(rb"in use by another process \(close")
 _LARGE = random.Random(0).randbytes(9 * 2**20)
-_FILES = {"config.json": (tiny_dir() / "config.json").read_bytes(), "model.safetensors": _LARGE}
+_FILES = {
+    "config.json": (tiny_model_dir() / "config.json").read_bytes(),
+    "model.safetensors": _LARGE,
+}
 
 
 class Race(CommandHome):

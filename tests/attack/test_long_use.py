@@ -54,8 +54,8 @@ class User:
     def saved(self) -> dict[str, list[str]]:
         """What the user said in each chat on disk; raises Wrong if one can't be opened."""
         listing, texts = list_sessions(self.home.sessions), dict[str, list[str]]()
-        if listing.refused:
-            raise Wrong(f"refused: {listing.refused}")
+        if listing.errors:
+            raise Wrong(f"refused: {listing.errors}")
         for entry in listing.sessions:
             with SessionStore.open(entry.path) as store:
                 texts[entry.id] = [turn.text for turn in store.turns() if turn.role == "user"]
@@ -158,7 +158,7 @@ def test_a_month_of_starts_loses_nothing_and_fills_neither_disk_nor_memory(tmp_p
             pytest.fail(f"start {number}: {error}")
     user.check()
     best, *_ = search_sessions(user.home.sessions, "pelican called").hits
-    assert _FIRST_SAID in "".join(part.text for part in best.line)
+    assert _FIRST_SAID in "".join(part.text for part in best.snippet)
     if MANY:
         sizes = {one.suffix: 0 for one in user.home.folder.rglob("*.*")}
         for one in user.home.folder.rglob("*.*"):

@@ -30,7 +30,7 @@ from sirchat.memory.hub_cache import StateLayer
 from sirchat.memory.key_values import CacheState
 from sirchat.memory.ledger import Flag, Role
 from sirchat.models.model import LoadedModel, wrap_model
-from sirchat.paths import tiny_dir
+from sirchat.paths import tiny_model_dir
 from sirchat.recall.recall import search
 from small_models import build_small, causal_families
 
@@ -44,7 +44,7 @@ fast = pytest.mark.parametrize("name", ["lfm2", "bamba"])
 @cache
 def hybrid(name: str) -> LoadedModel:
     """A small hybrid model with random weights and the bundled tokenizer; it never ends a reply."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_dir())
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir())
     sizes = {"vocab_size": len(tokenizer), "tie_word_embeddings": False}
     if name in HYBRIDS:
         module = build(name, {**HYBRIDS[name], **sizes})
@@ -63,7 +63,7 @@ def chat(name: str, *texts: str, **settings: Any) -> Session:
 
 
 def state(of: Session) -> list[Tensor]:
-    return tensors(of.save().state)
+    return tensors(of.engine.save().state)
 
 
 def tensors(layers: CacheState) -> list[Tensor]:
@@ -147,7 +147,7 @@ def copied(talk: Session) -> Session:
     """The same chat in another session."""
     made = Session(talk.model, talk.profile)
     received = talk.ledger.attention.checkpoint(np.arange(talk.seen))
-    made.load(talk.save(), talk.state, talk.engine.store.copy_key_values(), received)
+    made.load(talk.engine.save(), talk.state, talk.engine.store.copy_key_values(), received)
     return made
 
 

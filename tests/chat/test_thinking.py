@@ -16,11 +16,11 @@ from chatting import ids_of, notices, session, smallest, tiny
 from saved_chats import saved_and_resumed
 from sirchat.chat.events import Delta, Evicted
 from sirchat.chat.session import Session
-from sirchat.chat.state import Reply
+from sirchat.chat.state import GeneratedReply
 from sirchat.engine.sampling import Sampler
 from sirchat.memory.ledger import Role
 from sirchat.models.model import wrap_model
-from sirchat.saved.store import Head, SavedTurn, SessionStore
+from sirchat.saved.store import SavedTurn, SessionStore, StateRecord
 from speaking import saying
 from template_shapes import template, with_template
 
@@ -116,7 +116,7 @@ def test_of_a_reply_in_several_messages_only_the_reasoning_goes() -> None:
     after = "<|channel|>final<|message|>Yes."
     thought = f"<|channel|>analysis<|message|>Why?<|end|>{begin}"
     ids = tokenizer(shape).encode(thought + kept + thought + after, add_special_tokens=False)
-    list(chat.ask("Hi.", reply=Reply(tuple(ids), "stop")))
+    list(chat.ask("Hi.", reply=GeneratedReply(tuple(ids), "stop")))
     assert (chat.turns[1].text, chat.turns[1].thinking) == ("Wait.\n\nYes.", "Why?\n\nWhy?")
     assert _held(chat) == kept + after
 
@@ -156,7 +156,7 @@ def test_a_reply_and_its_reasoning_are_saved_as_they_are(tmp_path: Path) -> None
         for n, (text, thinking) in enumerate(said)
     ]
     with SessionStore.create(tmp_path, {}) as store:
-        store.append(turns, np.zeros(0), Head(0, np.zeros(0, np.int64), None, {}))
+        store.append(turns, np.zeros(0), StateRecord(0, np.zeros(0, np.int64), None, {}))
         assert store.turns() == turns
 
 
@@ -234,6 +234,6 @@ def test_a_reply_that_the_template_opens_with_reasoning_has_none_if_that_is_off(
         "{% endif %}{% if enable_thinking is defined",
     )
     chat = _switchable(source)
-    assert chat.template.marks.is_open
+    assert chat.template.marks.opens_in_header
     chat.switch("/set", reasoning="off")
-    assert not chat.template.marks.is_open
+    assert not chat.template.marks.opens_in_header

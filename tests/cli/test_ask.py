@@ -28,11 +28,11 @@ from command import Done, refused, run
 from json_replies import PERSON, check_person, write_schema
 from saved_chats import Chat
 from serving import Served, served
-from sirchat.cli.asking import _events, _print
-from sirchat.cli.own_server import own_port
+from sirchat.cli.ask_client import _events, _print_reply
+from sirchat.cli.ask_port import open_ask_port
 from sirchat.engine.sampling import Sampler
 from sirchat.errors import SirchatError
-from sirchat.paths import server_file
+from sirchat.paths import server_port_file
 from sirchat.ui.screen import Screen
 from speaking import saying
 from tool_server import servers_file
@@ -160,7 +160,7 @@ def listening(name: str, model: Any, **settings: Any) -> Iterator[tuple[list[str
     asked: list[str] = []
     with (
         served(model, key="secret", name=name, compile="off", **settings) as server,
-        own_port(name) as own,
+        open_ask_port(name) as own,
     ):
         assert own is not None
         own[1].listen()
@@ -251,7 +251,7 @@ def test_a_reply_is_json_by_a_schema_with_and_without_a_server(
 def test_a_schema_that_can_not_be_used_is_refused_before_the_model_is_loaded(
     written: str | None, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sirchat.cli.chat._open_saved", None)  # which loads it
+    monkeypatch.setattr("sirchat.cli.chat._open_chat_session", None)  # which loads it
     file = tmp_path / "schema.json"
     if written is not None:
         file.write_text(written, encoding="utf-8")
@@ -366,7 +366,7 @@ def test_about_a_file_the_likeliest_tokens_are_taken_unless_the_user_set_another
 
 
 def test_only_the_user_can_read_the_token_and_others_need_the_key(asked: list[str]) -> None:
-    path = server_file("tiny")
+    path = server_port_file("tiny")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     port, token = path.read_text("ascii").split()
@@ -376,7 +376,7 @@ def test_only_the_user_can_read_the_token_and_others_need_the_key(asked: list[st
         assert client.getresponse().status == status
         client.close()
     asked.clear()
-    with own_port("tiny") as second:  # a server that listens keeps its file
+    with open_ask_port("tiny") as second:  # a server that listens keeps its file
         assert second is None
     assert run("ask", JOKE).stdout
     assert asked == ANSWERED
@@ -395,12 +395,12 @@ def test_nothing_of_a_question_is_kept(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_server_left_is_no_obstacle() -> None:
-    path = server_file("tiny")
+    path = server_port_file("tiny")
     path.parent.mkdir(parents=True)
     for left in ("", "no port", "1 token", "99999999 token"):
         path.write_text(left, encoding="ascii")
         assert run("ask", JOKE).returncode == 0
-    with own_port("tiny") as mine, own_port("tiny") as next_one:
+    with open_ask_port("tiny") as mine, open_ask_port("tiny") as next_one:
         assert mine is not None
         assert next_one is not None  # as the first does not listen yet
     assert not path.exists()
@@ -431,9 +431,9 @@ def answering(listener: socket.socket, *answers: Callable[[bytes], bytes]) -> It
 
 @pytest.mark.parametrize("proof", [b"", b"a" * 64, "\u00e9".encode() * 32])
 def test_a_program_at_the_port_of_a_killed_server_learns_nothing(proof: bytes) -> None:
-    with own_port("tiny") as left:
+    with open_ask_port("tiny") as left:
         assert left is not None
-        port, old = server_file("tiny"), server_file("tiny").read_text("ascii")
+        port, old = server_port_file("tiny"), server_port_file("tiny").read_text("ascii")
     port.write_text(old, encoding="ascii")
     empty = b"Content-Length: 0\r\nSirchat-Proof: " + proof + b"\r\n\r\n"
     with (
@@ -449,7 +449,7 @@ def test_a_program_at_the_port_of_a_killed_server_learns_nothing(proof: bytes) -
 
 def test_a_server_that_ends_in_mid_reply_is_said_and_the_reply_not_repeated() -> None:
     said = b'data: {"choices": [{"delta": {"content": "Half a"}}]}\n\n'
-    with own_port("tiny") as own:
+    with open_ask_port("tiny") as own:
         assert own is not None
         own[1].listen()
 
@@ -474,7 +474,7 @@ def test_a_server_that_ends_in_mid_reply_is_said_and_the_reply_not_repeated() ->
 )  # fmt: skip
 def test_what_is_no_answer_of_a_server_is_said_in_one_line(event: Any) -> None:
     with pytest.raises(SirchatError, match="is not one of sirchat serve"):
-        _print(iter([event]), Screen(StringIO(), StringIO()), ExitStack())
+        _print_reply(iter([event]), Screen(StringIO(), StringIO()), ExitStack())
 
 
 @pytest.mark.parametrize(

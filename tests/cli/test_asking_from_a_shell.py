@@ -262,13 +262,13 @@ def test_a_folder_and_a_quoted_pattern_are_listed_and_read(here: Path) -> None:
 def test_it_says_that_it_waits_for_standard_input_and_how_not_to() -> None:
     command = [*warm_python(), "-m", "sirchat", "ask", "Hi.", "--max-new-tokens=2"]
     pipe = subprocess.PIPE
-    asking = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-    assert asking.stderr is not None
-    told = asking.stderr.readline()
+    ask_client = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    assert ask_client.stderr is not None
+    told = ask_client.stderr.readline()
     assert told == (
         "waiting for standard input to end; < /dev/null, or --no-input, asks without it\n"
     )
-    assert asking.communicate("Hello!", timeout=60)[0].strip()
+    assert ask_client.communicate("Hello!", timeout=60)[0].strip()
 
 
 def test_a_loop_over_the_lines_of_a_file_asks_each(here: Path) -> None:

@@ -19,7 +19,7 @@ from import_graph import loaded_with, within
 from saved_chats import Chat
 from sirchat import paths
 from sirchat.cli.app import app
-from sirchat.cli.doctor import size_of
+from sirchat.cli.doctor import describe_size
 from sirchat.memory.policies import ALIASES, policy_names
 
 
@@ -288,4 +288,4 @@ def test_paths_say_what_lies_where(own_home: Path) -> None:
 def test_sizes_in_words(sizes: list[int], words: str, tmp_path: Path) -> None:
     for number, size in enumerate(sizes):
         (tmp_path / f"{number}").write_bytes(bytes(size))
-    assert size_of(tmp_path) == words
+    assert describe_size(tmp_path) == words

@@ -18,13 +18,13 @@ from huggingface_hub import constants
 
 from command import Done, run
 from fake_hub import FakeHub, fake_hub
-from sirchat.paths import tiny_dir
+from sirchat.paths import tiny_model_dir
 from terminal import Terminal
 
 LARGE = random.Random(0).randbytes(24 * 2**20)  # the hub's library writes 10 MiB at a time
 FILES = {
-    "config.json": (tiny_dir() / "config.json").read_bytes(),
-    "tokenizer.json": (tiny_dir() / "tokenizer.json").read_bytes(),
+    "config.json": (tiny_model_dir() / "config.json").read_bytes(),
+    "tokenizer.json": (tiny_model_dir() / "tokenizer.json").read_bytes(),
     "model.safetensors": LARGE,
     "pytorch_model.bin": b"a pickle",
     "modeling_own.py": b"import os",

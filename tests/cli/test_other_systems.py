@@ -13,7 +13,7 @@ import as_on_windows
 from chatting import tiny
 from command import Done, run
 from gguf_file import write_gguf
-from sirchat.cli.own_server import connect_to_own_server
+from sirchat.cli.ask_port import connect_to_user_server
 from warm_python import warm_python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -65,7 +65,7 @@ def test_ask_is_answered_by_a_server_of_the_same_user() -> None:
     assert found == run("ask", JOKE, "--server", "off")
     assert found.stdout
     assert server.returncode == 0
-    assert connect_to_own_server("tiny") is None
+    assert connect_to_user_server("tiny") is None
 
 
 def test_models_are_listed() -> None:

@@ -85,7 +85,7 @@ def test_the_table_of_commands_is_complete() -> None:
 
 def test_shipped_profiles_are_named() -> None:
     for text in (README, text_of(PACKAGE / "config" / "README.md")):
-        assert all(f"`{profile.name}`" in text for profile in list_profiles() if profile.shipped)
+        assert all(f"`{profile.name}`" in text for profile in list_profiles() if profile.is_shipped)
 
 
 def test_the_table_of_studies_is_complete() -> None:

@@ -47,7 +47,7 @@ def test_the_model_is_loaded_in_a_thread_that_ends(monkeypatch: pytest.MonkeyPat
     def load(*args: object) -> None:
         found.append(threading.current_thread())
 
-    monkeypatch.setattr("sirchat.cli.serve.load", load)
+    monkeypatch.setattr("sirchat.cli.serve.load_profile_model", load)
     monkeypatch.setattr("sirchat.server.app.open_server", lambda *args, **named: None)
     load_server(Profile(model="tiny"), False, {}, "127.0.0.1", None)
     found[0].join(60)

@@ -43,7 +43,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(name: str, text: str | bytes) -> Path:
-    path = paths.private_dir(paths.user_profiles_dir()) / f"{name}.yaml"
+    path = paths.make_private_dir(paths.user_profiles_dir()) / f"{name}.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return path
 
@@ -205,13 +205,13 @@ def test_the_users_profiles_hide_shipped_ones_and_a_broken_one_is_listed() -> No
     assert load_profile("reservoir") == {"seed": 5}
     write("broken", "budget: x")
     listed = {info.name: info for info in list_profiles()}
-    assert listed["reservoir"].shipped is False
+    assert listed["reservoir"].is_shipped is False
     assert listed["broken"].description.startswith("this profile can't be used: ")
 
 
 def test_shipped_profiles_are_complete_and_have_the_papers_values() -> None:
     found = list_profiles()
-    assert {info.name for info in found if info.shipped} == SHIPPED
+    assert {info.name for info in found if info.is_shipped} == SHIPPED
     assert all(info.description for info in found)
     profiles = {name: resolve(name, {}, {}) for name in SHIPPED}
     values = load_profile("default")

@@ -140,7 +140,7 @@ def test_a_branch_knows_what_was_held_before_it(tmp_path: Path) -> None:
         one.close()
     files = (SessionStore.read(path) for path in (tmp_path / "data" / "sessions").glob("*.sqlite"))
     first, second = (
-        {turn: at.tolist() for turn, at in file.held_after().items()} for file in files
+        {turn: at.tolist() for turn, at in file.held_by_turn().items()} for file in files
     )
     assert first == second
     assert len(first) > 2
@@ -192,7 +192,7 @@ def test_a_record_of_what_is_held_stays_after_erasing_and_goes_with_what_is_undo
 ) -> None:
     (path,) = (tmp_path / "data" / "sessions").glob("*.sqlite")
     with SessionStore.open(path) as store:
-        known = store.held_after()
+        known = store.held_by_turn()
     assert list(known) == [1, 3, 5, 7, 9, 11, 13]
     assert set(known[13].tolist()) == set(saved[0].ledger.held_positions.tolist())
 

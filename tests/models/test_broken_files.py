@@ -19,7 +19,7 @@ from gguf_models import random_model
 from sirchat.errors import ModelError
 from sirchat.models.listing import find_models
 from sirchat.models.load import load_model
-from sirchat.paths import tiny_dir
+from sirchat.paths import tiny_model_dir
 from sirchat.text.tokenizer import ControlTokens
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
@@ -36,7 +36,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("whole") / "model"
     random_model("llama", vocab_size=2048).save_pretrained(path)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(tiny_dir() / name, path)
+        shutil.copy(tiny_model_dir() / name, path)
     load_model(str(path), device="cpu")
     return path
 

@@ -33,7 +33,7 @@ from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.model_config import DecoderConfig
 from sirchat.models.probe import probe_rotations
-from sirchat.saved.saved_state import fingerprint
+from sirchat.saved.saved_state import model_fingerprint
 
 CASES = ["llama", "llama3", "qwen2", "qwen3", "gemma3", "gemma3-long"]
 CHUNKS = 33, 1, 7, 2, 40
@@ -182,7 +182,9 @@ def test_the_config_says_what_that_of_transformers_says(case: str, folder: Path)
     wanted.pop("transformers_version")
     assert DecoderConfig(values).to_diff_dict() == wanted
     ours, theirs = pair(file_of(case, folder))
-    assert fingerprint(ours) == fingerprint(theirs), "a chat saved before must find its model"
+    assert model_fingerprint(ours) == model_fingerprint(theirs), (
+        "a chat saved before must find its model"
+    )
     assert ours.context_length == theirs.context_length == 512
     probed = probe_rotations(theirs.module, case)
     for one, rotation in zip(ours.rotations, probed, strict=True):

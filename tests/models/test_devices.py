@@ -31,7 +31,7 @@ from sirchat.models.devices import DISK
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import surprisal, surprisal_of_states
-from sirchat.saved.saved_state import fingerprint
+from sirchat.saved.saved_state import model_fingerprint
 from warm_python import warm_python
 
 SIM_0, SIM_1 = (f"{KIND}:{at}" for at in range(2))
@@ -133,7 +133,9 @@ def talk(model: LoadedModel) -> list[Any]:
     told: list[Any] = []
 
     def note() -> None:
-        told.append(([turn.text for turn in chat.turns], chat.save().held.tolist(), rows_of(chat)))
+        told.append(
+            ([turn.text for turn in chat.turns], chat.engine.save().held.tolist(), rows_of(chat))
+        )
 
     def say(text: str) -> None:
         list(chat.ask(text))
@@ -161,7 +163,7 @@ def talk(model: LoadedModel) -> list[Any]:
     chat.erase("Lisbon")
     note()
     again = Session(model, chat.profile)
-    seen = chat.save()
+    seen = chat.engine.save()
     again.load(
         seen,
         chat.state,
@@ -251,7 +253,7 @@ def test_rows_weights_and_archive_are_counted_where_they_are(folder: Path) -> No
     whole = load(folder)
     with simulated_devices():
         model = load(folder, MAPS["cpu, devices and disk"])
-        assert fingerprint(model) == fingerprint(whole)
+        assert model_fingerprint(model) == model_fingerprint(whole)
         chat = session(model, budget=48, recent=8, max_new_tokens=4)
         list(chat.ask("Our zebra is called Quixbert, and it lives in the old town of Lisbon. " * 3))
         held = {one.device: one for one in chat.memory}
@@ -291,7 +293,7 @@ def test_a_gguf_file_is_spread_too(tmp_path: Path) -> None:
     whole = load_model(str(file), device="cpu", for_hub=True, **how)
     model, ids = load_model(str(file), device_map=str(said), **how), list(range(5, 25))
     assert model.module.model.layers[1].mlp.down_proj.weight.is_meta
-    assert fingerprint(model) == fingerprint(whole)
+    assert model_fingerprint(model) == model_fingerprint(whole)
     logits = [one.forward(ids, one.new_cache(20)) for one in (model, whole)]
     torch.testing.assert_close(*logits)
 

@@ -24,7 +24,7 @@ from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.names import split_gguf_name
 from sirchat.models.shape import cache_bytes, free_memory, shape_of_folder, uses_cpu
 from sirchat.models.stored_weights import stored_weights
-from sirchat.paths import tiny_dir
+from sirchat.paths import tiny_model_dir
 
 SETTINGS: list[dict[str, Any]] = [
     {},
@@ -84,8 +84,8 @@ def test_recommend_prints_the_command_that_gets_it_and_asks_no_network(tmp_path:
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_the_weights_take_what_is_said(settings: dict[str, Any]) -> None:
-    model = load_model(str(tiny_dir()), device="cpu", **settings)
-    said = fit(tiny_dir(), **settings).choices[0]
+    model = load_model(str(tiny_model_dir()), device="cpu", **settings)
+    said = fit(tiny_model_dir(), **settings).choices[0]
     assert said.weights == pytest.approx(held_bytes(model), rel=0.01)
 
 
@@ -102,27 +102,27 @@ def test_the_cache_and_the_archive_take_what_a_chat_allocates() -> None:
     cache = model.new_cache(1024)
     model.forward([1], cache)
     cache.commit(1)
-    row = cache.first_written(torch.arange(1), np.arange(1))
-    said = fit(tiny_dir()).choices[0]
+    row = cache.first_written_rows(torch.arange(1), np.arange(1))
+    said = fit(tiny_model_dir()).choices[0]
     assert said.caches[1024] == cache.nbytes
     assert said.archive == 10_000 * row.nbytes
 
 
 def test_the_first_choice_is_what_the_settings_give_and_the_others_are_what_to_type() -> None:
-    said = fit(tiny_dir()).choices
+    said = fit(tiny_model_dir()).choices
     assert list(said[0].caches) == [1024, 2048]  # it ends with the model's context
     assert [one.setting for one in said[:3]] == ["", "--dtype bfloat16", "--quantize int8"]
     assert said[0].precision == "float32"
-    assert fit(tiny_dir(), quantize="int8").choices[0].precision == "int8"
+    assert fit(tiny_model_dir(), quantize="int8").choices[0].precision == "int8"
 
 
 def test_the_largest_budget_is_what_the_free_memory_has_room_for() -> None:
-    whole = fit(tiny_dir()).choices[0]
+    whole = fit(tiny_model_dir()).choices[0]
     row = (whole.caches[1024] or 0) // 1024
     taken = PROGRAM_BYTES + whole.weights + whole.working
 
     def largest(free: int | None) -> int | None:
-        return fit(tiny_dir(), free).choices[0].largest_budget
+        return fit(tiny_model_dir(), free).choices[0].largest_budget
 
     assert largest(taken + 1500 * row) == 1500
     assert largest(taken + 10**9) == 2048  # the model's context
@@ -132,9 +132,9 @@ def test_the_largest_budget_is_what_the_free_memory_has_room_for() -> None:
 
 def test_nothing_fits_where_loading_takes_more_than_is_free() -> None:
     """Weights are loaded whole before they are rounded to eight bits."""
-    needed = PROGRAM_BYTES + fit(tiny_dir(), quantize="int8").choices[0].loading
-    assert fit(tiny_dir(), needed, quantize="int8").choices[0].largest_budget == 2048
-    assert fit(tiny_dir(), needed - 1, quantize="int8").choices[0].largest_budget == 0
+    needed = PROGRAM_BYTES + fit(tiny_model_dir(), quantize="int8").choices[0].loading
+    assert fit(tiny_model_dir(), needed, quantize="int8").choices[0].largest_budget == 2048
+    assert fit(tiny_model_dir(), needed - 1, quantize="int8").choices[0].largest_budget == 0
 
 
 def test_the_free_memory_of_a_gpu_is_not_known_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,13 +148,13 @@ def test_the_free_memory_of_a_gpu_is_not_known_here(monkeypatch: pytest.MonkeyPa
 
 def test_only_the_files_that_the_index_names_are_counted(tmp_path: Path) -> None:
     """Some repositories hold the same weights twice, such as in consolidated.safetensors."""
-    whole = (tiny_dir() / "model.safetensors").read_bytes()
-    (tmp_path / "config.json").write_bytes((tiny_dir() / "config.json").read_bytes())
+    whole = (tiny_model_dir() / "model.safetensors").read_bytes()
+    (tmp_path / "config.json").write_bytes((tiny_model_dir() / "config.json").read_bytes())
     for name in ("model-1.safetensors", "consolidated.safetensors"):
         (tmp_path / name).write_bytes(whole)
     index = {"weight_map": {"lm_head.weight": "model-1.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert fit(tmp_path).choices[0].weights == fit(tiny_dir()).choices[0].weights
+    assert fit(tmp_path).choices[0].weights == fit(tiny_model_dir()).choices[0].weights
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_only_the_files_that_the_index_names_are_counted(tmp_path: Path) -> None
     ids=lambda one: repr(one)[:40],
 )
 def test_a_damaged_file_of_weights_is_an_error_in_one_line(header: bytes, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes((tiny_dir() / "config.json").read_bytes())
+    (tmp_path / "config.json").write_bytes((tiny_model_dir() / "config.json").read_bytes())
     (tmp_path / "model.safetensors").write_bytes(header)
     with pytest.raises(ModelError, match=r"model\.safetensors can't be read") as caught:
         stored_weights(tmp_path)
@@ -192,20 +192,20 @@ def test_a_damaged_file_of_weights_is_an_error_in_one_line(header: bytes, tmp_pa
 def test_sizes_that_leave_a_cache_of_nothing_limit_no_budget(
     tmp_path: Path, odd: dict[str, object]
 ) -> None:
-    folder = shutil.copytree(tiny_dir(), tmp_path / "model")
+    folder = shutil.copytree(tiny_model_dir(), tmp_path / "model")
     config = json.loads((folder / "config.json").read_text("utf-8"))
     (folder / "config.json").write_text(json.dumps(config | odd), "utf-8")
     assert fit(folder, 2**40).choices[0].largest_budget is None
 
 
 def test_sizes_that_a_config_does_not_state_are_unknown(tmp_path: Path) -> None:
-    config = json.loads((tiny_dir() / "config.json").read_text())
+    config = json.loads((tiny_model_dir() / "config.json").read_text())
     del config["num_hidden_layers"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").symlink_to(tiny_dir() / "model.safetensors")
+    (tmp_path / "model.safetensors").symlink_to(tiny_model_dir() / "model.safetensors")
     assert shape_of_folder(tmp_path).row_elements is None
     said = fit(tmp_path, 10**12).choices[0]
-    assert said.weights == fit(tiny_dir()).choices[0].weights
+    assert said.weights == fit(tiny_model_dir()).choices[0].weights
     assert set(said.caches.values()) == {None}
     assert said.largest_budget is None
 
@@ -258,10 +258,10 @@ def test_a_model_that_writes_no_text_is_known_before(tmp_path: Path) -> None:
 
 
 def test_the_text_part_of_a_model_that_sees_counts(tmp_path: Path) -> None:
-    config = json.loads((tiny_dir() / "config.json").read_text())
+    config = json.loads((tiny_model_dir() / "config.json").read_text())
     outer = {"model_type": "seeing", "architectures": ["SeeingForConditionalGeneration"]}
     assert shape_of_folder(folder_with(tmp_path, {**outer, "text_config": config})) == (
-        shape_of_folder(tiny_dir())
+        shape_of_folder(tiny_model_dir())
     )
 
 
@@ -283,7 +283,7 @@ def test_the_text_part_of_a_model_that_sees_counts(tmp_path: Path) -> None:
     ],
 )
 def test_context_lengths(changes: dict[str, Any], context: int | None, tmp_path: Path) -> None:
-    config = json.loads((tiny_dir() / "config.json").read_text()) | changes
+    config = json.loads((tiny_model_dir() / "config.json").read_text()) | changes
     assert shape_of_folder(folder_with(tmp_path, config)).context_length == context
 
 
@@ -295,7 +295,7 @@ NONSENSE: tuple[object, ...] = (None, True, -1, 0, 10**400, 1e308, "4", [], [4] 
 def test_sizes_without_sense_are_unknown_and_no_error(
     name: str, value: object, tmp_path: Path
 ) -> None:
-    config = json.loads((tiny_dir() / "config.json").read_text()) | {name: value}
+    config = json.loads((tiny_model_dir() / "config.json").read_text()) | {name: value}
     shape = shape_of_folder(folder_with(tmp_path, config))
     assert name == "head_dim" or shape.row_elements is None
 

@@ -22,8 +22,8 @@ from gguf_models import random_model
 from sirchat.models.decoder import Decoder
 from sirchat.models.load import load_model
 from sirchat.models.model_config import DecoderConfig
-from sirchat.paths import tiny_dir
-from sirchat.saved.saved_state import fingerprint
+from sirchat.paths import tiny_model_dir
+from sirchat.saved.saved_state import model_fingerprint
 
 CASES = ["llama", "llama3", "qwen2", "qwen3"]
 # As in the config.json of Llama 3.2 1B.
@@ -54,7 +54,7 @@ def folder_of(case: str, path: Path) -> Path:
     """A folder with a small random model and the bundled tokenizer."""
     random_model(case, vocab_size=2048).save_pretrained(path)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(tiny_dir() / name, path)
+        shutil.copy(tiny_model_dir() / name, path)
     return path
 
 
@@ -66,7 +66,7 @@ def test_a_folder_gives_the_logits_and_the_fingerprint_of_transformers(
     ours = load_model(path, device="cpu")
     theirs = load_model(path, device="cpu", for_hub=True)
     assert isinstance(ours.module, Decoder)
-    assert fingerprint(ours) == fingerprint(theirs), "saved chats go on"
+    assert model_fingerprint(ours) == model_fingerprint(theirs), "saved chats go on"
     ids = [3 + 7 * at % 90 for at in range(40)]
     found, wanted = (one.forward(ids, one.new_cache(40)) for one in (ours, theirs))
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-5)

@@ -15,7 +15,7 @@ from sirchat import paths
 from sirchat.errors import ModelError
 from sirchat.models.listing import FoundModel, find_model, find_models, model_names
 from sirchat.models.names import locate
-from sirchat.paths import tiny_dir
+from sirchat.paths import tiny_model_dir
 
 COMMIT = "a" * 40
 
@@ -32,7 +32,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def model_at(path: Path) -> Path:
     path.mkdir(parents=True)
     for name in ("config.json", "model.safetensors"):
-        shutil.copy(tiny_dir() / name, path)
+        shutil.copy(tiny_model_dir() / name, path)
     return path
 
 
@@ -46,7 +46,7 @@ def cached(places: Path, name: str, *files: str) -> Path:
     (folder / "blobs").mkdir()
     for number, file in enumerate(files):
         blob = folder / "blobs" / str(number)
-        shutil.copy(tiny_dir() / file, blob)
+        shutil.copy(tiny_model_dir() / file, blob)
         (snapshot / file).symlink_to(os.path.relpath(blob, snapshot))
     return folder
 
@@ -176,7 +176,7 @@ def test_a_model_is_found_by_each_of_its_names(places: Path) -> None:
     paths.models_dir().mkdir(parents=True)
     write_gguf(paths.models_dir() / "small.gguf", tiny(), "Q4_1")
     folder = cached(places, "me/cached", "config.json", "model.safetensors")
-    for name in ("tiny", str(tiny_dir()), "small.gguf", "me/cached"):
+    for name in ("tiny", str(tiny_model_dir()), "small.gguf", "me/cached"):
         model = find_model(name)
         assert model.name == name
         assert model.shape is not None

@@ -33,7 +33,7 @@ from sirchat.models.gguf import prepared as contents
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.prepared import prepared_files
-from sirchat.paths import changeable_by_others, open_private, prepared_dir
+from sirchat.paths import find_changeable_by_others, open_private, prepared_dir
 
 MANY = int(os.environ.get("SIRCHAT_ATTACK", "0"))
 IDS = list(range(3, 23))
@@ -225,10 +225,10 @@ def test_what_others_may_change_is_found_behind_links_too(changed: str, tmp_path
     wanted = {"": (None, None), "file": (places["file"], None), "linked file": (None, link)}
     wanted["folder"] = (places["folder"], places["folder"])
     wanted["folder of the linked file"] = (None, places["folder of the linked file"])
-    found = changeable_by_others(places["file"]), changeable_by_others(link)
+    found = find_changeable_by_others(places["file"]), find_changeable_by_others(link)
     assert found == wanted[changed]
     with pytest.raises(FileNotFoundError):
-        changeable_by_others(tmp_path / "none")
+        find_changeable_by_others(tmp_path / "none")
 
 
 @pytest.mark.parametrize("where", ["write", "folder"])
@@ -255,7 +255,7 @@ def test_a_full_or_read_only_disk_costs_only_time(
         case "write":
             monkeypatch.setattr(contents, "open_private", Full)
         case _:
-            monkeypatch.setattr(prepared, "private_dir", fail)
+            monkeypatch.setattr(prepared, "make_private_dir", fail)
     path = written(tmp_path)
     wanted = logits(loaded(path))
     assert torch.equal(logits(loaded(path)), wanted)
@@ -310,7 +310,7 @@ def test_the_longest_unused_go_first_and_what_a_killed_writer_left(
     paths = [written(tmp_path / name, seed=at) for at, name in enumerate("abc")]
     loaded(paths[0])
     size = the_file().stat().st_size
-    monkeypatch.setattr(prepared, "_MOST", 5 * size // 2)
+    monkeypatch.setattr(prepared, "_MAX_FOLDER_BYTES", 5 * size // 2)
     left = prepared_dir() / f"1234{prepared.UNFINISHED_SUFFIX}"
     left.write_bytes(b"half")
     loaded(paths[1])
@@ -322,6 +322,6 @@ def test_the_longest_unused_go_first_and_what_a_killed_writer_left(
     loaded(paths[2])
     assert {file.model for file in prepared_files()} == {str(paths[0]), str(paths[2])}
     assert not left.exists()
-    monkeypatch.setattr(prepared, "_MOST", size // 2)
+    monkeypatch.setattr(prepared, "_MAX_FOLDER_BYTES", size // 2)
     loaded(paths[1])
     assert {file.model for file in prepared_files()} == {str(paths[0]), str(paths[2])}

@@ -9,7 +9,7 @@ import pytest
 from command import run
 from saved_chats import SAYINGS, Chat, completions, refusal, resumed, saved
 from sirchat.errors import SessionError, UsageError
-from sirchat.saved.session_list import LENGTH, find_session, list_sessions
+from sirchat.saved.session_list import MAX_NAME_CHARS, find_session, list_sessions
 from sirchat.saved.store import SessionStore
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -76,7 +76,7 @@ def test_a_name_that_is_replaced_or_erased_is_in_no_file(
     "name",
     [
         *('""', '" "', "last", "LAST", "20261121-1603-abcd", "20261121", "2026", "-x"),
-        *("a" * (LENGTH + 1), "a\tb", "a\x1b[31mb", "a\u202eb"),
+        *("a" * (MAX_NAME_CHARS + 1), "a\tb", "a\x1b[31mb", "a\u202eb"),
     ],
 )
 def test_an_invalid_name_is_refused_and_nothing_is_saved(folder: Path, name: str) -> None:

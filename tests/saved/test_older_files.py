@@ -51,21 +51,21 @@ def test_an_older_chat_goes_on_with_the_same_rows_pins_and_next_reply(
     before = path.stat().st_mtime_ns
     for _ in range(2):
         with SessionStore.open(path) as store:
-            head = store.head()
+            head = store.state_record()
             assert head is not None
             assert (store.kv.load(head.fields["kv"]) is not None) == (model == "babbler")
             session = Session(MODELS[model](), saved_profile(store))
             resume_session(session, store)
         assert [[turn.role, turn.text] for turn in session.turns] == expected["turns"]
-        rows, flags = session.save().rows, session.ledger.column("flags")
+        rows, flags = session.engine.save().rows, session.ledger.column("flags")
         assert session.seen == expected["seen"]
-        assert session.save().held.tolist() == expected["held"]
+        assert session.engine.save().held.tolist() == expected["held"]
         assert session.ledger.pinned_positions.tolist() == expected["pinned"]
         assert np.flatnonzero(flags & Flag.EXCLUDED).tolist() == expected["excluded"]
         assert {name: crc32(rows[name].tobytes()) for name in expected["rows"]} == expected["rows"]
     assert path.stat().st_mtime_ns == before  # a chat that is only looked at is no newer
     assert answer(list(session.ask("Where does Anna live now?"))) == expected["next"]
-    assert session.save().held.tolist() == expected["held_after"]
+    assert session.engine.save().held.tolist() == expected["held_after"]
 
 
 def test_an_older_chat_is_saved_on_with_its_pins(folder: Path) -> None:
@@ -101,9 +101,9 @@ def test_older_chats_are_found_by_their_names_and_words_and_removed_with_all_tex
 def test_what_an_older_file_said_of_its_turns_elsewhere_stands_with_them(folder: Path) -> None:
     path = folder / "turns" / "chat.sqlite"
     listed = list_sessions(path.parent).sessions[0]
-    assert (listed.first, listed.turns) == ("My name is Anna.", 4)
+    assert (listed.first_message, listed.turns) == ("My name is Anna.", 4)
     (hit,) = search_sessions(path.parent, "think").hits
-    line = "".join(part.text for part in hit.line)
+    line = "".join(part.text for part in hit.snippet)
     assert "She says </think> and think\\> and <think>. Nice to meet you" in line
     before = path.read_bytes()
     with SessionStore.read(path) as store:

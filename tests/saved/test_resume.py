@@ -12,7 +12,7 @@ from chatting import tiny
 from command import run
 from saved_chats import SAYINGS, Chat, saved
 from sirchat.chat.pinned_summary import pin_summary
-from sirchat.cli.app import _with_last_chat
+from sirchat.cli.app import _complete_resume_flag
 from sirchat.paths import sessions_dir
 from sirchat.saved.session_list import list_sessions
 from sirchat.ui.saved_chat import show_resumed_chat
@@ -63,7 +63,7 @@ def test_a_chat_that_is_open_can_be_shown_and_exported_and_its_summary_is_called
     list(pin_summary(chat.session, "Rome."))
     chat.saved_chat.save()
     (listed,) = list_sessions(sessions_dir()).sessions
-    assert listed.first == listed.last == "I live in Rome."
+    assert listed.first_message == listed.last_message == "I live in Rome."
     said = [turn.text for turn in chat.session.turns]
     for name in ("last", list_sessions(sessions_dir()).sessions[0].id):
         roles, _, texts = zip(
@@ -177,12 +177,12 @@ def test_what_cannot_be_resumed_is_refused_in_one_line(
 
 
 def test_resume_alone_means_the_last_session_but_not_after_a_command() -> None:
-    assert _with_last_chat(["--resume"]) == ["--resume=last"]
-    assert _with_last_chat(["--resume", "--seed", "1"]) == ["--resume=last", "--seed", "1"]
-    assert _with_last_chat(["--resume", "x"]) == ["--resume", "x"]
-    assert _with_last_chat(["--resume", "ask", "x"]) == ["--resume=last", "ask", "x"]
-    assert _with_last_chat(["train", "tiny", "--resume"]) == ["train", "tiny", "--resume"]
-    assert _with_last_chat([]) == []
+    assert _complete_resume_flag(["--resume"]) == ["--resume=last"]
+    assert _complete_resume_flag(["--resume", "--seed", "1"]) == ["--resume=last", "--seed", "1"]
+    assert _complete_resume_flag(["--resume", "x"]) == ["--resume", "x"]
+    assert _complete_resume_flag(["--resume", "ask", "x"]) == ["--resume=last", "ask", "x"]
+    assert _complete_resume_flag(["train", "tiny", "--resume"]) == ["train", "tiny", "--resume"]
+    assert _complete_resume_flag([]) == []
 
 
 def _typed(*lines: str) -> list[str]:

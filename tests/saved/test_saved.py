@@ -19,7 +19,7 @@ from attacking import MANY
 from session_files import ROW, columns, head_at, new, refusal, rows_at, said
 from sirchat.saved import database as files
 from sirchat.saved import keys_values
-from sirchat.saved.store import Head, Kept, SavedTurn, SessionStore
+from sirchat.saved.store import Extent, SavedTurn, SessionStore, StateRecord
 
 texts = st.text(max_size=40)
 numbers = st.floats(width=32, allow_nan=False).filter(lambda one: one < np.inf)  # as logits are
@@ -61,7 +61,7 @@ def test_any_turns_rows_and_heads_are_read_back_after_undo_rewriting_and_reopeni
             case "truncate":
                 turns, seen = turns[:what], min(seen, count)
                 head = head_at(seen, logits, **fields, number=number)
-                session.append([], rows_at(range(0)), head, kept=Kept(what, seen))
+                session.append([], rows_at(range(0)), head, extent=Extent(what, seen))
             case "replace":
                 turns, seen = said(*what), count
                 head = head_at(seen, logits, **fields, number=number)
@@ -76,12 +76,14 @@ def test_any_turns_rows_and_heads_are_read_back_after_undo_rewriting_and_reopeni
     session.close()
 
 
-def check(session: SessionStore, turns: list[SavedTurn], seen: int, head: Head | None) -> None:
+def check(
+    session: SessionStore, turns: list[SavedTurn], seen: int, head: StateRecord | None
+) -> None:
     assert session.meta == {"model": "tiny"}
     assert session.turns() == turns
     assert columns(session.rows(ROW)) == columns(rows_at(range(seen)))
     assert session.rows(ROW).dtype == ROW
-    found = session.head()
+    found = session.state_record()
     if head is None or found is None:
         assert head is found is None
         return
@@ -123,10 +125,10 @@ def test_keys_and_values_are_private_however_the_library_writes_them(
 def test_undone_turns_are_overwritten_and_what_was_read_can_be_changed(tmp_path: Path) -> None:
     with SessionStore.open(new(tmp_path, "one")) as session:
         session.append(said(SECRET, start=1), rows_at(range(3, 6)), head_at(6))
-        session.append([], rows_at(range(0)), head_at(3), kept=Kept(1, 3))
+        session.append([], rows_at(range(0)), head_at(3), extent=Extent(1, 3))
         assert SECRET.encode() not in everything_in(tmp_path)
         session.rows(ROW)["flags"][0] = 1
-        head = session.head()
+        head = session.state_record()
         assert head is not None
         head.held[0] = 1
 
@@ -146,8 +148,8 @@ def test_a_turn_that_does_not_fit_the_rows_leaves_nothing_behind(tmp_path: Path)
         none = rows_at(range(0))
         misfits: list[Callable[[], object]] = [
             lambda: session.append(said("two", start=1), rows_at(range(3, 5)), head_at(4)),
-            lambda: session.append([], none, head_at(4), kept=Kept(0, 4)),
-            lambda: session.append([], none, head_at(2), kept=Kept(0, 1)),
+            lambda: session.append([], none, head_at(4), extent=Extent(0, 4)),
+            lambda: session.append([], none, head_at(2), extent=Extent(0, 1)),
             lambda: session.replace(said("two"), rows_at(range(5)), head_at(4)),
             lambda: session.append([], none, head_at(2)),
         ]
@@ -279,7 +281,7 @@ def test_erased_text_is_in_no_file(
             session.kv.save({"keys": torch.ones(2)}, text)
         kept = max(0, len(texts) - undone)
         head = head_at(3 * kept, text=SECRET)
-        session.append([], rows_at(range(0)), head, kept=Kept(kept, 3 * kept))
+        session.append([], rows_at(range(0)), head, extent=Extent(kept, 3 * kept))
         assert SECRET.encode() in everything_in(folder)
         clean = [text.replace(SECRET, "") for text in texts[:kept]]
         session.replace(said(*clean), rows_at(range(3 * kept)), head_at(3 * kept))

@@ -24,7 +24,7 @@ from session_files import (
     rows_at,
     said,
 )
-from sirchat.saved.database import FORMAT
+from sirchat.saved.database import FORMAT_VERSION
 from sirchat.saved.session_list import (
     copy_session,
     export_session,
@@ -45,7 +45,7 @@ def test_every_turn_that_was_saved_survives_kill_nine(tmp_path: Path) -> None:
             writer.kill()
             last = max([first, *(int(line) for line in writer.stdout.read().split())])
         with SessionStore.open(path) as session:
-            turns, head = session.turns(), session.head()
+            turns, head = session.turns(), session.state_record()
             assert head is not None
             assert len(turns) in (last + 1, last + 2)  # the next may be there and not yet printed
             assert [turn.index for turn in turns] == list(range(len(turns)))
@@ -64,7 +64,7 @@ class Deadly:
         os.kill(os.getpid(), 9)
 session = SessionStore.open(path)
 turn = SavedTurn(1, "assistant", "x" * 10_000_000, "stop")
-session.append([turn], np.zeros(0), Head(3, np.zeros(0, np.int64), Deadly(), {}))
+session.append([turn], np.zeros(0), StateRecord(3, np.zeros(0, np.int64), Deadly(), {}))
 """
 
 
@@ -108,7 +108,7 @@ def foreign_database(path: Path) -> None:
 def newer(path: Path) -> None:
     shutil.copy(new(path.parent / "elsewhere", "hi"), path)
     with closing(sqlite3.connect(path)) as connection:
-        connection.execute(f"PRAGMA user_version={FORMAT + 1}")
+        connection.execute(f"PRAGMA user_version={FORMAT_VERSION + 1}")
 
 
 def cut_short(path: Path) -> None:
@@ -121,7 +121,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty": (lambda path: path.write_bytes(b""), NONE),
     "text": (lambda path: path.write_text("Dear diary\n" * 500), NONE),
     "foreign": (foreign_database, NONE),
-    "newer": (newer, f"has format {FORMAT + 1}, but this sirchat reads {FORMAT - 1} and {FORMAT}"),
+    "newer": (newer, f"has format {FORMAT_VERSION + 1}, but this sirchat reads"),
     "damaged": (cut_short, "is damaged"),
 }
 

@@ -21,7 +21,7 @@ from sirchat.errors import DamagedSessionError
 from sirchat.models.model import LoadedModel
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.resume import resume_session
-from sirchat.saved.store import PASSAGE, Kept, SavedPassages, SessionStore
+from sirchat.saved.store import PASSAGE, Extent, SavedPassages, SessionStore
 
 
 def passages(*spans: tuple[int, int]) -> SavedPassages:
@@ -48,7 +48,7 @@ def test_passages_are_saved_with_their_turn_and_go_with_it(tmp_path: Path) -> No
     with SessionStore.open(path) as session:
         assert_saved(session, every)
         assert every.vectors[2].tobytes() in path.read_bytes()
-        session.append([], rows_at(range(0)), head_at(3), kept=Kept(1, 3, 3))
+        session.append([], rows_at(range(0)), head_at(3), extent=Extent(1, 3, 3))
         assert every.vectors[2].tobytes() not in path.read_bytes()
     with SessionStore.open(path) as session:
         assert_saved(session, passages((0, 2), (2, 3)))
@@ -66,7 +66,7 @@ def test_a_passage_that_gives_way_to_a_longer_one_leaves_a_file_that_opens(tmp_p
         session.append(said("one"), rows_at(range(3)), head_at(3), passages((0, 1), (1, 3)))
         longer = passages((0, 1), (1, 5))
         added = SavedPassages(longer.rows[1:], longer.vectors[1:])
-        session.append([], rows_at(range(3, 5)), head_at(5), added, kept=Kept(passages=1))
+        session.append([], rows_at(range(3, 5)), head_at(5), added, extent=Extent(passages=1))
     with SessionStore.open(path) as session:
         assert_saved(session, longer)
 

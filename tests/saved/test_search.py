@@ -12,10 +12,10 @@ import pytest
 
 from session_files import Elsewhere, head_at, new, rows_at, said
 from sirchat.errors import SessionError, UsageError
-from sirchat.saved.index import NAME
+from sirchat.saved.index import INDEX_NAME
 from sirchat.saved.search import Hit, search_sessions
 from sirchat.saved.session_list import branches_of, check_name, find_session, remove_session
-from sirchat.saved.store import Kept, SessionStore
+from sirchat.saved.store import Extent, SessionStore
 
 SECRET = "Xylophone"  # FTS5 shortens a word that begins like another one
 
@@ -26,7 +26,7 @@ def found(folder: Path, words: str) -> list[Path]:
 
 def line(hit: Hit) -> str:
     """The line of a hit, with the matches in brackets."""
-    return "".join(f"[{part.text}]" if part.is_match else part.text for part in hit.line)
+    return "".join(f"[{part.text}]" if part.is_match else part.text for part in hit.snippet)
 
 
 def test_a_chat_is_found_by_words_that_either_side_said_and_the_line_is_shown(
@@ -93,8 +93,8 @@ def test_a_search_knows_the_chats_as_they_are_now(tmp_path: Path) -> None:
         assert found(tmp_path, "lisbon") == [one], "also while the chat is open"
         session.rename("My trip")
         (hit,) = search_sessions(tmp_path, "trip").hits
-        assert (hit.session.path, hit.line) == (one, ()), "found by its name"
-        assert search_sessions(tmp_path, "my TRIP").named == [one.stem]
+        assert (hit.session.path, hit.snippet) == (one, ()), "found by its name"
+        assert search_sessions(tmp_path, "my TRIP").ids_by_name == [one.stem]
     third = new(tmp_path, "lisbon")
     assert set(found(tmp_path, "lisbon")) == {one, third}
     one.unlink()
@@ -113,22 +113,22 @@ def test_names_and_branches_are_found_without_reading_every_chat(
     for chat in (path, other):
         os.utime(chat, ns=(soon, soon))
     assert find_session(tmp_path, "my trip") == path
-    monkeypatch.setattr("sirchat.saved.index._read", fail)
+    monkeypatch.setattr("sirchat.saved.index._read_chat", fail)
     assert find_session(tmp_path, "MY TRIP") == path
     with pytest.raises(SessionError, match="allowed: a name that no other session has"):
-        check_name(tmp_path, "my trip", own="")
+        check_name(tmp_path, "my trip", own_id="")
     assert [chat.path for chat in branches_of(tmp_path, path.stem)] == [path]
 
 
 @pytest.mark.usefixtures("open_umask")
 def test_the_index_is_private_and_no_save_touches_it(tmp_path: Path) -> None:
-    path, index = new(tmp_path, "rome"), tmp_path / NAME
+    path, index = new(tmp_path, "rome"), tmp_path / INDEX_NAME
     for _ in range(2):
         assert found(tmp_path, "rome") == [path]
         before = index.stat()
         assert before.st_mode & 0o777 == 0o600
         with SessionStore.open(path) as session:
-            seen = session.head().seen  # type: ignore[union-attr]
+            seen = session.state_record().seen  # type: ignore[union-attr]
             turn = said("lisbon", start=seen // 3)
             session.append(turn, rows_at(range(seen, seen + 3)), head_at(seen + 3))
         assert index.stat().st_mtime_ns == before.st_mtime_ns
@@ -156,7 +156,7 @@ def erase(path: Path) -> None:
 
 def undo(path: Path) -> None:
     with SessionStore.open(path) as session:
-        session.append([], rows_at(range(0)), head_at(3), kept=Kept(1, 3))
+        session.append([], rows_at(range(0)), head_at(3), extent=Extent(1, 3))
 
 
 def lose(path: Path) -> None:
@@ -174,7 +174,7 @@ def test_text_that_is_removed_from_a_chat_is_removed_from_the_index_at_once(
     path = new(tmp_path, "Hello", f"{SECRET} is made of oranges. " * 30)
     new(tmp_path, "Oranges again")
     assert found(tmp_path, SECRET) == [path]
-    index = tmp_path / NAME
+    index = tmp_path / INDEX_NAME
     assert SECRET.lower().encode() in index.read_bytes().lower()
     removal(path)
     for file in tmp_path.iterdir():
@@ -204,9 +204,9 @@ def other_tables(index: Path) -> None:
 def test_a_damaged_index_is_built_anew(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     paths = [new(tmp_path, "rome", "x" * 5000), new(tmp_path, f"{SECRET} of rome")]
     assert set(found(tmp_path, "rome")) == set(paths)
-    damage(tmp_path / NAME)
+    damage(tmp_path / INDEX_NAME)
     assert set(found(tmp_path, "rome")) == set(paths)
-    damage(tmp_path / NAME)
+    damage(tmp_path / INDEX_NAME)
     remove_session(paths[1])
     assert not any(SECRET.encode() in file.read_bytes() for file in tmp_path.iterdir())
     assert found(tmp_path, "rome") == paths[:1]
@@ -217,7 +217,7 @@ def test_where_text_can_not_be_removed_from_the_index_the_index_is_deleted(
 ) -> None:
     path, other = new(tmp_path, "Hello", SECRET), new(tmp_path, "oslo")
     found(tmp_path, SECRET)
-    (tmp_path / f"{NAME}-journal").write_bytes(SECRET.encode())  # as a crash leaves it
+    (tmp_path / f"{INDEX_NAME}-journal").write_bytes(SECRET.encode())  # as a crash leaves it
     monkeypatch.setattr("sirchat.saved.index._remove", fail)
     undo(path)
     assert not any(SECRET.encode() in file.read_bytes() for file in tmp_path.iterdir())
@@ -238,7 +238,7 @@ for n in range(3):
         s.append(said("rome", "soon undone"), rows_at(range(6)), head_at(6))
     search_sessions(path, "rome")
     with SessionStore.open(s.path) as s:
-        s.append([], rows_at(range(0)), head_at(3), kept=Kept(1, 3))
+        s.append([], rows_at(range(0)), head_at(3), extent=Extent(1, 3))
 print(len(search_sessions(path, "undone").hits) < 3)
 """
     others = [Elsewhere(code, tmp_path) for _ in range(2)]
@@ -246,4 +246,4 @@ print(len(search_sessions(path, "undone").hits) < 3)
     result = search_sessions(tmp_path, "rome")
     assert len(result.hits) == 6
     assert not found(tmp_path, "undone")
-    assert b"undone" not in (tmp_path / NAME).read_bytes()
+    assert b"undone" not in (tmp_path / INDEX_NAME).read_bytes()

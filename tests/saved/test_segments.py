@@ -22,12 +22,12 @@ from sirchat.saved.session_list import copy_session, list_sessions, make_room, r
 from sirchat.ui.lists import format_bytes
 
 LONG = "some words and more of them, " * 24  # fills a file
-FEWEST = 64  # tokens in a file
+MIN_FILE_TOKENS = 64  # tokens in a file
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autosave, "FEWEST", FEWEST)
+    monkeypatch.setattr(autosave, "MIN_FILE_TOKENS", MIN_FILE_TOKENS)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def chat(folder: Path) -> Chat:
     """A chat that has evicted more tokens than a file takes."""
     chat = Chat()
     chat.say("My name is Anna.", LONG, LONG)
-    assert len(chat.session.engine.store.archived()) > 2 * FEWEST
+    assert len(chat.session.engine.store.archived()) > 2 * MIN_FILE_TOKENS
     return chat
 
 
@@ -63,8 +63,8 @@ def test_after_a_crash_a_chat_has_the_first_written_keys_of_what_it_had_evicted(
     again, _ = resumed(folder, only(folder))
     before = chat.session.engine.store.archived()
     lost = np.setdiff1d(before, again.engine.store.archived())
-    assert len(lost) < FEWEST
-    assert set(again.ledger.column("state")[lost]) <= {State.GONE}
+    assert len(lost) < MIN_FILE_TOKENS
+    assert set(again.ledger.column("state")[lost]) <= {State.NOT_STORED}
     assert is_equal(
         again.engine.store.archive.fetch(again.engine.store.archived()),
         chat.session.engine.store.archive.fetch(again.engine.store.archived()),
@@ -169,8 +169,8 @@ def test_a_damaged_file_is_ignored_and_deleted(chat: Chat, folder: Path) -> None
     chat.crash()
     again, _ = resumed(folder, only(folder))
     assert not {first, second} & {*files(folder)}
-    lost = again.ledger.column("state") == State.GONE
-    assert lost.sum() >= 2 * FEWEST
+    lost = again.ledger.column("state") == State.NOT_STORED
+    assert lost.sum() >= 2 * MIN_FILE_TOKENS
 
 
 def test_erasing_leaves_no_file_of_before_and_saves_the_rest_again(
@@ -191,7 +191,7 @@ def test_erasing_leaves_no_file_of_before_and_saves_the_rest_again(
 def test_over_the_limit_the_newest_are_kept_and_the_oldest_are_read_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(autosave, "KV_BYTES", 90 * 1024)
+    monkeypatch.setattr(autosave, "AUTO_KV_BYTES", 90 * 1024)
     chat = Chat(policy="sink")
     chat.say("My name is Anna.", LONG)
     first = files(folder)
@@ -200,24 +200,24 @@ def test_over_the_limit_the_newest_are_kept_and_the_oldest_are_read_again(
     assert sum(file.stat().st_size for file in files(folder)) < 96 * 1024
     chat.crash()
     again, _ = resumed(folder, only(folder))
-    assert again.engine.store.archived().min() > FEWEST
-    assert {rank.state for rank in again.why("Anna")} == {"lost"}
+    assert again.engine.store.archived().min() > MIN_FILE_TOKENS
+    assert {rank.state for rank in again.why("Anna")} == {"rereadable"}
 
 
 def test_over_the_limit_of_the_archive_what_is_evicted_is_saved_as_before(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sirchat.memory.archive.SEGMENT_ROWS", 4 * FEWEST)
+    monkeypatch.setattr("sirchat.memory.archive.SEGMENT_ROWS", 4 * MIN_FILE_TOKENS)
     chat = Chat(policy="sink", archive_limit="160kB")
     for number in range(30):
         chat.say(f"{number} is blue. " * 20)
         positions = [load_file(file)["positions"].numpy() for file in files(folder)]
         archived = chat.session.engine.store.archived()
-        assert len(np.setdiff1d(archived, np.concatenate([[], *positions]))) < FEWEST
+        assert len(np.setdiff1d(archived, np.concatenate([[], *positions]))) < MIN_FILE_TOKENS
     assert {0, 8, 4} == set(chat.session.engine.store.archive.bits(archived).tolist())
     chat.saved_chat.close()
     (at_end,) = folder.glob("*.safetensors")
-    assert len(load_file(at_end)["positions"]) < chat.session.resident + FEWEST
+    assert len(load_file(at_end)["positions"]) < chat.session.resident + MIN_FILE_TOKENS
 
 
 def test_a_branch_and_a_copy_have_their_own_files(chat: Chat, folder: Path) -> None:
@@ -226,9 +226,9 @@ def test_a_branch_and_a_copy_have_their_own_files(chat: Chat, folder: Path) -> N
     copy.close()
     chat.do("/branch other")
     chat.crash()
-    branch = chat.saved_chat._saving.id
+    branch = chat.saved_chat._autosave.id
     assert len({ident, copy.id, branch}) == 3
     remove_session(folder / f"{ident}.sqlite")
     for one in (copy.id, branch):
         again, _ = resumed(folder, one)
-        assert len(again.engine.store.archived()) > 2 * FEWEST - 1
+        assert len(again.engine.store.archived()) > 2 * MIN_FILE_TOKENS - 1

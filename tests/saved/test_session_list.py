@@ -73,7 +73,7 @@ def test_a_list_shows_a_session_that_another_process_writes(tmp_path: Path) -> N
                 assert (session.id, session.in_use, refused) == (path.stem, True, [])
             for copied in (SessionStore.read, copied_to_a_branch) * 6:
                 with suppress(SessionInUseError), copied(path) as copy:
-                    turns, head = copy.turns(), copy.head()
+                    turns, head = copy.turns(), copy.state_record()
                     assert [turn.index for turn in turns] == [*range(len(turns))]
                     assert head is not None
                     assert head.fields.get("turn", 0) == len(turns) - 1  # both of one moment
@@ -90,7 +90,8 @@ def test_a_list_shows_a_session_that_another_process_writes(tmp_path: Path) -> N
 def test_a_session_in_use_is_listed_as_it_was_saved_last(tmp_path: Path) -> None:
     with SessionStore.open(new(tmp_path, "one")) as session:
         session.append(said("two", start=1), rows_at(range(3, 6)), head_at(6))
-        show = "s = list_sessions(path).sessions[0]; print(s.turns, s.first, s.model, s.in_use)"
+        show = "s = list_sessions(path).sessions[0]\n"
+        show += "print(s.turns, s.first_message, s.model, s.in_use)"
         assert printed(show, tmp_path) == "2 one tiny True\n"
 
 
@@ -101,14 +102,14 @@ def test_an_empty_session_is_listed_and_an_empty_or_missing_folder_has_no_last_o
     assert refusal(lambda: find_session(tmp_path, "last")).endswith(f"session in {tmp_path}")
     assert refusal(lambda: find_session(tmp_path, "x")).endswith("(no session is saved)")
     with monkeypatch.context() as patch:  # as if it had been killed
-        patch.setattr("sirchat.saved.store.put", lambda *_: sys.exit(1))
+        patch.setattr("sirchat.saved.store.insert_record", lambda *_: sys.exit(1))
         with pytest.raises(SystemExit):
             SessionStore.create(tmp_path, {})
     assert len([*tmp_path.glob("*.sqlite")]) == 1
     assert list_sessions(tmp_path) == ([], [], 0)
     SessionStore.create(tmp_path, {}).close()
     (session,) = list_sessions(tmp_path).sessions
-    assert (session.model, session.turns, session.first) == ("", 0, "")
+    assert (session.model, session.turns, session.first_message) == ("", 0, "")
     path, file = new(tmp_path, "Grüße\n\x00", 'a "reply"'), io.BytesIO()
     assert find_session(tmp_path, "last") == path
     export_session(path, file)
@@ -136,9 +137,9 @@ def test_sessions_are_listed_by_when_they_were_written_to(tmp_path: Path) -> Non
     assert (newest.id, newest.path, newest.turns) == (paths[0].stem, paths[0], 2)
     assert newest.updated.timestamp() == 1.6e9 - 1
     assert abs(newest.created.timestamp() - time.time()) < 60
-    assert newest.first.startswith("first of a first of a")
-    assert newest.first.endswith("…")
-    assert len(newest.first) == session_list._FIRST_LINE
+    assert newest.first_message.startswith("first of a first of a")
+    assert newest.first_message.endswith("…")
+    assert len(newest.first_message) == session_list._MAX_EXCERPT_CHARS
     assert not refused
     assert find_session(tmp_path, "last") == paths[0]
 
@@ -207,9 +208,9 @@ def test_only_the_newest_chats_are_read_where_no_more_are_asked_for(tmp_path: Pa
     paths[0].write_bytes(b"damaged")
     os.utime(paths[0], (1e9, 1e9))
     listing = list_sessions(tmp_path, 2)
-    assert ([entry.path for entry in listing.sessions], listing.refused) == (paths[:1:-1], [])
-    assert listing.unread == 2
-    assert len(list_sessions(tmp_path).refused) == 1
+    assert ([entry.path for entry in listing.sessions], listing.errors) == (paths[:1:-1], [])
+    assert listing.more_count == 2
+    assert len(list_sessions(tmp_path).errors) == 1
     store, damaged = open_saved_file(tmp_path, "last")
     store.close()
     assert (store.path, damaged) == (paths[3], [])

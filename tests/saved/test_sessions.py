@@ -17,7 +17,7 @@ from sirchat.memory.key_values import KeyValues
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.resume import resume_session
-from sirchat.saved.saved_state import fingerprint, saved_profile
+from sirchat.saved.saved_state import model_fingerprint, saved_profile
 from sirchat.saved.session_list import find_session, list_sessions
 from sirchat.saved.store import SessionStore
 
@@ -65,7 +65,7 @@ def resumed(folder: Path, model: LoadedModel) -> Session:
 
 def state(chat: Session) -> dict[str, Any]:
     """Everything that the next turn depends on, and everything shown except times."""
-    logits = chat.save().logits
+    logits = chat.engine.save().logits
     assert logits is not None
     view = chat.snapshot()
     end = chat.closing_event()
@@ -230,12 +230,12 @@ def test_too_many_keys_and_values_are_saved_for_the_held_rows_alone(
     rows = chat.engine.store.copy_key_values()
     assert rows is not None
     assert len(rows) > chat.resident
-    monkeypatch.setattr("sirchat.saved.autosave.KV_BYTES", 100 * rows.nbytes // len(rows))
+    monkeypatch.setattr("sirchat.saved.autosave.AUTO_KV_BYTES", 100 * rows.nbytes // len(rows))
     saving.close()
     again = resumed(folder, babbler())
     kept = again.engine.store.copy_key_values()
     assert kept is not None
-    assert kept.positions.tolist() == chat.save().held.tolist()
+    assert kept.positions.tolist() == chat.engine.save().held.tolist()
     assert again.snapshot().rows == chat.snapshot().rows
     for each in (chat, again):
         list(each.ask("and on"))
@@ -244,14 +244,14 @@ def test_too_many_keys_and_values_are_saved_for_the_held_rows_alone(
 
 def test_models_with_other_weights_have_other_fingerprints(tmp_path: Path) -> None:
     model = babbler()
-    before = fingerprint(model)
+    before = model_fingerprint(model)
     model.module.save_pretrained(tmp_path / "saved")
-    assert fingerprint(model) == before
+    assert model_fingerprint(model) == before
     other = random_model(len(model.tokenizer))
-    assert fingerprint(wrap_model("copy", other, model.tokenizer)) == before
+    assert model_fingerprint(wrap_model("copy", other, model.tokenizer)) == before
     with torch.no_grad():
         other.model.layers[1].mlp.up_proj.weight += 0.5
-    assert fingerprint(wrap_model("copy", other, model.tokenizer)) != before
+    assert model_fingerprint(wrap_model("copy", other, model.tokenizer)) != before
 
 
 @pytest.mark.parametrize("rebuild", [False, True])

@@ -20,7 +20,7 @@ from chatting import tiny
 from serving import CHAT, Served, refusal, served, user
 from sirchat.models.encoder import Encoder
 from sirchat.models.load import load_model
-from sirchat.paths import tiny_dir
+from sirchat.paths import tiny_model_dir
 
 ANNA = "My name is Anna."
 
@@ -151,8 +151,8 @@ def test_a_folder_says_of_which_state_a_vector_is_and_its_tokenizer_what_is_adde
     module = gguf_models.random_model(case, vocab_size=2048)
     module.save_pretrained(tmp_path)
     for name in ("tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(tiny_dir() / name, tmp_path)
-    tokenizer = Tokenizer.from_file(str(tiny_dir() / "tokenizer.json"))
+        shutil.copy(tiny_model_dir() / name, tmp_path)
+    tokenizer = Tokenizer.from_file(str(tiny_model_dir() / "tokenizer.json"))
     tokenizer.post_processor = TemplateProcessing(
         single="$A <|end|>", special_tokens=[("<|end|>", 4)]
     )

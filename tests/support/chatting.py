@@ -18,7 +18,7 @@ from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel, wrap_model
-from sirchat.paths import tiny_dir
+from sirchat.paths import tiny_model_dir
 from sirchat.text.anchors import Anchors
 
 
@@ -39,13 +39,13 @@ def smollm2() -> LoadedModel:
 @cache
 def hub_tokenizer() -> Any:
     """The bundled model's tokenizer, as transformers reads it."""
-    return AutoTokenizer.from_pretrained(tiny_dir())
+    return AutoTokenizer.from_pretrained(tiny_model_dir())
 
 
 @cache
 def babbler() -> LoadedModel:
     """A model with random weights and the bundled tokenizer; it never generates an end token."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_dir())
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir())
     model = wrap_model("babbler", random_model(len(tokenizer)), tokenizer)
     read_in_native_code(model)
     return model
@@ -137,7 +137,7 @@ def with_anchors() -> LoadedModel:
     """The bundled model with an anchor token that it was not trained on."""
     from sirchat.lab.training.anchor import add_anchor
 
-    tokenizer = AutoTokenizer.from_pretrained(tiny_dir())
-    module = LlamaForCausalLM.from_pretrained(tiny_dir(), dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir())
+    module = LlamaForCausalLM.from_pretrained(tiny_model_dir(), dtype=torch.float32)
     Anchors("ac", "round", add_anchor(module, tokenizer), 1).write_to_config(module.config)
     return wrap_model("tiny with anchors", module.eval(), tokenizer)

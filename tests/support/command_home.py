@@ -10,7 +10,7 @@ from pathlib import Path
 from chatting import tiny
 from forked_command import ForkedCommand
 from sirchat.chat.session import Session
-from sirchat.memory.archive_folder import sweep
+from sirchat.memory.archive_folder import remove_stale_folders
 from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import list_sessions
@@ -44,16 +44,16 @@ class CommandHome:
     def turns(self, *, is_killed: bool) -> list[SavedTurn]:
         """Check that every chat opens and goes on, and nothing lies about; returns their turns."""
         listing, turns = list_sessions(self.sessions), list[SavedTurn]()
-        if listing.refused:
-            raise Wrong(f"refused: {listing.refused}")
+        if listing.errors:
+            raise Wrong(f"refused: {listing.errors}")
         for entry in listing.sessions:
             with SessionStore.open(entry.path) as store:
                 turns += store.turns()
-                if store.head() is not None:
+                if store.state_record() is not None:
                     resume_session(Session(tiny(), saved_profile(store)), store)
         archives = self.folder / "data" / "archives"
         if is_killed:
-            sweep(archives)
+            remove_stale_folders(archives)
             left = list(archives.glob("*/*"))
         else:
             left = [*archives.glob("*"), *(self.folder / "tmp").iterdir()]

@@ -9,7 +9,7 @@ from typing import Any
 
 from sirchat.models.gguf.header import BLOCKS, parse_gguf
 from sirchat.models.model import LoadedModel
-from sirchat.paths import tiny_dir
+from sirchat.paths import tiny_model_dir
 
 
 def write_gguf(path: Path, model: LoadedModel, kind: str = "F32") -> Path:
@@ -87,7 +87,7 @@ def write_first_layers(path: Path, whole: Path, count: int) -> Path:
 def _add_tokenizer(writer: Any, tokenizer: Any) -> None:
     import gguf
 
-    bundled = json.loads((tiny_dir() / "tokenizer.json").read_text(encoding="utf-8"))
+    bundled = json.loads((tiny_model_dir() / "tokenizer.json").read_text(encoding="utf-8"))
     special = {token["content"]: token["id"] for token in bundled["added_tokens"]}
     ids = dict(bundled["model"]["vocab"]) | special
     ordered = sorted(ids, key=ids.__getitem__)

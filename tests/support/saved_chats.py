@@ -61,11 +61,11 @@ class Chat:
 
     def _new_commands(self) -> Commands:
         return Commands(
-            self.session, self.screen, self.history, self.saved_chat, models=self.models
+            self.session, self.screen, self.history, self.saved_chat, model_switching=self.models
         )
 
     def crash(self) -> None:
-        self.saved_chat._saving.close_without_saving()
+        self.saved_chat._autosave.close_without_saving()
 
     @property
     def texts(self) -> list[str]:
@@ -84,7 +84,7 @@ def saved(folder: Path, name: str = "", **settings: Any) -> str:
 def resumed(folder: Path, ident: str, *, rebuild: bool = False) -> tuple[Session, bool]:
     """A session as `--resume` restores it, and whether its keys and values were saved."""
     with SessionStore.open(find_session(folder, ident)) as store:
-        head = store.head()
+        head = store.state_record()
         assert head is not None
         again = Session(babbler(), saved_profile(store))
         resume_session(again, store, rebuild=rebuild)

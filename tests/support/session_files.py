@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from forked_chat import fork
 from sirchat.errors import SessionError
-from sirchat.saved.database import TABLES, record_sum
-from sirchat.saved.store import Head, SavedTurn, SessionStore
+from sirchat.saved.database import TABLES, record_checksum
+from sirchat.saved.store import SavedTurn, SessionStore, StateRecord
 
 ROW = np.dtype(
     [("token_id", np.int32), ("surprisal", np.float32), ("decay", np.float64), ("flags", np.uint8)],
@@ -53,10 +53,10 @@ def rows_at(positions: range) -> NDArray[Any]:
     return rows
 
 
-def head_at(seen: int, logits: list[float] | None = None, **fields: Any) -> Head:
+def head_at(seen: int, logits: list[float] | None = None, **fields: Any) -> StateRecord:
     """A head that holds every second token."""
     held = np.arange(0, seen, 2, dtype=np.int64)
-    return Head(seen, held, None if logits is None else np.array(logits, np.float32), fields)
+    return StateRecord(seen, held, None if logits is None else np.array(logits, np.float32), fields)
 
 
 def said(*texts: str, start: int = 0) -> list[SavedTurn]:
@@ -78,7 +78,7 @@ def sum_again(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection:
         for table in TABLES:
             for rowid, *values, _ in connection.execute(f"SELECT rowid, * FROM {table}").fetchall():
-                new = (record_sum(values), rowid)
+                new = (record_checksum(values), rowid)
                 connection.execute(f"UPDATE {table} SET sum = ? WHERE rowid = ?", new)
         connection.commit()
 
@@ -131,7 +131,7 @@ def columns(rows: NDArray[Any]) -> list[bytes]:
 
 APPEND_FOREVER = """
 with SessionStore.open(path) as session:
-    turn, seen = len(session.turns()), session.head().seen
+    turn, seen = len(session.turns()), session.state_record().seen
     while True:
         more = turn % 5
         text = f"turn {turn} " * (turn % 4 * 200)

@@ -13,7 +13,7 @@ from typing import Any
 
 from sirchat.cli import main
 from sirchat.engine.sampling import Sampler
-from sirchat.paths import tiny_dir
+from sirchat.paths import tiny_model_dir
 from sirchat.ui import live
 
 SECONDS = 0.002  # pause before each token, so that a reply is seen in many states
@@ -23,11 +23,11 @@ def saying(text: str) -> Callable[..., int]:
     """A `Sampler.pick` with which every reply is this text, in tokens of the bundled tokenizer."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(tiny_dir())
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir())
     ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
     said: dict[int, int] = {}
 
-    def pick(self: Any, logits: Any, said_ids: Callable[[int], list[int]], position: int) -> int:
+    def pick(self: Any, logits: Any, recent_ids: Callable[[int], list[int]], position: int) -> int:
         time.sleep(SECONDS)
         said[id(self)] = said.get(id(self), -1) + 1
         return int(ids[said[id(self)] % len(ids)])

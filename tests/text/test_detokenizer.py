@@ -100,7 +100,7 @@ def test_tokens_join_to_words(tokens: list[str], words: list[str]) -> None:
 
 
 def test_ids_of_a_tokenizer_join_to_the_words_between_blanks() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(paths.tiny_dir())
+    tokenizer = AutoTokenizer.from_pretrained(paths.tiny_model_dir())
     text = "Their neighbour Wojciechowski bought zucchini"
     ids = tokenizer.encode(text, add_special_tokens=False)
     continues = word_continuation(tokenizer)

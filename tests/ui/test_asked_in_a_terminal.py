@@ -11,7 +11,7 @@ import pytest
 
 from chatting import session, tiny
 from fake_terminal import FakeTerminal, fake_terminal
-from sirchat.cli.asking import _print
+from sirchat.cli.ask_client import _print_reply
 from sirchat.engine.sampling import Sampler
 from sirchat.ui.replay import print_reply
 from sirchat.ui.screen import Screen
@@ -81,7 +81,7 @@ def test_both_ways_to_ask_do_it_and_a_pipe_gets_the_text_itself(
         screen = Screen(out, io.StringIO())
         if is_served:
             choices = [{"choices": [{"delta": {"content": part}}]} for part in parts(said, 5)]
-            _print(iter(choices), screen, ExitStack())
+            _print_reply(iter(choices), screen, ExitStack())
         else:
             chat = session(tiny(), policy="full", max_new_tokens=400)
             print_reply(chat, "Tell me.", screen, as_json=False)

@@ -14,7 +14,7 @@ from fake_terminal import FakeTerminal
 from saved_chats import Chat, refusal, saved
 from session_files import new
 from sirchat.paths import sessions_dir
-from sirchat.saved.search import Part
+from sirchat.saved.search import SnippetPart
 from sirchat.saved.session_list import list_sessions
 from sirchat.saved.store import SessionStore
 from sirchat.ui.lists import SessionLines, draw_sessions
@@ -86,7 +86,7 @@ def test_sessions_search_prints_the_best_twenty_with_their_lines(folder: Path) -
 
 
 def test_matches_are_marked_in_the_line_that_was_found(terminal: FakeTerminal) -> None:
-    parts = (Part("to ", False), Part("Rome", True), Part(" by train", False))
+    parts = (SnippetPart("to ", False), SnippetPart("Rome", True), SnippetPart(" by train", False))
     path = new(sessions_dir(), "We go to Rome.")
     chats = SessionLines(list_sessions(sessions_dir()).sessions, matches={path.stem: parts})
     _, line = chats.lines(0, 80)

@@ -208,7 +208,7 @@ def test_the_saved_chat_goes_on_in_the_same_file_as_one_of_the_other_model(folde
     (saved,) = list_sessions(folder).sessions
     assert saved.turns == 6
     with SessionStore.open(saved.path) as store:
-        head = store.head()
+        head = store.state_record()
         assert head is not None
         assert head.fields["profile"]["model"] == "tiny-anchor"
         assert [turn.text for turn in store.turns()] == [turn.text for turn in chat.session.turns]

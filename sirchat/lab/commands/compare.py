@@ -10,14 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sirchat.cli.flags import Debug, Trust, load, profile_from_flags, with_settings
+from sirchat.cli.flags import (
+    Debug,
+    Trust,
+    load_profile_model,
+    profile_from_flags,
+    with_setting_flags,
+)
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile, trusted_policies
-from sirchat.config.values import as_typed, parse_value
+from sirchat.config.values import format_setting, parse_value
 from sirchat.errors import TranscriptError, UsageError
 from sirchat.lab.commands.declared_flags import declared, with_flags
 from sirchat.lab.commands.study_flags import command_line, settings_of
-from sirchat.paths import open_private, private_dir
+from sirchat.paths import make_private_dir, open_private
 from sirchat.ui.text import displayable, displayable_line
 
 if TYPE_CHECKING:
@@ -37,7 +43,7 @@ until then are shown.
 
 
 @compare_app.command()
-@with_settings
+@with_setting_flags
 @with_flags({"help": _HELP, "flags": declared("common")["compare"]})
 def compare(
     file: Annotated[Path, typer.Argument(help="The transcript; - is standard input.")],
@@ -59,7 +65,7 @@ def compare(
     settings = _settings(profile, policies, budgets, decays, sweep or [])
     transcript, name = _transcript(file, format, settings, trusted_policies(flags))
     with _tried("--html", html), _tried("--out", out and out / "compare.json"):
-        model = load(profile, trust_remote_code)
+        model = load_profile_model(profile, trust_remote_code)
         found, interrupted = _run(model, settings, transcript, name, own)
         if not found.transcript.rounds:
             raise KeyboardInterrupt
@@ -118,7 +124,7 @@ def _settings(
 ) -> tuple[Profile, ...]:
     """Make the settings to compare from the command's flags; returns one profile for each."""
     budgets = str(profile.budget) if budgets is None else budgets
-    decays = as_typed(profile.decay) if decays is None else decays
+    decays = format_setting(profile.decay) if decays is None else decays
     for flag, key, values in (("--budgets", "budget", budgets), ("--decays", "decay", decays)):
         for value in values.split(","):  # checked one by one, so that the error names the flag
             changed_profile(profile, flag, **{key: parse_value(key, value)})
@@ -190,7 +196,7 @@ def _tried(flag: str, path: Path | None) -> Iterator[None]:
         return
     with _in_one_line(flag, path):
         if flag == "--out":
-            private_dir(path.parent)
+            make_private_dir(path.parent)
         is_new = not path.exists()
         open_private(path, "a").close()
     try:

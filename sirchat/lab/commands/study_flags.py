@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from sirchat.cli.flags import Debug, Trust, load, profile_from_flags, with_settings
+from sirchat.cli.flags import (
+    Debug,
+    Trust,
+    load_profile_model,
+    profile_from_flags,
+    with_setting_flags,
+)
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.config.values import parse_option, parse_value
@@ -65,7 +71,7 @@ def add_study(
     parameters = [given, *(one for some in every for one in some.values())]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__doc__ = help
-    app.command(name)(with_settings(command))
+    app.command(name)(with_setting_flags(command))
 
 
 def settings_of(
@@ -187,7 +193,7 @@ def _run(
     json: bool,
     debug: bool,
 ) -> None:
-    model = load(profile, trust_remote_code)
+    model = load_profile_model(profile, trust_remote_code)
     from sirchat.lab.studies.run import run
     from sirchat.lab.studies.workers import run_in_processes
 
@@ -203,7 +209,7 @@ def _load_again(typed: list[str], profile: Profile, trust: bool) -> "LoadedModel
     """Load the model in a worker process, after the modules of policies such as `mine:Loud`."""
     for name in typed:
         import_typed(name)
-    return load(profile, trust)
+    return load_profile_model(profile, trust)
 
 
 def _trust_and_debug(*, trust_remote_code: Trust = False, debug: Debug = False) -> None: ...

@@ -21,14 +21,14 @@ from rich.table import Table as RichTable
 from sirchat import __version__
 from sirchat.chat.settings import has_effect
 from sirchat.config.profile import Profile
-from sirchat.config.values import as_typed, short_number
+from sirchat.config.values import format_number, format_setting
 from sirchat.memory.policies import policy_class
 from sirchat.models.captured_step import CapturedStep
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.devices import describe_threads
 from sirchat.models.model import LoadedModel
-from sirchat.paths import private_dir, write_private
-from sirchat.saved.saved_state import fingerprint
+from sirchat.paths import make_private_dir, write_private
+from sirchat.saved.saved_state import model_fingerprint
 from sirchat.text.text_file import without_surrogates
 
 Record = dict[str, Any]  # the results of one unit of a study, or another JSON object
@@ -94,7 +94,7 @@ def provenance(model: LoadedModel, task: str, command: str) -> Record:
 
 def revision(model: LoadedModel) -> str:
     """The commit of a model from the hub, or a fingerprint (hash) of any other model."""
-    return getattr(model.module.config, "_commit_hash", None) or fingerprint(model)
+    return getattr(model.module.config, "_commit_hash", None) or model_fingerprint(model)
 
 
 def setting_names(settings: Sequence[Profile]) -> list[str]:
@@ -116,11 +116,11 @@ def _name(setting: Profile, differ: Sequence[str]) -> str:
     if policy.bounded:
         parts.append(str(setting.budget))
     if setting.decay != 1:
-        parts.append(f"decay {short_number(setting.decay)}")
+        parts.append(f"decay {format_number(setting.decay)}")
     if policy.bounded:
         named = [key for key in differ if has_effect(setting, key)]
-        parts += [f"{key} {as_typed(getattr(setting, key))}" for key in named]
-    parts += [f"{key} {as_typed(value)}" for key, value in setting.policy_options.items()]
+        parts += [f"{key} {format_setting(getattr(setting, key))}" for key in named]
+    parts += [f"{key} {format_setting(value)}" for key, value in setting.policy_options.items()]
     return " ".join(parts)
 
 
@@ -175,7 +175,7 @@ def write_report(report: Report, head: Record, folder: Path, name: str) -> None:
 
     Only their owner can read the files, which may quote a conversation.
     """
-    private_dir(folder)
+    make_private_dir(folder)
     record = json.dumps(record_of(report, head), indent=2)
     texts = {f"{name}.json": record + "\n", f"{name}.md": markdown(report, head)}
     for file, text in texts.items():  # a path in it need not be UTF-8

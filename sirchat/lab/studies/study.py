@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
-from sirchat.errors import SettingError, nearest
+from sirchat.errors import SettingError, did_you_mean
 from sirchat.lab.studies.reading import read_data
 from sirchat.lab.studies.report import Record, Report, setting_names
 from sirchat.memory.policies import policy_class
@@ -256,5 +256,5 @@ def refuse_unknown(what: str, given: Iterable[str], known: Collection[str]) -> N
         if name not in known:
             raise SettingError(
                 f"there is no {what} {name!r}; there are {', '.join(known)}",
-                hint=nearest(name, known),
+                hint=did_you_mean(name, known),
             )

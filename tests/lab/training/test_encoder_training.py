@@ -37,7 +37,7 @@ from sirchat.lab.training.statements import load_statements
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.sentence_encoder import SentenceEncoder
-from sirchat.paths import encoder_files, tiny_dir
+from sirchat.paths import encoder_files, tiny_model_dir
 from sirchat.text.template import Template
 
 
@@ -52,7 +52,7 @@ def test_sentences_are_split_without_the_templates_tokens_and_get_their_tokens_m
     assert set(texts) >= {"I live in Rome.", "It is hot!", "Oh, I see.", "Where is it"}
     assert all(mark not in text for text in texts for mark in ("<", ">", "\n"))
     with torch.inference_mode():
-        read = AutoModelForCausalLM.from_pretrained(tiny_dir(), dtype=torch.float32)(
+        read = AutoModelForCausalLM.from_pretrained(tiny_model_dir(), dtype=torch.float32)(
             torch.tensor([ids]), output_hidden_states=True
         )
     states = torch.cat([read.hidden_states[1][0], read.hidden_states[2][0]], 1)

@@ -18,7 +18,7 @@ from sirchat.chat.session import Session
 from sirchat.chat.settings import updated_profile
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
-from sirchat.config.values import as_typed
+from sirchat.config.values import format_setting
 from sirchat.errors import ContextFullError, SettingError, TranscriptError, UndoError
 from sirchat.lab.studies.report import setting_names
 from sirchat.memory.cache import BoundedCache
@@ -58,7 +58,7 @@ def rounds_of(turns: Sequence[TranscriptItem], name: str) -> Rounds:
     for turn in turns:
         if isinstance(turn, SettingsSwitch):
             switches.append(turn)
-            new = as_typed(turn.settings)
+            new = format_setting(turn.settings)
             notes.append(f"{name}, line {turn.line}: from here on, all but full have {new}")
         elif turn.role == "user":
             rounds.append(Round(turn.content, None, tuple(switches)))
@@ -433,7 +433,7 @@ class ComparedSession:
             reference.predictions = {}
         self._compared = reference.predictions
         try:
-            asked = self._session.read_user(user, before="assistant")
+            asked = self._session.read_user(user, next_role="assistant")
             self._note(chain(asked, self._session.read_reply(reply)))
         finally:
             self._compared = None

@@ -8,7 +8,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from sirchat.cli.own_server import connect_to_own_server
+from sirchat.cli.ask_port import connect_to_user_server
 from sirchat.config.profile import Profile
 from sirchat.errors import SirchatError, UsageError, format_value
 from sirchat.memory.policies import is_path
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from sirchat.ui.screen import Screen
 
 
-_LONG = 16_384  # characters: reading a text of this length takes a second or more
-_LINE = 2**20  # bytes: most of an event
-_FOREIGN = "the server's answer is not one of sirchat serve"
+_LONG_BODY_CHARS = 16_384  # characters: reading a text of this length takes a second or more
+_MAX_EVENT_BYTES = 2**20  # bytes: most of an event
+_NOT_SIRCHAT = "the server's answer is not one of sirchat serve"
 
 
 def ask_server(
@@ -34,7 +34,7 @@ def ask_server(
     """
     if server != "auto":
         connection, access = _connection(server), dict[str, str]()
-    elif is_path(profile.policy) or (found := connect_to_own_server(profile.model)) is None:
+    elif is_path(profile.policy) or (found := connect_to_user_server(profile.model)) is None:
         return False
     else:
         connection, access = found
@@ -52,18 +52,18 @@ def ask_server(
         headers["Authorization"] = f"Bearer {key}"
     try:
         try:
-            if len(body) > _LONG:
+            if len(body) > _LONG_BODY_CHARS:
                 from sirchat.ui.status import loading_bar
 
                 if report := bar.enter_context(loading_bar(screen, profile.model)):
                     report(f"the server reads {len(text):,} characters", 0, None)
             connection.request("POST", "/v1/chat/completions", body, headers)
             response = connection.getresponse()
-            why = "" if response.status == 200 else f"refuses: {_why_refused(response)}"
+            why = "" if response.status == 200 else f"refuses: {_refusal(response)}"
         except (OSError, HTTPException) as error:
             why = f"can't be asked: {error}"
         if not why:
-            _print(_events(response), screen, bar)
+            _print_reply(_events(response), screen, bar)
         elif server != "auto":
             raise SirchatError(f"the server at {format_value(server)} {why}")
         return not why
@@ -85,7 +85,7 @@ def _connection(server: str) -> HTTPConnection:
     )
 
 
-def _why_refused(response: HTTPResponse) -> str:
+def _refusal(response: HTTPResponse) -> str:
     try:
         return str(json.loads(response.read(65536))["error"]["message"])
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -95,9 +95,9 @@ def _why_refused(response: HTTPResponse) -> str:
 def _events(response: HTTPResponse) -> Iterator[Any]:
     """Yield the JSON of each server-sent event; SirchatError if the stream ends too early."""
     with suppress(OSError, HTTPException, ValueError, RecursionError):
-        while line := response.readline(_LINE):
-            if len(line) == _LINE:  # it may be endless
-                raise SirchatError(_FOREIGN)
+        while line := response.readline(_MAX_EVENT_BYTES):
+            if len(line) == _MAX_EVENT_BYTES:  # it may be endless
+                raise SirchatError(_NOT_SIRCHAT)
             if line == b"data: [DONE]\n":
                 return
             if line.startswith(b"data: "):
@@ -105,7 +105,7 @@ def _events(response: HTTPResponse) -> Iterator[Any]:
     raise SirchatError("the server ended before the reply was complete")
 
 
-def _print(events: Iterator[Any], screen: "Screen", bar: ExitStack) -> None:
+def _print_reply(events: Iterator[Any], screen: "Screen", bar: ExitStack) -> None:
     """Print the reply; `bar` is on the screen until it begins."""
     try:
         for event in events:
@@ -119,7 +119,7 @@ def _print(events: Iterator[Any], screen: "Screen", bar: ExitStack) -> None:
                 for note in event["sirchat"].get("notes", ()):
                     screen.note(note)
     except (LookupError, TypeError, AttributeError):
-        raise SirchatError(_FOREIGN) from None
+        raise SirchatError(_NOT_SIRCHAT) from None
     except KeyboardInterrupt:
         screen.line()
         raise
