@@ -74,7 +74,7 @@ def edit(session: Session, parts: Sequence[KeptTurn | ReadTurns]) -> Iterator[Ev
     session.recall.update()
     is_end = isinstance(last, KeptTurn) and last.turn == len(session.turns) - 1
     logits, at_end = engine.logits, (state.in_round, state.reply_header, state.pending_ids)
-    with engine.store.unlimited():  # what is set aside is nowhere else
+    with engine.store.without_limit():  # what is set aside is nowhere else
         placed, at = _keep(session, [part for part in parts if isinstance(part, KeptTurn)]), 0
         for part in parts:
             if isinstance(part, ReadTurns):
@@ -92,7 +92,7 @@ def edit(session: Session, parts: Sequence[KeptTurn | ReadTurns]) -> Iterator[Ev
 def _keep(session: Session, parts: Sequence[KeptTurn]) -> list[_Placed]:
     """Forget all other turns; those that are left out are evicted."""
     state, ledger, placed = session.state, session.ledger, list[_Placed]()
-    given = session.template.followed_by(session.template.user("a"), "assistant").header
+    given = session.template.followed_by(session.template.user_turn("a"), "assistant").header
     for part in parts:
         turn = session.turns[part.turn]
         if part.is_left_out and not turn.is_left_out:
@@ -101,7 +101,7 @@ def _keep(session: Session, parts: Sequence[KeptTurn]) -> list[_Placed]:
     out = np.concatenate([_NO_POSITIONS, *(one.rows for one in placed if one.turn.is_left_out)])
     new = np.setdiff1d(out, ledger.left_out)
     if len(new):
-        session.engine.evictor.leave_out(new)
+        session.engine.evictor.evict_until_recalled(new)
     return _arrange(session, placed, is_changed=len(new) > 0)
 
 
@@ -120,7 +120,7 @@ def _read_between(
     state.in_round = bool(said) and said[-1].turn.role in _ASKS
     state.reply_header, state.pending_ids = said[-1].header if said else None, []
     engine.reader.logits = None  # what was likely after the turn before, nobody has kept
-    with engine.evictor.reading_before(start):
+    with engine.evictor.without_tokens_from(start):
         yield from part.read()
         session.recall.update()  # without words, whose index those after them would need again
     turns = enumerate(session.turns[count:], count)

@@ -43,8 +43,8 @@ from sirchat.chat.tool_loop import ChatTool, Toolbox, answer_with_tools, reply_f
 from sirchat.chat.turn import Interrupted, never
 from sirchat.chat.why import AttentionPaid, TokenRank, attention_paid, token_ranks
 from sirchat.config.profile import Profile
-from sirchat.engine.budget import budget_for
-from sirchat.engine.sampling import Allowed
+from sirchat.engine.budget import smallest_budget_for
+from sirchat.engine.sampling import TokenFilter
 from sirchat.engine.types import EngineState, RestoredRows
 from sirchat.errors import UndoError
 from sirchat.memory.attention import AttentionCheckpoint
@@ -105,9 +105,11 @@ class Session(Conversation):
             raise UndoError("there is no message to undo", hint=hint)
         return self.undo_points[-1].text
 
-    def budget_for(self, tokens: int) -> int | None:
+    def smallest_budget_for(self, tokens: int) -> int | None:
         """The smallest budget that holds a message of `tokens` tokens; None if none is enough."""
-        return budget_for(tokens, self.engine.settings, self.ledger, self.model.context_length)
+        return smallest_budget_for(
+            tokens, self.engine.settings, self.ledger, self.model.context_length
+        )
 
     def ask(
         self,
@@ -116,7 +118,7 @@ class Session(Conversation):
         *,
         attempt: int = 0,
         reply: GeneratedReply | None = None,
-        allowed: Allowed | None = None,
+        allowed: TokenFilter | None = None,
         tools: Sequence[ChatTool | Callable[..., object]] | None = None,
     ) -> Iterator[Event]:
         """Read a user turn and answer it, with calls of `tools`; by default those of `toolbox`.
@@ -176,7 +178,9 @@ class Session(Conversation):
         point = self.undo_points[-1]
         since = enumerate(self.turns[point.turns :], point.turns)
         turn = next((at for at, one in since if one.role == "user"), -1)
-        own = np.isin(self.ledger.of_turn(turn, Role.USER), self.ledger.own_pins(0)).nonzero()[0]
+        own = np.isin(
+            self.ledger.of_turn(turn, Role.USER), self.ledger.pins_except_rules(0)
+        ).nonzero()[0]
         try:
             self.engine.undo(point.checkpoint, keep_pins=keep_pins)
         except LookupError:
@@ -218,7 +222,7 @@ class Session(Conversation):
         template = template or self.template
         prompt = None
         if is_replaced and (profile.system or template.tools):
-            prompt = template.system(profile.system or "")
+            prompt = template.system_turn(profile.system or "")
         size = len(prompt.ids) if prompt is not None else 0
         with all_or_nothing(self.engine):
             events = unpin_excess_rules(self.engine, self._texts, settings)

@@ -112,7 +112,7 @@ def pin_rules(
         try:
             _check_size(engine, positions)
             old = _oldest(ledger, engine.settings, count)
-            evictor.pin_held(positions, freed=sum(map(len, old)))
+            evictor.pin_held(positions, pins_released=sum(map(len, old)))
             ledger.flag(Flag.RULE, positions, True)
             yield from _let_go(engine, texts, old)
             yield Pinned(count, True, engine.cache.length)

@@ -19,11 +19,11 @@ from sirchat.chat.conversation import Conversation
 from sirchat.chat.events import Called, Delta, Event, Notice, Returned, TurnDone
 from sirchat.chat.state import GeneratedReply
 from sirchat.chat.turn import Interrupted, never
-from sirchat.engine.sampling import Allowed
+from sirchat.engine.sampling import TokenFilter
 from sirchat.text.other_templates import PromptedTools, ToolTemplate
 from sirchat.text.template import TurnIds
 from sirchat.text.text_file import without_surrogates
-from sirchat.text.tool_calls import CallParser, ToolCall, calls_from_key, calls_key, with_calls
+from sirchat.text.tool_calls import CallParser, ToolCall, append_calls, calls_from_key, calls_key
 
 MAX_CALLS_PER_MESSAGE = 64  # for one message
 _ARGUMENTS = '"arguments"'
@@ -99,7 +99,7 @@ class Toolbox:
 
 def tools_prompt_size(chat: Conversation, told: str) -> int:
     """Tokens of the system prompt with the tools `told`; SirchatError if it can't be pinned."""
-    size = len(chat.template_with(told).system(chat.profile.system or "").ids)
+    size = len(chat.template_with(told).system_turn(chat.profile.system or "").ids)
     if chat.profile.pin_system:
         chat.engine.evictor.check_pins(size - len(chat.state.system.positions))
     return size
@@ -107,7 +107,7 @@ def tools_prompt_size(chat: Conversation, told: str) -> int:
 
 def reply_format(
     chat: Conversation, box: Toolbox, begun: GeneratedReply | None = None, *, goes_on: bool = False
-) -> Generator[Event, None, Allowed | None]:
+) -> Generator[Event, None, TokenFilter | None]:
     """What the setting `json_schema` allows in a reply, which may have begun.
 
     Yields what there is to say of the schema. SettingError if it can't be kept. If the round
@@ -130,7 +130,7 @@ def answer_with_tools(
     question: str,
     interrupted: Interrupted,
     reply: GeneratedReply | None = None,
-    allowed: Allowed | None = None,
+    allowed: TokenFilter | None = None,
 ) -> Iterator[Event]:
     """Answer the `question`, do the calls of the reply, read their results, reply again, and so on.
 
@@ -187,17 +187,17 @@ def read_result(
     """
     template, engine = _tool_template(chat), chat.engine
     text = without_surrogates(text) if text.strip() else _EMPTY
-    sought = template.user(question)
-    ids = template.followed_by(template.results([call.result(text)]), next_role)
+    sought = template.user_turn(question)
+    ids = template.followed_by(template.tool_results_turn([call.result(text)]), next_role)
     turn = yield from chat.begin_message("tool", ids)
     division = engine.evictor.divide_budget()
     start = engine.ledger.seen
     head = 0  # the number of pinned ids
-    if engine.resident + len(ids.ids) > division.hard_bound and division.most_pins:
-        room = min(division.evictable // _HEAD, division.most_pins - division.pins)
+    if engine.resident + len(ids.ids) > division.hard_bound and division.max_pins:
+        room = min(division.evictable // _HEAD, division.max_pins - division.pins)
         head = max(0, min(room, ids.content[1]))
     after = template.closing if ids.header is None else []
-    with engine.evictor.recall_ends_at_error():
+    with engine.evictor.ending_recall_on_error():
         try:
             yield from turn.read_result(
                 ids, interrupted, chat.recall, sought, head=head, after=after
@@ -211,11 +211,11 @@ def read_result(
 def calls_in(chat: Conversation, text: str) -> tuple[list[ToolCall], TurnIds | None]:
     """The calls in the text of a reply, and the ids of such a turn; None without calls."""
     parser = CallParser((), sum(turn.role == "tool" for turn in chat.state.turns))
-    said = parser.push(text)[0] + parser.rest()[0]
+    said = parser.push(text)[0] + parser.finish()[0]
     if not parser.calls:
         return [], None
     said, calls = calls_from_key(calls_key(said, parser.calls))
-    return parser.calls, _tool_template(chat).calls(said, calls, chat.state.reply_header)
+    return parser.calls, _tool_template(chat).tool_calls_turn(said, calls, chat.state.reply_header)
 
 
 def _begun_call(chat: Conversation) -> tuple[int, ...]:
@@ -227,7 +227,7 @@ def _begun_call(chat: Conversation) -> tuple[int, ...]:
     template = chat.template
     if not isinstance(template, PromptedTools):
         return ()
-    texts = template.beginnings()
+    texts = template.call_beginnings()
     names = [text[: text.index(_ARGUMENTS) + len(_ARGUMENTS)] for text in texts]
     scores = [sum(one.log_probabilities) for one in chat.score_continuations(names)]
     best = scores.index(max(scores))
@@ -249,7 +249,7 @@ def _parser(chat: Conversation, box: Toolbox) -> CallParser:
         return CallParser(names, number)
     # Such models invent more and more arguments.
     known = {name: tool.parameters.get("properties", ()) for name, tool in box.tools.items()}
-    return CallParser(box.tools, number, only_one=True, known=known)
+    return CallParser(box.tools, number, single_call=True, known_arguments=known)
 
 
 class _CallsTaken:
@@ -264,7 +264,7 @@ class _CallsTaken:
         """The events to yield instead of the next one of the reply."""
         parser, turns = self._parser, self._chat.state.turns
         if isinstance(event, Delta) and event.part != "thinking":
-            is_held = event.part == "call" and parser.holds(event.text)
+            is_held = event.part == "call" and parser.hold_back(event.text)
             text = "" if is_held else parser.push(event.text)[0]
             self._said += text
             return [replace(event, text=text)]
@@ -273,10 +273,10 @@ class _CallsTaken:
         if event.finish != "interrupt" or parser.has_ended:
             self.calls = parser.calls
         is_short = event.finish not in ("stop", "control")
-        rest, _ = parser.rest(self._chat.template.marks.call_lead, is_short=is_short)
+        rest, _ = parser.finish(self._chat.template.marks.call_lead, is_short=is_short)
         said = self._said + rest
         if parser.calls:
-            turns[-1].text = with_calls(said.strip(), [call.message() for call in parser.calls])
+            turns[-1].text = append_calls(said.strip(), [call.message() for call in parser.calls])
         return [Delta(rest, end=len(said)), replace(event, text=turns[-1].text)]
 
 

@@ -17,7 +17,7 @@ import torch
 from sirchat import __version__
 from sirchat.errors import SirchatError
 from sirchat.memory.cache import BoundedCache
-from sirchat.models.compiling import Compile, compiled_in_words, use_compiled
+from sirchat.models.compiling import Compile, describe_decode_step, use_compiled
 from sirchat.models.devices import (
     describe_threads,
     free_thread_count,
@@ -26,7 +26,7 @@ from sirchat.models.devices import (
 )
 from sirchat.models.load import MIN_RESERVED_ROWS, load_model
 from sirchat.models.model import LoadedModel
-from sirchat.models.processor import processor
+from sirchat.models.processor import processor_name
 from sirchat.paths import config_dir, data_dir, state_dir, with_tilde
 
 _LIBRARIES = (
@@ -79,7 +79,7 @@ def _describe_processor() -> str:
     cpus = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set()
     cores = physical_cores(cpus or set(range(os.cpu_count() or 1)))
     kind = torch.backends.cpu.get_cpu_capability()
-    return f"{processor()}, {cores} cores, {free_thread_count()} of them free, {kind}"
+    return f"{processor_name()}, {cores} cores, {free_thread_count()} of them free, {kind}"
 
 
 def _describe_gpu() -> str:
@@ -120,7 +120,7 @@ def _check_model(name: str, device_map: str, compiles: Compile) -> Iterator[Find
         use_compiled(model, "auto")
     yield from _measure_memory(model)
     is_off = compiles == "off"
-    yield Finding("compiled step", "no: --compile off" if is_off else compiled_in_words(model))
+    yield Finding("compiled step", "no: --compile off" if is_off else describe_decode_step(model))
     yield _measure_speed(model)
 
 

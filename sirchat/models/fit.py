@@ -15,15 +15,15 @@ from sirchat.errors import ModelError
 from sirchat.models.gguf.header import BLOCKS, FIVE_BIT, FOUR_BIT
 from sirchat.models.listing import FoundModel
 from sirchat.models.shape import (
-    MOST_UNPACKED,
+    MAX_UNPACKED_BYTES,
     ModelShape,
     archive_bytes,
     cache_bytes,
-    has_own_products,
-    packed_rows,
+    machine_int4_block_rows,
     precision,
     unpacked_type,
     uses_cpu,
+    uses_native_products,
 )
 from sirchat.models.stored_weights import StoredTensor, StoredWeights, stored_weights
 
@@ -67,7 +67,7 @@ class _WeightFormat(NamedTuple):
     item: int  # bytes of one weight that is not packed
     block: int  # rows that are packed in four bits together; 0: four bits are not possible
     on_cpu: bool
-    has_own_products: bool
+    uses_native_products: bool
 
 
 @dataclass(frozen=True)
@@ -158,9 +158,9 @@ def _weight_format(shape: ModelShape, profile: Profile) -> _WeightFormat:
     return _WeightFormat(
         precision=precision(shape, profile),
         item=4 if unpacked_type(profile) == "float32" else 2,
-        block=packed_rows(profile),
+        block=machine_int4_block_rows(profile),
         on_cpu=uses_cpu(profile),
-        has_own_products=has_own_products(profile),
+        uses_native_products=uses_native_products(profile),
     )
 
 
@@ -188,7 +188,7 @@ def _packed_bits(
             return None
         may_have_few = not (tensor.is_table or tensor.is_head)
         wants_four = tensor.type in FOUR_BIT and may_have_few
-        if weight_format.has_own_products and may_have_few and tensor.type in FIVE_BIT:
+        if weight_format.uses_native_products and may_have_few and tensor.type in FIVE_BIT:
             return 5
     elif weight_format.precision in ("int8", "int4"):
         if not tensor.is_matrix and not (stored.is_tied and tensor.is_embedding):
@@ -222,10 +222,10 @@ def _bytes_while_loading(stored: StoredWeights, weight_format: _WeightFormat) ->
 
 def _bytes_while_reading(stored: StoredWeights, weight_format: _WeightFormat) -> int:
     """Bytes that unpacked copies (bfloat16) of packed matrices take while a text is read."""
-    if weight_format.has_own_products:
+    if weight_format.uses_native_products:
         return 0
     packed = [tensor for tensor in stored.tensors if _packed_bits(tensor, stored, weight_format)]
     size = 2 * sum(tensor.count for tensor in packed)
-    if weight_format.on_cpu and size <= MOST_UNPACKED:  # a GPU keeps none for the next pass
+    if weight_format.on_cpu and size <= MAX_UNPACKED_BYTES:  # a GPU keeps none for the next pass
         return size
     return 2 * max((tensor.count_at_once for tensor in packed), default=0)

@@ -18,7 +18,7 @@ from torch import Tensor
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError, panic_as_model_error
 from sirchat.memory.free_memory import trim_memory
-from sirchat.models.compiling import compile_meanwhile, library_when_made, use_compiled
+from sirchat.models.compiling import compile_in_background, use_compiled, wait_for_library
 from sirchat.models.decoder import Decoder
 from sirchat.models.device_map import DeviceMap, make_device_map
 from sirchat.models.devices import (
@@ -41,7 +41,7 @@ from sirchat.models.hub import must_use_cache
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.model_config import ConfigValues, DecoderConfig, load_config
 from sirchat.models.names import loading_error, locate
-from sirchat.models.packed import four_bit_block, packing_layout
+from sirchat.models.packed import int4_block_rows, packing_layout
 from sirchat.models.packing import pack_module
 from sirchat.models.prepared import prepared_path
 from sirchat.models.probe import (
@@ -135,7 +135,7 @@ def load_model(
         agree_on_instructions()
         use_threads(threads)
     if compiles := compiles and target.type == "cpu":
-        compile_meanwhile()
+        compile_in_background()
     source, gguf_file = locate(name)
     try:
         torch_dtype, parts = pick_dtype(dtype, target), None
@@ -198,7 +198,7 @@ def load_gguf_parts(
     from sirchat.models.gguf.blocks import NativePacking
 
     may_pack = stays_packed is not False and not for_hub
-    library = library_when_made() if compiles and may_pack else None
+    library = wait_for_library() if compiles and may_pack else None
     native = None if library is None else NativePacking(library)
     prepared_file, problem = None, ""
     if device.type == "cpu" and may_pack and devices is None:
@@ -313,7 +313,7 @@ def tokenizer_by_transformers(source: str, **options: Any) -> Any:
 def _stays_packed(quantize: Quantize, dtype: DtypeName, device: torch.device) -> bool | None:
     """Whether the weights of a GGUF file stay packed; None if that depends on the file."""
     if quantize == "auto" and dtype == "auto":
-        return None if device.type != "cpu" or four_bit_block() else False
+        return None if device.type != "cpu" or int4_block_rows() else False
     return quantize == "packed"
 
 

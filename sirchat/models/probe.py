@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sirchat.errors import ModelError
-from sirchat.memory.cache import BoundedCache, LayerKind, LayerRotation, layer_numbers
+from sirchat.memory.cache import BoundedCache, LayerKind, LayerRotation, row_layer_indices
 from sirchat.memory.rope import Rotation, match_rotation, rotation_error
 from sirchat.models.devices import input_device
 from sirchat.models.model_config import REFUSED_LAYERS, context_length
@@ -149,7 +149,7 @@ def probe_rotations(
     config = module.config.get_text_config(decoder=True)
     context = context_length(config)
     distances = [d for d in _DISTANCES if context is None or d < context]
-    numbers = range(config.num_hidden_layers) if kinds is None else list(layer_numbers(kinds))
+    numbers = range(config.num_hidden_layers) if kinds is None else list(row_layer_indices(kinds))
     blank = [LayerRotation(None)] * len(numbers)
 
     def sampled(token: int, *positions: int) -> _Samples:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sirchat.models.devices import has_vnni
-from sirchat.models.packed import Int8Linear, has_tiles
+from sirchat.models.packed import Int8Linear, has_matrix_units
 
 # Types of models whose logits are the product of the last hidden states and the output head.
 _LINEAR_HEAD_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
@@ -71,7 +71,12 @@ def surprisal_of_states(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
         blocks = zip(each, torch.split(ids, _BLOCK_ROWS), strict=True)
         parts = [log_p.gather(1, some.to(log_p.device)[:, None])[:, 0] for log_p, some in blocks]
         return -torch.cat(parts).clamp_max(0.0)
-    if has_tiles() and isinstance(head, Int8Linear) and head.own_rows and head.bias is None:
+    if (
+        has_matrix_units()
+        and isinstance(head, Int8Linear)
+        and head.max_native_rows
+        and head.bias is None
+    ):
         given = hidden.float().contiguous(), head.q, head.scale, ids
         scores: Tensor = torch.ops.sirchat.score_8(*given)  # of blocks of the vocabulary, and ids
         return (torch.logsumexp(scores[:-1], 0) - scores[-1]).clamp_min_(0.0)

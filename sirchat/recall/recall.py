@@ -159,7 +159,7 @@ class Recall:
         self.update()
         by_hand = np.intersect1d(asked, engine.store.recallable()) if len(asked) else _NO_POSITIONS
         if len(by_hand):
-            by_hand = by_hand[max(0, len(by_hand) - engine.evictor.room_beside(len(ids)) // 2) :]
+            by_hand = by_hand[max(0, len(by_hand) - engine.evictor.free_budget(len(ids)) // 2) :]
         if recall is None and not len(by_hand):
             self.undo()
             return None
@@ -394,7 +394,7 @@ def search(
         recent = _recent_rows(engine) if needs.needs_turn else np.zeros(0, np.int64)
         return _score_archived(engine, model, recent, start)
     checkpoint = engine.checkpoint()
-    with engine.store.unlimited():
+    with engine.store.without_limit():
         try:
             for _ in engine.prefill(ids[-longest:], roles[-longest:], at):
                 pass
@@ -478,7 +478,7 @@ def _score_archived(
     if recall is None or not len(archived):
         return None
     positions = ledger.held_positions[rows]
-    of_query = engine.cache.first_written(torch.from_numpy(rows), positions)
+    of_query = engine.cache.first_written_rows(torch.from_numpy(rows), positions)
     candidates = Candidates(archive, archived, of_query, model.rotations)
     scores = retriever(recall.retriever).score(candidates)
     if recall.weight == "surprisal":

@@ -21,7 +21,7 @@ from sirchat.models.packed import (
     Int4Linear,
     Int5Linear,
     Int8Linear,
-    four_bit_layout,
+    int4_layout,
 )
 
 # In eight bytes: 1 in each; bit 0 to bit 7, one in each; what brings each of them up to bit 7.
@@ -80,7 +80,7 @@ class NativePacking:
         packed = empty((rows, columns // 2), dtype=torch.uint8)
         scales = empty((columns // GROUP, rows, 2), dtype=torch.bfloat16)
         target = packed.data_ptr(), scales.data_ptr(), torch.get_num_threads()
-        self._four(*_source(tensor, order), *four_bit_layout(), *target)
+        self._four(*_source(tensor, order), *int4_layout(), *target)
         return Int4Linear(packed, scales)
 
     def pack_five_bits(self, tensor: GgufTensor, order: Tensor, empty: Empty) -> Int5Linear:

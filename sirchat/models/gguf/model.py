@@ -25,10 +25,10 @@ from sirchat.models.packed import (
     Int8Linear,
     PackedLinear,
     SharedEmbedding,
-    four_bit_kind,
+    int4_class,
     quantize_int8,
 )
-from sirchat.models.packing import PackedExperts, WeightStore, fuse_projections, has_same_input
+from sirchat.models.packing import PackedExperts, WeightStore, fuse_projections, may_be_joined
 from sirchat.models.progress import Progress, switch_off_bars
 
 _WEIGHTS_AT_ONCE = 2**20  # weights that are unpacked at a time: few calls, little memory
@@ -87,7 +87,7 @@ class _Loader:
         # A GPU's captured step reads sliding-window layers only by transformers' modules.
         for_hub |= device.type != "cpu" and bool(self._values.get("sliding_window"))
         self._module = empty_module(self._values, dtype, for_hub=for_hub)
-        self._four_bit_kind = four_bit_kind(device)
+        self._four_bit_kind = int4_class(device)
         self._weight_store = WeightStore(_max_packed_bytes(file) if keep_packed else 0, device)
         self._waiting = defaultdict[str, dict[Conversion, Any]](dict)
 
@@ -98,7 +98,7 @@ class _Loader:
         if conversion in (*_EXPERT_PARTS, "gate and up"):
             self._add_experts(name, target, conversion, tensor)
         elif self._can_stay_packed(target, tensor):
-            is_separate = not has_same_input(target.removesuffix(".weight"))
+            is_separate = not may_be_joined(target.removesuffix(".weight"))
             packed = self._pack(tensor, conversion, _may_have_four_bits(name), is_separate)
             _replace_layer(self._module, target, packed, self._dtype, self._weight_store)
         else:
@@ -189,7 +189,7 @@ class _Loader:
         if gets_four_bits:
             parts = [tensor] if conversion is not None else tensor.split_rows(max_rows)
             layers = [
-                self._four_bit_kind.of_nibbles(
+                self._four_bit_kind.from_nibbles(
                     *(_undo_conversion(x, conversion, values) for x in split_four_bit(part))
                 )
                 for part in parts
