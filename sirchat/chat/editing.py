@@ -73,7 +73,7 @@ def edit(session: Session, parts: Sequence[KeptTurn | ReadTurns]) -> Iterator[Ev
     engine.evictor.end_recall()
     session.recall.update()
     is_end = isinstance(last, KeptTurn) and last.turn == len(session.turns) - 1
-    logits, at_end = engine.logits, (state.in_round, state.reply_header, state.pending_ids)
+    logits, round_end = engine.logits, (state.in_round, state.reply_header, state.pending_ids)
     with engine.store.without_limit():  # what is set aside is nowhere else
         placed, at = _keep(session, [part for part in parts if isinstance(part, KeptTurn)]), 0
         for part in parts:
@@ -83,7 +83,7 @@ def edit(session: Session, parts: Sequence[KeptTurn | ReadTurns]) -> Iterator[Ev
                 at += 1
     if is_end:
         engine.reader.logits = logits
-        state.in_round, state.reply_header, state.pending_ids = at_end
+        state.in_round, state.reply_header, state.pending_ids = round_end
     else:
         engine.reader.read_last_again()
         state.in_round, state.reply_header, state.pending_ids = False, None, []

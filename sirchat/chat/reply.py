@@ -28,11 +28,12 @@ from sirchat.text.reply_parts import Piece, ReplyStream
 class ReplyCheckpoints:
     """What is known of a reply once it has ended.
 
-    `at_end`: the number of tokens seen, and their placement. `before`: the state before the reply,
+    `placement` is that at its end, with `seen` tokens. `before`: the state before the reply,
     with vectors for passages; `cut`: the state before the round's end, if the reply can go on.
     """
 
-    at_end: tuple[int, Placement] | None = None
+    placement: Placement | None = None
+    seen: int = -1
     before: tuple[UndoPoint, TokenVectors] | None = None
     cut: tuple[UndoPoint, TokenVectors] | None = None
 
@@ -69,7 +70,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         self._stopped: Stopped | None = None
         self._is_done = False
         self._failure: ContextFullError | None = None
-        self.after = ReplyCheckpoints()
+        self.checkpoints = ReplyCheckpoints()
         self._at, self._said = self._continued()
         turn.now.last_reply_stats, turn.now.pending_ids = turn.stats, list(closing)
         turn.stats.finish = "interrupt"  # not changed if the caller takes no more events
@@ -134,7 +135,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         self.generation.close()
         self._set_finish()
         if stats.finish in UNFINISHED and self._can_go_on:
-            self.after.cut = state_now(turn.now, turn.engine)
+            self.checkpoints.cut = state_now(turn.now, turn.engine)
         new = [] if self._failure else self._parts.flush()
         self._said += new
         said = [] if self._failure or new else [Delta("")]
@@ -143,7 +144,8 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         events = [*said, *starmap(Delta, new), *turn.close(unread, self._parts, self._at)]
         text, thinking = _answer_and_reasoning(self._said)
         events.append(turn.finish(text, thinking))
-        self._is_done, self.after.at_end = True, (turn.engine.ledger.seen, turn.placement)
+        self._is_done = True
+        self.checkpoints.placement, self.checkpoints.seen = turn.placement, turn.engine.ledger.seen
         if self._finish is None and not text.strip():
             events += self._explain_empty(thinking)
         events += turn.events.take_problems()

@@ -110,16 +110,15 @@ def token_ranks(
 
 
 def attention_paid(
-    engine: Engine, turn: int, at_end: tuple[int, Placement] | None, sinks: int
+    engine: Engine, turn: int, placement: Placement | None, sinks: int
 ) -> AttentionPaid:
     """The attention that the reply with turn index `turn` paid to each held token before it.
 
-    The model reads the reply once more, over what was held then; no state changes. `at_end` is that
-    of the chat's last `ReplyCheckpoints`.
+    The model reads the reply once more, over what was held then; no state changes. `placement` is
+    that at the end of the chat's last reply; None if anything was read since.
     """
-    if at_end is None or at_end[0] != engine.ledger.seen:
+    if placement is None:
         return _attention_paid(engine, turn, None, sinks)
-    placement = at_end[1]
     then = frozenset(placement.held.tolist())
     if not placement.has_recall or not engine.store.has(placement.held):
         return _attention_paid(engine, turn, then, sinks)
