@@ -40,7 +40,7 @@ from sirchat.text.loops import LoopCheck
 from sirchat.text.other_templates import NoToolsError, PromptedTools, ToolTemplate
 from sirchat.text.template import Template, TurnIds
 from sirchat.text.text_file import without_surrogates
-from sirchat.text.transcript import split_tagged
+from sirchat.text.transcript import split_reasoning
 
 
 class Conversation:
@@ -168,7 +168,7 @@ class Conversation:
         turn = yield from self.begin_message("user", ids, system, text)
         after = self.template.closing if ids.header is None else []
         if ids.header:  # without the given reply, there would be an empty one
-            after = [*self.template.assistant("", ids.header).ids, *self.template.closing]
+            after = [*self.template.assistant_turn("", ids.header).ids, *self.template.closing]
         with self.engine.evictor.ending_recall_on_error():
             yield from turn.recall(self.recall, ids)
             yield from turn.read(ids, interrupted, after=after)
@@ -201,7 +201,7 @@ class Conversation:
         if first:
             system, ids = self.template.opening(text, self.profile.system)
         elif ids is None:
-            ids = self.template.user(text, after_user=after_user)
+            ids = self.template.user_turn(text, after_user=after_user)
         return system, self.template.followed_by(ids, next_role)
 
     def begin_message(
@@ -250,17 +250,17 @@ class Conversation:
         `given` are the ids of the turn, if it has more than this text.
         """
         text = without_surrogates(text)
-        ids = given or self.template.assistant(text, self.state.reply_header)
+        ids = given or self.template.assistant_turn(text, self.state.reply_header)
         closing = self.template.closing if ids.closing is None else ids.closing
         self.engine.require_room(len(ids.ids) + len(closing))
         turn = self._open_turn("assistant")
         positions = range(self.seen, self.seen + len(ids.ids))
         with self.engine.evictor.ending_recall_on_error():
             yield from turn.read(ids, interrupted, after=closing)
-            stream = self.template.reply_stream(is_given=True)
-            stream.divide(ids.ids if self.seen == positions.stop else ())
+            stream = self.template.reply_stream(in_history=True)
+            stream.push_ids(ids.ids if self.seen == positions.stop else ())
             yield from turn.close(closing, stream, positions)
-        thinking, said = split_tagged(text)
+        thinking, said = split_reasoning(text)
         yield turn.finish(said, thinking)
         yield from self._events.take_problems()
 
@@ -334,7 +334,7 @@ class Conversation:
     def score_continuations(self, replies: Sequence[str]) -> tuple[ContinuationScore, ...]:
         """For each of `replies`, its tokens' log-probabilities; for "", those of the end tokens."""
         template, header = self.template, self.state.reply_header
-        ids = [template.assistant(reply, header).ids or template.closing for reply in replies]
+        ids = [template.assistant_turn(reply, header).ids or template.closing for reply in replies]
         return score_continuations(self.engine.reader, ids)
 
     def _open_turn(self, turn: str | TurnStats) -> OpenTurn:

@@ -74,7 +74,7 @@ def edit(session: Session, parts: Sequence[KeptTurn | ReadTurns]) -> Iterator[Ev
     session.recall.update()
     is_end = isinstance(last, KeptTurn) and last.turn == len(session.turns) - 1
     logits, at_end = engine.logits, (state.in_round, state.reply_header, state.pending_ids)
-    with engine.store.unlimited():  # what is set aside is nowhere else
+    with engine.store.without_limit():  # what is set aside is nowhere else
         placed, at = _keep(session, [part for part in parts if isinstance(part, KeptTurn)]), 0
         for part in parts:
             if isinstance(part, ReadTurns):
@@ -92,7 +92,7 @@ def edit(session: Session, parts: Sequence[KeptTurn | ReadTurns]) -> Iterator[Ev
 def _keep(session: Session, parts: Sequence[KeptTurn]) -> list[_Placed]:
     """Forget all other turns; those that are left out are evicted."""
     state, ledger, placed = session.state, session.ledger, list[_Placed]()
-    given = session.template.followed_by(session.template.user("a"), "assistant").header
+    given = session.template.followed_by(session.template.user_turn("a"), "assistant").header
     for part in parts:
         turn = session.turns[part.turn]
         if part.is_left_out and not turn.is_left_out:

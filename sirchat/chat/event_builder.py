@@ -202,7 +202,7 @@ class EventBuilder:
             yield from [problem] if problem else []
         held, store = self.engine.ledger.held_positions, self.engine.store
         if "archive_limit" in changed and settings.archive and len(held):
-            size = store.cache.first_written(torch.arange(1), held[:1].copy()).nbytes
+            size = store.cache.first_written_rows(torch.arange(1), held[:1].copy()).nbytes
             if settings.archive < size // _MOST_ROUNDED:
                 yield (
                     f"archive_limit {profile.archive_limit} holds no token: one takes {size:,} "

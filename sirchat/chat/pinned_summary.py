@@ -16,7 +16,7 @@ _ANSWER = "Noted."  # the reply to a summary
 
 def summary_size(session: Session, text: str) -> int:
     """How many tokens a summary with this text takes in the cache, where they are pinned."""
-    start, end = session.template.user(PREFIX + text).content
+    start, end = session.template.user_turn(PREFIX + text).content
     return end - start
 
 

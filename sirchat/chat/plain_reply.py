@@ -5,9 +5,9 @@ from __future__ import annotations
 from sirchat.chat.events import Delta, Event, Notice, TurnDone
 from sirchat.chat.session import Session
 from sirchat.chat.why import supporting_sentence
-from sirchat.text.call_forms import CLOSE as CALL_END
+from sirchat.text.call_forms import CALL_CLOSE
 from sirchat.text.detokenizer import QUESTION_MARKS
-from sirchat.text.transcript import CLOSE, OPEN
+from sirchat.text.transcript import THINK_CLOSE, THINK_OPEN
 
 
 class TaggedText:
@@ -21,11 +21,11 @@ class TaggedText:
         if not new.text or self._thinks == (new.part == "thinking"):
             return new.text
         self._thinks = not self._thinks
-        return (OPEN if self._thinks else CLOSE) + new.text
+        return (THINK_OPEN if self._thinks else THINK_CLOSE) + new.text
 
     def end(self) -> str:
         """What is to be added at the end of the reply."""
-        return CLOSE.rstrip() if self._thinks else ""
+        return THINK_CLOSE.rstrip() if self._thinks else ""
 
 
 class PlainReply:
@@ -82,7 +82,7 @@ class PlainReply:
 
 def calls_tools(turn: TurnDone, session: Session) -> bool:
     """Whether a reply has calls of tools, so that another reply follows it."""
-    return bool(session.toolbox.tools) and turn.text.endswith(CALL_END)
+    return bool(session.toolbox.tools) and turn.text.endswith(CALL_CLOSE)
 
 
 def describe_excess(turn: TurnDone, session: Session, option: str) -> str:

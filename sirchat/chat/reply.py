@@ -174,7 +174,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         if self._loops is not None:
             self._loops.push(_joined(said))
             if self._loops.found:  # the user has let it go on
-                self._loops.begin()
+                self._loops.reset()
         return at, said
 
     def _say_why_empty(self, thinking: str) -> Iterator[Notice]:
@@ -182,7 +182,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         stop_id = None if self._stopped is None else self._stopped.stop_id
         stats, texts = self._turn.stats, self._turn.events.texts
         finish, many = stats.finish, f"the {stats.tokens_out:,} tokens"
-        (end,) = [self._parts.end_as_text] if stop_id is None else texts([stop_id], [0])
+        (end,) = [self._parts.stop_text] if stop_id is None else texts([stop_id], [0])
         if finish in ("stop", "control") and thinking:
             yield Notice(f"the reply has no answer: {end} ended it after its reasoning")
         elif finish == "length" and thinking:

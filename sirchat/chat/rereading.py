@@ -24,7 +24,7 @@ from sirchat.memory.ledger import Flag
 from sirchat.models.progress import Progress
 from sirchat.text.detokenizer import tokens_spelling
 from sirchat.text.tool_calls import ToolCall, call_id
-from sirchat.text.transcript import tagged
+from sirchat.text.transcript import join_reasoning
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def read_again(
             )
         else:
             calls, given = calls_in(session, turn.text)
-            list(session.read_reply(tagged(turn.thinking, turn.text), given=given))
+            list(session.read_reply(join_reasoning(turn.thinking, turn.text), given=given))
             session.turns[-1].text, session.turns[-1].thinking = turn.text, turn.thinking
         if turn.is_left_out:
             session.turns[-1].is_left_out, last = True, len(session.turns) - 1
@@ -186,7 +186,7 @@ def copy_system_prompt(session: Session, profile: Profile) -> Session | None:
     copy, held = Session(session.model, profile), session.ledger.held_positions
     is_whole = not prompt.start and not (flags & np.uint8(Flag.ERASED | Flag.EXCLUDED)).any()
     is_there = is_whole and len(at) > 1 and bool(np.isin(at, held).all())
-    if not is_there or engine.cache.has_state or session.ledger.attention.is_counted:
+    if not is_there or engine.cache.has_state or session.ledger.attention.has_records:
         return None
     try:
         if profile.pin_system:
@@ -201,7 +201,9 @@ def copy_system_prompt(session: Session, profile: Profile) -> Session | None:
     saved = replace(now, rows=rows, held=at, log_decay=0.0, logits=None, round=0)
     turn, state = replace(session.turns[0]), ConversationState()
     state.turns, state.system = [turn], session.state.system
-    written = engine.cache.first_written(torch.from_numpy(at), at)  # the first ones are in order
+    written = engine.cache.first_written_rows(
+        torch.from_numpy(at), at
+    )  # the first ones are in order
     copy.load(saved, state, written.to("cpu"))
     copy.ledger.pin(prompt, profile.pin_system)
     copy.engine.reader.read_last_again()
@@ -297,7 +299,9 @@ def _read_prompt(session: Session, prompt: str | None, *, pinned: bool) -> int:
     Returns how many of the user's pins were unpinned to make room for it.
     """
     session.switch("system", system=None)  # else the same prompt would not be read again
-    size = len(session.template.system(prompt).ids) if prompt and pinned and session.seen else 0
+    size = (
+        len(session.template.system_turn(prompt).ids) if prompt and pinned and session.seen else 0
+    )
     lost = _pin_newest(session, _own_pins(session), size)
     session.switch("system", system=prompt, pin_system=pinned)
     return lost

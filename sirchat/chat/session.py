@@ -178,7 +178,9 @@ class Session(Conversation):
         point = self.undo_points[-1]
         since = enumerate(self.turns[point.turns :], point.turns)
         turn = next((at for at, one in since if one.role == "user"), -1)
-        own = np.isin(self.ledger.of_turn(turn, Role.USER), self.ledger.own_pins(0)).nonzero()[0]
+        own = np.isin(
+            self.ledger.of_turn(turn, Role.USER), self.ledger.pins_except_rules(0)
+        ).nonzero()[0]
         try:
             self.engine.undo(point.checkpoint, keep_pins=keep_pins)
         except LookupError:
@@ -220,7 +222,7 @@ class Session(Conversation):
         template = template or self.template
         prompt = None
         if is_replaced and (profile.system or template.tools):
-            prompt = template.system(profile.system or "")
+            prompt = template.system_turn(profile.system or "")
         size = len(prompt.ids) if prompt is not None else 0
         with all_or_nothing(self.engine):
             events = unpin_excess_rules(self.engine, self._texts, settings)

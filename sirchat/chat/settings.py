@@ -245,7 +245,7 @@ def undone_at_end(engine: Engine) -> Iterator[EngineCheckpoint]:
     Yields a checkpoint of the engine's state before.
     """
     settings, checkpoint = engine.settings, engine.checkpoint()
-    with engine.store.unlimited():
+    with engine.store.without_limit():
         try:
             yield checkpoint
         finally:

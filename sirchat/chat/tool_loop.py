@@ -23,7 +23,7 @@ from sirchat.engine.sampling import TokenFilter
 from sirchat.text.other_templates import PromptedTools, ToolTemplate
 from sirchat.text.template import TurnIds
 from sirchat.text.text_file import without_surrogates
-from sirchat.text.tool_calls import CallParser, ToolCall, calls_from_key, calls_key, with_calls
+from sirchat.text.tool_calls import CallParser, ToolCall, append_calls, calls_from_key, calls_key
 
 MAX_CALLS_PER_MESSAGE = 64  # for one message
 _ARGUMENTS = '"arguments"'
@@ -99,7 +99,7 @@ class Toolbox:
 
 def tools_prompt_size(chat: Conversation, told: str) -> int:
     """Tokens of the system prompt with the tools `told`; SirchatError if it can't be pinned."""
-    size = len(chat.template_with(told).system(chat.profile.system or "").ids)
+    size = len(chat.template_with(told).system_turn(chat.profile.system or "").ids)
     if chat.profile.pin_system:
         chat.engine.evictor.check_pins(size - len(chat.state.system.positions))
     return size
@@ -187,8 +187,8 @@ def read_result(
     """
     template, engine = _tool_template(chat), chat.engine
     text = without_surrogates(text) if text.strip() else _EMPTY
-    sought = template.user(question)
-    ids = template.followed_by(template.results([call.result(text)]), next_role)
+    sought = template.user_turn(question)
+    ids = template.followed_by(template.tool_results_turn([call.result(text)]), next_role)
     turn = yield from chat.begin_message("tool", ids)
     division = engine.evictor.divide_budget()
     start = engine.ledger.seen
@@ -211,11 +211,11 @@ def read_result(
 def calls_in(chat: Conversation, text: str) -> tuple[list[ToolCall], TurnIds | None]:
     """The calls in the text of a reply, and the ids of such a turn; None without calls."""
     parser = CallParser((), sum(turn.role == "tool" for turn in chat.state.turns))
-    said = parser.push(text)[0] + parser.rest()[0]
+    said = parser.push(text)[0] + parser.finish()[0]
     if not parser.calls:
         return [], None
     said, calls = calls_from_key(calls_key(said, parser.calls))
-    return parser.calls, _tool_template(chat).calls(said, calls, chat.state.reply_header)
+    return parser.calls, _tool_template(chat).tool_calls_turn(said, calls, chat.state.reply_header)
 
 
 def _begun_call(chat: Conversation) -> tuple[int, ...]:
@@ -227,7 +227,7 @@ def _begun_call(chat: Conversation) -> tuple[int, ...]:
     template = chat.template
     if not isinstance(template, PromptedTools):
         return ()
-    texts = template.beginnings()
+    texts = template.call_beginnings()
     names = [text[: text.index(_ARGUMENTS) + len(_ARGUMENTS)] for text in texts]
     scores = [sum(one.log_probabilities) for one in chat.score_continuations(names)]
     best = scores.index(max(scores))
@@ -249,7 +249,7 @@ def _parser(chat: Conversation, box: Toolbox) -> CallParser:
         return CallParser(names, number)
     # Such models invent more and more arguments.
     known = {name: tool.parameters.get("properties", ()) for name, tool in box.tools.items()}
-    return CallParser(box.tools, number, only_one=True, known=known)
+    return CallParser(box.tools, number, single_call=True, known_arguments=known)
 
 
 class _CallsTaken:
@@ -264,7 +264,7 @@ class _CallsTaken:
         """The events to yield instead of the next one of the reply."""
         parser, turns = self._parser, self._chat.state.turns
         if isinstance(event, Delta) and event.part != "thinking":
-            is_held = event.part == "call" and parser.holds(event.text)
+            is_held = event.part == "call" and parser.hold_back(event.text)
             text = "" if is_held else parser.push(event.text)[0]
             self._said += text
             return [replace(event, text=text)]
@@ -273,10 +273,10 @@ class _CallsTaken:
         if event.finish != "interrupt" or parser.has_ended:
             self.calls = parser.calls
         is_short = event.finish not in ("stop", "control")
-        rest, _ = parser.rest(self._chat.template.marks.call_lead, is_short=is_short)
+        rest, _ = parser.finish(self._chat.template.marks.call_lead, is_short=is_short)
         said = self._said + rest
         if parser.calls:
-            turns[-1].text = with_calls(said.strip(), [call.message() for call in parser.calls])
+            turns[-1].text = append_calls(said.strip(), [call.message() for call in parser.calls])
         return [Delta(rest, end=len(said)), replace(event, text=turns[-1].text)]
 
 

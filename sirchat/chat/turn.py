@@ -162,7 +162,7 @@ class OpenTurn:
         """
         events = [*self.read(_template_ids(closing)), *self._end_round()]
         tokens = self.flag_thinking(stream, at)
-        dropped = stream.dropped()
+        dropped = stream.tokens_not_in_history()
         self.engine.ledger.pin(np.asarray(self.now.result_pins, np.int64), False)
         self.now.result_pins = []
         self.now.restored_by_user = []

@@ -43,7 +43,7 @@ class TokenRank:
     """How one token ranks among the tokens in the cache (the held tokens)."""
 
     row: TokenRow
-    state: str  # `held`, `archived`, `lost` (see `KeyValueStore.recallable`) or `gone`
+    state: str  # `held`, `archived`, `rereadable` (see `KeyValueStore`), `not_stored`
     decayed_to: float  # product of the decay factors since the token was read; 1 without decay
     factors: dict[str, float]  # of the score, by name, but for surprisal and decay
     rank: int | None  # by score among the held tokens, as if held; 1 is highest; null: no scores
@@ -85,8 +85,8 @@ def token_ranks(
     rows = token_rows(engine, positions, texts, sinks, asked_scores)
     decayed_to = np.exp(ledger.log_decay - ledger.column("birth_decay")[positions])
     states = [State(state).name.lower() for state in ledger.column("state")[positions].tolist()]
-    for index in np.flatnonzero(np.isin(positions, engine.store.lost(positions))).tolist():
-        states[index] = "lost"
+    for index in np.flatnonzero(np.isin(positions, engine.store.rereadable(positions))).tolist():
+        states[index] = "rereadable"
     leaving, measured = set(now.evicted_next), is_measured(engine, positions)
     factors = {  # surprisal and decay have columns of their own
         name: values[asked]

@@ -99,7 +99,7 @@ class AttentionTracker:
         config = self._config
         if config is None:
             return None
-        layers = config.counted_layers(len(self._cache.row_layers), self._model.sliding_layers)
+        layers = config.recorded_layers(len(self._cache.row_layers), self._model.sliding_layers)
         return HeadWeights(layers, config.window) if config.per_head else PassWeights(layers)
 
     def add(self, observer: PassWeights | HeadWeights | None) -> None:

@@ -67,7 +67,7 @@ class Evictor:
 
         Sinks and pins are protected; with a `round`, its newest tokens are, too.
         """
-        return self.view_tokens(self._store.placement.chosen, round)
+        return self.view_tokens(self._store.placement.held_without_recalled, round)
 
     def view_tokens(
         self, positions: Positions, round: int | None = None, division: Division | None = None
@@ -199,7 +199,7 @@ class Evictor:
         """
         if not self._store.has_recall:
             return []
-        own, kept = self._store.placement.own, self.held_without_recall(count)
+        own, kept = self._store.placement.policy_positions, self.held_without_recall(count)
         self._place(Placement(kept))
         evicted = np.setdiff1d(own, kept, assume_unique=True)
         return [EvictedRows(evicted, self._cache.length, self._ledger.seen)] if len(evicted) else []
@@ -218,13 +218,15 @@ class Evictor:
         placement = self._store.placement
         if not placement.has_recall:
             return placement.held
-        return self._keep_at_most(placement.own, self.divide_budget().hard_bound - count)
+        return self._keep_at_most(
+            placement.policy_positions, self.divide_budget().hard_bound - count
+        )
 
     @contextmanager
     def temporary_placement(self, placement: Placement) -> Iterator[None]:
         """Context manager: tokens are where `placement` says in its block, and then as before."""
         before = self._store.placement
-        with self._store.unlimited():
+        with self._store.without_limit():
             self._place(placement)
             try:
                 yield
@@ -249,7 +251,7 @@ class Evictor:
             return _NO_POSITIONS
         leaves = np.ones(len(rows), bool)
         leaves[self._choose_rows(rows, len(rows) - count).numpy()] = False
-        return self._store.placement.chosen[leaves]
+        return self._store.placement.held_without_recalled[leaves]
 
     def switch(self, settings: CacheSettings, pins: int = 0) -> CacheUpdate:
         """Change the settings; the new policy chooses among all tokens held or archived.
@@ -282,7 +284,7 @@ class Evictor:
 
     def reread(self, positions: Positions) -> None:
         """Compute again, and archive, the keys and values of lost tokens at these positions."""
-        lost = self._store.lost(positions)
+        lost = self._store.rereadable(positions)
         if len(lost):
             sinks = max(1, self.settings.sinks)  # models expect a first token to attend to
             for rows in recompute_rows(self._reader, lost, sinks):
@@ -312,7 +314,7 @@ class Evictor:
         Raises SettingError, changing nothing, if the pins would leave too little room, even if
         `pins_released` tokens were no longer pinned.
         """
-        held = np.intersect1d(positions, self._store.placement.chosen)
+        held = np.intersect1d(positions, self._store.placement.held_without_recalled)
         is_new = ~np.isin(held, self._ledger.pinned_positions)
         self.check_pins(int((is_new & (held >= self.divide_budget().sinks)).sum()) - pins_released)
         self._ledger.pin(held, True)
@@ -414,7 +416,7 @@ class Evictor:
         if not (policy.compacts_at_anchors and len(flags) and flags[-1] & Flag.ANCHOR):
             return []
         placement = self._store.placement
-        own = placement.own
+        own = placement.policy_positions
         kept = policy.reduce(self.view_tokens(own))
         if kept is None:
             return []
@@ -429,7 +431,7 @@ class Evictor:
         """Whether all pinned tokens that can be held are, and not for recall, which evicts them."""
         reachable = self._reachable()
         pinned = reachable[pinned_mask(self.settings, self._ledger, reachable)]
-        return bool(np.isin(pinned, placement.chosen).all())
+        return bool(np.isin(pinned, placement.held_without_recalled).all())
 
     def _state_to_switch_back_to(self) -> _BeforeSwitch | None:
         """The state after the last pass; None without a switch, or if tokens were read since."""
@@ -492,7 +494,7 @@ class Evictor:
         recall wants leave.
         """
         placement = self._store.placement
-        own, wanted = placement.chosen, placement.wanted
+        own, wanted = placement.held_without_recalled, placement.wanted
         is_current = self._ledger.column("round")[own] == self.round
         is_fixed = self.view_tokens(own).protected.numpy() | is_current
         is_required = is_fixed | np.isin(own, wanted)

@@ -112,7 +112,7 @@ def recompute_rows(reader: Reader, positions: Positions, sinks: int) -> Iterator
             model.read(ids[part].tolist(), cache, positions=part.tolist() if is_absolute else None)
             cache.commit(len(part), part)
         rows = torch.from_numpy(np.searchsorted(positions_read, passage))
-        yield cache.first_written(rows, passage)
+        yield cache.first_written_rows(rows, passage)
 
 
 def _forward(reader: Reader, ids: Sequence[int]) -> Tensor:

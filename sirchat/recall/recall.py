@@ -394,7 +394,7 @@ def search(
         recent = _recent_rows(engine) if needs.needs_turn else np.zeros(0, np.int64)
         return _score_archived(engine, model, recent, start)
     checkpoint = engine.checkpoint()
-    with engine.store.unlimited():
+    with engine.store.without_limit():
         try:
             for _ in engine.prefill(ids[-longest:], roles[-longest:], at):
                 pass
@@ -478,7 +478,7 @@ def _score_archived(
     if recall is None or not len(archived):
         return None
     positions = ledger.held_positions[rows]
-    of_query = engine.cache.first_written(torch.from_numpy(rows), positions)
+    of_query = engine.cache.first_written_rows(torch.from_numpy(rows), positions)
     candidates = Candidates(archive, archived, of_query, model.rotations)
     scores = retriever(recall.retriever).score(candidates)
     if recall.weight == "surprisal":

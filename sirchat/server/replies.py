@@ -305,9 +305,11 @@ def _stored_text_and_ids(session: Session, role: str, text: str) -> tuple[str, T
     with _refuse_template_errors("messages"):
         if role == "tool":
             results = results_from_json(text)
-            return "\n".join(turn["content"] for turn in results), template.results(results)
+            return "\n".join(turn["content"] for turn in results), template.tool_results_turn(
+                results
+            )
         answer, calls = calls_from_key(text)
-        ids = template.calls(answer, calls, session.state.reply_header)
+        ids = template.tool_calls_turn(answer, calls, session.state.reply_header)
         return calls_as_text(answer, [call["function"] for call in calls]), ids
 
 

@@ -126,7 +126,7 @@ def test_passages_that_fit_much_less_than_the_best_are_left_out() -> None:
         list(chat.read_user(text, next_role="assistant"))
         list(chat.read_reply("Fine, thank you."))
     chat.recall.update()
-    turn = chat.template.user(ASKED)
+    turn = chat.template.user_turn(ASKED)
     found = chat.recall.find(NewTurn(turn.ids, turn.roles), 1000)
     scores = chat.recall.search.scores(found.query)
     near = {

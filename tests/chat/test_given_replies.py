@@ -18,7 +18,7 @@ from sirchat.chat.rereading import reread_session
 from sirchat.chat.session import Session
 from sirchat.chat.state import GeneratedReply
 from sirchat.models.model import LoadedModel
-from sirchat.text.transcript import split_tagged, tagged
+from sirchat.text.transcript import join_reasoning, split_reasoning
 from template_shapes import HEADERS, with_template
 
 MANY = int(os.environ.get("SIRCHAT_ATTACK", "1"))
@@ -87,7 +87,7 @@ def test_a_history_is_read_as_the_template_writes_it(name: str, seed: int) -> No
     assert ids_of(chat) == wanted, messages
     for message in messages:  # the session stores reasoning apart, without its blanks
         if message["role"] == "assistant":
-            message["content"] = tagged(*split_tagged(message["content"]))
+            message["content"] = join_reasoning(*split_reasoning(message["content"]))
     assert ids_of(reread_session(chat)) == whole(model(name).tokenizer, messages)
 
 

@@ -103,12 +103,12 @@ def test_undo_and_retry_tell_the_users_pins_from_rules() -> None:
     chat.pin(f'"{RULE}"')  # now it is the user's choice
     chat.undo()
     assert [at.tolist() for at in chat.ledger.rules()] == [rule.tolist()]
-    assert not chat.ledger.own_pins(0).size
+    assert not chat.ledger.pins_except_rules(0).size
     chat.pin("last")
-    before = chat.ledger.own_pins(0).tolist()
+    before = chat.ledger.pins_except_rules(0).tolist()
     list(chat.retry())
     list(retry_with_settings(chat, {"temperature": 0.5}, lambda _: "warmer"))
-    assert chat.ledger.own_pins(0).tolist() == before
+    assert chat.ledger.pins_except_rules(0).tolist() == before
     assert not chat.ledger.rules()
     list(chat.retry(text="Hello."))  # another message has none of these pins
     assert not chat.ledger.pinned_positions.size

@@ -200,7 +200,7 @@ def test_with_tools_replies_are_calls_or_json(
 def test_a_model_that_always_reasons_first_is_refused_before_the_message_is_read(
     file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sirchat.text.template.Template.marks", Marks(is_open=True))
+    monkeypatch.setattr("sirchat.text.template.Template.marks", Marks(opens_in_header=True))
     chat = session(tiny(), json_schema=file)
     with pytest.raises(SettingError, match="begins every reply with reasoning"):
         list(chat.ask("Hello."))

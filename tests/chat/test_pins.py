@@ -230,7 +230,7 @@ def test_why_ranks_as_a_count_over_all_tokens_does() -> None:
 
 def test_without_an_archive_evicted_tokens_cannot_be_pinned() -> None:
     chat = full_of_talk(archive="off")
-    assert {token.state for token in chat.why("7351")} == {"gone"}
+    assert {token.state for token in chat.why("7351")} == {"not_stored"}
     with pytest.raises(UsageError):
         chat.pin("7351")
 

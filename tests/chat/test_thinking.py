@@ -234,6 +234,6 @@ def test_a_reply_that_the_template_opens_with_reasoning_has_none_if_that_is_off(
         "{% endif %}{% if enable_thinking is defined",
     )
     chat = _switchable(source)
-    assert chat.template.marks.is_open
+    assert chat.template.marks.opens_in_header
     chat.switch("/set", reasoning="off")
-    assert not chat.template.marks.is_open
+    assert not chat.template.marks.opens_in_header

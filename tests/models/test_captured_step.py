@@ -73,7 +73,7 @@ def test_a_step_reads_as_the_model_does(kind: str) -> None:
     held = torch.arange(ours.length)
     for mine, yours in zip(ours.as_read(held), theirs.as_read(held), strict=True):
         close(mine, yours)
-    first = [cache.first_written(held, held.numpy()).tensors for cache in (ours, theirs)]
+    first = [cache.first_written_rows(held, held.numpy()).tensors for cache in (ours, theirs)]
     for mine, yours in zip(*first, strict=True):
         close(mine, yours)
 

@@ -126,9 +126,9 @@ def test_no_text_is_refused_and_none_becomes_control(real: Read) -> None:
         def found(ids: list[int], control: set[int] = control) -> list[int]:
             return [i for i in ids if i in control]
 
-        usual, first = found(made.user("a").ids), found(made.opening("a")[1].ids)
+        usual, first = found(made.user_turn("a").ids), found(made.opening("a")[1].ids)
         for text in texts(real, MANY):
-            turn = made.user(text)
+            turn = made.user_turn(text)
             assert found(turn.ids) == usual
             assert found(made.opening(text)[1].ids) == first
             if text in LANGUAGES:

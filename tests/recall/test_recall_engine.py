@@ -65,7 +65,7 @@ def searched(engine: Engine, model: LoadedModel, ids: list[int]) -> tuple[KeyVal
     list(engine.prefill(ids, [Role.USER] * len(ids), TurnRef(99, 99)))
     slots = np.flatnonzero(engine.ledger.held_positions >= start)
     held = engine.ledger.held_positions
-    ours = engine.cache.first_written(torch.from_numpy(slots), held[slots])
+    ours = engine.cache.first_written_rows(torch.from_numpy(slots), held[slots])
     archived = np.flatnonzero(engine.ledger.column("state")[:start] == State.ARCHIVED)
     theirs = engine.store.archive.fetch(archived)
     engine.undo(checkpoint)
@@ -95,7 +95,7 @@ def test_the_papers_query_is_the_recent_window_and_reads_nothing(retriever: str)
     engine, model = talked(memory(retriever=retriever, query="recent"), rounds=5)
     held = engine.ledger.held_positions
     slots = np.flatnonzero(held >= 4)
-    ours = engine.cache.first_written(torch.from_numpy(slots), held[slots])
+    ours = engine.cache.first_written_rows(torch.from_numpy(slots), held[slots])
     archived = np.flatnonzero(engine.ledger.column("state") == State.ARCHIVED)
     theirs = engine.store.archive.fetch(archived)
     passes = engine.cache.length

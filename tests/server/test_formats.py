@@ -89,7 +89,7 @@ def test_a_format_that_can_t_be_kept_is_refused(
         patch.setitem(sys.modules, "llguidance", None)
         error = refusal(server.post(ASKED, response_format=form))
         assert "pip install 'sirchat[server]'" in error["message"]
-    monkeypatch.setattr("sirchat.text.template.Template.marks", Marks(is_open=True))
+    monkeypatch.setattr("sirchat.text.template.Template.marks", Marks(opens_in_header=True))
     asked = [user("Something that was not asked before.")]
     assert "reasoning" in refusal(server.post(asked, response_format=form))["message"]
 

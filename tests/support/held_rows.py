@@ -71,7 +71,7 @@ def keep_rows(ledger: Ledger, rows: Sequence[int] | Tensor) -> list[int]:
     held = ledger.held_positions.copy()
     kept = held[np.asarray(rows, np.int64)]
     gone = np.setdiff1d(held, kept)
-    ledger.hold(Placement(kept), gone, held[:0], State.GONE)
+    ledger.hold(Placement(kept), gone, held[:0], State.NOT_STORED)
     return [int(position) for position in gone]
 
 

@@ -188,7 +188,7 @@ class ReadChat:
         more = {"budget": budget, "recall_n": max(counts), "focus": "off"}
         with trial(session, "eval", more):
             for question in self.questions():
-                turn = session.template.user(question.text)
+                turn = session.template.user_turn(question.text)
                 for count in counts if question.sources else ():
                     room = max(0, count - len(pinned))
                     chosen = recall.find(NewTurn(turn.ids, turn.roles), room).result.positions

@@ -137,7 +137,7 @@ def recalled_positions(session: Session, text: str, counts: Sequence[int]) -> di
     """
     recall = session.recall
     if retriever(session.profile.recall).finds_passages:  # which fill the room: no rank says how
-        turn = session.template.user(text)
+        turn = session.template.user_turn(text)
         recall.update()
         return {n: recall.find(NewTurn(turn.ids, turn.roles), n).result.positions for n in counts}
     list(session.read_user(text))

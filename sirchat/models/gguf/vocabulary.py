@@ -17,7 +17,7 @@ from sirchat.models.gguf.header import IMAGE_LAYERS
 from sirchat.models.gguf.splits import find_split
 from sirchat.models.gguf.translate import SAMPLING
 from sirchat.models.progress import switch_off_bars
-from sirchat.text.tokenizer import SPECIAL, FastTokenizer
+from sirchat.text.tokenizer import SPECIAL_TOKEN_NAMES, FastTokenizer
 
 # Kinds of vocabularies: pieces of words with scores, pairs of bytes, and pairs of letters.
 _PIECES, _BYTE_PAIRS, _LETTER_PAIRS = "llama", "gpt2", "gemma4"
@@ -27,7 +27,12 @@ _PREFIX = "tokenizer.ggml."
 _MERGES_KEY = "sirchat.merges"  # of metadata that `load_tokenizer` prepared
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # types of tokens
 _NO_ID = (None, -1, 2**32 - 1)  # instead of an id
-_ID_NAMES = ("bos", "eos", "unknown", "padding")  # what files call the tokens in `SPECIAL`
+_ID_NAMES = (
+    "bos",
+    "eos",
+    "unknown",
+    "padding",
+)  # what files call the tokens in `SPECIAL_TOKEN_NAMES`
 _DEFAULT_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # in a vocabulary of pieces
 
 # Tokens that end a reply are control, whatever a file says.
@@ -52,7 +57,7 @@ def load_tokenizer(
     a part of the vocabulary is missing or broken, or its kind is unknown.
     """
     vocabulary = _Vocabulary(metadata)
-    special = dict(zip(SPECIAL, vocabulary.special, strict=True))
+    special = dict(zip(SPECIAL_TOKEN_NAMES, vocabulary.special, strict=True))
     template: Any = metadata.get("tokenizer.chat_template")
     merges = vocabulary.merges()
     if template is None:  # then `refuse_broken_template` names the others
@@ -90,7 +95,7 @@ def hub_tokenizer(metadata: Mapping[str, Any]) -> Any:
 
 
 class _Vocabulary:
-    """The vocabulary of a GGUF file; `special` are the `tokens` named in `SPECIAL`."""
+    """The vocabulary of a GGUF file; `special` are the `tokens` named in `SPECIAL_TOKEN_NAMES`."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = metadata
