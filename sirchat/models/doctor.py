@@ -104,7 +104,7 @@ def _check_model(name: str, device_map: str, compiles: CompileMode) -> Iterator[
     begun = time.perf_counter()
     try:
         model = load_model(
-            name, device_map=device_map, rows=MIN_RESERVED_ROWS, compiles=compiles != "off"
+            name, device_map=device_map, cache_rows=MIN_RESERVED_ROWS, compiles=compiles != "off"
         )
     except SirchatError as error:
         yield Finding("model", name, str(error))
