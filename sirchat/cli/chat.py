@@ -226,11 +226,11 @@ def ask(
     with without_garbage_collection(), interruptible_imports():
         from sirchat.ui.replay import print_reply
         from sirchat.ui.status import loading_bar
-        from sirchat.ui.tool_use import tools_of
+        from sirchat.ui.tool_use import use_tools
 
     with loading_bar(screen, profile.model) as report:
         session = _open_chat_session(profile, trust_remote_code, report, store, {})
-    with tools_of(servers, session, screen), _within_saved_chat(session, screen, store, later):
+    with use_tools(servers, session, screen), _within_saved_chat(session, screen, store, later):
         print_reply(session, text, screen, as_json=json, holds_all=holds_all, source=source)
 
 
@@ -297,13 +297,13 @@ def replay(
         from sirchat.ui import replay
         from sirchat.ui.screen import Screen
         from sirchat.ui.status import loading_bar
-        from sirchat.ui.tool_use import tools_of
+        from sirchat.ui.tool_use import use_tools
 
         screen = Screen(theme=profile.theme, is_quiet=quiet)
         with loading_bar(screen, profile.model) as report:
             session = open_session(profile, trust_remote_code, report, rows_in_events=json_tokens)
         options = replay.ReplayOptions(feed=feed, json=json or json_tokens, name=name)
-        with tools_of(servers, session, screen):
+        with use_tools(servers, session, screen):
             turns = checked_switches(turns, name, session.profile, trusted)
             replay.replay(session, turns, screen, options)
         if is_input and not session.turns:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from sirchat.errors import ModelError, did_you_mean
-from sirchat.models.names import cache_folder, cached_folder, locate, part_names, suggestion
+from sirchat.models.names import cache_folder, cached_folder, locate, part_names, suggest_model
 from sirchat.models.new_thread import call_in_new_thread
 from sirchat.models.progress import Progress, bar_class, no_warnings
 
@@ -112,7 +112,7 @@ def explain_hub_errors(name: str, hint: str = "") -> Iterator[None]:
             hint=f"accept them at https://huggingface.co/{name}, then: hf auth login",
         ) from error
     except RepositoryNotFoundError as error:
-        raise ModelError(f"the hub has no model {name!r}", hint=suggestion(name)) from error
+        raise ModelError(f"the hub has no model {name!r}", hint=suggest_model(name)) from error
     except (HfHubHTTPError, OSError) as error:
         is_network = isinstance(error, HfHubHTTPError | ConnectionError | TimeoutError)
         if not is_network and error.errno is not None:
@@ -155,7 +155,7 @@ def pull(name: str, file: str | None, progress: Progress) -> PulledModel:
 def _unreachable(name: str, hint: str) -> ModelError:
     return ModelError(
         f"model {name!r} is not on this machine, and the hub can't be reached",
-        hint=hint or suggestion(name),
+        hint=hint or suggest_model(name),
     )
 
 
