@@ -35,9 +35,7 @@ from sirchat.text.tool_calls import (
 
 # Of the budget: what the tools may take where a text tells of them, unless they are needed.
 _MAX_TOOLS_SHARE = 0.5
-_MIN_BUDGET_RATIO = (
-    1.25  # the smallest budget, relative to system prompt and tools that are not pinned
-)
+_MIN_BUDGET_RATIO = 1.25  # to the size of system prompt and tools that are not pinned
 _CUT_REASONS = ("length", "loop", "context")  # reasons of an end that cuts a reply
 
 
@@ -188,9 +186,8 @@ class ReplyGenerator:
         if plain is not None:
             end.memory["quote"] = plain.quote
             end.memory["notes"] = [*notes, *options.notes, *splitter.notes]
-        yield replace(
-            end, stopped_by=splitter.stops.complete_stop, finish=_finish_reason(done, calls)
-        )
+        stop = splitter.stops.complete_stop
+        yield replace(end, stopped_by=stop, finish=_finish_reason(done, calls))
 
     def _generate(
         self, splitter: ReplySplitter, allowed: TokenFilter | None
