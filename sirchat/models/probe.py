@@ -277,7 +277,7 @@ def _would_be_used(module: Any, key: str) -> bool:
 def _visible_tokens(
     module: Any, name: str, read: Callable[[int], list[Any]]
 ) -> Iterator[tuple[int, list[Any]]]:
-    """Yield ids with what `read` gives of each layer, none of it zero: rotations change no zeros."""
+    """Yield ids with what `read` gives of each layer; none of it is zero, as zeros never rotate."""
     vocabulary = int(module.config.get_text_config(decoder=True).vocab_size)
     ids = [
         (_FIRST_TRIED_TOKEN + at) % vocabulary for at in range(min(_MAX_TRIED_TOKENS, vocabulary))
