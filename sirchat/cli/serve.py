@@ -112,12 +112,12 @@ def serve(
         )
     seconds, origins = _parse_duration(idle), [_parse_origin(url) for url in cors or ()]
     profile = profile_from_flags(flags)
-    with _bind_tcp_socket(host, port) as listener, open_ask_port(profile.model) as own:
+    with _bind_tcp_socket(host, port) as listener, open_ask_port(profile.model) as ask_port:
         limits = {"conversations": conversations, "saved": saved, "queue": queue, "reuse": reuse}
         server = load_server(profile, trust_remote_code, limits, host, api_key, origins)
         app, sockets = server.app, [listener]
-        if own is not None:
-            app, sockets = own[0].opened(app), [listener, own[1]]
+        if ask_port is not None:
+            app, sockets = ask_port[0].with_access(app), [listener, ask_port[1]]
         _run(server, _IdleClock(app), sockets, host, idle=seconds, debug=debug)
 
 

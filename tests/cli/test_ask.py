@@ -173,7 +173,7 @@ def listening(name: str, model: Any, **settings: Any) -> Iterator[tuple[list[str
 
             await server.server.app(scope, receive, noting)
 
-        running = uvicorn.Server(uvicorn.Config(own[0].opened(app), log_level="error"))
+        running = uvicorn.Server(uvicorn.Config(own[0].with_access(app), log_level="error"))
         thread = threading.Thread(target=running.run, kwargs={"sockets": [own[1]]})
         thread.start()
         try:
