@@ -102,13 +102,13 @@ def open_session(
         model = load_profile_model(profile, trust, report)
         # To quantize weights, all are loaded unpacked: more memory than a second process may take.
         may_learn = profile.device_map == "off" and profile.quantize not in ("int8", "int4")
-        profile, told = with_model_defaults(profile, model), ""
+        profile, notice = with_model_defaults(profile, model), ""
         if model.encoder.size and profile.recall == BEST_RETRIEVER:
-            told = announce_learned(model.name)
+            notice = announce_learned(model.name)
         if profile.learn_encoder and may_learn and not model.encoder.size:
-            told = learn_in_background(model.name, model.module, trust_remote_code=trust)
-        if told:
-            model.tokenizer.notices = [*getattr(model.tokenizer, "notices", []), told]
+            notice = learn_in_background(model.name, model.module, trust_remote_code=trust)
+        if notice:
+            model.tokenizer.notices = [*getattr(model.tokenizer, "notices", []), notice]
         return Session(model, profile, rows_in_events=rows_in_events)
 
 
