@@ -328,12 +328,12 @@ class SavedChat:
             self._screen.note("nothing is loaded; this chat goes on")
         return "" if number is None else sessions[number].id
 
-    def drop_revealing_name(self, text: str, *, whole: bool) -> bool:
+    def drop_revealing_name(self, text: str, *, is_whole_turn: bool) -> bool:
         """Remove the chat's name if it contains `text`, which is erased; return whether it did.
 
-        If `text` is a `whole` turn, a name that is a part of it is removed, too.
+        If `text` is all of a turn, a name that is a part of it is removed, too.
         """
-        dropped = self._saving.drop_revealing_name(text, whole=whole)
+        dropped = self._saving.drop_revealing_name(text, is_whole_turn=is_whole_turn)
         if dropped:
             self._screen.note(
                 "the chat's name contained the erased text and was removed; "
