@@ -212,7 +212,7 @@ class Profile(BaseModel):
         return isinstance(other, Profile) and self.__dict__ == other.__dict__
 
     def origin(self, name: str) -> str:
-        """What has set a value, such as `flag`, `SIRCHAT_TOP_P`, `profile NAME`, `model`, `default`."""
+        """What has set a value, such as `flag`, `SIRCHAT_TOP_P`, `profile NAME`, or `default`."""
         source = self._origins.get(name, "default")
         if source.startswith("--"):
             return "flag"
