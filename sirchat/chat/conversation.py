@@ -5,22 +5,31 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from sirchat.chat.event_builder import EventBuilder
 from sirchat.chat.events import Event
 from sirchat.chat.formats import ModelFormats
-from sirchat.chat.reply import AfterReply, OpenReply, state_now
+from sirchat.chat.reply import OpenReply, ReplyCheckpoints, state_now
 from sirchat.chat.settings import build_cache_settings, build_engine, build_sampler, check_profile
-from sirchat.chat.state import ConversationState, Reply, Turn, TurnStats, UndoPoint, undo_depth
-from sirchat.chat.statements import Said, pin_rules
+from sirchat.chat.state import (
+    ConversationState,
+    GeneratedReply,
+    SystemPrompt,
+    Turn,
+    TurnStats,
+    UndoPoint,
+    undo_depth,
+)
+from sirchat.chat.statements import StatementCache, pin_rules
 from sirchat.chat.turn import Interrupted, OpenTurn, never
 from sirchat.config.profile import Profile
 from sirchat.engine.extra_passes import score_continuations
 from sirchat.engine.generation import Generation
 from sirchat.engine.prompt_lookup import PromptLookup
-from sirchat.engine.sampling import Allowed
+from sirchat.engine.sampling import TokenFilter
 from sirchat.engine.types import ContinuationScore
 from sirchat.models.model import LoadedModel
 from sirchat.paths import archives_dir
@@ -31,7 +40,7 @@ from sirchat.text.loops import LoopCheck
 from sirchat.text.other_templates import NoToolsError, PromptedTools, ToolTemplate
 from sirchat.text.template import Template, TurnIds
 from sirchat.text.text_file import without_surrogates
-from sirchat.text.transcript import split_tagged
+from sirchat.text.transcript import split_reasoning
 
 
 class Conversation:
@@ -70,8 +79,8 @@ class Conversation:
         self.undo_points = list[UndoPoint]()
         self.recall = Recall(self.engine, self.model, self._texts)
         self._events = EventBuilder(self.engine, self._texts, self._rows_in_events)
-        self._said = Said()
-        self.last_reply = AfterReply()
+        self._statement_cache = StatementCache()
+        self.reply_checkpoints = ReplyCheckpoints()
 
     @property
     def template(self) -> Template:
@@ -123,40 +132,44 @@ class Conversation:
         text: str,
         interrupted: Interrupted = never,
         *,
-        before: str | None = None,
+        next_role: str | None = None,
         given: TurnIds | None = None,
     ) -> Iterator[Event]:
         """Read a user turn, as `read_user` does, and pin its rules and preferences."""
-        yield from self.read_user(text, interrupted, before=before, given=given)
+        yield from self.read_user(text, interrupted, next_role=next_role, given=given)
         wanted = self.profile.pin_instructions and self.engine.settings.policy.honours_pins
         engine, encoder = self.engine, self.model.encoder
-        yield from pin_rules(engine, self._texts, encoder, self.state, self._said, is_wanted=wanted)
+        yield from pin_rules(
+            engine, self._texts, encoder, self.state, self._statement_cache, is_wanted=wanted
+        )
 
     def read_user(
         self,
         text: str,
         interrupted: Interrupted = never,
         *,
-        before: str | None = None,
+        next_role: str | None = None,
         given: TurnIds | None = None,
     ) -> Iterator[Event]:
         """Read a user turn without answering it; before the first one, read the system prompt.
 
-        `before` is the role of the next message, if that is given and not generated; `given` are
+        `next_role` is the role of the next message, if that is given and not generated; `given` are
         the ids of the turn, if they are not those of a user turn `text`.
         """
         text, state = without_surrogates(text), self.state
         is_first = self.seen == 0
         if is_first:  # nothing was read: an earlier turn is treated as never begun
-            state.pending_ids, state.turns, state.in_round, state.saved = [], [], False, 0
-        is_unanswered = state.in_round and state.header == []
-        system, ids = self.user_ids(text, given, before, first=is_first, after_user=is_unanswered)
-        torn, state.torn = state.torn, ()
+            state.pending_ids, state.turns, state.in_round, state.saved_turns = [], [], False, 0
+        is_unanswered = state.in_round and state.reply_header == []
+        system, ids = self.user_ids(
+            text, given, next_role, first=is_first, after_user=is_unanswered
+        )
+        torn, state.retried = state.retried.torn, replace(state.retried, torn=())
         turn = yield from self.begin_message("user", ids, system, text)
         after = self.template.closing if ids.header is None else []
         if ids.header:  # without the given reply, there would be an empty one
-            after = [*self.template.assistant("", ids.header).ids, *self.template.closing]
-        with self.engine.evictor.recall_ends_at_error():
+            after = [*self.template.assistant_turn("", ids.header).ids, *self.template.closing]
+        with self.engine.evictor.ending_recall_on_error():
             yield from turn.recall(self.recall, ids)
             yield from turn.read(ids, interrupted, after=after)
             yield turn.finish(text)
@@ -172,7 +185,13 @@ class Conversation:
                 self.ledger.torn = np.union1d(self.ledger.torn, at)
 
     def user_ids(
-        self, text: str, given: TurnIds | None, before: str | None, *, first: bool, after_user: bool
+        self,
+        text: str,
+        given: TurnIds | None,
+        next_role: str | None,
+        *,
+        first: bool,
+        after_user: bool,
     ) -> tuple[TurnIds | None, TurnIds]:
         """The ids of the system prompt, if the user turn `text` is the `first`, and of the turn.
 
@@ -182,8 +201,8 @@ class Conversation:
         if first:
             system, ids = self.template.opening(text, self.profile.system)
         elif ids is None:
-            ids = self.template.user(text, after_user=after_user)
-        return system, self.template.followed_by(ids, before)
+            ids = self.template.user_turn(text, after_user=after_user)
+        return system, self.template.followed_by(ids, next_role)
 
     def begin_message(
         self, role: str, ids: TurnIds, system: TurnIds | None = None, said: str | None = None
@@ -207,7 +226,7 @@ class Conversation:
             yield from self.read_system(system)
         state.round += 1
         state.in_round = True
-        state.header = ids.header
+        state.reply_header = ids.header
         if said is not None:
             state.attempt = 0
         turn = self._open_turn(role)
@@ -220,8 +239,7 @@ class Conversation:
         try:
             yield from turn.read(ids, interrupted, pinned=self.profile.pin_system)
         finally:  # also after an error: the part that was read is pinned, and can be unpinned
-            self.state.system = range(start, self.seen)
-            self.state.prompt = self.profile.system
+            self.state.system = SystemPrompt(range(start, self.seen), self.profile.system)
         yield turn.finish(self.profile.system or "")
 
     def read_reply(
@@ -232,25 +250,25 @@ class Conversation:
         `given` are the ids of the turn, if it has more than this text.
         """
         text = without_surrogates(text)
-        ids = given or self.template.assistant(text, self.state.header)
+        ids = given or self.template.assistant_turn(text, self.state.reply_header)
         closing = self.template.closing if ids.closing is None else ids.closing
         self.engine.require_room(len(ids.ids) + len(closing))
         turn = self._open_turn("assistant")
         positions = range(self.seen, self.seen + len(ids.ids))
-        with self.engine.evictor.recall_ends_at_error():
+        with self.engine.evictor.ending_recall_on_error():
             yield from turn.read(ids, interrupted, after=closing)
-            stream = self.template.reply_stream(is_given=True)
-            stream.divide(ids.ids if self.seen == positions.stop else ())
+            stream = self.template.reply_stream(in_history=True)
+            stream.push_ids(ids.ids if self.seen == positions.stop else ())
             yield from turn.close(closing, stream, positions)
-        thinking, said = split_tagged(text)
+        thinking, said = split_reasoning(text)
         yield turn.finish(said, thinking)
         yield from self._events.take_problems()
 
     def begin_reply(
         self,
         interrupted: Interrupted,
-        reply: Reply | None = None,
-        allowed: Allowed | None = None,
+        reply: GeneratedReply | None = None,
+        allowed: TokenFilter | None = None,
         turn: OpenTurn | None = None,
         *,
         attempt: int | None = None,
@@ -277,7 +295,7 @@ class Conversation:
             turn.ref,
             stop_ids=self.stop_ids,
             max_new_tokens=most,
-            closing=len(closing),
+            closing_tokens=len(closing),
             lookup=PromptLookup() if profile.lookup else None,
         )
         opened = OpenReply(
@@ -292,7 +310,7 @@ class Conversation:
             finish=reply.finish if reply else None,
             can_go_on=has_archive,
         )
-        self.last_reply = opened.after
+        self.reply_checkpoints = opened.after
         opened.after.before = before
         return opened
 
@@ -301,7 +319,7 @@ class Conversation:
 
         Raises LookupError, changing nothing, if more was read since, or if a token is lost.
         """
-        last = self.last_reply
+        last = self.reply_checkpoints
         point = last.cut if to_cut else last.before
         is_last = last.at_end is not None and last.at_end[0] == self.seen
         if point is None or not is_last or not self.undo_points:
@@ -315,8 +333,8 @@ class Conversation:
 
     def score_continuations(self, replies: Sequence[str]) -> tuple[ContinuationScore, ...]:
         """For each of `replies`, its tokens' log-probabilities; for "", those of the end tokens."""
-        template, header = self.template, self.state.header
-        ids = [template.assistant(reply, header).ids or template.closing for reply in replies]
+        template, header = self.template, self.state.reply_header
+        ids = [template.assistant_turn(reply, header).ids or template.closing for reply in replies]
         return score_continuations(self.engine.reader, ids)
 
     def _open_turn(self, turn: str | TurnStats) -> OpenTurn:

@@ -9,7 +9,7 @@ from sirchat.recall.word_index import STOP_WORDS, words_of
 # Least cosine of two statements about the same thing, by SmolLM2's encoder; `may_replace` must say
 # so, too. Of 66 facts with corrections of other words (`facts-in-dialogue`), 15 are marked, and of
 # pairs of other facts 0.006; with 0.55 and without `may_replace` it was 14, and 0.008.
-SAME_THING = 0.52
+SAME_SUBJECT_COSINE = 0.52
 # What a statement is about: "my cat", "our phone number", "my sister's dog"
 _MINE = re.compile(r"\b(?:my|our) (\w+)(?:['’]s)?(?: (\w+))?")
 _BEINGS = frozenset(
@@ -19,19 +19,21 @@ _BEINGS = frozenset(
         "neighbor neighbour nephew niece parents partner pet puppy sister son teacher uncle wife"
     )
 )
-CORRECTS = re.compile(
+CORRECTION_WORDS = re.compile(
     r"(?i)\b(?:actually|after all|any ?more|became|cancelled|changed?s?|dropped|gave|instead|mixed|"
     r"moved|new|no longer|not|now|put off|quit|shifted|so|sold|sorry|switched|that|then|these days|"
     r"those|went up|wrong)\b"
 )
 _CLAUSE_END = re.compile(r"(?i)[,;] |\b(?:and|but)\b")
 _REFERS = re.compile(r"\b(?:he|her|him|it|she|them|they)\b", re.IGNORECASE)
-TELLS = re.compile(r"\b(?:i|my|we|our)\b(?:\W+\w+){2}", re.IGNORECASE)  # where no encoder does
+FIRST_PERSON_STATEMENT = re.compile(
+    r"\b(?:i|my|we|our)\b(?:\W+\w+){2}", re.IGNORECASE
+)  # where no encoder does
 
 
-def form_of(text: str) -> tuple[str, ...]:
+def statement_form(text: str) -> tuple[str, ...]:
     """All words of a statement but the last one, without those by which it corrects another."""
-    return tuple(words_of(CORRECTS.sub("", text))[:-1])
+    return tuple(words_of(CORRECTION_WORDS.sub("", text))[:-1])
 
 
 def may_replace(older: str, newer: str) -> bool:
@@ -47,12 +49,12 @@ def may_replace(older: str, newer: str) -> bool:
     if is_of_other or (beings and not is_named and not _REFERS.search(newer)):
         return False
     if about and about_now and not is_named_now:
-        return bool(CORRECTS.search(newer))
+        return bool(CORRECTION_WORDS.search(newer))
     is_same = is_named or is_named_now if about | about_now else (words & words_now) - STOP_WORDS
-    return bool(is_same or CORRECTS.search(newer))
+    return bool(is_same or CORRECTION_WORDS.search(newer))
 
 
-def states_more(older: str, newer: str) -> bool:
+def has_more_clauses(older: str, newer: str) -> bool:
     """Whether a statement tells of more things than the one that may replace it, by its clauses."""
     told, now = (_CLAUSE_END.split(text) for text in (older, newer))
     return sum(len(words_of(one)) > 2 for one in told) > sum(len(words_of(one)) > 2 for one in now)

@@ -7,19 +7,19 @@ attended to what stood before them then; only the place of each is another.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
 
 from sirchat.chat.events import Event
-from sirchat.chat.reply import AfterReply
+from sirchat.chat.reply import ReplyCheckpoints
 from sirchat.chat.session import Session
-from sirchat.chat.state import Turn
+from sirchat.chat.state import SystemPrompt, Turn
 from sirchat.memory.key_values import Positions
 
 _ASKS = ("user", "tool")  # roles of the turns that begin a round
-_NONE = np.zeros(0, np.int64)
+_NO_POSITIONS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ def edit(session: Session, parts: Sequence[KeptTurn | ReadTurns]) -> Iterator[Ev
     engine.evictor.end_recall()
     session.recall.update()
     is_end = isinstance(last, KeptTurn) and last.turn == len(session.turns) - 1
-    logits, at_end = engine.logits, (state.in_round, state.header, state.pending_ids)
-    with engine.store.unlimited():  # what is set aside is nowhere else
+    logits, at_end = engine.logits, (state.in_round, state.reply_header, state.pending_ids)
+    with engine.store.without_limit():  # what is set aside is nowhere else
         placed, at = _keep(session, [part for part in parts if isinstance(part, KeptTurn)]), 0
         for part in parts:
             if isinstance(part, ReadTurns):
@@ -83,25 +83,25 @@ def edit(session: Session, parts: Sequence[KeptTurn | ReadTurns]) -> Iterator[Ev
                 at += 1
     if is_end:
         engine.reader.logits = logits
-        state.in_round, state.header, state.pending_ids = at_end
+        state.in_round, state.reply_header, state.pending_ids = at_end
     else:
         engine.reader.read_last_again()
-        state.in_round, state.header, state.pending_ids = False, None, []
+        state.in_round, state.reply_header, state.pending_ids = False, None, []
 
 
 def _keep(session: Session, parts: Sequence[KeptTurn]) -> list[_Placed]:
     """Forget all other turns; those that are left out are evicted."""
     state, ledger, placed = session.state, session.ledger, list[_Placed]()
-    given = session.template.followed_by(session.template.user("a"), "assistant").header
+    given = session.template.followed_by(session.template.user_turn("a"), "assistant").header
     for part in parts:
         turn = session.turns[part.turn]
         if part.is_left_out and not turn.is_left_out:
-            turn.is_left_out, state.saved = True, min(state.saved, part.turn)
+            turn.is_left_out, state.saved_turns = True, min(state.saved_turns, part.turn)
         placed.append(_Placed(turn, part.rows, _header_after(session, part.turn, given)))
-    out = np.concatenate([_NONE, *(one.rows for one in placed if one.turn.is_left_out)])
+    out = np.concatenate([_NO_POSITIONS, *(one.rows for one in placed if one.turn.is_left_out)])
     new = np.setdiff1d(out, ledger.left_out)
     if len(new):
-        session.engine.evictor.leave_out(new)
+        session.engine.evictor.evict_until_recalled(new)
     return _arrange(session, placed, is_changed=len(new) > 0)
 
 
@@ -118,9 +118,9 @@ def _read_between(
     held = ledger.held_positions[ledger.held_positions >= start].copy()
     said = [one for one in placed[:at] if not one.turn.is_left_out]
     state.in_round = bool(said) and said[-1].turn.role in _ASKS
-    state.header, state.pending_ids = said[-1].header if said else None, []
+    state.reply_header, state.pending_ids = said[-1].header if said else None, []
     engine.reader.logits = None  # what was likely after the turn before, nobody has kept
-    with engine.evictor.reading_before(start):
+    with engine.evictor.without_tokens_from(start):
         yield from part.read()
         session.recall.update()  # without words, whose index those after them would need again
     turns = enumerate(session.turns[count:], count)
@@ -145,7 +145,10 @@ def _arrange(
     No turn can be undone then, unless nothing has moved and `is_changed` is false.
     """
     state, before, sizes = session.state, session.turns, [len(one.rows) for one in placed]
-    order, turns = np.concatenate([_NONE, *(one.rows for one in placed)]), [x.turn for x in placed]
+    order, turns = (
+        np.concatenate([_NO_POSITIONS, *(one.rows for one in placed)]),
+        [x.turn for x in placed],
+    )
     rounds = [*accumulate((turn.role in _ASKS for turn in turns), initial=0)][1:]
     is_changed |= not np.array_equal(order, np.arange(session.seen))
     columns = (np.arange(len(placed)), np.asarray(rounds, np.int64))
@@ -155,20 +158,22 @@ def _arrange(
     bounds = [0, *accumulate(sizes)]
     number_of = {id(turn): number for number, turn in enumerate(turns)}
     now = [number_of.get(id(turn), -1) for turn in before]
-    state.unpinned = frozenset((now[turn], text) for turn, text in state.unpinned if now[turn] >= 0)
+    state.unpinned_sentences = frozenset(
+        (now[turn], text) for turn, text in state.unpinned_sentences if now[turn] >= 0
+    )
     is_same = [turn is old for turn, old in zip(turns, before, strict=False)]
-    state.saved = min(state.saved, [*is_same, False].index(False))
-    state.reply.index = max(0, now[state.reply.index])
-    of_system = rank[state.system.start] if state.system else -1
+    state.saved_turns = min(state.saved_turns, [*is_same, False].index(False))
+    state.last_reply_stats.index = max(0, now[state.last_reply_stats.index])
+    of_system = rank[state.system.positions.start] if state.system.positions else -1
     if of_system >= 0:
         number = int(session.ledger.column("turn")[of_system])
-        state.system = range(bounds[number], bounds[number + 1])
+        state.system = replace(state.system, positions=range(bounds[number], bounds[number + 1]))
     else:
-        state.system, state.prompt = range(0), None
+        state.system = SystemPrompt()
     state.turns, state.round = turns, rounds[-1] if rounds else 0
     if is_changed:
         session.undo_points = []
-    session.last_reply = AfterReply()
+    session.reply_checkpoints = ReplyCheckpoints()
     return [
         _Placed(one.turn, np.arange(start, end), one.header)
         for one, (start, end) in zip(placed, pairwise(bounds), strict=True)
@@ -183,7 +188,7 @@ def _header_after(session: Session, turn: int, given: list[int] | None) -> list[
     later = (session.turns[at] for at in range(turn + 1, len(session.turns)))
     following = next((one for one in later if not one.is_left_out), None)
     if following is None or session.turns[turn].role not in _ASKS:
-        return session.state.header if following is None else None
+        return session.state.reply_header if following is None else None
     if following.role in _ASKS:
         return []
     return given if following.finish == "read" else None

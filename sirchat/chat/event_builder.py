@@ -29,7 +29,7 @@ from sirchat.engine.engine import Engine
 from sirchat.engine.types import EvictedRows, RestoredRows
 from sirchat.memory.key_values import Positions
 from sirchat.models.model import LoadedModel, no_attention_reason
-from sirchat.recall.recall import Recollection
+from sirchat.recall.recall import RecallResult
 from sirchat.text.detokenizer import Texts
 from sirchat.text.template import Template
 from sirchat.version import __version__
@@ -96,7 +96,7 @@ class EventBuilder:
             for record in records
         ]
 
-    def recalled(self, turn: int, recollection: Recollection) -> list[Event]:
+    def recalled(self, turn: int, recollection: RecallResult) -> list[Event]:
         """The events for what recall did for turn `turn`."""
         events: list[Event] = []
         positions, recall = recollection.positions, self.engine.settings.recall
@@ -202,7 +202,7 @@ class EventBuilder:
             yield from [problem] if problem else []
         held, store = self.engine.ledger.held_positions, self.engine.store
         if "archive_limit" in changed and settings.archive and len(held):
-            size = store.cache.first_written(torch.arange(1), held[:1].copy()).nbytes
+            size = store.cache.first_written_rows(torch.arange(1), held[:1].copy()).nbytes
             if settings.archive < size // _MOST_ROUNDED:
                 yield (
                     f"archive_limit {profile.archive_limit} holds no token: one takes {size:,} "

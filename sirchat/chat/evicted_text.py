@@ -9,15 +9,22 @@ from heapq import nlargest
 
 from sirchat.chat.events import TokenRow
 from sirchat.chat.session import Session
-from sirchat.chat.words import MARKS, is_mark, near_positions, without_template, words_at, words_of
+from sirchat.chat.words import (
+    PUNCTUATION,
+    is_punctuation,
+    near_positions,
+    without_template,
+    words_at,
+    words_in,
+)
 from sirchat.recall.word_index import STOP_WORDS
 
-_LATEST = 8  # tokens whose words `latest_words` finds
+_LATEST = 8  # tokens whose words `surprising_words` finds
 _FEWEST, _RECENT = 4, 64  # user messages that `_common_words` needs, and the most that it searches
 
 
 @dataclass(frozen=True)
-class EvictedText:
+class EvictedTurn:
     """A turn of which some tokens are not in the cache."""
 
     index: int
@@ -28,11 +35,11 @@ class EvictedText:
     words: tuple[str, ...]
 
 
-def evicted_turns(session: Session) -> Iterator[EvictedText]:
+def evicted_turns(session: Session) -> Iterator[EvictedTurn]:
     """Yield a record of each turn of which some tokens are not in the cache, in order."""
     snapshot = session.snapshot()
     held = {row.position for row in snapshot.rows}
-    known = words_of(snapshot.rows)
+    known = words_in(snapshot.rows)
     parts, start = [(0, "system", [*session.tokens(range(*snapshot.own_text))])], 0
     for turn in snapshot.turns:
         span, start = range(start, start + turn.tokens), start + turn.tokens
@@ -42,7 +49,7 @@ def evicted_turns(session: Session) -> Iterator[EvictedText]:
         gone = [row.position for row in rows if row.position not in held]
         if gone:
             words = words_at(gone, rows, known if len(gone) < len(rows) else ())
-            yield EvictedText(index, role, len(rows), len(rows) - len(gone), words)
+            yield EvictedTurn(index, role, len(rows), len(rows) - len(gone), words)
 
 
 def evicted_words(session: Session, positions: Collection[int]) -> tuple[str, ...]:
@@ -61,21 +68,23 @@ def evicted_words(session: Session, positions: Collection[int]) -> tuple[str, ..
     gone = [row.position for row in rows if row.position not in present]
     # Whole words: the rest of a word may have been evicted before.
     near = [row for row in session.tokens(near_positions(gone, session.seen)) if row.role == "user"]
-    return words_at(gone, near, words_of(held) | STOP_WORDS | _common_words(session))
+    return words_at(gone, near, words_in(held) | STOP_WORDS | _common_words(session))
 
 
-def latest_words(
+def surprising_words(
     session: Session, positions: Sequence[int], held: Sequence[TokenRow]
 ) -> tuple[str, ...]:
     """A few words with tokens at these ascending positions, surprising first, fast to find.
 
     Words that occur in the held tokens `held` are left out.
     """
-    rows = [row for row in without_template(session.tokens(positions)) if not is_mark(row.text)]
+    rows = [
+        row for row in without_template(session.tokens(positions)) if not is_punctuation(row.text)
+    ]
     best = nlargest(_LATEST, rows, key=lambda row: row.surprisal or 0.0)
     at = [row.position for row in best]
     near = without_template(session.tokens(near_positions(at, session.seen))) if at else []
-    return words_at(at, near, words_of(held))
+    return words_at(at, near, words_in(held))
 
 
 def _common_words(session: Session) -> set[str]:
@@ -86,6 +95,6 @@ def _common_words(session: Session) -> set[str]:
     counts = Counter(
         word
         for text in texts
-        for word in {spelling.strip(MARKS).casefold() for spelling in text.split()}
+        for word in {spelling.strip(PUNCTUATION).casefold() for spelling in text.split()}
     )
     return {word for word, count in counts.items() if 2 * count > len(texts)}

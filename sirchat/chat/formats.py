@@ -12,16 +12,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sirchat.engine.sampling import Allowed
+from sirchat.engine.sampling import TokenFilter
 from sirchat.errors import ModelError, SettingError
 from sirchat.models.model import LoadedModel
-from sirchat.text.call_forms import CLOSE, OPEN
-from sirchat.text.json_schema import check_grammar, guidance, json_rule, load_schema, refusal
+from sirchat.text.call_forms import CALL_CLOSE, CALL_OPEN
+from sirchat.text.json_schema import (
+    check_grammar,
+    format_error,
+    import_llguidance,
+    json_rule,
+    load_schema,
+)
 from sirchat.text.other_templates import ToolTemplate
 from sirchat.text.template import Template
 from sirchat.text.tool_calls import PYTHON
 
-MOST_CALLS = 8  # in a reply that must call tools, or be JSON
+MAX_CALLS_PER_REPLY = 8  # in a reply that must call tools, or be JSON
 
 Schema = dict[str, Any] | None  # None: no JSON, only calls
 Tools = Sequence[tuple[str, dict[str, Any]]]  # names, and the schemas of their arguments
@@ -45,7 +51,7 @@ class ModelFormats:
         self._vocabulary: Any = None
         self._last: tuple[str, Schema] | None = None
 
-    def by_file(
+    def from_file(
         self,
         chat: _Chat,
         notes: list[str],
@@ -54,7 +60,7 @@ class ModelFormats:
         begun: Sequence[int],
         *,
         goes_on: bool,
-    ) -> Allowed | None:
+    ) -> TokenFilter | None:
         """JSON by the schema in a file, or calls of `tools`; a reply has `begun` with these ids.
 
         None if the file is `off`. Notes on the schema are added to `notes` if it has changed since
@@ -65,7 +71,7 @@ class ModelFormats:
         is_known = goes_on and before is not None and before[0] == file
         if (schema := before[1] if before and is_known else load_schema(file)) is None:
             return None
-        made = self.json_or_calls(chat, subject, told, schema, tools, MOST_CALLS)
+        made = self.json_or_calls(chat, subject, told, schema, tools, MAX_CALLS_PER_REPLY)
         if before != (file, schema):
             self._last = file, schema
             if before is not None and before[0] == file:
@@ -74,7 +80,7 @@ class ModelFormats:
         try:
             made(begun)
         except ModelError:
-            raise refusal(subject, "does not allow how the reply has begun") from None
+            raise format_error(subject, "does not allow how the reply has begun") from None
         return lambda ids: made([*begun, *ids])
 
     def json_or_calls(
@@ -85,9 +91,9 @@ class ModelFormats:
         SettingError if the model or a schema can't be used, or if the chat template does not write
         calls as JSON.
         """
-        if chat.template.marks.is_open:
+        if chat.template.marks.opens_in_header:
             problem = "can't be had from a model that begins every reply with reasoning"
-            raise refusal(subject, problem)
+            raise format_error(subject, problem)
         starts = [] if schema is None else [json_rule(schema, subject, notes)]
         if not tools:
             return self._made(chat, subject, notes, f"start: {starts[0]}", None)
@@ -108,7 +114,7 @@ class ModelFormats:
         self, chat: _Chat, subject: str, notes: list[str], grammar: str, form: _CallForm | None
     ) -> ReplyFormat:
         """The format by a grammar, with the control tokens that `form` has."""
-        library, model, template = guidance(subject), chat.model, chat.template
+        library, model, template = import_llguidance(subject), chat.model, chat.template
         declared = getattr(model.module.generation_config, "eos_token_id", None)
         ends = sorted(template.end_ids(declared))
         # llguidance takes other added tokens such as `</think>` for control tokens, too.
@@ -122,9 +128,9 @@ class ModelFormats:
                 text, size = json.dumps(written | {"post_processor": None}), model.vocab_size
                 self._vocabulary = library.LLTokenizer(text, n_vocab=size, eos_token=ends)
             except Exception as error:  # llguidance supports most kinds of tokenizers, but not all
-                raise refusal(subject, f"can't be had from this model: {error}") from None
+                raise format_error(subject, f"can't be had from this model: {error}") from None
         check_grammar(grammar, subject, self._vocabulary, notes)
-        tags = (OPEN, CLOSE) if form else ()
+        tags = (CALL_OPEN, CALL_CLOSE) if form else ()
         never = [i for i, text in controls.items() if text not in tags and i not in ends]
         matcher = library.LLMatcher(self._vocabulary, grammar, log_level=0)
         return ReplyFormat(matcher, model.vocab_size, never, ends)
@@ -158,9 +164,12 @@ class _CallForm:
     def of(cls, template: Template, subject: str, refused: str) -> _CallForm:
         """The form of a chat template; SettingError if it does not write calls as JSON."""
         form = template.call_form() if isinstance(template, ToolTemplate) else None
-        if form is None or (form[0].strip(), form[2].strip()) not in (("", ""), (OPEN, CLOSE)):
+        if form is None or (form[0].strip(), form[2].strip()) not in (
+            ("", ""),
+            (CALL_OPEN, CALL_CLOSE),
+        ):
             problem = "the model's chat template does not write calls as JSON"
-            raise refusal(subject, f"{refused}: {problem}")
+            raise format_error(subject, f"{refused}: {problem}")
         return cls(*form, {text: i for i, text in template.controls.items()})
 
     def rules(self, tools: Tools, subject: str, notes: list[str]) -> list[str]:
@@ -168,7 +177,7 @@ class _CallForm:
 
         What of a schema is not kept is added to `notes`.
         """
-        before, mark, rest = self.opening.partition(OPEN)
+        before, mark, rest = self.opening.partition(CALL_OPEN)
         names = " | ".join(f"call{number}" for number in range(len(tools)))
         lines = [
             f"call: {self._text(before + mark)} {self._text(rest)} called",
@@ -187,7 +196,7 @@ class _CallForm:
 
     def _text(self, text: str) -> str:
         """A text in a grammar, in which tags that are control tokens stand by their ids."""
-        parts, ids = filter(None, re.split(f"({OPEN}|{CLOSE})", text)), self.tokens
+        parts, ids = filter(None, re.split(f"({CALL_OPEN}|{CALL_CLOSE})", text)), self.tokens
         return " ".join(f"<[{ids[p]}]>" if p in ids else json.dumps(p) for p in parts)
 
 
@@ -243,7 +252,7 @@ class StrictCalls:
                 matcher.consume_token(token)
                 self.is_in_call = not (self._tagged and matcher.is_accepting())
                 continue
-            self._newest = [*self._newest[-len(OPEN) :], token]
+            self._newest = [*self._newest[-len(CALL_OPEN) :], token]
             if (begun := self._begun()) is not None:
                 matcher.reset()
                 matcher.consume_tokens(self._vocabulary.tokenize_str(begun))
@@ -255,7 +264,7 @@ class StrictCalls:
         """What the newest ids have of a call; None if none has begun."""
         text = self._tokenizer.decode(self._newest, clean_up_tokenization_spaces=False)
         if self._tagged:
-            _, opening, begun = text.partition(OPEN)
+            _, opening, begun = text.partition(CALL_OPEN)
             return begun if opening else None
         text = text.lstrip().removeprefix(PYTHON)
         self._is_text |= bool(text) and not text.startswith("{")

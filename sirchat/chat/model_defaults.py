@@ -24,16 +24,16 @@ SAMPLING_PARAMETERS = (
 )
 
 # For a model whose files say nothing of sampling: likely tokens, with little repetition.
-SOUND: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.05}
+FALLBACK_SAMPLING: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.05}
 
-MOST_BUDGET = 4096  # tokens
+MAX_DEFAULT_BUDGET = 4096  # tokens
 
 
 def with_model_defaults(profile: Profile, model: LoadedModel) -> Profile:
     """This profile, in which settings that the user did not set have this model's defaults.
 
     A bundled model keeps the built-in ones. Any other has `default_budget`, recall if it can work,
-    and sampling as its files say, or else `SOUND`.
+    and sampling as its files say, or else `FALLBACK_SAMPLING`.
     """
     if model.name in BUNDLED:
         return profile
@@ -43,7 +43,7 @@ def with_model_defaults(profile: Profile, model: LoadedModel) -> Profile:
     said = dict[str, Any]()
     if profile.model_fields_set.isdisjoint(SAMPLING_PARAMETERS):
         said = _sampling_in_files(model)
-        values |= said or SOUND
+        values |= said or FALLBACK_SAMPLING
     return profile.model_copy(update=values).with_origins(dict.fromkeys(said, "model"))
 
 
@@ -55,7 +55,7 @@ def sampling_in_words(profile: Profile) -> dict[str, str]:
     }
 
 
-def follows_model(profile: Profile, name: str) -> bool:
+def budget_follows_model(profile: Profile, name: str) -> bool:
     """Whether the budget follows from the model: not a bundled one, and the user set no budget."""
     return name not in BUNDLED and "budget" not in profile.model_fields_set
 
@@ -65,10 +65,10 @@ def default_budget(profile: Profile, name: str, context_length: int) -> int:
 
     A default is not below the built-in budget; if the context is shorter, it is the whole context.
     """
-    if not follows_model(profile, name):
+    if not budget_follows_model(profile, name):
         return profile.budget
     least = min(profile.budget, context_length)
-    return max(least, min(MOST_BUDGET, context_length // 2))
+    return max(least, min(MAX_DEFAULT_BUDGET, context_length // 2))
 
 
 def affordable_rows(profile: Profile, name: str, context_length: int) -> int:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sirchat.chat.events import TokenRow
-from sirchat.chat.targets import own_prompt
+from sirchat.chat.targets import template_prompt
 from sirchat.chat.token_rows import Floats, policy_scores, shown_scores, token_rows
-from sirchat.chat.words import is_mark, near_positions, without_template, words_at
+from sirchat.chat.words import is_punctuation, near_positions, without_template, words_at
 from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
 from sirchat.memory.key_values import Positions
@@ -21,7 +21,7 @@ from sirchat.text.detokenizer import Texts
 
 # Edges of the bins of `Histogram`: surprisal in nats; a bin includes its lower edge. They are those
 # of the colours of a theme, so that the histogram counts what has a colour.
-EDGES = (0.0, 0.5, 2.0, 4.0, 7.0, float("inf"))
+SURPRISAL_EDGES = (0.0, 0.5, 2.0, 4.0, 7.0, float("inf"))
 
 _LEAVING = 6  # tokens whose words are named among those that will be evicted next
 
@@ -40,7 +40,7 @@ class HeldShare:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Number of held tokens, and of evicted tokens, in each bin of surprisal (see `EDGES`)."""
+    """How many tokens are held, and evicted, in each bin of `SURPRISAL_EDGES`."""
 
     held: tuple[int, ...]
     evicted: tuple[int, ...]
@@ -113,7 +113,7 @@ def take_snapshot(
         order = ledger.log_decayed_surprisal_of(held) if scores is None else scores
         slots = _strongest(ledger, order, held, strongest)
     slot_scores = None if scores is None else scores[slots]
-    own = own_prompt(ledger, texts)
+    own = template_prompt(ledger, texts)
     return Snapshot(
         model=model,
         policy=profile.policy,
@@ -178,7 +178,7 @@ def _leaving_words(
     surprisal = np.nan_to_num(ledger.column("surprisal")[others])
     best = others[np.argsort(-surprisal, kind="stable")[: 4 * _LEAVING]].tolist()
     shown = texts(ledger.column("token_id")[best].tolist(), best)
-    at = [p for p, text in zip(best, shown, strict=True) if not is_mark(text)][:_LEAVING]
+    at = [p for p, text in zip(best, shown, strict=True) if not is_punctuation(text)][:_LEAVING]
     near = np.asarray(near_positions(at, ledger.seen), np.int64)
     rows = without_template(token_rows(engine, near, texts, sinks, None, roles))
     said_by = sorted({row.role for row in rows})  # of what both said, "user" comes last, and counts
@@ -216,7 +216,7 @@ def _mean_surprisals(ledger: Ledger, bounds: Positions) -> list[float | None]:
 
 def _histogram(ledger: Ledger, held: Positions) -> Histogram:
     surprisal = ledger.column("surprisal")
-    everything = np.histogram(surprisal[~np.isnan(surprisal)], EDGES)[0]
+    everything = np.histogram(surprisal[~np.isnan(surprisal)], SURPRISAL_EDGES)[0]
     present = surprisal[held]
-    stays = np.histogram(present[~np.isnan(present)], EDGES)[0]
+    stays = np.histogram(present[~np.isnan(present)], SURPRISAL_EDGES)[0]
     return Histogram(tuple(stays.tolist()), tuple((everything - stays).tolist()))

@@ -16,7 +16,7 @@ _ANSWER = "Noted."  # the reply to a summary
 
 def summary_size(session: Session, text: str) -> int:
     """How many tokens a summary with this text takes in the cache, where they are pinned."""
-    start, end = session.template.user(PREFIX + text).content
+    start, end = session.template.user_turn(PREFIX + text).content
     return end - start
 
 
@@ -36,9 +36,9 @@ def pin_summary(session: Session, text: str) -> Iterator[Event]:
     freed = sum(row.turn in former and "pinned" in row.flags for row in held)
     more = summary_size(session, text) - freed
     session.engine.evictor.check_pins(more, session.ledger.held_positions)
-    yield from _unshown(session.read_user(PREFIX + text, before="assistant"))
+    yield from _unshown(session.read_user(PREFIX + text, next_role="assistant"))
     session.turns[index].is_summary = True
-    session.recall.nothing = ""  # it is about the user's messages
+    session.recall.nothing_restored_reason = ""  # it is about the user's messages
     try:
         yield from _unshown(session.read_reply(_ANSWER))
         for turn in sorted(former):
@@ -63,7 +63,7 @@ def last_user_message(session: Session) -> str:
     texts = [text for text, is_summary in messages if not is_summary]
     if messages and not texts:
         raise UndoError("there is no message of yours to take back, only a summary")
-    return texts[-1] if texts else session.last_said
+    return texts[-1] if texts else session.undoable_message
 
 
 def undo_summaries(session: Session) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from sirchat.chat.events import Delta, Event, Notice, TurnDone
 from sirchat.chat.session import Session
-from sirchat.chat.why import sentence_behind
-from sirchat.text.call_forms import CLOSE as CALL_END
+from sirchat.chat.why import supporting_sentence
+from sirchat.text.call_forms import CALL_CLOSE
 from sirchat.text.detokenizer import QUESTION_MARKS
-from sirchat.text.transcript import CLOSE, OPEN
+from sirchat.text.transcript import THINK_CLOSE, THINK_OPEN
 
 
 class TaggedText:
@@ -21,11 +21,11 @@ class TaggedText:
         if not new.text or self._thinks == (new.part == "thinking"):
             return new.text
         self._thinks = not self._thinks
-        return (OPEN if self._thinks else CLOSE) + new.text
+        return (THINK_OPEN if self._thinks else THINK_CLOSE) + new.text
 
     def end(self) -> str:
         """What is to be added at the end of the reply."""
-        return CLOSE.rstrip() if self._thinks else ""
+        return THINK_CLOSE.rstrip() if self._thinks else ""
 
 
 class PlainReply:
@@ -71,7 +71,7 @@ class PlainReply:
 
     def _compare(self, answer: str) -> list[str]:
         """Quote the sentence that fits a complete answer; the note says that the text has none."""
-        sentence, is_said = sentence_behind(answer, self._question, self._source)
+        sentence, is_said = supporting_sentence(answer, self._question, self._source)
         asks = bool(self._source) and any(mark in self._question for mark in QUESTION_MARKS)
         if is_said or not asks:
             self.quote = f'the text says: "{sentence}"' if sentence else ""
@@ -82,7 +82,7 @@ class PlainReply:
 
 def calls_tools(turn: TurnDone, session: Session) -> bool:
     """Whether a reply has calls of tools, so that another reply follows it."""
-    return bool(session.toolbox.tools) and turn.text.endswith(CALL_END)
+    return bool(session.toolbox.tools) and turn.text.endswith(CALL_CLOSE)
 
 
 def describe_excess(turn: TurnDone, session: Session, option: str) -> str:
@@ -96,7 +96,7 @@ def describe_excess(turn: TurnDone, session: Session, option: str) -> str:
     held = session.ledger.held_of_turn(turn.index)
     if held == turn.tokens_in:
         return ""
-    enough = session.budget_for(turn.tokens_in)
+    enough = session.smallest_budget_for(turn.tokens_in)
     if enough is None:
         rest = f"the model's context, {session.model.context_length:,} tokens, is too short for all"
     else:
@@ -109,7 +109,7 @@ def raise_budget_for(session: Session, text: str) -> None:
 
     It is at most the model's context, and the KV cache takes at most half of the free memory.
     """
-    told = session.toolbox.told
+    told = session.toolbox.tools_json
     template = session.template_with(told) if told else session.template
     head, turn = template.opening(text, session.profile.system)
     pins = len(head.ids) if head is not None else 0
@@ -118,7 +118,7 @@ def raise_budget_for(session: Session, text: str) -> None:
     if wanted <= session.engine.evictor.divide_budget().evictable:
         return
     most = session.model.affordable_rows
-    budget = max(session.budget, min(session.budget_for(wanted) or most, most))
+    budget = max(session.budget, min(session.smallest_budget_for(wanted) or most, most))
     # If all fits, nothing will be evicted, pinned or not.
     pin_system = session.profile.pin_system and not needed <= budget < wanted
     session.switch("ask", budget=budget, pin_system=pin_system)

@@ -11,7 +11,7 @@ from itertools import starmap
 import numpy as np
 
 from sirchat.chat.events import Delta, Event, Finish, Notice
-from sirchat.chat.state import CUT, ConversationState, UndoPoint
+from sirchat.chat.state import UNFINISHED, ConversationState, UndoPoint
 from sirchat.chat.turn import OpenTurn
 from sirchat.engine.engine import Engine
 from sirchat.engine.generation import Generation, StepResult, step
@@ -25,7 +25,7 @@ from sirchat.text.reply_parts import Piece, ReplyStream
 
 
 @dataclass(eq=False)
-class AfterReply:
+class ReplyCheckpoints:
     """What is known of a reply once it has ended.
 
     `at_end`: the number of tokens seen, and their placement. `before`: the state before the reply,
@@ -69,9 +69,9 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         self._stopped: Stopped | None = None
         self._is_done = False
         self._failure: ContextFullError | None = None
-        self.after = AfterReply()
+        self.after = ReplyCheckpoints()
         self._at, self._said = self._said_before()
-        turn.now.reply, turn.now.pending_ids = turn.stats, list(closing)
+        turn.now.last_reply_stats, turn.now.pending_ids = turn.stats, list(closing)
         turn.stats.finish = "interrupt"  # not changed if the caller takes no more events
 
     def __enter__(self) -> OpenReply:
@@ -101,7 +101,9 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         if self._stopped is not None or self._failure is not None:
             return True
         is_looping = self._loops is not None and self._loops.found
-        return self.generation.left > 0 and (self._parts.has_ended or is_looping or self._stops())
+        return self.generation.tokens_left > 0 and (
+            self._parts.has_ended or is_looping or self._stops()
+        )
 
     def push(self, done: StepResult) -> list[Event]:
         """Take what a step has done; returns the events. Raises what failed in it."""
@@ -131,7 +133,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         turn, stats = self._turn, self._turn.stats
         self.generation.close()
         self._note_finish()
-        if stats.finish in CUT and self._can_go_on:
+        if stats.finish in UNFINISHED and self._can_go_on:
             self.after.cut = state_now(turn.now, turn.engine)
         new = [] if self._failure else self._parts.flush()
         self._said += new
@@ -172,7 +174,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         if self._loops is not None:
             self._loops.push(_joined(said))
             if self._loops.found:  # the user has let it go on
-                self._loops.begin()
+                self._loops.reset()
         return at, said
 
     def _say_why_empty(self, thinking: str) -> Iterator[Notice]:
@@ -180,7 +182,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         stop_id = None if self._stopped is None else self._stopped.stop_id
         stats, texts = self._turn.stats, self._turn.events.texts
         finish, many = stats.finish, f"the {stats.tokens_out:,} tokens"
-        (end,) = [self._parts.end_as_text] if stop_id is None else texts([stop_id], [0])
+        (end,) = [self._parts.stop_text] if stop_id is None else texts([stop_id], [0])
         if finish in ("stop", "control") and thinking:
             yield Notice(f"the reply has no answer: {end} ended it after its reasoning")
         elif finish == "length" and thinking:

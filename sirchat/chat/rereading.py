@@ -24,7 +24,7 @@ from sirchat.memory.ledger import Flag
 from sirchat.models.progress import Progress
 from sirchat.text.detokenizer import tokens_spelling
 from sirchat.text.tool_calls import ToolCall, call_id
-from sirchat.text.transcript import tagged
+from sirchat.text.transcript import join_reasoning
 
 
 @dataclass(frozen=True)
@@ -68,19 +68,21 @@ def read_again(
             lost += _read_prompt(session, prompt, pinned=pinned)
         elif turn.role == "user":
             following = turns[number + 1].role if number + 1 < len(turns) else None
-            list(session.read_user(turn.text, before=following))
+            list(session.read_user(turn.text, next_role=following))
             session.turns[-1].is_summary = turn.is_summary
         elif turn.role == "tool":
             following = turns[number + 1].role if number + 1 < len(turns) else None
             call = calls.pop(0) if calls else ToolCall(call_id(number), "tool", "{}")
-            list(read_result(session, call, turn.text, session.last_said, before=following))
+            list(
+                read_result(session, call, turn.text, session.undoable_message, next_role=following)
+            )
         else:
             calls, given = calls_in(session, turn.text)
-            list(session.read_reply(tagged(turn.thinking, turn.text), given=given))
+            list(session.read_reply(join_reasoning(turn.thinking, turn.text), given=given))
             session.turns[-1].text, session.turns[-1].thinking = turn.text, turn.thinking
         if turn.is_left_out:
             session.turns[-1].is_left_out, last = True, len(session.turns) - 1
-            session.engine.evictor.leave_out(session.ledger.of_turn(last))
+            session.engine.evictor.evict_until_recalled(session.ledger.of_turn(last))
         for index in range(done, done := len(session.turns)):
             session.mark_torn(index, turns[index].torn)
             lost += _pin_again(session, index, parts.get(index, []))
@@ -94,18 +96,23 @@ def read_again(
             session.turns[number] = Turn("system")
     for new, old in zip(session.turns, turns, strict=False):
         new.time = old.time
-    session.state.repinned, session.state.unpinned = (len(_own_pins(session)), lost), unpinned
+    session.state.repinned, session.state.unpinned_sentences = (
+        (len(_own_pins(session)), lost),
+        unpinned,
+    )
 
 
-def read_whole(session: Session, progress: Progress | None = None) -> Session:
+def reread_session(session: Session, progress: Progress | None = None) -> Session:
     """A new session that has read all turns of `session` again, so that they can be undone."""
     again = Session(session.model, session.profile)
-    read_again(again, session.turns, pinned_text(session), session.state.unpinned, progress)
+    read_again(
+        again, session.turns, pinned_text(session), session.state.unpinned_sentences, progress
+    )
     again.state.attempt = session.state.attempt  # another reply gets other numbers
     return again
 
 
-def read_before_last(session: Session, progress: Progress | None = None) -> Session:
+def reread_before_last_message(session: Session, progress: Progress | None = None) -> Session:
     """A new session that has read all turns before the last user turn, under its system prompt.
 
     Raises UndoError if there is no user turn.
@@ -117,7 +124,7 @@ def read_before_last(session: Session, progress: Progress | None = None) -> Sess
         pinned = np.intersect1d(pinned, point.pinned)
     again = Session(session.model, _profile_at(session, start))
     pins = pinned_text(session, pinned)
-    read_again(again, session.turns[:start], pins, session.state.unpinned, progress)
+    read_again(again, session.turns[:start], pins, session.state.unpinned_sentences, progress)
     return again
 
 
@@ -142,7 +149,7 @@ def rewind(session: Session, count: int) -> bool:
     except UndoError:
         start = asked[-count]
         before, pins = session.turns[:start], pinned_text(session)
-        unpinned = session.state.unpinned
+        unpinned = session.state.unpinned_sentences
         profile = _profile_at(session, start)
         session.reset()
         session.note_profile(profile)
@@ -151,7 +158,7 @@ def rewind(session: Session, count: int) -> bool:
     return False
 
 
-def copied(session: Session, limit: int | None = None) -> Session | None:
+def copy_session(session: Session, limit: int | None = None) -> Session | None:
     """An independent copy of the session in the same state, without reading.
 
     If all keys and values are larger than `limit` bytes, it has only those of the held tokens; if
@@ -165,21 +172,21 @@ def copied(session: Session, limit: int | None = None) -> Session | None:
         return None
     points = [replace(point, state=deepcopy(point.state)) for point in session.undo_points]
     attention = session.ledger.attention.checkpoint(rows.positions)
-    copy.load(session.save(), deepcopy(session.state), rows, attention, points)
+    copy.load(session.engine.save(), deepcopy(session.state), rows, attention, points)
     return copy
 
 
-def copied_beginning(session: Session, profile: Profile) -> Session | None:
+def copy_system_prompt(session: Session, profile: Profile) -> Session | None:
     """A session that has read the system prompt of `session`, of which only one id is read again.
 
-    None if that is not as it was when it was read, or can't be copied.
+    None if that is not as it was when it was read, or can't be copy_session.
     """
-    prompt, engine = session.state.system, session.engine
+    prompt, engine = session.state.system.positions, session.engine
     at, flags = np.arange(prompt.stop), session.ledger.column("flags")[: prompt.stop]
     copy, held = Session(session.model, profile), session.ledger.held_positions
     is_whole = not prompt.start and not (flags & np.uint8(Flag.ERASED | Flag.EXCLUDED)).any()
     is_there = is_whole and len(at) > 1 and bool(np.isin(at, held).all())
-    if not is_there or engine.cache.has_state or session.ledger.attention.is_counted:
+    if not is_there or engine.cache.has_state or session.ledger.attention.has_records:
         return None
     try:
         if profile.pin_system:
@@ -193,8 +200,10 @@ def copied_beginning(session: Session, profile: Profile) -> Session | None:
     rows["turn"], rows["round"], rows["birth_decay"] = 0, 0, 0.0
     saved = replace(now, rows=rows, held=at, log_decay=0.0, logits=None, round=0)
     turn, state = replace(session.turns[0]), ConversationState()
-    state.turns, state.system, state.prompt = [turn], prompt, session.state.prompt
-    written = engine.cache.first_written(torch.from_numpy(at), at)  # the first ones are in order
+    state.turns, state.system = [turn], session.state.system
+    written = engine.cache.first_written_rows(
+        torch.from_numpy(at), at
+    )  # the first ones are in order
     copy.load(saved, state, written.to("cpu"))
     copy.ledger.pin(prompt, profile.pin_system)
     copy.engine.reader.read_last_again()
@@ -233,8 +242,8 @@ def repinned_note(session: Session) -> str:
 
 def _own_pins(session: Session) -> Positions:
     """Positions of the tokens that the user pinned, not of what `pin_system` pins."""
-    pinned, prompt = session.ledger.pinned_positions, session.state.system
-    pinned = np.setdiff1d(pinned, session.state.heads)
+    pinned, prompt = session.ledger.pinned_positions, session.state.system.positions
+    pinned = np.setdiff1d(pinned, session.state.result_pins)
     if not session.profile.pin_system:
         return pinned
     return pinned[(pinned < prompt.start) | (pinned >= prompt.stop)]
@@ -269,11 +278,11 @@ def _pin_newest(session: Session, pins: Positions, more: int = 0) -> int:
     ledger, before = session.ledger, _own_pins(session)
     division = session.engine.evictor.divide_budget()
     after = pins
-    if division.most_pins is not None:
+    if division.max_pins is not None:
         costly = pins[pins >= division.sinks]
         others = np.setdiff1d(ledger.pinned_positions, before)
         others = np.intersect1d(others, ledger.held_positions)
-        room = max(0, division.most_pins - int((others >= division.sinks).sum()) - more)
+        room = max(0, division.max_pins - int((others >= division.sinks).sum()) - more)
         after = np.setdiff1d(pins, costly[: max(0, len(costly) - room)])
     for positions, pinned in (
         (np.setdiff1d(before, after), False),
@@ -290,7 +299,9 @@ def _read_prompt(session: Session, prompt: str | None, *, pinned: bool) -> int:
     Returns how many of the user's pins were unpinned to make room for it.
     """
     session.switch("system", system=None)  # else the same prompt would not be read again
-    size = len(session.template.system(prompt).ids) if prompt and pinned and session.seen else 0
+    size = (
+        len(session.template.system_turn(prompt).ids) if prompt and pinned and session.seen else 0
+    )
     lost = _pin_newest(session, _own_pins(session), size)
     session.switch("system", system=prompt, pin_system=pinned)
     return lost

@@ -10,7 +10,7 @@ from typing import Any
 from sirchat.chat.events import Delta, Event, Notice, Reading, TurnDone, Undone
 from sirchat.chat.session import Session
 from sirchat.chat.settings import undone_at_end, updated_profile
-from sirchat.chat.state import CUT, UndoPoint, reply_at_end
+from sirchat.chat.state import UNFINISHED, UndoPoint, last_generated_reply
 from sirchat.chat.turn import Interrupted, never
 from sirchat.errors import UsageError
 from sirchat.memory.registry import BEST_RETRIEVER
@@ -43,18 +43,18 @@ def retriever_for_retry(session: Session, name: str) -> str:
     return name or (BEST_RETRIEVER if usual == "off" else usual)
 
 
-def retry_with(
+def retry_with_sampling(
     session: Session, settings: dict[str, Any], interrupted: Interrupted = never
 ) -> Iterator[Event]:
     """Replace the last reply under `settings` of sampling, and say whether it is another.
 
     Raises what `Session.retry` does.
     """
-    before = reply_at_end(session.ledger, session.turns)
-    with temporarily(session, "/retry", settings):
+    before = last_generated_reply(session.ledger, session.turns)
+    with temporary_settings(session, "/retry", settings):
         temperature, top_k = session.profile.temperature, session.profile.top_k
         yield from session.retry(interrupted)
-    if before is None or before != reply_at_end(session.ledger, session.turns):
+    if before is None or before != last_generated_reply(session.ledger, session.turns):
         yield Notice("the last reply is replaced by this one")
         return
     hint = "try /retry --temperature 0.7 --top-k 40"
@@ -65,7 +65,7 @@ def retry_with(
         yield Notice(f"the reply is the same; {hint}")
 
 
-def retry_under(
+def retry_with_settings(
     session: Session,
     updates: dict[str, Any],
     describe: Callable[[Session], str],
@@ -80,16 +80,16 @@ def retry_under(
         raise UsageError("/retry under other settings can't call tools", hint="/retry alone can")
     # The model answers in a trial, which is undone. Then it reads the message, and the tokens of
     # the new reply, under the usual settings: so the cache is as if these had given that reply.
-    text, attempt = session.last_said, session.state.attempt
+    text, attempt = session.undoable_message, session.state.attempt
     updated_profile(session.profile, session.model, "/retry", updates)
-    before = reply_at_end(session.ledger, session.turns)
+    before = last_generated_reply(session.ledger, session.turns)
     yield from session.undo(keep_pins=True)
     try:
         with trial(session, "/retry", updates):
             for event in session.ask(text, interrupted, attempt=attempt + 1):
                 if isinstance(event, Reading | Delta | Notice):
                     yield event
-            reply, note = reply_at_end(session.ledger, session.turns), describe(session)
+            reply, note = last_generated_reply(session.ledger, session.turns), describe(session)
     except BaseException:
         if before is not None:
             list(session.ask(text, attempt=attempt, reply=before))
@@ -107,14 +107,14 @@ def go_on(session: Session, interrupted: Interrupted = never) -> Iterator[Event]
 
     Raises UsageError if it is complete, and UndoError if its message can't be undone.
     """
-    reply = reply_at_end(session.ledger, session.turns)
-    if reply is None or reply.finish not in CUT:
+    reply = last_generated_reply(session.ledger, session.turns)
+    if reply is None or reply.finish not in UNFINISHED:
         raise UsageError("the last reply is complete", hint="/retry replaces it by another")
     events = session.go_on(reply, interrupted)
     try:
         first = next(events)
     except LookupError:  # a resumed chat, for example: the model generates the reply again
-        text, attempt, said = session.last_said, session.state.attempt, len(reply.ids)
+        text, attempt, said = session.undoable_message, session.state.attempt, len(reply.ids)
     else:
         yield first
         yield from events
@@ -123,10 +123,10 @@ def go_on(session: Session, interrupted: Interrupted = never) -> Iterator[Event]
 
     def stops() -> bool:
         is_begun = session.turns[-1].role == "assistant"
-        return is_begun and session.state.reply.tokens_out >= said and interrupted()
+        return is_begun and session.state.last_reply_stats.tokens_out >= said and interrupted()
 
     for event in session.ask(text, stops, attempt=attempt, reply=replace(reply, finish=None)):
-        written = session.state.reply.tokens_out
+        written = session.state.last_reply_stats.tokens_out
         if isinstance(event, Delta) and written <= said:
             yield Reading(written, said)
         elif not isinstance(event, Notice | TurnDone) or written > said:
@@ -149,7 +149,7 @@ def trial(session: Session, source: str, updates: dict[str, Any]) -> Iterator[No
 
 
 @contextmanager
-def temporarily(session: Session, source: str, updates: Mapping[str, Any]) -> Iterator[None]:
+def temporary_settings(session: Session, source: str, updates: Mapping[str, Any]) -> Iterator[None]:
     """Context manager: the settings `updates` hold in it, and the old ones after it.
 
     Error messages begin with `source`, the command that changes the settings.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,22 +17,34 @@ from sirchat.chat.conversation import Conversation
 from sirchat.chat.events import Ended, Erased, Event, Notice, Pinned, TokenRow, Undone
 from sirchat.chat.panel_snapshot import Snapshot, take_snapshot
 from sirchat.chat.settings import all_or_nothing, build_cache_settings, updated_profile
-from sirchat.chat.state import ConversationState, Reply, UndoPoint
-from sirchat.chat.statements import Said, StatedFact, fit_rules, sentences_at, stated_in
+from sirchat.chat.state import (
+    ConversationState,
+    GeneratedReply,
+    RetriedMessage,
+    SystemPrompt,
+    UndoPoint,
+)
+from sirchat.chat.statements import (
+    StatedFact,
+    StatementCache,
+    find_statements,
+    sentences_at,
+    unpin_excess_rules,
+)
 from sirchat.chat.targets import (
     Target,
     erase_target,
     positions_of,
-    tokens_asked,
     tokens_to_erase,
-    told_of,
+    tokens_to_restore,
+    without_generated,
 )
 from sirchat.chat.tool_loop import ChatTool, Toolbox, answer_with_tools, reply_format
 from sirchat.chat.turn import Interrupted, never
 from sirchat.chat.why import AttentionPaid, TokenRank, attention_paid, token_ranks
 from sirchat.config.profile import Profile
-from sirchat.engine.budget import budget_for
-from sirchat.engine.sampling import Allowed
+from sirchat.engine.budget import smallest_budget_for
+from sirchat.engine.sampling import TokenFilter
 from sirchat.engine.types import EngineState, RestoredRows
 from sirchat.errors import UndoError
 from sirchat.memory.attention import AttentionCheckpoint
@@ -59,7 +72,7 @@ class Session(Conversation):
         erasures: number of calls of `erase`, after which saved text must be written again.
         toolbox: the tools that the model may call.
         formats: limits replies to JSON, if the setting `json_schema` says so.
-        last_reply: what is known of the last reply.
+        reply_checkpoints: what is known of the last reply.
 
     `rows_in_events`: whether events list the tokens themselves, not only their positions.
     """
@@ -74,7 +87,9 @@ class Session(Conversation):
     @property
     def speed(self) -> float:
         """Tokens per second of the current or the last reply; 0 before the first reply."""
-        return self.state.reply.tokens_out / max(self.state.reply.seconds_decode, 1e-9)
+        return self.state.last_reply_stats.tokens_out / max(
+            self.state.last_reply_stats.seconds_decode, 1e-9
+        )
 
     @property
     def memory(self) -> list[DeviceMemory]:
@@ -82,7 +97,7 @@ class Session(Conversation):
         return memory_by_device(self.model.module, self.engine.cache, self.engine.store.archive)
 
     @property
-    def last_said(self) -> str:
+    def undoable_message(self) -> str:
         """Text of the user turn that `undo` takes back; raises UndoError if there is none."""
         if not self.undo_points:
             is_off = self.seen and self.profile.archive == "off"
@@ -90,9 +105,11 @@ class Session(Conversation):
             raise UndoError("there is no message to undo", hint=hint)
         return self.undo_points[-1].text
 
-    def budget_for(self, tokens: int) -> int | None:
+    def smallest_budget_for(self, tokens: int) -> int | None:
         """The smallest budget that holds a message of `tokens` tokens; None if none is enough."""
-        return budget_for(tokens, self.engine.settings, self.ledger, self.model.context_length)
+        return smallest_budget_for(
+            tokens, self.engine.settings, self.ledger, self.model.context_length
+        )
 
     def ask(
         self,
@@ -100,8 +117,8 @@ class Session(Conversation):
         interrupted: Interrupted = never,
         *,
         attempt: int = 0,
-        reply: Reply | None = None,
-        allowed: Allowed | None = None,
+        reply: GeneratedReply | None = None,
+        allowed: TokenFilter | None = None,
         tools: Sequence[ChatTool | Callable[..., object]] | None = None,
     ) -> Iterator[Event]:
         """Read a user turn and answer it, with calls of `tools`; by default those of `toolbox`.
@@ -111,7 +128,7 @@ class Session(Conversation):
         `json_schema` can't be kept.
         """
         box = self.toolbox if tools is None else Toolbox(tools)
-        yield from self._tell_tools(box.told)
+        yield from self._tell_tools(box.tools_json)
         if allowed is None and (reply is None or reply.finish is None):
             allowed = yield from reply_format(self, box, reply)
         yield from self.read_question(text, interrupted)
@@ -120,14 +137,14 @@ class Session(Conversation):
 
     def _tell_tools(self, told: str) -> list[Event]:
         """Let the model read of the tools `told`, in place of those that it was told before."""
-        is_new = told != self.state.tools
+        is_new = told != self.state.tools_json
         template = self.template_with(told or None) if told or is_new else self.template
         events = self.switch("tools", never, template) if self.seen and is_new else []
-        self.state.tools = told
+        self.state.tools_json = told
         self.template = template
         return events
 
-    def go_on(self, begun: Reply, interrupted: Interrupted = never) -> Iterator[Event]:
+    def go_on(self, begun: GeneratedReply, interrupted: Interrupted = never) -> Iterator[Event]:
         """Go on with the last reply, which was cut after `begun`, as if it had not been cut.
 
         Raises LookupError if more was read since, or if a token is lost: memory and turns stay as
@@ -135,7 +152,7 @@ class Session(Conversation):
         """
         allowed = yield from reply_format(self, self.toolbox, begun)
         self.undo_reply(to_cut=True)
-        turn = self._open_turn(self.state.reply)
+        turn = self._open_turn(self.state.last_reply_stats)
         yield from self.begin_reply(interrupted, allowed=allowed, turn=turn).events()
 
     def retry(self, interrupted: Interrupted = never, text: str | None = None) -> Iterator[Event]:
@@ -145,7 +162,7 @@ class Session(Conversation):
         """
         attempt = 0
         if text is None:
-            text = self.last_said
+            text = self.undoable_message
             attempt = self.state.attempt + 1
         yield from reply_format(self, self.toolbox)  # it may be refused
         yield from self.undo(keep_pins=True)
@@ -157,11 +174,13 @@ class Session(Conversation):
         The settings stay, but for the system prompt; with `keep_pins`, all pins stay. Raises
         UndoError, changing nothing, if there is no such turn, or if a token is no longer archived.
         """
-        text = self.last_said
+        text = self.undoable_message
         point = self.undo_points[-1]
         since = enumerate(self.turns[point.turns :], point.turns)
         turn = next((at for at, one in since if one.role == "user"), -1)
-        own = np.isin(self.ledger.of_turn(turn, Role.USER), self.ledger.own_pins(0)).nonzero()[0]
+        own = np.isin(
+            self.ledger.of_turn(turn, Role.USER), self.ledger.pins_except_rules(0)
+        ).nonzero()[0]
         try:
             self.engine.undo(point.checkpoint, keep_pins=keep_pins)
         except LookupError:
@@ -171,15 +190,15 @@ class Session(Conversation):
         self.recall.undo()
         torn = [text for turn in self.turns[point.turns :] for text in turn.torn]
         self.state = point.restored_state(self.state, keep_pins=keep_pins)
-        self.state.torn = tuple(torn) if keep_pins else ()
         # Set in both cases: the state at the point may be that of an answer given again.
-        self.state.pinned_since = (text, tuple(own.tolist())) if keep_pins else ("", ())
-        prompt, profile = self.state.prompt, self.profile
+        kept = RetriedMessage(text, tuple(own.tolist()), tuple(torn))
+        self.state.retried = kept if keep_pins else RetriedMessage()
+        prompt, profile = self.state.system.text, self.profile
         is_other = prompt != profile.system or point.pin_system != profile.pin_system
         if is_other and self.seen:
             self.profile = profile.model_copy(update={"system": prompt})
-            self.ledger.pin(self.state.system, profile.pin_system)
-            self.engine.evictor.exclude(np.asarray(self.state.system), excluded=False)
+            self.ledger.pin(self.state.system.positions, profile.pin_system)
+            self.engine.evictor.exclude(np.asarray(self.state.system.positions), excluded=False)
         return [Undone(len(self.turns), text, self.resident, self.seen)]
 
     def switch(
@@ -203,23 +222,22 @@ class Session(Conversation):
         template = template or self.template
         prompt = None
         if is_replaced and (profile.system or template.tools):
-            prompt = template.system(profile.system or "")
+            prompt = template.system_turn(profile.system or "")
         size = len(prompt.ids) if prompt is not None else 0
         with all_or_nothing(self.engine):
-            events = fit_rules(self.engine, self._texts, settings)
+            events = unpin_excess_rules(self.engine, self._texts, settings)
             if is_replaced or profile.pin_system != before.pin_system:
-                self.ledger.pin(state.system, profile.pin_system and not is_replaced)
+                self.ledger.pin(state.system.positions, profile.pin_system and not is_replaced)
             moves = self.engine.evictor.switch(settings, size if profile.pin_system else 0)
             if is_replaced:
-                moves += self.engine.evictor.exclude(np.asarray(state.system))
+                moves += self.engine.evictor.exclude(np.asarray(state.system.positions))
             self.engine.require_room(size)
         self.profile = profile
         self.template = template
         if settings.recall is None and before.recall != "off":
             self.recall.undo()  # what it found last is no longer reported
         if is_replaced:
-            state.system = range(0)
-            state.prompt = None
+            state.system = SystemPrompt()
         events += self._events.moved(state.last_turn, moves)
         restored = sum(len(move.positions) for move in moves if isinstance(move, RestoredRows))
         events += self._events.switched(self.model, before, profile, restored, template)
@@ -246,9 +264,9 @@ class Session(Conversation):
 
         Raises UsageError if no token is meant.
         """
-        asked = tokens_asked(target, self.engine, self._texts, self.state, around, self.recall)
+        asked = tokens_to_restore(target, self.engine, self._texts, self.state, around, self.recall)
         moves = self.engine.evictor.begin_recall(asked, incoming=0)
-        self.state.asked = asked.tolist()
+        self.state.restored_by_user = asked.tolist()
         return [*self._events.moved(self.state.last_turn, moves), *self._events.take_problems()]
 
     def pin(self, target: Target, pinned: bool = True) -> list[Event]:
@@ -260,12 +278,12 @@ class Session(Conversation):
         """
         positions = self._positions_of(target, self.engine.store.recallable())
         if pinned and isinstance(target, str):  # all tokens of a turn are of one writer
-            positions = told_of(positions, self.ledger, self.state)
+            positions = without_generated(positions, self.ledger, self.state)
         moves = self.engine.evictor.pin(positions, pinned)
         self.ledger.release_rules(positions)  # from now on they are the user's choice
         said = sentences_at(self.ledger, self._texts, positions)
-        before = self.state.unpinned
-        self.state.unpinned = before - said if pinned else before | said
+        before = self.state.unpinned_sentences
+        self.state.unpinned_sentences = before - said if pinned else before | said
         events = self._events.moved(self.state.last_turn, moves)
         events += [Pinned(len(positions), pinned, self.resident), *self._events.take_problems()]
         if not self.engine.settings.policy.honours_pins:
@@ -281,16 +299,16 @@ class Session(Conversation):
         count, prompt = erase_target(
             target, self.engine, self._texts, self.state, self.profile.system
         )
-        self.state.prompt = prompt
+        self.state.system = replace(self.state.system, text=prompt)
         self.profile = self.profile.model_copy(update={"system": prompt})
         self.undo_points = []
-        self._said = Said()
-        unpinned = [turn for turn, _ in self.state.unpinned]
+        self._statement_cache = StatementCache()
+        unpinned = [turn for turn, _ in self.state.unpinned_sentences]
         at = np.flatnonzero(np.isin(self.ledger.column("turn"), unpinned))
-        self.state.unpinned &= sentences_at(self.ledger, self._texts, at)
+        self.state.unpinned_sentences &= sentences_at(self.ledger, self._texts, at)
         self.recall.erase_words()
         self.erasures += 1
-        self.last_reply.cut = None
+        self.reply_checkpoints.cut = None
         return [Erased(count, self.resident)]
 
     def tokens_to_erase(self, target: str) -> Positions:
@@ -305,13 +323,19 @@ class Session(Conversation):
 
     def facts(self, words: str = "") -> list[StatedFact]:
         """The user's pinned rules, then the facts stated; with `words`, those that have all."""
-        return stated_in(
-            self.model, self.template, self.ledger, self._texts, self.turns, self._said, words
+        return find_statements(
+            self.model,
+            self.template,
+            self.ledger,
+            self._texts,
+            self.turns,
+            self._statement_cache,
+            words,
         )
 
     def attention_paid(self, turn: int) -> AttentionPaid:
         """The attention that the reply with turn index `turn` paid to the held tokens before it."""
-        return attention_paid(self.engine, turn, self.last_reply.at_end, self.profile.sinks)
+        return attention_paid(self.engine, turn, self.reply_checkpoints.at_end, self.profile.sinks)
 
     def tokens(self, positions: Sequence[int]) -> tuple[TokenRow, ...]:
         """A record of each token, held or evicted, at these stream positions (ascending)."""
@@ -342,10 +366,6 @@ class Session(Conversation):
     def closing_event(self) -> Ended:
         """The event that ends the session."""
         return self._events.ended(self.state)
-
-    def save(self, start: int = 0) -> EngineState:
-        """The engine's state, without keys and values, and the ledger's rows from `start` on."""
-        return self.engine.save(start)
 
     def load(
         self,

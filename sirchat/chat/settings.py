@@ -8,12 +8,12 @@ from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from sirchat.chat.state import Reply
+from sirchat.chat.state import GeneratedReply
 from sirchat.config.profile import FIXED_SETTINGS, Profile, parse_size
 from sirchat.config.profile_files import changed_profile
 from sirchat.config.values import parse_value
 from sirchat.engine.engine import Engine
-from sirchat.engine.sampling import Allowed, Continued, Sampler, Sampling
+from sirchat.engine.sampling import ForcedPrefixSampler, Sampler, Sampling, TokenFilter
 from sirchat.engine.types import CacheSettings, EngineCheckpoint, RecallSettings
 from sirchat.errors import SettingError, TranscriptError, did_you_mean
 from sirchat.memory.policies import import_typed, policy_class, refuse_untrusted
@@ -107,7 +107,7 @@ def build_sampling(profile: Profile) -> Sampling:
 
 
 def build_sampler(
-    profile: Profile, reply: Reply | None, attempt: int, allowed: Allowed | None
+    profile: Profile, reply: GeneratedReply | None, attempt: int, allowed: TokenFilter | None
 ) -> tuple[Sampler, int]:
     """The sampler of a reply, and how many ids it may choose at most.
 
@@ -118,7 +118,7 @@ def build_sampler(
     if reply is None:
         return Sampler(sampling, attempt, allowed), most
     more = most if reply.finish is None else 0
-    return Continued(reply.ids, sampling, attempt, allowed), len(reply.ids) + more
+    return ForcedPrefixSampler(reply.ids, sampling, attempt, allowed), len(reply.ids) + more
 
 
 def check_profile(profile: Profile, model: LoadedModel) -> None:
@@ -245,7 +245,7 @@ def undone_at_end(engine: Engine) -> Iterator[EngineCheckpoint]:
     Yields a checkpoint of the engine's state before.
     """
     settings, checkpoint = engine.settings, engine.checkpoint()
-    with engine.store.unlimited():
+    with engine.store.without_limit():
         try:
             yield checkpoint
         finally:

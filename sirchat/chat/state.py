@@ -13,7 +13,7 @@ from sirchat.engine.types import EngineCheckpoint
 from sirchat.memory.ledger import Ledger, Role
 from sirchat.text.times import TimeRange
 
-CUT: Final = ("length", "loop", "interrupt")  # how a reply ends that can go on
+UNFINISHED: Final = ("length", "loop", "interrupt")  # how a reply ends that can go on
 
 _UNDO_DEPTH = 64  # user turns
 _UNDO_STATE_BYTES = 1 << 28  # of all saved states of a hybrid model's recurrent layers
@@ -55,7 +55,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Reply:
+class GeneratedReply:
     """A reply that the model generated: its token ids, and the reason why it ended.
 
     `finish` None: the reply has begun with these ids, and the model is to go on after them.
@@ -65,12 +65,30 @@ class Reply:
     finish: Finish | None
 
 
-def reply_at_end(ledger: Ledger, turns: Sequence[Turn]) -> Reply | None:
-    """The last turn as a `Reply`; None if there is none, or if it is not of the assistant."""
+def last_generated_reply(ledger: Ledger, turns: Sequence[Turn]) -> GeneratedReply | None:
+    """The last turn, if the model wrote it; else None."""
     if not turns or turns[-1].role != "assistant":
         return None
     said = ledger.of_turn(len(turns) - 1, Role.ASSISTANT)
-    return Reply(tuple(ledger.column("token_id")[said].tolist()), turns[-1].finish)
+    return GeneratedReply(tuple(ledger.column("token_id")[said].tolist()), turns[-1].finish)
+
+
+@dataclass(frozen=True)
+class SystemPrompt:
+    """The system prompt in force: the stream positions of its tokens, and its text."""
+
+    positions: range = range(0)
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class RetriedMessage:
+    """A message that was undone to be answered again, and what is to be kept of it."""
+
+    text: str = ""
+    # Indices within the message, as more or less may stand before it when it is read again.
+    pinned_tokens: tuple[int, ...] = ()
+    torn: tuple[str, ...] = ()  # as `Turn.torn`
 
 
 @dataclass
@@ -78,33 +96,28 @@ class ConversationState:
     """The state of a conversation, but for its tokens and KV cache, which the engine stores."""
 
     turns: list[Turn] = field(default_factory=list)  # the last may be incomplete
-    saved: int = 0  # the first turns, so many, are saved as they are; set by whoever saves
+    saved_turns: int = 0  # the first turns, so many, are saved as they are; set by whoever saves
     round: int = 0  # number of user turns so far
     in_round: bool = False  # until the reply to the last user turn is complete
-    system: range = range(0)  # stream positions of the current system prompt
-    prompt: str | None = None  # text of the current system prompt
-    tools: str = ""  # the tools that the model was told of, as JSON
-    # Positions of the beginnings of results that are pinned until the next reply is complete.
-    heads: list[int] = field(default_factory=list)
+    system: SystemPrompt = SystemPrompt()
+    tools_json: str = ""  # the tools that the model was told of
+    # Positions of the beginnings of tools' results, pinned until the next reply is complete.
+    result_pins: list[int] = field(default_factory=list)
     # Positions of tokens that the user has restored until the next reply is complete.
-    asked: list[int] = field(default_factory=list)
-    reply: TurnStats = field(default_factory=lambda: TurnStats(0, ""))  # of the last reply
+    restored_by_user: list[int] = field(default_factory=list)
+    last_reply_stats: TurnStats = field(default_factory=lambda: TurnStats(0, ""))
     # If a turn was cut off: the template's ids that must follow it, read before the next turn.
     pending_ids: list[int] = field(default_factory=list)
-    # Of the last user turn: `TurnIds.header`.
-    header: list[int] | None = None
+    reply_header: list[int] | None = None  # of the last user turn: `TurnIds.header`
     totals: TurnStats = field(default_factory=lambda: TurnStats(0, ""))  # generated tokens, seconds
     attempt: int = 0  # number of retries of the last turn
     # After the text was read again: of the tokens that the user had pinned, how many are pinned
     # again, and how many are not.
     repinned: tuple[int, int] = (0, 0)
-    # The last message that was undone to be answered again, and which of its tokens the user had
-    # pinned: numbers within the message, as more or less may stand before it when it is read again.
-    pinned_since: tuple[str, Sequence[int]] = "", ()
-    torn: tuple[str, ...] = ()  # of the last turn that was undone to be answered again
+    retried: RetriedMessage = RetriedMessage()
     # Turn and text of each sentence of the user's that the user unpinned: no rule there is pinned
     # again when the message is answered again.
-    unpinned: frozenset[tuple[int, str]] = frozenset()
+    unpinned_sentences: frozenset[tuple[int, str]] = frozenset()
 
     @property
     def roles(self) -> list[str]:
@@ -143,7 +156,7 @@ class ConversationState:
         """End the turn that has the counts `stats`: store its text, and add to the totals."""
         turn = self.turns[stats.index]
         turn.text, turn.finish, turn.thinking = text, stats.finish, thinking
-        self.saved = min(self.saved, stats.index)
+        self.saved_turns = min(self.saved_turns, stats.index)
         self.totals.tokens_out += stats.tokens_out
         self.totals.seconds_prefill += stats.seconds_prefill
         self.totals.seconds_decode += stats.seconds_decode
@@ -180,7 +193,12 @@ class UndoPoint:
         What the user restored since then is still asked for; with `keep_pins`, what the user
         unpinned stays unpinned.
         """
-        unpinned = now.unpinned if keep_pins else self.state.unpinned
-        turns, saved = now.turns[: self.turns], min(now.saved, self.turns)
-        asked = {*self.state.asked, *(at for at in now.asked if at < self.checkpoint.cache.seen)}
-        return replace(self.state, turns=turns, saved=saved, unpinned=unpinned, asked=sorted(asked))
+        seen, unpinned = self.checkpoint.cache.seen, self.state.unpinned_sentences
+        restored = {position for position in now.restored_by_user if position < seen}
+        return replace(
+            self.state,
+            turns=now.turns[: self.turns],
+            saved_turns=min(now.saved_turns, self.turns),
+            unpinned_sentences=now.unpinned_sentences if keep_pins else unpinned,
+            restored_by_user=sorted(restored.union(self.state.restored_by_user)),
+        )

@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.chat.corrections import (
-    CORRECTS,
-    SAME_THING,
-    TELLS,
-    form_of,
+    CORRECTION_WORDS,
+    FIRST_PERSON_STATEMENT,
+    SAME_SUBJECT_COSINE,
+    has_more_clauses,
     may_replace,
-    states_more,
+    statement_form,
 )
 from sirchat.chat.events import Event, Notice, Pinned
 from sirchat.chat.rule_forms import is_rule, preference_in
-from sirchat.chat.state import ConversationState, Turn
+from sirchat.chat.state import ConversationState, RetriedMessage, Turn
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import CacheSettings
 from sirchat.errors import SettingError, format_value
@@ -60,11 +60,11 @@ class StatedFact:
     @property
     def is_newer_in_part(self) -> bool:
         """Whether the later message leaves something of what this sentence states."""
-        return bool(self.newer_text) and states_more(self.text, self.newer_text)
+        return bool(self.newer_text) and has_more_clauses(self.text, self.newer_text)
 
 
 @dataclass
-class Said:
+class StatementCache:
     """The vectors [D] of sentences that were said, and the facts found last."""
 
     vectors: dict[str, Tensor] = field(default_factory=dict)
@@ -76,7 +76,7 @@ def pin_rules(
     texts: Texts,
     encoder: Encoder,
     state: ConversationState,
-    known: Said,
+    known: StatementCache,
     *,
     is_wanted: bool,
 ) -> Iterator[Event]:
@@ -87,11 +87,11 @@ def pin_rules(
     turn's tokens. Those of its sentences become `known`.
     """
     turn, evictor, ledger = state.last_turn, engine.evictor, engine.ledger
-    (said, pins), state.pinned_since = state.pinned_since, ("", ())
-    if pins and said == state.turns[turn].text:
+    retried, state.retried = state.retried, RetriedMessage()
+    if retried.pinned_tokens and retried.text == state.turns[turn].text:
         at = ledger.of_turn(turn, Role.USER)
         try:
-            asked = at[np.isin(np.arange(len(at)), pins)]
+            asked = at[np.isin(np.arange(len(at)), retried.pinned_tokens)]
             if gone := len(asked) - evictor.pin_held(asked):
                 of = f"{gone:,} of the tokens that you had pinned in this message"
                 yield Notice(f"evicted, and not pinned again: {of}")
@@ -102,7 +102,7 @@ def pin_rules(
         # Where tools have changed since, system prompts stand between, or no longer.
         was_unpinned = any(
             text in whole and all(one.role == "system" for one in state.turns[at:turn])
-            for at, whole in state.unpinned
+            for at, whole in state.unpinned_sentences
         )
         is_own = np.isin(positions, ledger.pinned_positions).all()
         if not is_wanted or was_unpinned or is_own:  # before the message was read again
@@ -112,7 +112,7 @@ def pin_rules(
         try:
             _check_size(engine, positions)
             old = _oldest(ledger, engine.settings, count)
-            evictor.pin_held(positions, freed=sum(map(len, old)))
+            evictor.pin_held(positions, pins_released=sum(map(len, old)))
             ledger.flag(Flag.RULE, positions, True)
             yield from _let_go(engine, texts, old)
             yield Pinned(count, True, engine.cache.length)
@@ -121,7 +121,7 @@ def pin_rules(
             yield Notice(f"your instruction {short} is not pinned: {error}")
 
 
-def fit_rules(engine: Engine, texts: Texts, settings: CacheSettings) -> list[Event]:
+def unpin_excess_rules(engine: Engine, texts: Texts, settings: CacheSettings) -> list[Event]:
     """Let go of the oldest rules that have no room under the new `settings`."""
     return list(_let_go(engine, texts, _oldest(engine.ledger, settings, 0)))
 
@@ -205,13 +205,13 @@ def _rules_in(
             yield text, positions
 
 
-def stated_in(
+def find_statements(
     model: LoadedModel,
     template: Template,
     ledger: Ledger,
     texts: Texts,
     turns: Sequence[Turn],
-    known: Said,
+    known: StatementCache,
     words: str = "",
 ) -> list[StatedFact]:
     """The pinned rules, then the facts stated in `turns`; if given, those that have all `words`.
@@ -285,15 +285,21 @@ def _facts_among(
 
     Also which of these [k, n] are near each fact, or of its form.
     """
-    corrects = torch.tensor([bool(CORRECTS.search(text)) for text in said], dtype=torch.bool)
+    corrects = torch.tensor(
+        [bool(CORRECTION_WORDS.search(text)) for text in said], dtype=torch.bool
+    )
     if said and len(encoder.kinds):
         vectors = torch.stack([vector_of(text) for text in said]).float()
         is_fact = encoder.is_kind("fact", vectors)
         facts, newer = is_fact.nonzero()[:, 0], (is_fact | corrects).nonzero()[:, 0]
-        is_near = vectors[facts] @ vectors[newer].T >= SAME_THING
+        is_near = vectors[facts] @ vectors[newer].T >= SAME_SUBJECT_COSINE
         return facts.tolist(), newer.cpu().numpy(), is_near.cpu().numpy()
-    stated = [at for at, text in enumerate(said) if TELLS.search(text) and not is_rule(text)]
-    forms = torch.tensor([hash(form_of(text)) for text in said])
+    stated = [
+        at
+        for at, text in enumerate(said)
+        if FIRST_PERSON_STATEMENT.search(text) and not is_rule(text)
+    ]
+    forms = torch.tensor([hash(statement_form(text)) for text in said])
     newer = corrects.nonzero()[:, 0]
     return stated, newer.numpy(), (forms[stated][:, None] == forms[newer]).numpy()
 

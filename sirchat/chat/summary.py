@@ -54,7 +54,7 @@ def make_summary(session: Session, facts: list[StatedFact]) -> str:
     return _extract(session, messages, facts, most)
 
 
-def left_out_of(facts: Sequence[StatedFact], summary: str) -> Iterator[Notice]:
+def omitted_facts(facts: Sequence[StatedFact], summary: str) -> Iterator[Notice]:
     """Names the rules and facts that are not in a summary, if there are some."""
     named = list[str]()
     for one in facts:

@@ -66,7 +66,7 @@ def tokens_to_erase(
     ledger, roles = engine.ledger, now.roles
     try:
         at = positions_of(target, ledger, texts, roles, np.arange(ledger.seen))
-        own = own_prompt(ledger, texts)[0]
+        own = template_prompt(ledger, texts)[0]
         if np.isin(at, own).all():
             where = "only in the system prompt that the model's chat template adds"
             what = format_value(without_quotes(target))
@@ -80,7 +80,7 @@ def tokens_to_erase(
         return np.zeros(0, np.int64)
 
 
-def tokens_asked(
+def tokens_to_restore(
     target: Target, engine: Engine, texts: Texts, now: ConversationState, near: int, recall: Recall
 ) -> Positions:
     """Positions of the tokens that are to be held for the next reply, those asked for before, too.
@@ -95,19 +95,19 @@ def tokens_asked(
     except UsageError:
         if not isinstance(target, str) or turn_of_target(target, now.roles) is not None:
             raise
-        passages = recall.passages_with(target)
+        passages = recall.passages_containing(target)
         whole = [one for one in passages if np.isin(one, among).all()]
         if not whole:
             raise
         at = np.unique(np.concatenate(whole))
-    at, room = told_of(at, engine.ledger, now), engine.evictor.room_beside() // 2
+    at, room = without_generated(at, engine.ledger, now), engine.evictor.free_budget() // 2
     if not len(at) or room < 1:
         raise UsageError("nothing is restored: it is no longer archived, or pins leave no room")
-    both = np.union1d(np.intersect1d(np.asarray(now.asked, np.int64), among), at)
+    both = np.union1d(np.intersect1d(np.asarray(now.restored_by_user, np.int64), among), at)
     return both if len(both) <= room else at[max(0, len(at) - room) :]
 
 
-def told_of(positions: Positions, ledger: Ledger, now: ConversationState) -> Positions:
+def without_generated(positions: Positions, ledger: Ledger, now: ConversationState) -> Positions:
     """Those of the tokens that the model did not write; all if it wrote all of them."""
     told = positions[~np.isin(ledger.column("turn")[positions], now.generated)]
     return told if len(told) else positions
@@ -176,7 +176,7 @@ def without_quotes(target: str) -> str:
     return text[1:-1] if is_quoted else text
 
 
-def own_prompt(ledger: Ledger, texts: Texts) -> tuple[range, int]:
+def template_prompt(ledger: Ledger, texts: Texts) -> tuple[range, int]:
     """Positions of the text of a system prompt that the chat template itself adds, and its end.
 
     The end is the position at which the template's marks of the user's turn begin; 0 without one.
@@ -207,7 +207,7 @@ def _matches(
     is_erased = (ledger.column("flags")[among] & Flag.ERASED).astype(bool)
     is_text, turn = ledger.column("role")[among] != Role.TEMPLATE, turn_of_target(target, roles)
     if turn is None:  # no turn has the template's own prompt
-        is_text |= np.isin(among, own_prompt(ledger, texts)[0])
+        is_text |= np.isin(among, template_prompt(ledger, texts)[0])
     said = among[is_text & ~is_erased]
     if turn is None:
         return said, _occurrences(without_quotes(target), ledger, texts, said)

@@ -96,7 +96,7 @@ def token_rows(
     summaries = {at for at, of in enumerate(roles) if of == "summary"}
     is_summary = [t in summaries and r != Role.TEMPLATE for t, r in zip(turn, role, strict=True)]
     erased = int(Flag.ERASED)  # comparing with a Flag takes ten times as long
-    arrival_key, counted = column("arrival_key"), ledger.attention.is_counted
+    arrival_key, counted = column("arrival_key"), ledger.attention.has_records
     bits = engine.store.archive.bits(positions).tolist()
     return tuple(
         TokenRow(
@@ -124,14 +124,14 @@ def _as_if_held(
     # that recall restored; a row that recall restored, among all held rows; an evicted row, among
     # the held rows and all rows at `positions`.
     placement = engine.store.placement
-    held, without_recalled = placement.held, placement.chosen
+    held, without_recalled = placement.held, placement.held_without_recalled
     results: dict[str, Floats] = {}
     unknown = np.ones(len(positions), bool)
     for among in (without_recalled, held, np.union1d(held, positions)):
         here = unknown & np.isin(positions, among)
         if here.any():
             at = np.searchsorted(among, positions[here])
-            for name, values in compute(engine.evictor.view_of(among)).items():
+            for name, values in compute(engine.evictor.view_tokens(among)).items():
                 result = results.setdefault(name, np.zeros(len(positions)))
                 result[here] = values.double().numpy()[at]
             unknown &= ~here

@@ -17,15 +17,15 @@ from pydantic_core import ArgsKwargs
 
 from sirchat.chat.conversation import Conversation
 from sirchat.chat.events import Called, Delta, Event, Notice, Returned, TurnDone
-from sirchat.chat.state import Reply
+from sirchat.chat.state import GeneratedReply
 from sirchat.chat.turn import Interrupted, never
-from sirchat.engine.sampling import Allowed
+from sirchat.engine.sampling import TokenFilter
 from sirchat.text.other_templates import PromptedTools, ToolTemplate
 from sirchat.text.template import TurnIds
 from sirchat.text.text_file import without_surrogates
-from sirchat.text.tool_calls import CallParser, ToolCall, calls_from_key, calls_key, with_calls
+from sirchat.text.tool_calls import CallParser, ToolCall, append_calls, calls_from_key, calls_key
 
-MOST_CALLS = 64  # for one message
+MAX_CALLS_PER_MESSAGE = 64  # for one message
 _ARGUMENTS = '"arguments"'
 _EMPTY = "(empty)"  # what is read of a result without text
 _HEAD = 8  # the beginning of a large result may take one of so many parts of the policy's tokens
@@ -80,10 +80,12 @@ class Toolbox:
         each = [tool if isinstance(tool, ChatTool) else ChatTool.of(tool) for tool in tools]
         self.tools = {tool.name: tool for tool in each}
         self.decide = decide
-        self.is_explained = False  # whether the note of the template was said, if it has one
+        self.is_template_note_shown = (
+            False  # whether the note of the template was said, if it has one
+        )
 
     @property
-    def told(self) -> str:
+    def tools_json(self) -> str:
         """The tools as JSON, as the model is told of them; "" if there are none."""
         if not self.tools:
             return ""
@@ -95,17 +97,17 @@ class Toolbox:
         return without_surrogates(json.dumps(told, ensure_ascii=False))
 
 
-def size_of_tools(chat: Conversation, told: str) -> int:
+def tools_prompt_size(chat: Conversation, told: str) -> int:
     """Tokens of the system prompt with the tools `told`; SirchatError if it can't be pinned."""
-    size = len(chat.template_with(told).system(chat.profile.system or "").ids)
+    size = len(chat.template_with(told).system_turn(chat.profile.system or "").ids)
     if chat.profile.pin_system:
-        chat.engine.evictor.check_pins(size - len(chat.state.system))
+        chat.engine.evictor.check_pins(size - len(chat.state.system.positions))
     return size
 
 
 def reply_format(
-    chat: Conversation, box: Toolbox, begun: Reply | None = None, *, goes_on: bool = False
-) -> Generator[Event, None, Allowed | None]:
+    chat: Conversation, box: Toolbox, begun: GeneratedReply | None = None, *, goes_on: bool = False
+) -> Generator[Event, None, TokenFilter | None]:
     """What the setting `json_schema` allows in a reply, which may have begun.
 
     Yields what there is to say of the schema. SettingError if it can't be kept. If the round
@@ -117,7 +119,7 @@ def reply_format(
     ids = begun.ids if begun else ()
     notes = list[str]()
     file = chat.profile.json_schema
-    allowed = chat.formats.by_file(chat, notes, file, tools, ids, goes_on=goes_on)
+    allowed = chat.formats.from_file(chat, notes, file, tools, ids, goes_on=goes_on)
     yield from map(Notice, notes)
     return allowed
 
@@ -127,24 +129,24 @@ def answer_with_tools(
     box: Toolbox,
     question: str,
     interrupted: Interrupted,
-    reply: Reply | None = None,
-    allowed: Allowed | None = None,
+    reply: GeneratedReply | None = None,
+    allowed: TokenFilter | None = None,
 ) -> Iterator[Event]:
     """Answer the `question`, do the calls of the reply, read their results, reply again, and so on.
 
     `reply` and `allowed` are those of `Session.ask`, for the first reply.
     """
-    left = MOST_CALLS
+    left = MAX_CALLS_PER_MESSAGE
     if not box.tools:
         yield from chat.begin_reply(interrupted, reply, allowed).events()
         return
-    if not box.is_explained and (note := _tool_template(chat).note):
+    if not box.is_template_note_shown and (note := _tool_template(chat).note):
         yield Notice(note)
-    box.is_explained = True
+    box.is_template_note_shown = True
     parser = first = _parser(chat, box)
     stops = interrupted
     if begun := _begun_call(chat):
-        reply = Reply(begun, None)
+        reply = GeneratedReply(begun, None)
         allowed = None
         stops = lambda: interrupted() or first.has_ended  # noqa: E731
     while True:
@@ -153,14 +155,16 @@ def answer_with_tools(
             yield from taken.push(event)
         calls = taken.calls
         if left <= 0 and calls:
-            yield Notice(f"the model goes on calling tools; {MOST_CALLS} calls for a message are")
+            yield Notice(
+                f"the model goes on calling tools; {MAX_CALLS_PER_MESSAGE} calls for a message are"
+            )
         if not calls or left <= 0 or interrupted():
             return
         for number, call in enumerate(calls, 1):
             left -= 1
             text = yield from _run(chat, box, call, interrupted, is_last=left <= 0)
             following = "tool" if number < len(calls) else None
-            yield from read_result(chat, call, text, question, interrupted, before=following)
+            yield from read_result(chat, call, text, question, interrupted, next_role=following)
         reply = None
         allowed = yield from reply_format(chat, box, goes_on=True)
         parser = _parser(chat, box)
@@ -174,44 +178,44 @@ def read_result(
     question: str,
     interrupted: Interrupted = never,
     *,
-    before: str | None = None,
+    next_role: str | None = None,
 ) -> Iterator[Event]:
     """Read what a tool returned, as a turn, and recall what fits the `question`.
 
-    The beginning of a text that is larger than what is free is pinned for the reply. `before` is
+    The beginning of a text that is larger than what is free is pinned for the reply. `next_role` is
     the role of the next message, if that is given and not generated.
     """
     template, engine = _tool_template(chat), chat.engine
     text = without_surrogates(text) if text.strip() else _EMPTY
-    sought = template.user(question)
-    ids = template.followed_by(template.results([call.result(text)]), before)
+    sought = template.user_turn(question)
+    ids = template.followed_by(template.tool_results_turn([call.result(text)]), next_role)
     turn = yield from chat.begin_message("tool", ids)
     division = engine.evictor.divide_budget()
     start = engine.ledger.seen
     head = 0  # the number of pinned ids
-    if engine.resident + len(ids.ids) > division.hard_bound and division.most_pins:
-        room = min(division.evictable // _HEAD, division.most_pins - division.pins)
+    if engine.resident + len(ids.ids) > division.hard_bound and division.max_pins:
+        room = min(division.evictable // _HEAD, division.max_pins - division.pins)
         head = max(0, min(room, ids.content[1]))
     after = template.closing if ids.header is None else []
-    with engine.evictor.recall_ends_at_error():
+    with engine.evictor.ending_recall_on_error():
         try:
             yield from turn.read_result(
                 ids, interrupted, chat.recall, sought, head=head, after=after
             )
         finally:
             read = range(start, min(start + head, engine.ledger.seen))
-            chat.state.heads = [*chat.state.heads, *read]
+            chat.state.result_pins = [*chat.state.result_pins, *read]
         yield turn.finish(text)
 
 
 def calls_in(chat: Conversation, text: str) -> tuple[list[ToolCall], TurnIds | None]:
     """The calls in the text of a reply, and the ids of such a turn; None without calls."""
     parser = CallParser((), sum(turn.role == "tool" for turn in chat.state.turns))
-    said = parser.push(text)[0] + parser.rest()[0]
+    said = parser.push(text)[0] + parser.finish()[0]
     if not parser.calls:
         return [], None
     said, calls = calls_from_key(calls_key(said, parser.calls))
-    return parser.calls, _tool_template(chat).calls(said, calls, chat.state.header)
+    return parser.calls, _tool_template(chat).tool_calls_turn(said, calls, chat.state.reply_header)
 
 
 def _begun_call(chat: Conversation) -> tuple[int, ...]:
@@ -223,7 +227,7 @@ def _begun_call(chat: Conversation) -> tuple[int, ...]:
     template = chat.template
     if not isinstance(template, PromptedTools):
         return ()
-    texts = template.beginnings()
+    texts = template.call_beginnings()
     names = [text[: text.index(_ARGUMENTS) + len(_ARGUMENTS)] for text in texts]
     scores = [sum(one.log_probabilities) for one in chat.score_continuations(names)]
     best = scores.index(max(scores))
@@ -245,7 +249,7 @@ def _parser(chat: Conversation, box: Toolbox) -> CallParser:
         return CallParser(names, number)
     # Such models invent more and more arguments.
     known = {name: tool.parameters.get("properties", ()) for name, tool in box.tools.items()}
-    return CallParser(box.tools, number, only_one=True, known=known)
+    return CallParser(box.tools, number, single_call=True, known_arguments=known)
 
 
 class _CallsTaken:
@@ -260,7 +264,7 @@ class _CallsTaken:
         """The events to yield instead of the next one of the reply."""
         parser, turns = self._parser, self._chat.state.turns
         if isinstance(event, Delta) and event.part != "thinking":
-            is_held = event.part == "call" and parser.holds(event.text)
+            is_held = event.part == "call" and parser.hold_back(event.text)
             text = "" if is_held else parser.push(event.text)[0]
             self._said += text
             return [replace(event, text=text)]
@@ -269,10 +273,10 @@ class _CallsTaken:
         if event.finish != "interrupt" or parser.has_ended:
             self.calls = parser.calls
         is_short = event.finish not in ("stop", "control")
-        rest, _ = parser.rest(self._chat.template.marks.call_lead, is_short=is_short)
+        rest, _ = parser.finish(self._chat.template.marks.call_lead, is_short=is_short)
         said = self._said + rest
         if parser.calls:
-            turns[-1].text = with_calls(said.strip(), [call.message() for call in parser.calls])
+            turns[-1].text = append_calls(said.strip(), [call.message() for call in parser.calls])
         return [Delta(rest, end=len(said)), replace(event, text=turns[-1].text)]
 
 
@@ -302,6 +306,6 @@ def _run(
     if decided.arguments != call.arguments:
         text = f"The user changed the arguments to {decided.arguments}.\n{text}"
     if is_last:
-        text += f"\nThat was the last of {MOST_CALLS} calls; answer without tools."
+        text += f"\nThat was the last of {MAX_CALLS_PER_MESSAGE} calls; answer without tools."
     yield Returned(call.id, call.name, text, is_error, time.perf_counter() - start)
     return text

@@ -123,7 +123,7 @@ class OpenTurn:
             return now.user_turns_at(time_range(text, time.time()), before)
 
         turn = NewTurn(ids.ids, ids.roles, now.generated, turns_at, tuple(out), result)
-        recollection = recall.restore_for_turn(turn, self.ref, now.asked)
+        recollection = recall.restore_for_turn(turn, self.ref, now.restored_by_user)
         if recollection is not None:
             self.stats.seconds_prefill += recollection.seconds
             yield from self.events.recalled(self.stats.index, recollection)
@@ -162,10 +162,10 @@ class OpenTurn:
         """
         events = [*self.read(_template_ids(closing)), *self._end_round()]
         tokens = self.flag_thinking(stream, at)
-        dropped = stream.dropped()
-        self.engine.ledger.pin(np.asarray(self.now.heads, np.int64), False)
-        self.now.heads = []
-        self.now.asked = []
+        dropped = stream.tokens_not_in_history()
+        self.engine.ledger.pin(np.asarray(self.now.result_pins, np.int64), False)
+        self.now.result_pins = []
+        self.now.restored_by_user = []
         excluded = tokens[stream.tokens("end")]
         if self._evicts_thinking and len(dropped):  # with what the header has of it
             header = np.arange(at[0] - stream.unkept_header, at[0])

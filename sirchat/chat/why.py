@@ -21,7 +21,7 @@ from sirchat.engine.extra_passes import attention_from
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Role, State
 from sirchat.memory.placement import Placement
-from sirchat.recall.word_index import DENSE, LESS, STOP_WORDS, letter_groups, terms_of
+from sirchat.recall.word_index import DISCOUNT, FIRST_CJK, STOP_WORDS, letter_groups, terms_of
 from sirchat.text.detokenizer import Texts, sentence_bounds
 
 _ONES = re.findall(
@@ -43,13 +43,13 @@ class TokenRank:
     """How one token ranks among the tokens in the cache (the held tokens)."""
 
     row: TokenRow
-    state: str  # `held`, `archived`, `lost` (see `KeyValueStore.recallable`) or `gone`
+    state: str  # `held`, `archived`, `rereadable` (see `KeyValueStore`), `not_stored`
     decayed_to: float  # product of the decay factors since the token was read; 1 without decay
     factors: dict[str, float]  # of the score, by name, but for surprisal and decay
     rank: int | None  # by score among the held tokens, as if held; 1 is highest; null: no scores
     held: int  # number of held tokens
     threshold: float | None  # as in `Snapshot`
-    leaves: bool  # whether it is among the tokens that will be evicted next
+    is_evicted_next: bool  # whether it is among the tokens that will be evicted next
     is_measured: bool = True  # false if the policy ranks by attention, and none to it is recorded
 
 
@@ -85,8 +85,8 @@ def token_ranks(
     rows = token_rows(engine, positions, texts, sinks, asked_scores)
     decayed_to = np.exp(ledger.log_decay - ledger.column("birth_decay")[positions])
     states = [State(state).name.lower() for state in ledger.column("state")[positions].tolist()]
-    for index in np.flatnonzero(np.isin(positions, engine.store.lost(positions))).tolist():
-        states[index] = "lost"
+    for index in np.flatnonzero(np.isin(positions, engine.store.rereadable(positions))).tolist():
+        states[index] = "rereadable"
     leaving, measured = set(now.evicted_next), is_measured(engine, positions)
     factors = {  # surprisal and decay have columns of their own
         name: values[asked]
@@ -102,7 +102,7 @@ def token_ranks(
             rank=ranks[i] if measured[i] else None,
             held=ledger.held_count,
             threshold=now.threshold,
-            leaves=row.position in leaving,
+            is_evicted_next=row.position in leaving,
             is_measured=bool(measured[i]),
         )
         for i, row in enumerate(rows)
@@ -115,7 +115,7 @@ def attention_paid(
     """The attention that the reply with turn index `turn` paid to each held token before it.
 
     The model reads the reply once more, over what was held then; no state changes. `at_end` is that
-    of the chat's last `AfterReply`.
+    of the chat's last `ReplyCheckpoints`.
     """
     if at_end is None or at_end[0] != engine.ledger.seen:
         return _paid(engine, turn, None, sinks)
@@ -123,7 +123,7 @@ def attention_paid(
     then = frozenset(placement.held.tolist())
     if not placement.has_recall or not engine.store.has(placement.held):
         return _paid(engine, turn, then, sinks)
-    with engine.evictor.holding(placement):
+    with engine.evictor.temporary_placement(placement):
         paid = _paid(engine, turn, then, sinks)
     return replace(paid, recalled=frozenset(placement.recalled.tolist()))
 
@@ -184,7 +184,7 @@ def related_turn(turns: Sequence[Turn], asked: int) -> tuple[int, tuple[str, ...
     return (best[1], best[2]) if best[2] else None
 
 
-def sentence_behind(answer: str, question: str, text: str) -> tuple[str, bool]:
+def supporting_sentence(answer: str, question: str, text: str) -> tuple[str, bool]:
     """The statement of a text that has most telling words of an answer, or "", and `is_said`.
 
     `is_said` is false if no statement has a word that only the answer has; but not of a yes or no,
@@ -200,10 +200,13 @@ def sentence_behind(answer: str, question: str, text: str) -> tuple[str, bool]:
         having = [at for at, these in enumerate(terms) if _is_among(groups, these)]
         rarity = math.log(1 + len(terms) / max(1, len(having)))
         is_asked = _is_among(groups, asked)
-        scores[having] += rarity * (LESS if is_asked else 2 if word.isdecimal() else 1)
+        scores[having] += rarity * (DISCOUNT if is_asked else 2 if word.isdecimal() else 1)
         own, found = own + (not is_asked), found + (not is_asked and bool(having))
     is_said = (
-        found > 0 or not own or bool(_CONFIRMS.match(answer)) or max(answer, default="") >= DENSE
+        found > 0
+        or not own
+        or bool(_CONFIRMS.match(answer))
+        or max(answer, default="") >= FIRST_CJK
     )
     return sentences[int(scores.argmax())] if scores.any() else "", is_said
 

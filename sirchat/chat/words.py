@@ -9,16 +9,16 @@ from unicodedata import east_asian_width
 
 from sirchat.chat.events import TokenRow
 
-MARKS = string.punctuation + string.whitespace + "…“”‘’«»–—"
+PUNCTUATION = string.punctuation + string.whitespace + "…“”‘’«»–—"
 
 _BRACKETS = {")": "(", "]": "[", "}": "{"}  # by the closing one
 _LONGEST = 16  # tokens of a word; it is cut then, as some scripts have no blanks between words
 _REACH = 5  # tokens that are read on each side of a token, to find its whole word
 
 
-def is_mark(text: str) -> bool:
+def is_punctuation(text: str) -> bool:
     """Whether a text has nothing but punctuation and blanks."""
-    return not text.strip(MARKS)
+    return not text.strip(PUNCTUATION)
 
 
 def without_template(rows: Sequence[TokenRow]) -> list[TokenRow]:
@@ -32,7 +32,7 @@ def word_text(word: Sequence[TokenRow]) -> str:
     A bracket that closes one within the word stays, as in `len(values)`.
     """
     whole = "".join(row.text for row in word)
-    text, after = whole.strip(MARKS), whole.rstrip()[len(whole.rstrip(MARKS)) :]
+    text, after = whole.strip(PUNCTUATION), whole.rstrip()[len(whole.rstrip(PUNCTUATION)) :]
     while after[:1] in _BRACKETS and text.count(_BRACKETS[after[0]]) > text.count(after[0]):
         text, after = text + after[0], after[1:]
     return text
@@ -54,7 +54,7 @@ def split_words(rows: Sequence[TokenRow]) -> Iterator[list[TokenRow]]:
         yield word
 
 
-def words_of(rows: Sequence[TokenRow]) -> set[str]:
+def words_in(rows: Sequence[TokenRow]) -> set[str]:
     """The words of these tokens, in lower case; tokens of the chat template are left out."""
     return {word_text(word).casefold() for word in split_words(without_template(rows))}
 
@@ -70,7 +70,7 @@ def words_at(
     surprisal: dict[str, float] = {}  # of each word's most surprising token, in nats
     for word in split_words(rows):
         text = word_text(word)
-        is_asked = any(row.position in asked and not is_mark(row.text) for row in word)
+        is_asked = any(row.position in asked and not is_punctuation(row.text) for row in word)
         if is_asked and text.casefold() not in known:
             nats = max(-math.inf if row.surprisal is None else row.surprisal for row in word)
             surprisal[text] = max(surprisal.get(text, -math.inf), nats)

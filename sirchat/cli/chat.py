@@ -235,11 +235,11 @@ def ask(
     with without_garbage_collection(), interruptible_imports():
         from sirchat.ui.replay import print_reply
         from sirchat.ui.status import loading_bar
-        from sirchat.ui.tool_use import tools_of
+        from sirchat.ui.tool_use import use_tools
 
     with loading_bar(screen, profile.model) as report:
         session = _load_session(opening._replace(later={}), trust_remote_code, report)
-    with tools_of(tool_flags, session, screen), _within_saved_chat(session, screen, opening):
+    with use_tools(tool_flags, session, screen), _within_saved_chat(session, screen, opening):
         print_reply(session, asked.text, screen, as_json=json, **options)
 
 
@@ -263,12 +263,12 @@ def _within_saved_chat(session: "Session", screen: "Screen", opening: _Opening) 
     if opening.store is None:
         yield
         return
-    from sirchat.chat.retry import temporarily
+    from sirchat.chat.retry import temporary_settings
     from sirchat.ui.saved_chat import SavedChat
 
     saved_chat = SavedChat(session, screen, opening.store)
     try:
-        with temporarily(session, "ask", opening.later):
+        with temporary_settings(session, "ask", opening.later):
             yield
     finally:
         saved_chat.close()
@@ -310,13 +310,13 @@ def replay(
         from sirchat.ui import replay
         from sirchat.ui.screen import Screen
         from sirchat.ui.status import loading_bar
-        from sirchat.ui.tool_use import tools_of
+        from sirchat.ui.tool_use import use_tools
 
         screen = Screen(theme=profile.theme, is_quiet=quiet)
         with loading_bar(screen, profile.model) as report:
             session = open_session(profile, trust_remote_code, report, rows_in_events=json_tokens)
         options = replay.ReplayOptions(feed=feed, json=json or json_tokens, name=name)
-        with tools_of(tool_flags, session, screen):
+        with use_tools(tool_flags, session, screen):
             turns = one_conversation(items, name)
             turns = checked_switches(turns, name, session.profile, trusted)
             replay.replay(session, turns, screen, options)

@@ -129,10 +129,10 @@ def load_profile_model(
 ) -> "LoadedModel":
     """Load a profile's model; if `for_hub`, with the classes of transformers for all of it."""
     with interruptible_imports():
-        from sirchat.memory.archive_folder import sweep
+        from sirchat.memory.archive_folder import remove_stale_folders
         from sirchat.models.load import load_model_of
 
-    sweep(archives_dir())
+    remove_stale_folders(archives_dir())
     gc.freeze()  # imported objects stay; searching them for garbage would delay typing
     return load_model_of(profile, trust_remote_code=trust, progress=report, for_hub=for_hub)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from sirchat.errors import UsageError
 from sirchat.text.text_file import decode_text, is_missing
-from sirchat.text.transcript import MOST_BYTES
+from sirchat.text.transcript import MAX_LINE_BYTES
 from sirchat.ui.attaching import load_attachments, mentioned_names
 from sirchat.ui.text import pluralize, shorten
 
@@ -73,9 +73,9 @@ def _read_input(has_question: bool, note: Callable[[str], None]) -> str:
     if not (sys.stdin.isatty() or _has_input_soon()):
         without = "; < /dev/null, or --no-input, asks without it" if has_question else ""
         note(f"waiting for {_STDIN_NAME} to end{without}")
-    data = sys.stdin.buffer.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise UsageError(f"{_STDIN_NAME} is too long; allowed: up to {MOST_BYTES:,} bytes")
+    data = sys.stdin.buffer.read(MAX_LINE_BYTES + 1)
+    if len(data) > MAX_LINE_BYTES:
+        raise UsageError(f"{_STDIN_NAME} is too long; allowed: up to {MAX_LINE_BYTES:,} bytes")
     return decode_text(_STDIN_NAME, data).strip("\n")
 
 

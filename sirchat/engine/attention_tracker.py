@@ -71,11 +71,12 @@ class AttentionTracker:
     """Context manager: records attention weights while ids are read, in one pass or several.
 
     The ledger gets them when the block ends, so that they do not depend on how the ids were split.
+    Without a `config` nothing is recorded.
     """
 
     def __init__(
         self,
-        config: AttentionStatsConfig,
+        config: AttentionStatsConfig | None,
         model: LoadedModel,
         cache: BoundedCache,
         ledger: Ledger,
@@ -88,16 +89,22 @@ class AttentionTracker:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self._config is None:
+            return
         held = self._ledger.held_positions[: self._cache.length]
         self._ledger.attention.add(held, self._passes, self._ledger.log_decay, self._config.window)
 
-    def observer(self) -> PassWeights | HeadWeights:
+    def observer(self) -> PassWeights | HeadWeights | None:
         """A new observer for the next forward pass."""
-        config, layers = self._config, len(self._cache.row_layers)
-        counted = config.counted_layers(layers, self._model.sliding_layers)
-        return HeadWeights(counted, config.window) if config.per_head else PassWeights(counted)
+        config = self._config
+        if config is None:
+            return None
+        layers = config.recorded_layers(len(self._cache.row_layers), self._model.sliding_layers)
+        return HeadWeights(layers, config.window) if config.per_head else PassWeights(layers)
 
-    def add(self, observed: PassWeights | HeadWeights) -> None:
+    def add(self, observer: PassWeights | HeadWeights | None) -> None:
         """Add the attention of a pass, whose rows must have been committed to the cache."""
-        if record := observed.record(self._cache.length, self._config.window):
+        if self._config is None or observer is None:
+            return
+        if record := observer.record(self._cache.length, self._config.window):
             self._passes.append(record)

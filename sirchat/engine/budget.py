@@ -16,8 +16,9 @@ from sirchat.engine.types import CacheSettings
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger
 
-_LEAST = 8  # tokens that sinks, pins and recall leave to the policy
-_USUALLY_RECALLED, _OWN_ROWS = 400, 64
+_MIN_EVICTABLE = 8  # tokens that sinks, pins and recall leave to the policy
+# Under `recall_n: auto`: most tokens restored, and tokens left to the policy beside these.
+_MAX_AUTO_RECALLED, _AUTO_UNRECALLED = 400, 64
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class Division:
     total: int  # the budget; the model's context length if the policy never evicts
     hard_bound: int  # most tokens at any time; above the budget only under `between-turns`
     sinks: int
-    pins: int  # held ones, without pinned sinks
-    most_pins: int | None  # that the user may pin; None: no limit
+    pins: int  # pinned tokens that are held, without sinks
+    max_pins: int | None  # most tokens that may be pinned; None: no limit
     evictable: int  # E, that the policy decides about
     protected: int  # most tokens of the current round that are protected from eviction
     chunk_size: int  # ids for which room is made at once while a turn is read
@@ -36,26 +37,26 @@ class Division:
 
 
 def divide_budget(
-    settings: CacheSettings, ledger: Ledger, context_length: int, among: Positions | None = None
+    settings: CacheSettings, ledger: Ledger, context_length: int, holdable: Positions | None = None
 ) -> Division:
-    """Divide the budget; `among` are the positions whose pins count, by default those held."""
+    """Divide the budget among the held tokens, or those at positions `holdable`."""
     policy = settings.policy
     is_bounded = policy.bounded
     total = settings.budget if is_bounded else context_length
-    is_exceeded = settings.evict == "between-turns" and is_bounded
+    may_exceed = settings.evict == "between-turns" and is_bounded
     sinks = settings.sinks if policy.honours_sinks else 0
     held_pins = pins = count_pins(settings, ledger, ledger.held_positions)
-    if among is not None:
-        pins = count_pins(settings, ledger, among)
-    evictable = max(_LEAST, total - sinks - pins)
+    if holdable is not None:
+        pins = count_pins(settings, ledger, holdable)
+    evictable = max(_MIN_EVICTABLE, total - sinks - pins)
     protected = policy.newest_room(evictable) // 2
     limits_pins = is_bounded and policy.honours_pins
     return Division(
         total=total,
-        hard_bound=max(total, context_length) if is_exceeded else total,
+        hard_bound=max(total, context_length) if may_exceed else total,
         sinks=sinks,
         pins=held_pins,
-        most_pins=min(total // 2, total - sinks - _LEAST) if limits_pins else None,
+        max_pins=min(total // 2, total - sinks - _MIN_EVICTABLE) if limits_pins else None,
         evictable=evictable,
         protected=protected,
         chunk_size=max(1, min(evictable // 4, protected)),
@@ -63,44 +64,46 @@ def divide_budget(
     )
 
 
-def budget_for(
+def smallest_budget_for(
     tokens: int, settings: CacheSettings, ledger: Ledger, context_length: int
 ) -> int | None:
     """The smallest budget under which the policy decides about at least `tokens` tokens.
 
     Only powers of two and the context length are tried; None if even the latter is too small.
     """
-    size = _LEAST
+    size = _MIN_EVICTABLE
     while size < context_length:
         size = min(2 * size, context_length)
         division = divide_budget(replace(settings, budget=size), ledger, context_length)
-        leaves_room = size - division.sinks - division.pins >= _LEAST
+        leaves_room = size - division.sinks - division.pins >= _MIN_EVICTABLE
         if leaves_room and division.evictable >= tokens:
             return size
     return None
 
 
-def is_pinned(settings: CacheSettings, ledger: Ledger, at: Positions) -> NDArray[np.bool_]:
-    """Mask [n] of the pinned tokens at positions `at` [n]; all False if the policy ignores pins."""
+def pinned_mask(settings: CacheSettings, ledger: Ledger, positions: Positions) -> NDArray[np.bool_]:
+    """Mask [n] of the tokens at `positions` [n] that are pinned; all False if pins are ignored."""
     if not settings.policy.honours_pins:
-        return np.zeros(len(at), bool)
-    return (ledger.column("flags")[at] & np.uint8(Flag.PINNED)).astype(bool)
+        return np.zeros(len(positions), bool)
+    return (ledger.column("flags")[positions] & np.uint8(Flag.PINNED)).astype(bool)
 
 
-def count_pins(settings: CacheSettings, ledger: Ledger, at: Positions) -> int:
-    """How many of the tokens at positions `at` are pinned, not counting sinks."""
+def count_pins(settings: CacheSettings, ledger: Ledger, positions: Positions) -> int:
+    """How many of the tokens at `positions` are pinned, not counting sinks."""
     sinks = settings.sinks if settings.policy.honours_sinks else 0
-    return int((is_pinned(settings, ledger, at) & (at >= sinks)).sum())
+    return int((pinned_mask(settings, ledger, positions) & (positions >= sinks)).sum())
 
 
-def most_recalled(wanted: int | None, room: int) -> int:
-    """How many tokens recall may restore, of `wanted` ones, in `room` beside sinks and pins.
+def recall_limit(wanted: int | None, room: int) -> int:
+    """The most tokens that recall may restore: `wanted`, or fewer if they do not fit.
 
-    `wanted` is None under `recall_n: auto`.
+    `wanted` is None under `recall_n: auto`; `room` is what sinks and pins leave of the budget.
     """
     # Measured with SmolLM2 and facts in 4,000 tokens of real talk, when recall filled all that it
     # might: at any budget more room found more facts, up to 400 rows or three quarters of it. But
     # where only 25 rows were left to the policy, text was harder to predict, by 0.06 nats a token.
     if wanted is None:
-        wanted = min(max(room // 4, min(room - _OWN_ROWS, _USUALLY_RECALLED)), 3 * room // 4)
-    return max(0, min(wanted, room - _LEAST))
+        wanted = min(
+            max(room // 4, min(room - _AUTO_UNRECALLED, _MAX_AUTO_RECALLED)), 3 * room // 4
+        )
+    return max(0, min(wanted, room - _MIN_EVICTABLE))

@@ -35,8 +35,8 @@ from sirchat.memory.policies.scores import automatic_decay
 from sirchat.models.model import LoadedModel
 
 # Ids in a pass that reads several chunks. Ctrl-C is handled only between passes.
-_AT_ONCE = 1024
-_REBUILT_AT_ONCE = 256  # ids in a pass that computes recurrent states again
+_MAX_PASS_IDS = 1024
+_REBUILD_PASS_IDS = 256  # ids in a pass that computes recurrent states again
 _ANCHOR, _CONTINUES = int(Flag.ANCHOR), int(Flag.CONTINUES)
 
 
@@ -60,8 +60,8 @@ class Engine:
         self._model = model
         self._ends_sequence = ends_sequence
         self._continues_word = continues_word
-        self._no_surprisal = math.log(model.vocab_size)  # of a token if all are equally likely
-        self.ledger = Ledger(seed, unknown_surprisal=self._no_surprisal)
+        self._uniform_surprisal = math.log(model.vocab_size)  # of a token if all are equally likely
+        self.ledger = Ledger(seed, unknown_surprisal=self._uniform_surprisal)
         is_bounded = settings.policy.bounded
         self.cache = model.new_cache(
             settings.budget if is_bounded else min(model.context_length, 1024)
@@ -149,7 +149,7 @@ class Engine:
         moves = self.evictor.undo(to.cache, to.round, keep_pins=keep_pins)
         self.reader.logits = to.logits
         if not self.ledger.seen:
-            self.ledger.unknown_surprisal = self._no_surprisal
+            self.ledger.unknown_surprisal = self._uniform_surprisal
         return moves
 
     def erase(self, positions: Positions) -> None:
@@ -182,7 +182,7 @@ class Engine:
         flags = self.ledger.column("flags")
         positions = np.flatnonzero(flags & np.uint8(Flag.ERASED) == 0)
         sinks = min(self.evictor.divide_budget().sinks, total // 2)
-        size = 1 if self.cache.reads_singly else max(1, min(total // 4, _REBUILT_AT_ONCE))
+        size = 1 if self.cache.reads_singly else max(1, min(total // 4, _REBUILD_PASS_IDS))
         cache = self._model.new_cache(min(total, len(positions)))
         cache.set_positions(absolute_positions=is_absolute)
         with self._model.share_unpacked(len(positions) // size):
@@ -251,7 +251,7 @@ class Engine:
         """
         policy, most = self.settings.policy, self._model.context_length
         if not policy.bounded and self.cache.length + count > most:
-            policy.keep(self.evictor.view(None), most - count)  # raises, in its own words
+            policy.keep(self.evictor.view_held(None), most - count)  # raises, in its own words
         if self.cache.absolute_positions and self.ledger.seen + count > most:
             raise ContextFullError(
                 f"the model's context is full: {self.ledger.seen} tokens read, and with positions "
@@ -263,11 +263,11 @@ class Engine:
         """The ledger's flags of `ids` [m], which are read next."""
         flags = [int(Flag.PINNED) if pinned else 0] * len(ids)
         previous = int(self.ledger.column("token_id")[-1]) if self.ledger.seen else None
-        for number, token_id in enumerate(ids):
+        for index, token_id in enumerate(ids):
             if self._ends_sequence(token_id):
-                flags[number] |= _ANCHOR
+                flags[index] |= _ANCHOR
             if previous is not None and self._continues_word(previous, token_id):
-                flags[number] |= _CONTINUES
+                flags[index] |= _CONTINUES
             previous = token_id
         return flags
 
@@ -291,5 +291,5 @@ class Engine:
         size = division.chunk_size
         if pinned or self._compacts_at_anchors:  # pins change the size of the next chunk
             return size
-        free = min(division.hard_bound - self.cache.length, _AT_ONCE)
+        free = min(division.hard_bound - self.cache.length, _MAX_PASS_IDS)
         return size * max(1, free // size)

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sirchat.engine.budget import Division, count_pins, divide_budget, is_pinned, most_recalled
-from sirchat.engine.extra_passes import read_apart
+from sirchat.engine.budget import Division, count_pins, divide_budget, pinned_mask, recall_limit
+from sirchat.engine.extra_passes import recompute_rows
 from sirchat.engine.reader import Reader
 from sirchat.engine.types import CacheSettings, EvictedRows, RestoredRows, TurnRef
 from sirchat.errors import SettingError
@@ -27,11 +27,11 @@ from sirchat.memory.placement import Placement
 
 CacheUpdate = list[EvictedRows | RestoredRows]
 
-_NONE = np.zeros(0, np.int64)
+_NO_POSITIONS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
-class _LastPass:
+class _BeforeSwitch:
     """The state after the last forward pass, before the settings were switched."""
 
     settings: CacheSettings
@@ -43,8 +43,8 @@ class Evictor:
     """Decides which tokens of one conversation the KV cache holds, by the settings' policy.
 
     `round` is the number of the current round, whose newest tokens are protected from eviction.
-    From `begin_recall` to `end_recall`, tokens that recall wants are held, and for these some of
-    the policy's tokens are aside, in the archive.
+    From `begin_recall` to `end_recall`, the tokens that recall wants are held, and as many of the
+    policy's tokens are aside, in the archive.
     """
 
     def __init__(self, settings: CacheSettings, reader: Reader, store: KeyValueStore) -> None:
@@ -53,67 +53,59 @@ class Evictor:
         self.round = 0
         self._ledger, self._cache, self._store = reader.ledger, reader.cache, store
         self._reader = reader
-        self._to_come = 0  # ids and most tokens of the reply, under `before-turn`
-        # Noted by `switch`, with where it put the tokens: as long as these are there, switching
-        # back is exact.
-        self._last_pass: tuple[_LastPass, Placement] | None = None
+        self._expected_tokens = 0  # of the turn and its reply at most, under `before-turn`
+        # Set by `switch`, with where it put the tokens: as long as these are there, switching back
+        # is exact.
+        self._before_switch: tuple[_BeforeSwitch, Placement] | None = None
 
     def divide_budget(self) -> Division:
         """How the budget is divided now, with the settings in force."""
         return divide_budget(self.settings, self._ledger, self.context_length)
 
-    def view(self, round: int | None) -> HeldRows:
+    def view_held(self, round: int | None) -> HeldRows:
         """The held tokens that recall has not restored, as the policy sees them.
 
         Sinks and pins are protected; with a `round`, its newest tokens are, too.
         """
-        return self.view_of(self._store.placement.chosen, round)
+        return self.view_tokens(self._store.placement.held_without_recalled, round)
 
-    def view_of(
-        self, at: Positions, round: int | None = None, division: Division | None = None
+    def view_tokens(
+        self, positions: Positions, round: int | None = None, division: Division | None = None
     ) -> HeldRows:
-        """The tokens at stream positions `at` [n], held or archived, as the policy sees them.
+        """The tokens at stream `positions` [n], held or archived, as the policy sees them.
 
-        `division` is that of the budget, with the pins among `at`; see `view`.
+        See `view_held`. `division` divides the budget among them, if the caller knows it.
         """
         settings, ledger = self.settings, self._ledger
         if division is None:
-            division = divide_budget(settings, ledger, self.context_length, at)
-        protected = (at < division.sinks) | is_pinned(settings, ledger, at)
+            division = divide_budget(settings, ledger, self.context_length, positions)
+        protected = (positions < division.sinks) | pinned_mask(settings, ledger, positions)
         if settings.protect and round is not None:
-            is_current = ledger.column("round")[at] == round
-            protected |= is_current & (at >= ledger.seen - division.protected)
-        rows = ledger.view(at, sinks=division.sinks, protected=protected)
+            is_current = ledger.column("round")[positions] == round
+            protected |= is_current & (positions >= ledger.seen - division.protected)
+        rows = ledger.view(positions, sinks=division.sinks, protected=protected)
         columns = dict[Any, Any]()
-        if settings.policy.key_value_stats and len(at):
-            columns |= self._store.statistics(at, settings.policy.key_value_stats)
-        if settings.policy.needs == "keys" and len(at):
-            columns["keys"], columns["values"] = self._store.as_read(at)
+        if settings.policy.key_value_stats and len(positions):
+            columns |= self._store.statistics(positions, settings.policy.key_value_stats)
+        if settings.policy.needs == "keys" and len(positions):
+            columns["keys"], columns["values"] = self._store.as_read(positions)
         return replace(rows, **columns) if columns else rows
 
     def make_room(self, count: int, division: Division | None = None) -> list[EvictedRows]:
         """Evict tokens, if necessary, so that `count` more fit; `division` is the present one.
 
         Right after an anchor (the end of a sentence or round), the policy's `reduce` evicts first.
-        During recall, tokens of earlier rounds step aside, then recalled ones leave; only where
-        that is not enough, recall ends.
+        During recall, tokens of earlier rounds step aside, then recalled tokens leave; recall ends
+        only where that is not enough.
         """
-        policy, evicted = self.settings.policy, list[EvictedRows]()
-        if policy.compacts_at_anchors and self._ends_at_anchor():
-            now = self._store.placement
-            own = now.own
-            stays = policy.reduce(self.view_of(own))
-            if stays is not None:
-                gone = np.setdiff1d(own, own[stays.numpy()], assume_unique=True)
-                self._place(now.without(gone))
-                evicted.append(EvictedRows(gone, self._cache.length, self._ledger.seen))
-                division = None
-        division = division or self.divide_budget()
+        evicted = self._reduce_at_anchor()
+        if division is None or evicted:
+            division = self.divide_budget()
         excess = self._cache.length + count - division.hard_bound
         if excess <= 0:
             return evicted
         if not self._store.has_recall:
-            rows = self.view_of(self._ledger.held_positions, self.round, division)
+            rows = self.view_tokens(self._ledger.held_positions, self.round, division)
             evicted += self._keep(rows, division.hard_bound - count)
         elif (placement := self._reduced_placement(excess)) is not None:
             self._place(placement)
@@ -121,25 +113,31 @@ class Evictor:
             evicted += self.end_recall(count)
         return evicted
 
-    def make_room_for_turn(self, count: int, max_new_tokens: int, at: TurnRef) -> list[EvictedRows]:
-        """Evict tokens before the user turn `at` of `count` ids, as the setting `evict` says.
+    def make_room_for_turn(
+        self, count: int, max_new_tokens: int, turn: TurnRef
+    ) -> list[EvictedRows]:
+        """Evict tokens before the user turn `turn` of `count` ids, as the setting `evict` says.
 
         Under `between-turns` the cache is enlarged for the turn and its reply.
         """
         evicted = self.end_recall()
-        self.round, self._to_come = at.round, 0
-        settings, division, to_come = self.settings, self.divide_budget(), count + max_new_tokens
+        self.round, self._expected_tokens = turn.round, 0
+        settings, division, expected_tokens = (
+            self.settings,
+            self.divide_budget(),
+            count + max_new_tokens,
+        )
         if settings.evict == "when-full" or not settings.policy.bounded:
             return evicted
-        between_turns, rows = settings.evict == "between-turns", self.view(self.round)
-        most = division.total - (0 if between_turns else to_come)
-        num_keep = max(most, int(rows.protected.sum()))
+        between_turns, rows = settings.evict == "between-turns", self.view_held(self.round)
+        max_kept = division.total - (0 if between_turns else expected_tokens)
+        num_keep = max(max_kept, int(rows.protected.sum()))
         if num_keep < len(rows):
             evicted += self._keep(rows, num_keep)
         if between_turns:
-            self._cache.grow_to(min(division.hard_bound, self._cache.length + to_come))
+            self._cache.grow_to(min(division.hard_bound, self._cache.length + expected_tokens))
         else:
-            self._to_come = to_come
+            self._expected_tokens = expected_tokens
         return evicted
 
     def recall_room(self, incoming: int) -> int:
@@ -150,9 +148,9 @@ class Evictor:
         recall = self.settings.recall
         if recall is None or not self.settings.policy.bounded:
             return 0
-        return most_recalled(recall.n, self.room_beside(incoming))
+        return recall_limit(recall.n, self.free_budget(incoming))
 
-    def room_beside(self, incoming: int = 0) -> int:
+    def free_budget(self, incoming: int = 0) -> int:
         """How much of the budget sinks, pins and a turn of `incoming` ids leave."""
         division = self.divide_budget()
         return min(division.total, division.hard_bound - incoming) - division.sinks - division.pins
@@ -165,34 +163,33 @@ class Evictor:
         focused: bool = False,
         scores: NDArray[np.float64] | None = None,
     ) -> CacheUpdate:
-        """Before a turn of `incoming` ids, hold the tokens `chosen` [n], even if they are lost.
+        """Before a turn of `incoming` ids, hold the tokens at positions `chosen` [n].
 
         The policy's lowest tokens step aside for them; with `focused`, all but sinks, pins,
-        `chosen` and the newest round. The lowest of the `scores` [n] leave first. Raises ValueError
-        above the budget.
+        `chosen` and the newest round. Where room is needed later, those with the lowest `scores`
+        [n] leave first. Raises ValueError if they do not fit the budget.
         """
         moves: CacheUpdate = [*self.end_recall()]
-        division, ledger = self.divide_budget(), self._ledger
-        held, to_come = ledger.held_positions.copy(), max(incoming, self._to_come)
         if not (len(chosen) or focused):
             return moves
-        stays = self.view_of(held).protected.numpy() | np.isin(held, chosen)
+        held, total = self._ledger.held_positions.copy(), self.divide_budget().total
         restored = np.setdiff1d(chosen, held)
-        most = division.total - len(restored)
-        if stays.sum() > most:
-            raise ValueError(
-                f"{len(restored)} tokens can't be recalled within budget {division.total}"
-            )
-        if focused or self.settings.evict == "between-turns":  # when the turn may exceed the budget
-            to_come = 0
-        rounds = ledger.column("round")[held]
-        near = held[stays | (rounds == rounds.max(initial=0))] if focused else held
-        own = self._keep_most(near, np.isin(near, held[stays]), most - to_come)
-        order = np.argsort(np.arange(len(chosen)) if scores is None else scores, kind="stable")
-        aside = np.setdiff1d(held, own, assume_unique=True)
+        is_required = self.view_tokens(held).protected.numpy() | np.isin(held, chosen)
+        max_kept = total - len(restored)
+        if is_required.sum() > max_kept:
+            raise ValueError(f"{len(restored)} tokens can't be recalled within budget {total}")
+        candidates = held
+        if focused:
+            rounds = self._ledger.column("round")[held]
+            is_near = is_required | (rounds == rounds.max(initial=0))
+            candidates, is_required = held[is_near], is_required[is_near]
+        elif self.settings.evict != "between-turns":  # which lets the turn exceed the budget
+            max_kept -= max(incoming, self._expected_tokens)
+        kept = self._keep_required_and(candidates, is_required, max_kept)
+        aside = np.setdiff1d(held, kept, assume_unique=True)
         self.reread(restored)
-        held = np.union1d(own, restored)
-        return moves + self._place(Placement(held, restored, aside, chosen[order]))
+        wanted = chosen if scores is None else chosen[np.argsort(scores, kind="stable")]
+        return moves + self._place(Placement(np.union1d(kept, restored), restored, aside, wanted))
 
     def end_recall(self, count: int = 0) -> list[EvictedRows]:
         """End recall for this round: recalled tokens leave, and those that stepped aside are back.
@@ -202,13 +199,13 @@ class Evictor:
         """
         if not self._store.has_recall:
             return []
-        own, stays = self._store.placement.own, self.held_without_recall(count)
-        self._place(Placement(stays))
-        gone = np.setdiff1d(own, stays, assume_unique=True)
-        return [EvictedRows(gone, self._cache.length, self._ledger.seen)] if len(gone) else []
+        own, kept = self._store.placement.policy_positions, self.held_without_recall(count)
+        self._place(Placement(kept))
+        evicted = np.setdiff1d(own, kept, assume_unique=True)
+        return [EvictedRows(evicted, self._cache.length, self._ledger.seen)] if len(evicted) else []
 
     @contextmanager
-    def recall_ends_at_error(self) -> Iterator[None]:
+    def ending_recall_on_error(self) -> Iterator[None]:
         """Context manager: if its block fails or ends early, tokens that stepped aside return."""
         try:
             yield
@@ -218,16 +215,18 @@ class Evictor:
 
     def held_without_recall(self, count: int = 0) -> Positions:
         """Stream positions [n] that the cache would hold if recall ended, so that `count` fit."""
-        now = self._store.placement
-        if not now.has_recall:
-            return now.held
-        return self._at_most(now.own, self.divide_budget().hard_bound - count)
+        placement = self._store.placement
+        if not placement.has_recall:
+            return placement.held
+        return self._keep_at_most(
+            placement.policy_positions, self.divide_budget().hard_bound - count
+        )
 
     @contextmanager
-    def holding(self, placement: Placement) -> Iterator[None]:
+    def temporary_placement(self, placement: Placement) -> Iterator[None]:
         """Context manager: tokens are where `placement` says in its block, and then as before."""
         before = self._store.placement
-        with self._store.unlimited():
+        with self._store.without_limit():
             self._place(placement)
             try:
                 yield
@@ -241,18 +240,18 @@ class Evictor:
         """
         settings, division = self.settings, self.divide_budget()
         if not settings.policy.bounded:
-            return _NONE
+            return _NO_POSITIONS
         if self._cache.length + 2 * division.eviction_block <= division.total:
-            return _NONE
-        rows, block = self.view(self.round if in_round else None), division.eviction_block
+            return _NO_POSITIONS
+        rows, block = self.view_held(self.round if in_round else None), division.eviction_block
         if settings.evict == "between-turns":
-            rows, block = self.view(None), max(0, len(rows) - division.total)
+            rows, block = self.view_held(None), max(0, len(rows) - division.total)
         count = min(block, int((~rows.protected).sum()))
         if not count:
-            return _NONE
+            return _NO_POSITIONS
         leaves = np.ones(len(rows), bool)
         leaves[self._choose_rows(rows, len(rows) - count).numpy()] = False
-        return self._store.placement.chosen[leaves]
+        return self._store.placement.held_without_recalled[leaves]
 
     def switch(self, settings: CacheSettings, pins: int = 0) -> CacheUpdate:
         """Change the settings; the new policy chooses among all tokens held or archived.
@@ -268,9 +267,9 @@ class Evictor:
         except Exception:  # whatever the new policy raises
             self.settings = old
             raise
-        last = self._last_pass_if_unread()
-        last = last or _LastPass(old, self._store.placement, self._ledger.seen)
-        self._last_pass = last, placement
+        before = self._state_to_switch_back_to()
+        before = before or _BeforeSwitch(old, self._store.placement, self._ledger.seen)
+        self._before_switch = before, placement
         if settings.policy.bounded:
             self._cache.grow_to(settings.budget)
         moves = self._place(placement)
@@ -285,10 +284,10 @@ class Evictor:
 
     def reread(self, positions: Positions) -> None:
         """Compute again, and archive, the keys and values of lost tokens at these positions."""
-        lost = self._store.lost(positions)
+        lost = self._store.rereadable(positions)
         if len(lost):
             sinks = max(1, self.settings.sinks)  # models expect a first token to attend to
-            for rows in read_apart(self._reader, lost, sinks):
+            for rows in recompute_rows(self._reader, lost, sinks):
                 self._store.add_reread(rows)
 
     def pin(self, positions: Positions, pinned: bool) -> CacheUpdate:
@@ -309,15 +308,15 @@ class Evictor:
             raise
         return self._place(chosen)
 
-    def pin_held(self, positions: Positions, freed: int = 0) -> int:
+    def pin_held(self, positions: Positions, pins_released: int = 0) -> int:
         """Pin the held tokens at these positions, and move none; returns how many were pinned.
 
         Raises SettingError, changing nothing, if the pins would leave too little room, even if
-        `freed` tokens were no longer pinned.
+        `pins_released` tokens were no longer pinned.
         """
-        held = np.intersect1d(positions, self._store.placement.chosen)
+        held = np.intersect1d(positions, self._store.placement.held_without_recalled)
         is_new = ~np.isin(held, self._ledger.pinned_positions)
-        self.check_pins(int((is_new & (held >= self.divide_budget().sinks)).sum()) - freed)
+        self.check_pins(int((is_new & (held >= self.divide_budget().sinks)).sum()) - pins_released)
         self._ledger.pin(held, True)
         self._place(self._store.placement)  # a new one: no switch leads back behind the pins
         return len(held)
@@ -331,10 +330,10 @@ class Evictor:
         """Evict these tokens, except sinks, and let none return, unless `excluded` is False."""
         positions = positions[positions >= self.divide_budget().sinks]
         self._ledger.flag(Flag.EXCLUDED, positions, excluded)
-        now = self._store.placement
-        return self._place(now.without(positions) if excluded else now)
+        placement = self._store.placement
+        return self._place(placement.without(positions) if excluded else placement)
 
-    def leave_out(self, positions: Positions) -> None:
+    def evict_until_recalled(self, positions: Positions) -> None:
         """Evict the tokens at these positions; from now on, only recall may restore them."""
         ledger = self._ledger
         ledger.pin(np.intersect1d(positions, ledger.pinned_positions), False)
@@ -342,11 +341,10 @@ class Evictor:
         self._place(self._store.placement.without(positions))
 
     @contextmanager
-    def reading_before(self, position: int) -> Iterator[None]:
-        """Context manager: in it, tokens are read as if none from stream `position` on were there.
+    def without_tokens_from(self, position: int) -> Iterator[None]:
+        """Context manager: archives the tokens from stream `position` on, and turns recall off.
 
-        Those are archived after it; the archive must be unlimited. Recall, which must have ended,
-        is off in it.
+        They stay archived afterwards, so the archive must be unlimited. Recall must have ended.
         """
         settings, held = self.settings, self._ledger.held_positions.copy()
         self._place(Placement(held[held < position]))
@@ -359,24 +357,23 @@ class Evictor:
     def hold(self, positions: Positions) -> None:
         """Hold also the tokens at these positions; if not all fit, the policy chooses."""
         held = np.union1d(self._ledger.held_positions, positions)
-        self._place(Placement(self._at_most(held, self.divide_budget().hard_bound)))
+        self._place(Placement(self._keep_at_most(held, self.divide_budget().hard_bound)))
 
-    def check_pins(self, more: int, among: Positions | None = None) -> None:
-        """Raise SettingError if the pins, and `more` tokens, would leave too little room.
+    def check_pins(self, new_pins: int, positions: Positions | None = None) -> None:
+        """Raise SettingError if the pins, and `new_pins` more, would leave too little room.
 
-        The pins are those among the positions `among`, by default of all tokens held or archived.
+        Pins among `positions` count, by default those of all tokens held or archived.
         """
         division = self.divide_budget()
-        if division.most_pins is None:
+        if division.max_pins is None:
             return
-        pins = count_pins(
-            self.settings, self._ledger, self._reachable() if among is None else among
-        )
-        pins += more - min(more, max(0, division.sinks - self._ledger.seen))
-        if pins > division.most_pins:
+        positions = self._reachable() if positions is None else positions
+        pins = count_pins(self.settings, self._ledger, positions)
+        pins += new_pins - min(new_pins, max(0, division.sinks - self._ledger.seen))
+        if pins > division.max_pins:
             raise SettingError(
                 f"{pins} tokens would be pinned, but budget {division.total} allows only "
-                f"{division.most_pins}",
+                f"{division.max_pins}",
                 hint="raise the budget, unpin something, turn off tools, or set pin_system false",
             )
 
@@ -390,7 +387,7 @@ class Evictor:
         self._cache.grow_to(len(to.placement.held))
         self._store.undo(to)
         self.round = round
-        if keep_pins:  # and what was let go for a rule that is undone
+        if keep_pins:  # and pin again the rules that were unpinned since
             is_rule = self._ledger.column("flags")[to.pinned] & np.uint8(Flag.RULE) != 0
             self._ledger.pin(to.pinned[is_rule], True)
         else:
@@ -413,9 +410,19 @@ class Evictor:
             reachable = np.setdiff1d(reachable, left_out, assume_unique=True)
         return np.union1d(reachable, aside) if len(aside) else reachable
 
-    def _ends_at_anchor(self) -> bool:
-        flags = self._ledger.column("flags")
-        return bool(len(flags) and flags[-1] & Flag.ANCHOR)
+    def _reduce_at_anchor(self) -> list[EvictedRows]:
+        """Right after an anchor, evict what the policy's `reduce` leaves out."""
+        policy, flags = self.settings.policy, self._ledger.column("flags")
+        if not (policy.compacts_at_anchors and len(flags) and flags[-1] & Flag.ANCHOR):
+            return []
+        placement = self._store.placement
+        own = placement.policy_positions
+        kept = policy.reduce(self.view_tokens(own))
+        if kept is None:
+            return []
+        evicted = np.setdiff1d(own, own[kept.numpy()], assume_unique=True)
+        self._place(placement.without(evicted))
+        return [EvictedRows(evicted, self._cache.length, self._ledger.seen)]
 
     def _fits(self) -> bool:
         return self._cache.length <= self.divide_budget().hard_bound
@@ -423,100 +430,102 @@ class Evictor:
     def _holds_pins(self, placement: Placement) -> bool:
         """Whether all pinned tokens that can be held are, and not for recall, which evicts them."""
         reachable = self._reachable()
-        pinned = reachable[is_pinned(self.settings, self._ledger, reachable)]
-        return bool(np.isin(pinned, placement.chosen).all())
+        pinned = reachable[pinned_mask(self.settings, self._ledger, reachable)]
+        return bool(np.isin(pinned, placement.held_without_recalled).all())
 
-    def _last_pass_if_unread(self) -> _LastPass | None:
-        """The state noted after the last pass; None if there is none, or tokens were read since."""
-        if self._last_pass is None:
+    def _state_to_switch_back_to(self) -> _BeforeSwitch | None:
+        """The state after the last pass; None without a switch, or if tokens were read since."""
+        if self._before_switch is None:
             return None
-        last, placed = self._last_pass
-        is_there = last.seen == self._ledger.seen and self._store.is_placed(placed)
-        return last if is_there else None
+        state, placement_since = self._before_switch
+        is_unchanged = state.seen == self._ledger.seen and self._store.is_placed(placement_since)
+        return state if is_unchanged else None
 
     def _placement_after_switch(self, old: CacheSettings) -> Placement:
         """Where the tokens must be, after the settings have changed from `old`."""
-        new, now, last = self.settings, self._store.placement, self._last_pass_if_unread()
-        if last is not None and last.settings == new:
-            then = last.placement
-            needed = np.union1d(then.held, then.aside)
-            if self._store.has(needed) and self._holds_pins(then):
-                return then
+        new, before = self.settings, self._state_to_switch_back_to()
+        if before is not None and before.settings == new:
+            former = before.placement
+            needed = np.union1d(former.held, former.aside)
+            if self._store.has(needed) and self._holds_pins(former):
+                return former
+        present = self._store.placement
         is_same = (old.policy, old.budget, old.sinks) == (new.policy, new.budget, new.sinks)
-        if is_same and self._fits() and self._holds_pins(now):
-            return now
+        if is_same and self._fits() and self._holds_pins(present):
+            return present
         return self._choose()
 
     def _choose(self) -> Placement:
         """Let the policy choose among all tokens held or archived; none counts as recalled."""
         policy, reachable = self.settings.policy, self._reachable()
         if policy.compacts_at_anchors:
-            rows = policy.reduce(self.view_of(reachable))
+            rows = policy.reduce(self.view_tokens(reachable))
             reachable = reachable if rows is None else reachable[rows.numpy()]
         num_keep = self.divide_budget().total
         if len(reachable) <= num_keep:
             return Placement(reachable)
         if not policy.bounded:  # not all fit: continue with those that are held
             if self._cache.length > num_keep:
-                policy.keep(self.view(None), num_keep)  # raises the error, in its own words
+                policy.keep(self.view_held(None), num_keep)  # raises the error, in its own words
             return Placement(self._ledger.held_positions.copy())
-        chosen = self._choose_rows(self.view_of(reachable, self.round), num_keep)
+        chosen = self._choose_rows(self.view_tokens(reachable, self.round), num_keep)
         return Placement(reachable[chosen.numpy()])
 
     def _place(self, placement: Placement) -> CacheUpdate:
         """Evict and restore tokens, so that they are where `placement` says."""
-        gone, came = self._store.place(placement)
+        evicted, restored = self._store.place(placement)
         moves: CacheUpdate = []
-        if len(gone):
-            moves.append(EvictedRows(gone, self._cache.length, self._ledger.seen))
-        if len(came):
-            moves.append(RestoredRows(came, self._cache.length, self._ledger.seen))
+        if len(evicted):
+            moves.append(EvictedRows(evicted, self._cache.length, self._ledger.seen))
+        if len(restored):
+            moves.append(RestoredRows(restored, self._cache.length, self._ledger.seen))
         return moves
 
     def _keep(self, rows: HeldRows, num_keep: int) -> list[EvictedRows]:
         """Let the policy choose `num_keep` of the `rows`, all that are held; evict the others."""
-        stays = self._choose_rows(rows, num_keep).numpy()
-        moves = self._place(Placement(self._ledger.held_positions[stays]))
+        kept = self._choose_rows(rows, num_keep).numpy()
+        moves = self._place(Placement(self._ledger.held_positions[kept]))
         return [move for move in moves if isinstance(move, EvictedRows)]
 
     def _reduced_placement(self, excess: int) -> Placement | None:
-        """The placement without `excess` tokens of earlier rounds or recall; None if these are few.
+        """The present placement without `excess` tokens; None if that takes more than recall has.
 
-        Those of earlier rounds step aside as the policy says, then go those that recall wants.
+        Tokens of earlier rounds step aside as the policy says; if these are too few, tokens that
+        recall wants leave.
         """
-        now, rounds = self._store.placement, self._ledger.column("round")
-        own = now.chosen
-        fixed = self.view_of(own).protected.numpy() | (rounds[own] == self.round)
-        is_wanted = np.isin(own, now.wanted)
-        stays = self._keep_most(own, fixed | is_wanted, len(own) - excess)
-        excess -= len(own) - len(stays)
-        goes = now.wanted[~np.isin(now.wanted, own[fixed])][: max(0, excess)]
-        if excess > len(goes):
+        placement = self._store.placement
+        own, wanted = placement.held_without_recalled, placement.wanted
+        is_current = self._ledger.column("round")[own] == self.round
+        is_fixed = self.view_tokens(own).protected.numpy() | is_current
+        is_required = is_fixed | np.isin(own, wanted)
+        kept = self._keep_required_and(own, is_required, len(own) - excess)
+        excess -= len(own) - len(kept)
+        leaving = wanted[~np.isin(wanted, own[is_fixed])][: max(0, excess)]
+        if excess > len(leaving):
             return None
-        held = np.setdiff1d(np.union1d(stays, now.recalled), goes, assume_unique=True)
-        recalled = np.setdiff1d(now.recalled, goes, assume_unique=True)
-        aside = np.union1d(now.aside, np.setdiff1d(own, held, assume_unique=True))
-        wanted = now.wanted[~np.isin(now.wanted, goes)]
-        return Placement(held, recalled, aside, wanted)
+        held = np.setdiff1d(np.union1d(kept, placement.recalled), leaving, assume_unique=True)
+        recalled = np.setdiff1d(placement.recalled, leaving, assume_unique=True)
+        aside = np.union1d(placement.aside, np.setdiff1d(own, held, assume_unique=True))
+        return Placement(held, recalled, aside, wanted[~np.isin(wanted, leaving)])
 
-    def _keep_most(self, at: Positions, stays: NDArray[np.bool_], most: int) -> Positions:
-        """Those of the tokens at positions `at` [n] that the policy keeps: at most `most`.
-
-        Or more, if more must stay: those with `stays` [n].
-        """
-        num_keep = max(most, int(stays.sum()))
-        if num_keep >= len(at):
-            return at
-        rows = replace(self.view_of(at), protected=torch.from_numpy(stays))
-        kept: Positions = at[self._choose_rows(rows, num_keep).numpy()]
+    def _keep_required_and(
+        self, positions: Positions, is_required: NDArray[np.bool_], max_kept: int
+    ) -> Positions:
+        """The tokens at `positions` [n] with `is_required` [n], and up to `max_kept` in all."""
+        num_keep = max(max_kept, int(is_required.sum()))
+        if num_keep >= len(positions):
+            return positions
+        rows = replace(self.view_tokens(positions), protected=torch.from_numpy(is_required))
+        kept: Positions = positions[self._choose_rows(rows, num_keep).numpy()]
         return kept
 
-    def _at_most(self, at: Positions, most: int) -> Positions:
-        """Those of the tokens at these positions that the policy keeps if there are more."""
-        if len(at) <= most:
-            return at
-        chosen: Positions = at[self._choose_rows(self.view_of(at, self.round), most).numpy()]
-        return chosen
+    def _keep_at_most(self, positions: Positions, max_kept: int) -> Positions:
+        """The tokens at these positions, or the `max_kept` of them that the policy keeps."""
+        if len(positions) <= max_kept:
+            return positions
+        rows = self.view_tokens(positions, self.round)
+        kept: Positions = positions[self._choose_rows(rows, max_kept).numpy()]
+        return kept
 
     def _choose_rows(self, rows: HeldRows, num_keep: int) -> Tensor:
         """Let the policy choose which `num_keep` of the `rows` stay; returns their numbers.

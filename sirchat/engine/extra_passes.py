@@ -23,7 +23,7 @@ from sirchat.models.surprisal import surprisal
 # SmolLM2 knows 0.94 when they are restored, 0.96 when they are read again, with 16 or 32 tokens
 # before, 0.89 if the sinks are not read with them either, and 0.12 if they are not there. Keys
 # differ by 0.17 of their length with 16, and 0.09 with 64.
-_BEFORE = 16
+_CONTEXT_TOKENS = 16
 
 
 def attention_from(
@@ -37,25 +37,27 @@ def attention_from(
     """
     model, cache, held = reader.model, reader.cache, reader.ledger.held_positions
     ids = reader.ledger.column("token_id")[held]
-    most = reader.pass_size(len(rows), is_observed=True)
-    is_narrow = model.window is not None and cache.length + most > model.window
+    max_rows = reader.pass_size(len(rows), is_observed=True)
+    is_narrow = model.window is not None and cache.length + max_rows > model.window
     if is_narrow or cache.has_state:
         return None
-    cache.grow_to(cache.length + most)
-    reader.drop_ahead()  # its rows are overwritten
+    cache.grow_to(cache.length + max_rows)
+    reader.drop_precomputed()  # its rows are overwritten
     slots, total = torch.arange(len(held)), np.zeros(len(held))
     hidden = slots[torch.from_numpy(~visible)]
-    for start in range(0, len(rows), most):
-        part = rows[start : start + most]
-        at = slots[part]
-        sees = torch.arange(cache.length) < at[:, None]  # [k, n]
+    for start in range(0, len(rows), max_rows):
+        part = rows[start : start + max_rows]
+        own_slots = slots[part]
+        sees = torch.arange(cache.length) < own_slots[:, None]  # [k, n]
         sees[:, hidden] = False
         observer = PassWeights(range(len(cache.row_layers)))
         model.read(
             ids[part.numpy()].tolist(),
             cache,
             visible=torch.cat([sees, torch.eye(len(part), dtype=torch.bool)], dim=1),
-            positions=held[part.numpy()].tolist() if cache.absolute_positions else at.tolist(),
+            positions=held[part.numpy()].tolist()
+            if cache.absolute_positions
+            else own_slots.tolist(),
             observer=observer,
         )
         weights = observer.mean()  # [k, n + k]
@@ -70,24 +72,24 @@ def score_continuations(
     reader: Reader, alternatives: Sequence[Sequence[int]]
 ) -> tuple[ContinuationScore, ...]:
     """The log-probability of each id of several alternative continuations, read one by one."""
-    first, cache = reader.logits, reader.cache
-    if first is None or not all(alternatives):
+    carried_logits, cache = reader.logits, reader.cache
+    if carried_logits is None or not all(alternatives):
         raise RuntimeError(
-            "nothing has been read yet" if first is None else "there is nothing to score"
+            "nothing has been read yet" if carried_logits is None else "there is nothing to score"
         )
     scores = []
     for ids in alternatives:
-        logits = first[None]
-        if read := ids[:-1]:  # the last id's own logits are not needed
-            cache.grow_to(cache.length + len(read))
-            reader.drop_ahead()
-            after = _forward(reader, read)
+        logits = carried_logits[None]
+        if ids_to_read := ids[:-1]:  # the last id's own logits are not needed
+            cache.grow_to(cache.length + len(ids_to_read))
+            reader.drop_precomputed()
+            after = _forward(reader, ids_to_read)
             logits = torch.cat([logits.to(after.device), after])  # [m, V]
         scores.append(_scored(ids, logits))
     return tuple(scores)
 
 
-def read_apart(reader: Reader, positions: Positions, sinks: int) -> Iterator[KeyValues]:
+def recompute_rows(reader: Reader, positions: Positions, sinks: int) -> Iterator[KeyValues]:
     """Compute keys and values of the tokens at ascending `positions` [n] from their ids again.
 
     Each passage is read in a cache of its own, after the chat's first `sinks` tokens and some right
@@ -97,20 +99,20 @@ def read_apart(reader: Reader, positions: Positions, sinks: int) -> Iterator[Key
     ids, is_absolute = ledger.column("token_id"), reader.cache.absolute_positions
     flags = ledger.column("flags") & np.uint8(Flag.ERASED | Flag.EXCLUDED)
     readable = np.flatnonzero(flags == 0)
-    breaks = np.flatnonzero(np.diff(positions) > _BEFORE) + 1
+    breaks = np.flatnonzero(np.diff(positions) > _CONTEXT_TOKENS) + 1
     for passage in np.split(positions, breaks):
         start, end = np.searchsorted(readable, [passage[0], passage[-1] + 1])
-        first = np.arange(min(sinks, start))
-        at = readable[np.union1d(first, np.arange(max(0, start - _BEFORE), end))]
-        cache = model.new_cache(len(at))
+        with_context = np.arange(max(0, start - _CONTEXT_TOKENS), end)
+        positions_read = readable[np.union1d(np.arange(min(sinks, start)), with_context)]
+        cache = model.new_cache(len(positions_read))
         cache.set_positions(absolute_positions=is_absolute)
-        size = 1 if cache.reads_singly else reader.rows_per_pass
-        for begin in range(0, len(at), size):
-            part = at[begin : begin + size]
+        size = 1 if cache.reads_singly else reader.max_pass_ids
+        for begin in range(0, len(positions_read), size):
+            part = positions_read[begin : begin + size]
             model.read(ids[part].tolist(), cache, positions=part.tolist() if is_absolute else None)
             cache.commit(len(part), part)
-        rows = torch.from_numpy(np.searchsorted(at, passage))
-        yield cache.first_written(rows, passage)
+        rows = torch.from_numpy(np.searchsorted(positions_read, passage))
+        yield cache.first_written_rows(rows, passage)
 
 
 def _forward(reader: Reader, ids: Sequence[int]) -> Tensor:
@@ -118,14 +120,14 @@ def _forward(reader: Reader, ids: Sequence[int]) -> Tensor:
     model, cache, logits = reader.model, reader.cache, list[Tensor]()
     if not cache.reads_singly:
         return model.forward(ids, cache, positions=reader.next_positions(len(ids)))
-    state, rows = cache.state, torch.arange(cache.length)
+    state, held_slots = cache.state, torch.arange(cache.length)
     try:
-        for at, token_id in enumerate(ids, reader.ledger.seen):
-            positions = [at] if cache.absolute_positions else None
+        for position, token_id in enumerate(ids, reader.ledger.seen):
+            positions = [position] if cache.absolute_positions else None
             logits.append(model.forward([token_id], cache, positions=positions))
-            cache.commit(1, at)
+            cache.commit(1, position)
     finally:
-        cache.keep(rows)
+        cache.keep(held_slots)
         cache.state = state
     return torch.cat(logits)
 

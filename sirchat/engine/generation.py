@@ -15,45 +15,41 @@ from sirchat.engine.prompt_lookup import PromptLookup
 from sirchat.engine.sampling import Sampler
 from sirchat.engine.types import EvictedRows, GeneratedToken, NewTokens, Stopped, TurnRef
 from sirchat.memory.ledger import Role
-from sirchat.models.captured_step import Likeliest
+from sirchat.models.captured_step import LikeliestToken
 from sirchat.models.encoder import EncoderOutput
 
 _LOG = logging.getLogger(__name__)
 
 
 class StepResult(NamedTuple):
-    """What a step did for one reply.
-
-    `records` has at most one token, after what was evicted to make room for it. `error` is what
-    failed after them; `seconds` the time that the step took.
-    """
+    """What a step did for one reply: at most one token, after what was evicted for it."""
 
     records: Sequence[GeneratedToken | EvictedRows | Stopped]
-    error: Exception | None = None
-    seconds: float = 0.0
+    error: Exception | None = None  # what failed after these records
+    seconds: float = 0.0  # that the step took
 
 
 class Generation(AbstractContextManager["Generation"]):
-    """A reply while it is generated, until a stop id or `left` more tokens; `step` adds a token.
+    """Context manager: a reply while it is generated; `step` adds a token.
 
-    `lookup` guesses tokens that are computed in advance, in one pass. A step has ContextFullError
-    if nothing may be evicted and fewer than `closing` more ids fit. It is a context manager.
+    `lookup` guesses tokens that are computed in advance, in one pass. A step fails with
+    ContextFullError if nothing may be evicted and fewer than `closing_tokens` more ids fit.
     """
 
     def __init__(
         self,
         engine: Engine,
         sampler: Sampler,
-        at: TurnRef,
+        turn: TurnRef,
         *,
         stop_ids: frozenset[int],
         max_new_tokens: int,
-        closing: int = 0,
+        closing_tokens: int = 0,
         lookup: PromptLookup | None = None,
     ) -> None:
-        self.engine, self.reader, self.left = engine, engine.reader, max_new_tokens
-        self._sampler, self._at, self._stop_ids = sampler, at, stop_ids
-        self._closing, self._lookup = closing, lookup
+        self.engine, self.reader, self.tokens_left = engine, engine.reader, max_new_tokens
+        self._sampler, self._turn, self._stop_ids = sampler, turn, stop_ids
+        self._closing_tokens, self._lookup = closing_tokens, lookup
         settings = engine.settings
         self._stats, self._compacts = settings.attention_stats, settings.policy.compacts_at_anchors
         # Where attention is recorded or anchors evict, nothing is computed in advance; nor with
@@ -62,13 +58,13 @@ class Generation(AbstractContextManager["Generation"]):
         self._may_look_ahead = self._stats is None and not self._compacts and not has_state
         self._is_bounded = settings.policy.bounded
         self._may_be_full = not self._is_bounded or engine.cache.absolute_positions
-        self.chosen = -1  # the id to be read next, or -1
+        self.chosen_id = -1  # the id to be read next, or -1
         self.records: list[GeneratedToken | EvictedRows | Stopped] = []  # of the present step
 
     def __enter__(self) -> Generation:
         if self.engine.logits is None:
             raise RuntimeError("nothing has been read yet")
-        self.engine.evictor.round = self._at.round
+        self.engine.evictor.round = self._turn.round
         self._division = self.engine.evictor.divide_budget()
         self.reader.begin_reply(self._sampler if self._may_look_ahead else None)
         return self
@@ -92,68 +88,72 @@ class Generation(AbstractContextManager["Generation"]):
                     return
 
     @property
-    def is_shared(self) -> bool:
+    def can_share_pass(self) -> bool:
         """Whether the chosen token may be read in one pass with those of other conversations."""
-        may_be = self.chosen >= 0 and self._may_look_ahead
-        return may_be and not self.reader.is_ahead(self.chosen)
+        is_chosen = self.chosen_id >= 0
+        return is_chosen and self._may_look_ahead and not self.reader.is_precomputed(self.chosen_id)
 
     def choose(self, *, alone: bool) -> None:
         """Choose the next token, and make room for it; if `alone`, a GPU may read it in advance."""
         reader, engine, cursor = self.reader, self.engine, self.engine.cache.cursor
         self.records = []
-        self.chosen = -1
-        if self.left <= 0:
+        self.chosen_id = -1
+        if self.tokens_left <= 0:
             self.records.append(Stopped("length"))
             return
         is_full = self._is_bounded and cursor.length >= self._division.hard_bound
         may_read = alone and not is_full
         if self._may_be_full:
-            to_come = engine.ledger.seen + 1 + self._closing
-            may_read = may_read and to_come <= reader.model.context_length
+            end = engine.ledger.seen + 1 + self._closing_tokens
+            may_read = may_read and end <= reader.model.context_length
         token_id = reader.choose(self._sampler, may_read=may_read)
         if token_id in self._stop_ids:
             self.records.append(Stopped("stop", token_id))
             return
         if self._may_be_full:
-            engine.require_room(1 + self._closing)
+            engine.require_room(1 + self._closing_tokens)
         if is_full:
             self._division = division = engine.evictor.divide_budget()
             self.records += engine.evictor.make_room(division.eviction_block, division)
-        self.left -= 1
-        if self._may_look_ahead and self._lookup is not None and not reader.is_ahead(token_id):
+        self.tokens_left -= 1
+        if (
+            self._may_look_ahead
+            and self._lookup is not None
+            and not reader.is_precomputed(token_id)
+        ):
             self._look_ahead(self._lookup, token_id)
         if cursor.length == cursor.capacity:
             engine.grow_for(1)
-        self.chosen = token_id
+        self.chosen_id = token_id
 
     def read(self) -> None:
         """Read the token that was chosen, unless the reply has ended."""
-        token_id, engine = self.chosen, self.engine
+        token_id, engine = self.chosen_id, self.engine
         if token_id < 0:
             return
-        new = NewTokens([token_id], [Role.ASSISTANT], engine.flags_of([token_id]), self._at)
+        new = NewTokens([token_id], [Role.ASSISTANT], engine.flags_of([token_id]), self._turn)
         sinks = self._division.sinks if self._compacts else None
         (surprisal,) = self.reader.read(new, self._stats, sinks)
         self.records.append(GeneratedToken(token_id, engine.ledger.seen - 1, surprisal))
         if self._compacts:
             self.records += engine.evictor.make_room(0)
             self._division = engine.evictor.divide_budget()
-        if not self.left:
+        if not self.tokens_left:
             self.records.append(Stopped("length"))
 
     def _look_ahead(self, lookup: PromptLookup, token_id: int) -> None:
         """Compute the logits after `token_id` and some guessed tokens, in one pass."""
-        used = self.reader.drop_ahead()
-        if used is not None:
-            lookup.learn(used - 1)
+        num_read = self.reader.drop_precomputed()
+        if num_read is not None:
+            lookup.learn(num_read - 1)
         engine, cursor = self.engine, self.engine.cache.cursor
         room = min(cursor.capacity, self._division.hard_bound) - cursor.length
         if engine.cache.absolute_positions:
             room = min(room, self.reader.model.context_length - engine.ledger.seen)
         ids = engine.ledger.column("token_id")
-        if guess := lookup.guess(ids, token_id, min(self.left, room - 1)):
+        if guess := lookup.guess(ids, token_id, min(self.tokens_left, room - 1)):
             with suppress(torch.OutOfMemoryError):  # the token is then read alone
-                self.reader.look_ahead([token_id, *guess])
+                self.reader.precompute([token_id, *guess])
 
 
 def step(replies: Sequence[Generation]) -> list[StepResult]:
@@ -170,12 +170,12 @@ def step(replies: Sequence[Generation]) -> list[StepResult]:
         except Exception as error:  # whatever a sampler or a policy raises
             errors[-1] = error
     if not is_alone:
-        _read_together([reply for reply in replies if reply.is_shared])
-    for at, reply in enumerate(replies):
+        _read_together([reply for reply in replies if reply.can_share_pass])
+    for index, reply in enumerate(replies):
         try:
             reply.read()
         except Exception as error:  # whatever a model raises
-            errors[at] = error
+            errors[index] = error
     seconds = time.perf_counter() - start
     return [
         StepResult(reply.records, error, seconds)
@@ -191,15 +191,20 @@ def _read_together(replies: Sequence[Generation]) -> None:
     readers = [reply.reader for reply in replies]
     try:
         logits, states = model.decode_step.read_together(
-            [(reply.chosen, reply.reader.rotary_position, reply.reader.cache) for reply in replies]
+            [
+                (reply.chosen_id, reply.reader.rotary_position, reply.reader.cache)
+                for reply in replies
+            ]
         )
         encoder_output = EncoderOutput(
             any(reader.ledger.token_vectors.wanted for reader in readers)
         )
         model.encoder.fill(encoder_output, states)
-        for at, (reply, most) in enumerate(zip(replies, Likeliest.of_rows(logits), strict=True)):
-            reply.reader.note_ahead(
-                reply.chosen, logits[at][None], encoder_output.of_token(at), most
+        for index, (reply, likeliest) in enumerate(
+            zip(replies, LikeliestToken.of_rows(logits), strict=True)
+        ):
+            reply.reader.set_precomputed(
+                reply.chosen_id, logits[index][None], encoder_output.of_token(index), likeliest
             )
     except Exception as error:  # whatever a model raises
         _LOG.warning("tokens are read one by one: %s", type(error).__name__)

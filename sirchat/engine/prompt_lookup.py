@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_MATCH = 3  # how many newest tokens must have occurred before, if the last guess was right
-_LONG = 8  # how many at the start, and if the last guess was wrong
-_WITHIN = 2**14  # newest tokens that are searched
-_BRIEF, _WHOLE = 5, 15  # tokens guessed after a short and after a long match
-_PAYS = 3  # minimum number of right tokens with which the larger pass saves time
-_LONGEST_REST = 256  # maximum number of tokens for which nothing is guessed
+_SHORT_MATCH = 3  # how many newest tokens must have occurred before, if the last guess was right
+_LONG_MATCH = 8  # how many at the start, and if the last guess was wrong
+_SEARCHED_TOKENS = 2**14  # newest tokens that are searched
+_SHORT_GUESS, _LONG_GUESS = 5, 15  # tokens guessed after a short and after a long match
+_MIN_USEFUL_TOKENS = 3  # minimum number of right tokens with which the larger pass saves time
+_MAX_PAUSE = 256  # maximum number of tokens for which nothing is guessed
 
 
 class PromptLookup:
@@ -22,33 +22,33 @@ class PromptLookup:
     """
 
     def __init__(self) -> None:
-        self._least = _LONG
-        self._rest = 0  # tokens for which nothing is guessed
-        self._next_rest = 8
+        self._min_match = _LONG_MATCH
+        self._pause = 0  # tokens for which nothing is guessed
+        self._next_pause = 8
 
-    def guess(self, ids: NDArray[Any], token_id: int, most: int) -> list[int]:
-        """At most `most` ids that may follow `token_id`, which follows the `ids` [seen]."""
-        if self._rest:
-            self._rest -= 1
+    def guess(self, ids: NDArray[Any], token_id: int, max_tokens: int) -> list[int]:
+        """At most `max_tokens` ids that may follow `token_id`, which follows the `ids` [seen]."""
+        if self._pause:
+            self._pause -= 1
             return []
-        if most < _PAYS:
+        if max_tokens < _MIN_USEFUL_TOKENS:
             return []
-        recent = np.append(ids[-_WITHIN:], token_id)
-        at, length = _longest_match(recent)
-        if length < self._least:
+        recent = np.append(ids[-_SEARCHED_TOKENS:], token_id)
+        match_end, length = _longest_match(recent)
+        if length < self._min_match:
             return []
-        count = min(most, _WHOLE if length == _LONG else _BRIEF)
-        guessed: list[int] = recent[at : at + count].tolist()
-        return guessed if len(guessed) >= _PAYS else []
+        count = min(max_tokens, _LONG_GUESS if length == _LONG_MATCH else _SHORT_GUESS)
+        guessed: list[int] = recent[match_end : match_end + count].tolist()
+        return guessed if len(guessed) >= _MIN_USEFUL_TOKENS else []
 
-    def learn(self, right: int) -> None:
-        """Adapt later guesses to the last one, of which the first `right` tokens were right."""
-        self._least = _MATCH if right >= _PAYS else _LONG
-        if right >= _PAYS:
-            self._next_rest = 8
+    def learn(self, num_right: int) -> None:
+        """Adapt later guesses to the last one, of which the first `num_right` tokens were right."""
+        self._min_match = _SHORT_MATCH if num_right >= _MIN_USEFUL_TOKENS else _LONG_MATCH
+        if num_right >= _MIN_USEFUL_TOKENS:
+            self._next_pause = 8
         else:
-            self._rest = self._next_rest
-            self._next_rest = min(2 * self._next_rest, _LONGEST_REST)
+            self._pause = self._next_pause
+            self._next_pause = min(2 * self._next_pause, _MAX_PAUSE)
 
 
 def _longest_match(ids: NDArray[Any]) -> tuple[int, int]:
@@ -57,15 +57,15 @@ def _longest_match(ids: NDArray[Any]) -> tuple[int, int]:
     The length is at most eight; (0, 0) if fewer than three ids match.
     """
     ends = np.flatnonzero(ids[:-1] == ids[-1])
-    ends = ends[ends >= _MATCH - 1]
+    ends = ends[ends >= _SHORT_MATCH - 1]
     length, best = 1, 0
-    while len(ends) and length < _LONG:
-        if length >= _MATCH:
+    while len(ends) and length < _LONG_MATCH:
+        if length >= _SHORT_MATCH:
             best = int(ends[-1])
         ends = ends[ends >= length]
         ends = ends[ids[ends - length] == ids[-1 - length]]
         if len(ends):
             length += 1
-    if len(ends) and length >= _MATCH:
+    if len(ends) and length >= _SHORT_MATCH:
         best = int(ends[-1])
-    return (best + 1, length) if length >= _MATCH else (0, 0)
+    return (best + 1, length) if length >= _SHORT_MATCH else (0, 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.engine.attention_tracker import AttentionTracker
-from sirchat.engine.sampling import Sampler, penalized
+from sirchat.engine.sampling import Sampler, apply_repetition_penalty
 from sirchat.engine.types import NewTokens
 from sirchat.memory.attention import AttentionStatsConfig
 from sirchat.memory.cache import BoundedCache
@@ -21,12 +20,12 @@ from sirchat.memory.ledger import Flag, Ledger, Role
 from sirchat.memory.random_numbers import Purpose, uniform
 from sirchat.models.attention_hook import AttentionObserver
 from sirchat.models.captured_step import (
-    MOST_SAID,
+    MAX_RECENT_IDS,
     CapturedStep,
-    Chosen,
-    Likeliest,
-    TokenChoice,
-    TokenRun,
+    ChoiceMethod,
+    ChosenToken,
+    DeviceRun,
+    LikeliestToken,
 )
 from sirchat.models.encoder import EncoderOutput
 from sirchat.models.model import LoadedModel
@@ -35,20 +34,20 @@ from sirchat.models.surprisal import PassResult
 
 # Most bytes of the float32 logits of one forward pass, and of one layer's attention weights in it.
 PASS_BYTES = 256 * 2**20
-_MOST_ROWS = 2048  # ids in a pass that does not compute all their logits
-_MOST_OF_OWN = 384  # ids in a pass whose products take no longer than those of more
+_MAX_PASS_IDS = 2048  # ids in a pass that does not compute all their logits
+_MAX_NATIVE_PASS_IDS = 384  # ids in a pass whose products take no longer than those of more
 
-_CANDIDATES = 1024  # likeliest ids from which a GPU draws, which usually are all that are left
-_AROUND = 1e-4  # where a limit is so near, sums in float32 may be on its other side
+_MAX_CANDIDATES = 1024  # likeliest ids from which a GPU draws, which usually are all that are left
+_LIMIT_MARGIN = 1e-4  # where a limit is so near, sums in float32 may be on its other side
 
 _ANCHOR = int(Flag.ANCHOR)
 
 
 @dataclass(eq=False)
-class _Ahead:
+class _Precomputed:
     """The ids [m] that may be read next, and what was computed for them in advance.
 
-    `Reader.look_ahead` fills it with a guess of two ids or more, `note_ahead` with a single id.
+    `Reader.precompute` makes it for a guess of two ids or more, `set_precomputed` for a single id.
     Keys and values are in the cache's buffers already, but do not count as held.
     """
 
@@ -56,8 +55,8 @@ class _Ahead:
     logits: Tensor  # [m, V], after each id
     encoder_output: EncoderOutput  # of the m ids
     start: int  # slot of the first id
-    likeliest: Likeliest | None = None  # after the id, if there is one id
-    used: int = 0  # ids that have turned out right and been read
+    likeliest: LikeliestToken | None = None  # after the id, if there is one id
+    num_read: int = 0  # ids that have turned out right and been read
 
 
 class Reader:
@@ -70,47 +69,47 @@ class Reader:
     def __init__(self, model: LoadedModel, cache: BoundedCache, ledger: Ledger) -> None:
         self.model, self.cache, self.ledger = model, cache, ledger
         # Ids in one pass, to limit its memory; halved when the memory is not enough.
-        self.rows_per_pass = max(1, PASS_BYTES // (4 * model.vocab_size))
+        self.max_pass_ids = max(1, PASS_BYTES // (4 * model.vocab_size))
         if model.has_linear_head:
-            self.rows_per_pass = _MOST_ROWS
+            self.max_pass_ids = _MAX_PASS_IDS
         if cache.reads_singly:
-            self.rows_per_pass = 1
+            self.max_pass_ids = 1
         self._logits: Tensor | None = None
-        self._ahead: _Ahead | None = None
-        self._run: TokenRun | None = None  # of a reply that a GPU reads and chooses
-        self._chosen: Chosen | None = None  # by the run, and to be read next
-        self._likeliest: Likeliest | None = None  # the most likely next token, if it is known
+        self._precomputed: _Precomputed | None = None
+        self._device_run: DeviceRun | None = None  # of a reply that a GPU reads and chooses
+        self._device_token: ChosenToken | None = None  # by the run, and to be read next
+        self._likeliest: LikeliestToken | None = None  # the most likely next token, if it is known
 
     @property
     def logits(self) -> Tensor | None:
         """Raw logits [V] for the next token, as computed before any eviction."""
-        run = self._run
+        run = self._device_run
         return self._logits if run is None or not run.has_logits else run.logits()
 
     @logits.setter
     def logits(self, logits: Tensor | None) -> None:
         """Set the logits; drops what is known of the next token, and what a run has begun."""
         self._logits = logits
-        self._chosen = None
+        self._device_token = None
         self._likeliest = None
-        if self._run is not None:
-            self._run.drop()
+        if self._device_run is not None:
+            self._device_run.drop()
 
     def begin_reply(self, sampler: Sampler | None) -> None:
         """Let a GPU read and choose a reply's tokens by itself, if it can, as `sampler` would."""
-        self.drop_ahead()
+        self.drop_precomputed()
         step = self.model.decode_step
         if sampler is None or not isinstance(step, CapturedStep):
             return
         if (choice := device_choice(sampler, step)) is not None:
-            self._run = TokenRun(step, self.cache, choice, self._note)
+            self._device_run = DeviceRun(step, self.cache, choice, self._append_last_token_vector)
 
     def end_reply(self) -> None:
         """End what `begin_reply` began; nothing that is not committed stays."""
-        if self._run is not None and self._run.has_logits:
-            self._run.pause()
+        if self._device_run is not None and self._device_run.has_logits:
+            self._device_run.pause()
         self.logits = self.logits  # out of the run, which drops what it has begun
-        self._run = None
+        self._device_run = None
 
     def choose(self, sampler: Sampler, *, may_read: bool) -> int:
         """The next token's id; `may_read` says whether it may be read before the caller knows it.
@@ -121,37 +120,37 @@ class Reader:
         if token_id is not None:
             return token_id
         likeliest = self._likeliest  # known since the last token was read with others
-        if likeliest is not None and likeliest.is_valid and sampler.takes_likeliest:
+        if likeliest is not None and likeliest.is_valid and sampler.is_greedy:
             return likeliest.id
         return self._choose_by_sampler(sampler)
 
     def _choose_by_run(self, *, may_read: bool) -> int | None:
         """The id that the GPU chooses by itself; None without a run, or if the host must choose."""
-        run, ahead = self._run, self._ahead
-        is_guessing = ahead is not None and ahead.used < len(ahead.ids)
-        if run is None or is_guessing or not (may_read or run.is_begun):
+        run, precomputed = self._device_run, self._precomputed
+        is_guessing = precomputed is not None and precomputed.num_read < len(precomputed.ids)
+        if run is None or is_guessing or not (may_read or run.has_pending):
             return None
-        logits = None if run.is_begun else self.logits
+        logits = None if run.has_pending else self.logits
         try:
             if logits is not None:
-                run.begin(logits, self.ledger.seen, self._said_ids(run.window))
+                run.begin(logits, self.ledger.seen, self._recent_text_ids(run.window))
             if may_read and run.can_launch:
                 run.launch()
             chosen = run.result()
         except torch.OutOfMemoryError:  # while a graph is captured: go on without
             self.logits = self.logits if logits is None else logits
-            self._run = None
+            self._device_run = None
             return None
         if not chosen.is_right:
             return None
-        self._chosen = chosen
+        self._device_token = chosen
         return chosen.id
 
     def _choose_by_sampler(self, sampler: Sampler) -> int:
         logits = self.logits
         assert logits is not None
         self.logits = logits  # drops what a run has begun to read after a token of its own
-        return sampler.pick(logits, self._said_ids, self.ledger.seen)
+        return sampler.pick(logits, self._recent_text_ids, self.ledger.seen)
 
     def read(
         self,
@@ -164,30 +163,31 @@ class Reader:
         `stats` says which attention weights are recorded. With `anchor_sinks`, an anchor at the end
         attends only to so many sinks and to its own sequence.
         """
-        if self._run is not None and self._chosen is not None and not self.is_ahead(chunk.ids[0]):
-            return [self._read_chosen(chunk, self._run, self._chosen)]
+        if (
+            self._device_run is not None
+            and self._device_token is not None
+            and not self.is_precomputed(chunk.ids[0])
+        ):
+            return [self._read_chosen(chunk, self._device_run, self._device_token)]
         start, count = 0, len(chunk.ids)
         surprisals = list[float]()
-        tracker = None if stats is None else self._tracker(stats)
-        with tracker or nullcontext():
+        with self._tracker(stats) as tracker:
             while start < count:
-                size = self.pass_size(count - start, is_observed=tracker is not None)
+                size = self.pass_size(count - start, is_observed=stats is not None)
                 part = chunk if size == count else chunk.part(start, start + size)
                 encoder_output = EncoderOutput(self.ledger.token_vectors.wanted)
+                observer, mask = tracker.observer(), None
                 try:
-                    observer = None if tracker is None else tracker.observer()
-                    mask = None
                     if anchor_sinks is not None and part.flags[-1] & _ANCHOR:
                         mask = self._anchor_mask(size, anchor_sinks)
                     result = self._forward(part.ids, mask, observer, encoder_output)
                 except torch.OutOfMemoryError:
                     if size == 1:
                         raise
-                    self.rows_per_pass = size // 2
+                    self.max_pass_ids = size // 2
                     continue
                 surprisals += self._record(part, result, encoder_output)
-                if tracker is not None and observer is not None:
-                    tracker.add(observer)
+                tracker.add(observer)
                 start += size
         return surprisals
 
@@ -203,22 +203,20 @@ class Reader:
         """
         self.cache.grow_to(len(ids))
         start = 0
-        tracker = None if stats is None else self._tracker(stats)
         is_absolute = self.cache.absolute_positions
-        with tracker or nullcontext():
+        with self._tracker(stats) as tracker:
             while start < len(ids):
-                size = self.pass_size(len(ids) - start, is_observed=tracker is not None)
-                observer = None if tracker is None else tracker.observer()
-                at = positions[start : start + size]
+                size = self.pass_size(len(ids) - start, is_observed=stats is not None)
+                observer = tracker.observer()
+                part = positions[start : start + size]
                 self.model.read(
                     ids[start : start + size],
                     self.cache,
-                    positions=at.tolist() if is_absolute else None,
+                    positions=part.tolist() if is_absolute else None,
                     observer=observer,
                 )
-                self.cache.commit(size, at)
-                if tracker is not None and observer is not None:
-                    tracker.add(observer)
+                self.cache.commit(size, part)
+                tracker.add(observer)
                 start += size
 
     def read_last_again(self) -> None:
@@ -228,14 +226,13 @@ class Reader:
             self.logits = None
             return
         cache.keep(torch.arange(len(held) - 1))
-        ids = [int(self.ledger.column("token_id")[-1])]
-        at = held[-1:].copy()
-        is_absolute = cache.absolute_positions
-        result = self.model.read(ids, cache, positions=at.tolist() if is_absolute else None)
-        cache.commit(1, at)
+        ids, position = [int(self.ledger.column("token_id")[-1])], held[-1:].copy()
+        positions = position.tolist() if cache.absolute_positions else None
+        result = self.model.read(ids, cache, positions=positions)
+        cache.commit(1, position)
         self.logits = result.logits
 
-    def look_ahead(self, ids: Sequence[int]) -> None:
+    def precompute(self, ids: Sequence[int]) -> None:
         """Compute in advance the logits after each of `ids` [m], in case they are read next.
 
         The cache must have room for them. Raises RuntimeError if the model has a recurrent state,
@@ -247,47 +244,53 @@ class Reader:
         logits = self.model.forward(
             ids, self.cache, positions=self.next_positions(len(ids)), encoder_output=encoder_output
         )
-        self._ahead = _Ahead(ids, logits, encoder_output, self.cache.length)
+        self._precomputed = _Precomputed(ids, logits, encoder_output, self.cache.length)
 
-    def is_ahead(self, token_id: int) -> bool:
+    def is_precomputed(self, token_id: int) -> bool:
         """Whether the logits after `token_id`, read next, were computed in advance."""
-        ahead = self._ahead
+        precomputed = self._precomputed
         return (
-            ahead is not None
-            and ahead.used < len(ahead.ids)
-            and ahead.ids[ahead.used] == token_id
-            and ahead.start + ahead.used == self.cache.length
+            precomputed is not None
+            and precomputed.num_read < len(precomputed.ids)
+            and precomputed.ids[precomputed.num_read] == token_id
+            and precomputed.start + precomputed.num_read == self.cache.length
         )
 
-    def drop_ahead(self) -> int | None:
+    def drop_precomputed(self) -> int | None:
         """Discard what was computed in advance; returns how many ids of a guess were read.
 
         None if nothing was computed, or only for one id, which was chosen and not guessed.
         """
-        ahead, self._ahead = self._ahead, None
-        return None if ahead is None or len(ahead.ids) == 1 else ahead.used
+        precomputed, self._precomputed = self._precomputed, None
+        return None if precomputed is None or len(precomputed.ids) == 1 else precomputed.num_read
 
     @property
     def rotary_position(self) -> int:
         """The rotary position of the next token."""
         return self.ledger.seen if self.cache.absolute_positions else self.cache.length
 
-    def note_ahead(
-        self, token_id: int, logits: Tensor, encoder_output: EncoderOutput, likeliest: Likeliest
+    def set_precomputed(
+        self,
+        token_id: int,
+        logits: Tensor,
+        encoder_output: EncoderOutput,
+        likeliest: LikeliestToken,
     ) -> None:
         """Take what the caller has computed in advance for `token_id`: logits [1, V] and so on."""
-        self._ahead = _Ahead([token_id], logits, encoder_output, self.cache.length, likeliest)
+        self._precomputed = _Precomputed(
+            [token_id], logits, encoder_output, self.cache.length, likeliest
+        )
 
     def pass_size(self, count: int, *, is_observed: bool) -> int:
         """How many of the next `count` ids one pass may read, at least 1, to limit its memory.
 
         `is_observed`: whether attention weights are recorded.
         """
-        size = min(count, self.rows_per_pass)
-        if size > _MOST_OF_OWN and self.model.has_linear_head:
-            how = matmul_method_of(self.model.module)
-            if how is not None and how.own >= size:
-                size = _MOST_OF_OWN
+        size = min(count, self.max_pass_ids)
+        if size > _MAX_NATIVE_PASS_IDS and self.model.has_linear_head:
+            method = matmul_method_of(self.model.module)
+            if method is not None and method.max_native_rows >= size:
+                size = _MAX_NATIVE_PASS_IDS
         if not is_observed:
             return size
         id_bytes = (
@@ -309,55 +312,51 @@ class Reader:
         encoder_output: EncoderOutput,
     ) -> PassResult:
         """Run ids [m] through the model, or take what was computed in advance."""
-        ahead = self._ahead
-        if ahead is not None:
-            if len(ids) == 1 and observer is None and mask is None and self.is_ahead(ids[0]):
-                logits = ahead.logits[ahead.used]
-                encoder_output.token_vectors = ahead.encoder_output.of_token(
-                    ahead.used
+        precomputed = self._precomputed
+        if precomputed is not None:
+            if len(ids) == 1 and observer is None and mask is None and self.is_precomputed(ids[0]):
+                logits = precomputed.logits[precomputed.num_read]
+                encoder_output.token_vectors = precomputed.encoder_output.of_token(
+                    precomputed.num_read
                 ).token_vectors
-                ahead.used += 1
+                precomputed.num_read += 1
                 return PassResult(logits.new_empty(0), logits.clone())
-            self._ahead = None
-        is_absolute = self.cache.absolute_positions
+            self._precomputed = None
         return self.model.read(
             ids,
             self.cache,
             visible=mask,
-            positions=self.next_positions(len(ids)) if is_absolute else None,
+            positions=self.next_positions(len(ids)),
             observer=observer,
             encoder_output=encoder_output,
         )
 
-    def _said_ids(self, count: int) -> list[int]:
+    def _recent_text_ids(self, count: int) -> list[int]:
         """The newest `count` held ids (0: all) that are not of the chat template."""
         held = self.ledger.held_positions
-        said = held[self.ledger.column("role")[held] != Role.TEMPLATE][-count:]
-        ids: list[int] = self.ledger.column("token_id")[said].tolist()
+        positions = held[self.ledger.column("role")[held] != Role.TEMPLATE][-count:]
+        ids: list[int] = self.ledger.column("token_id")[positions].tolist()
         return ids
 
-    def _note(self, encoder_output: EncoderOutput) -> None:
+    def _append_last_token_vector(self, encoder_output: EncoderOutput) -> None:
         """Record what is read from the newest token, which is known after the next was chosen."""
-        self._keep_token_vectors(self.ledger.seen - 1, encoder_output)
+        self._append_token_vectors(self.ledger.seen - 1, encoder_output)
 
-    def _keep_token_vectors(self, start: int, encoder_output: EncoderOutput) -> None:
+    def _append_token_vectors(self, start: int, encoder_output: EncoderOutput) -> None:
         vectors = self.ledger.token_vectors
         if vectors.wanted and encoder_output.token_vectors is not None:
             vectors.append(start, encoder_output.token_vectors)
 
-    def _read_chosen(self, chunk: NewTokens, run: TokenRun, chosen: Chosen) -> float:
+    def _read_chosen(self, chunk: NewTokens, run: DeviceRun, chosen: ChosenToken) -> float:
         """Read the id that the GPU has chosen, unless it has begun to; returns its surprisal."""
-        ids, roles, flags, ref = chunk
-        ledger, cache = self.ledger, self.cache
-        if not run.is_ahead:
-            run.resume(ids[0], self.rotary_position, self._said_ids(run.window))
+        if not run.is_reading_ahead:
+            run.resume(chosen.id, self.rotary_position, self._recent_text_ids(run.window))
             run.launch()
-        run.is_ahead = False
-        self._chosen = None
-        nats = max(0.0, chosen.surprisal)
-        cache.commit(1, ledger.seen)
-        ledger.append(ids, [nats], turn=ref.turn, round=ref.round, roles=roles, flags=flags)
-        return nats
+        run.is_reading_ahead = False
+        self._device_token = None
+        surprisal = max(0.0, chosen.surprisal)
+        self._commit(chunk, [surprisal])
+        return surprisal
 
     def _anchor_mask(self, count: int, sinks: int) -> Tensor:
         """Mask [m, n + m] of `count` ids, the last of which is an anchor.
@@ -367,14 +366,14 @@ class Reader:
         """
         held, length = self.ledger.held_positions, self.cache.length
         anchors = np.flatnonzero(self.ledger.column("flags")[held] & np.uint8(_ANCHOR))
-        begin = held[anchors[-1]] + 1 if len(anchors) else 0
-        visible = torch.from_numpy(np.flatnonzero((held >= begin) | (held < sinks)))
+        sequence_start = held[anchors[-1]] + 1 if len(anchors) else 0
+        visible = torch.from_numpy(np.flatnonzero((held >= sequence_start) | (held < sinks)))
         mask = torch.ones(count, length + count, dtype=torch.bool).tril(length)
         mask[-1, :length] = False
         mask[-1, visible] = True
         return mask
 
-    def _tracker(self, stats: AttentionStatsConfig) -> AttentionTracker:
+    def _tracker(self, stats: AttentionStatsConfig | None) -> AttentionTracker:
         return AttentionTracker(stats, self.model, self.cache, self.ledger)
 
     def _record(
@@ -384,56 +383,61 @@ class Reader:
 
         Returns their surprisals; that of the first id comes from the logits before it.
         """
-        ids, roles, flags, ref = chunk
-        nats = [math.nan]
-        likeliest = self._likeliest
+        ids, surprisals, likeliest = chunk.ids, [math.nan], self._likeliest
         if likeliest is not None and likeliest.id == ids[0]:
-            nats = [max(0.0, likeliest.surprisal)]
+            surprisals = [max(0.0, likeliest.surprisal)]
         elif self.logits is not None:  # one fused kernel, because for one id each takes its time
-            log_chances = torch.log_softmax(self.logits.float(), -1)  # [V]
-            nats = [max(0.0, -log_chances[ids[0]].item())]
+            log_probabilities = torch.log_softmax(self.logits.float(), -1)  # [V]
+            surprisals = [max(0.0, -log_probabilities[ids[0]].item())]
         if len(ids) > 1:
-            nats += result.surprisal.tolist()
+            surprisals += result.surprisal.tolist()
         self.logits = result.logits
-        if self._ahead is not None and len(ids) == 1:
-            self._likeliest = self._ahead.likeliest
-        ledger = self.ledger
-        self.cache.commit(len(ids), ledger.seen)
-        ledger.append(ids, nats, turn=ref.turn, round=ref.round, roles=roles, flags=flags)
-        self._keep_token_vectors(ledger.seen - len(ids), encoder_output)
-        return nats
+        if self._precomputed is not None and len(ids) == 1:
+            self._likeliest = self._precomputed.likeliest
+        self._commit(chunk, surprisals)
+        self._append_token_vectors(self.ledger.seen - len(ids), encoder_output)
+        return surprisals
+
+    def _commit(self, tokens: NewTokens, surprisals: Sequence[float]) -> None:
+        ids, roles, flags, ref = tokens
+        self.cache.commit(len(ids), self.ledger.seen)
+        self.ledger.append(
+            ids, surprisals, turn=ref.turn, round=ref.round, roles=roles, flags=flags
+        )
 
 
-def device_choice(sampler: Sampler, step: CapturedStep) -> TokenChoice | None:
+def device_choice(sampler: Sampler, step: CapturedStep) -> ChoiceMethod | None:
     """How a GPU chooses what `sampler` would; None if only the host can choose."""
-    if not sampler.is_plain:
+    if not sampler.is_unconstrained:
         return None
     sampling = sampler.sampling
     penalty = sampling.repetition_penalty
     window = 0 if penalty == 1.0 else sampling.repetition_window
-    if penalty != 1.0 and not 0 < window <= MOST_SAID:
+    if penalty != 1.0 and not 0 < window <= MAX_RECENT_IDS:
         return None
     if sampling.temperature:
-        if not (sampling.narrows and step.draws):
+        if not (sampling.truncates and step.can_draw):
             return None
         from sirchat.models import kernels
 
-    def choose(logits: Tensor, said: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(logits: Tensor, recent_ids: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
         if window:
             padded = torch.cat((logits, logits.new_zeros(1)))  # the last is for ids of -1: none
-            logits = penalized(padded, torch.where(said < 0, len(logits), said), penalty)[:-1]
+            logits = apply_repetition_penalty(
+                padded, torch.where(recent_ids < 0, len(logits), recent_ids), penalty
+            )[:-1]
         if sampling.temperature:
             scores = logits.float() / sampling.temperature
-            values, ids = scores.topk(min(_CANDIDATES, len(scores)))
+            values, ids = scores.topk(min(_MAX_CANDIDATES, len(scores)))
             top_k, min_p = sampling.top_k or 0, sampling.min_p or 0.0
             top_p = sampling.top_p if sampling.top_p and sampling.top_p < 1.0 else 2.0
-            return kernels.draw(scores, values, ids, draw, top_k, top_p, min_p, _AROUND)
+            return kernels.draw_token(scores, values, ids, draw, top_k, top_p, min_p, _LIMIT_MARGIN)
         token_id = logits.argmax().view(1)
         return token_id, torch.ones_like(token_id)
 
     def draws(position: int, count: int) -> NDArray[np.float64]:
-        at = np.arange(position, position + count)
-        return uniform(sampling.seed, Purpose.SAMPLING, at, sampler.attempt)
+        positions = np.arange(position, position + count)
+        return uniform(sampling.seed, Purpose.SAMPLING, positions, sampler.attempt)
 
     key = replace(sampling, seed=0)
-    return TokenChoice(key, None if sampler.takes_likeliest else choose, window, draws)
+    return ChoiceMethod(key, None if sampler.is_greedy else choose, window, draws)

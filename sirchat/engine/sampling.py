@@ -17,9 +17,9 @@ from sirchat.memory.random_numbers import Purpose, uniform
 
 # Limits a reply to a format: from the reply's ids so far to a mask, bool [V], on the CPU, of those
 # that may follow; or float32 [V], which is added to the logits.
-Allowed = Callable[[Sequence[int]], Tensor]
+TokenFilter = Callable[[Sequence[int]], Tensor]
 
-_FAR = 80.0  # an id with a score so much below the largest is never drawn
+_MAX_SCORE_GAP = 80.0  # an id with a score so much below the largest is never drawn
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Sampling:
     seed: int = 0
 
     @property
-    def narrows(self) -> bool:
-        """Whether top-k, top-p or min-p leave out any ids."""
+    def truncates(self) -> bool:
+        """Whether top-k, top-p or min-p leave out ids."""
         return bool(self.top_k or self.min_p or (self.top_p or 1.0) < 1.0)
 
 
@@ -44,47 +44,50 @@ class Sampler:
     """Picks each next token of a reply; each `attempt` at it gets different random numbers."""
 
     def __init__(
-        self, sampling: Sampling, attempt: int = 0, allowed: Allowed | None = None
+        self, sampling: Sampling, attempt: int = 0, allowed: TokenFilter | None = None
     ) -> None:
         self.sampling, self.attempt = sampling, attempt
         self._allowed = allowed
-        self._picked: list[int] = []
+        self._picked_ids: list[int] = []
 
     @property
-    def is_plain(self) -> bool:
-        """Whether `sampling` alone says which ids are picked: none are given, or not allowed."""
+    def is_unconstrained(self) -> bool:
+        """Whether `sampling` alone decides: no ids are forced, and no filter leaves ids out."""
         return self._allowed is None
 
     @property
-    def takes_likeliest(self) -> bool:
+    def is_greedy(self) -> bool:
         """Whether the id of the largest logit is picked each time."""
-        if not self.is_plain:
-            return False
-        return self.sampling.temperature == 0 and self.sampling.repetition_penalty == 1
+        sampling = self.sampling
+        is_plain = sampling.temperature == 0 and sampling.repetition_penalty == 1
+        return is_plain and self.is_unconstrained
 
-    def pick(self, logits: Tensor, said_ids: Callable[[int], list[int]], position: int) -> int:
+    def pick(self, logits: Tensor, recent_ids: Callable[[int], list[int]], position: int) -> int:
         """The next token's id, from its raw logits [V] and its stream position.
 
-        `said_ids(n)` returns the newest n held ids, for the repetition penalty. Raises ModelError
+        `recent_ids(n)` returns the newest n held ids, for the repetition penalty. Raises ModelError
         if the logits are NaN, or if no id is allowed to follow.
         """
         if self._allowed is None:
-            return self._choose(logits, said_ids, position)
-        limits = self._allowed(self._picked)
-        is_mask = limits.dtype == torch.bool
-        if not (limits if is_mask else limits > -math.inf).any():
+            return self._choose(logits, recent_ids, position)
+        mask_or_bias = self._allowed(self._picked_ids)
+        is_mask = mask_or_bias.dtype == torch.bool
+        if not (mask_or_bias if is_mask else mask_or_bias > -math.inf).any():
             raise ModelError("no token may follow in the format of this reply")
-        (by,) = to_device([~limits if is_mask else limits], logits.device)
-        allowed = logits.masked_fill(by, -math.inf) if is_mask else logits.float() + by
-        self._picked.append(self._choose(allowed, said_ids, position))
-        return self._picked[-1]
+        (mask_or_bias,) = to_device([mask_or_bias], logits.device)
+        if is_mask:
+            filtered = logits.masked_fill(~mask_or_bias, -math.inf)
+        else:
+            filtered = logits.float() + mask_or_bias
+        self._picked_ids.append(self._choose(filtered, recent_ids, position))
+        return self._picked_ids[-1]
 
-    def _choose(self, logits: Tensor, said_ids: Callable[[int], list[int]], position: int) -> int:
+    def _choose(self, logits: Tensor, recent_ids: Callable[[int], list[int]], position: int) -> int:
         sampling, scores = self.sampling, logits
         if sampling.repetition_penalty != 1.0:
-            said = torch.tensor(said_ids(sampling.repetition_window), dtype=torch.int64)
-            said = to_device([said], scores.device)[0]
-            scores = penalized(scores.float(), said, sampling.repetition_penalty)
+            ids = torch.tensor(recent_ids(sampling.repetition_window), dtype=torch.int64)
+            (ids,) = to_device([ids], scores.device)
+            scores = apply_repetition_penalty(scores.float(), ids, sampling.repetition_penalty)
         if sampling.temperature == 0.0:
             best = scores.max(-1)  # NaN counts as the largest
             chosen = int(torch.where(best.values.isnan(), -1, best.indices))  # the only wait
@@ -104,61 +107,66 @@ class Sampler:
         scaled = (scores.float() / sampling.temperature).cpu().numpy()
         if not math.isfinite(scaled.max()):
             return -1
-        ids, chances = candidates(scaled, sampling)
-        heights = chances.cumsum()
-        draw = uniform(sampling.seed, Purpose.SAMPLING, np.array([position]), self.attempt)[0]
-        return int(ids[heights.searchsorted(draw * heights[-1], side="right")])
+        ids, weights = candidates(scaled, sampling)
+        cumulative = weights.cumsum()
+        number = uniform(sampling.seed, Purpose.SAMPLING, np.array([position]), self.attempt)[0]
+        return int(ids[cumulative.searchsorted(number * cumulative[-1], side="right")])
 
 
-class Continued(Sampler):
-    """A sampler that picks given ids first, and samples those after them, which are `allowed`."""
+class ForcedPrefixSampler(Sampler):
+    """A sampler that picks the given `ids` first, and samples those that follow."""
 
-    is_plain = False
+    is_unconstrained = False
 
     def __init__(
         self,
         ids: Sequence[int],
         sampling: Sampling,
         attempt: int = 0,
-        allowed: Allowed | None = None,
+        allowed: TokenFilter | None = None,
     ) -> None:
         super().__init__(sampling, attempt, allowed)
-        self._left = list(reversed(ids))
+        self._forced_ids = list(reversed(ids))  # the next one last
 
-    def pick(self, logits: Tensor, said_ids: Callable[[int], list[int]], position: int) -> int:
-        return self._left.pop() if self._left else super().pick(logits, said_ids, position)
+    def pick(self, logits: Tensor, recent_ids: Callable[[int], list[int]], position: int) -> int:
+        return (
+            self._forced_ids.pop()
+            if self._forced_ids
+            else super().pick(logits, recent_ids, position)
+        )
 
 
-def penalized(scores: Tensor, said: Tensor, penalty: float) -> Tensor:
-    """The scores [V]; those of the ids `said` [k] are lowered by the factor `penalty`."""
-    chosen = scores[said]
-    return scores.scatter(0, said, torch.where(chosen < 0, chosen * penalty, chosen / penalty))
+def apply_repetition_penalty(scores: Tensor, ids: Tensor, penalty: float) -> Tensor:
+    """The scores [V], with those of `ids` [k] lowered by the factor `penalty`."""
+    chosen = scores[ids]
+    return scores.scatter(0, ids, torch.where(chosen < 0, chosen * penalty, chosen / penalty))
 
 
 def candidates(
     scores: NDArray[np.float32], sampling: Sampling
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The ids that top-k, top-p and min-p leave, ascending, and the chances of each, up to 1.
+    """The ids that top-k, top-p and min-p leave, ascending, and their weights, the largest 1.
 
-    `scores` [V] are divided by the temperature. Of equally likely ids all are left, or none.
+    Weights are proportional to probabilities. `scores` [V] are divided by the temperature. Of
+    equally likely ids all are left, or none.
     """
     largest = scores.max()
-    lowest = largest - _FAR
+    min_score = largest - _MAX_SCORE_GAP
     if sampling.top_k is not None and sampling.top_k < len(scores):
-        lowest = max(lowest, np.partition(scores, -sampling.top_k)[-sampling.top_k])
+        min_score = max(min_score, np.partition(scores, -sampling.top_k)[-sampling.top_k])
     top_p = 1.0 if sampling.top_p is None else sampling.top_p
-    if sampling.min_p and top_p == 1.0:  # rounding aside, what `least` leaves out below
-        lowest = max(lowest, largest + math.log(sampling.min_p) - 1e-3)
-    ids = np.flatnonzero(scores >= lowest)
-    chances = np.exp(scores[ids].astype(np.float64) - largest)  # relative to the likeliest
-    least = sampling.min_p or 0.0
+    if sampling.min_p and top_p == 1.0:  # rounding aside, as below
+        min_score = max(min_score, largest + math.log(sampling.min_p) - 1e-3)
+    ids = np.flatnonzero(scores >= min_score)
+    weights = np.exp(scores[ids].astype(np.float64) - largest)
+    min_weight = sampling.min_p or 0.0
     if top_p < 1.0:
-        left_out = (1 - top_p) * chances.sum()
+        left_out = (1 - top_p) * weights.sum()
         # Ids with less than an equal share of that are all left out, and need no sorting.
-        is_rare = chances < left_out / len(chances)
-        rising = np.sort(chances[~is_rare])
-        heights = chances[is_rare].sum() + rising.cumsum()
-        count = int(heights.searchsorted(left_out, side="right"))
-        least = max(least, rising[min(count, len(rising) - 1)])
-    stays = chances >= least
-    return ids[stays], chances[stays]
+        is_rare = weights < left_out / len(weights)
+        ascending = np.sort(weights[~is_rare])
+        cumulative = weights[is_rare].sum() + ascending.cumsum()
+        count = int(cumulative.searchsorted(left_out, side="right"))
+        min_weight = max(min_weight, ascending[min(count, len(ascending) - 1)])
+    is_left = weights >= min_weight
+    return ids[is_left], weights[is_left]

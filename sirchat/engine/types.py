@@ -116,8 +116,8 @@ class NewTokens(NamedTuple):
 
     def part(self, start: int, end: int) -> NewTokens:
         """The ids with index `start` to `end` - 1, with their roles and flags."""
-        at = slice(start, end)
-        return NewTokens(self.ids[at], self.roles[at], self.flags[at], self.turn)
+        indices = slice(start, end)
+        return NewTokens(self.ids[indices], self.roles[indices], self.flags[indices], self.turn)
 
 
 @dataclass(frozen=True)

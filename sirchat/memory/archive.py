@@ -30,7 +30,7 @@ from torch import Tensor
 from sirchat.memory.archive_folder import ArchiveFolder
 from sirchat.memory.free_memory import trim_memory
 from sirchat.memory.key_values import KeyValues, Positions, Transfer, Transfers
-from sirchat.memory.tiers import EXACT, LOWER, NOWHERE, Tiers, decoded, lowered
+from sirchat.memory.tiers import EXACT, LOWER_TIER, NOT_STORED, Tiers, dequantized, quantized
 
 SEGMENT_ROWS = 512
 _MOST_ARRIVING = 8  # unfinished transfers from a GPU
@@ -50,7 +50,9 @@ class Archive:
         self.transfers = Transfers()
         self._files = SegmentFiles(folder)
         self._segments: dict[int, Segment] = {}  # by number, the oldest first
-        self._numbers = {bits: dict[int, None]() for bits in (EXACT, *LOWER.values())}  # of tiers
+        self._numbers = {
+            bits: dict[int, None]() for bits in (EXACT, *LOWER_TIER.values())
+        }  # of tiers
         self._sizes = Counter[int]()  # of each tier in bytes, by its bits
         self._count, self._adds = 0, 0  # of the segments made; of the calls of `add`
         self._centres = list[Tensor]()  # see `Tiers`; empty until a token goes down a tier
@@ -96,14 +98,14 @@ class Archive:
         """
         if not self._centres:
             return None
-        bits = np.where(is_nowhere, NOWHERE, self.bits(np.arange(len(is_nowhere))))
+        bits = np.where(is_nowhere, NOT_STORED, self.bits(np.arange(len(is_nowhere))))
         return Tiers(bits.astype(np.uint8), list(self._centres))
 
     def restore_tiers(self, tiers: Tiers) -> None:
         """Before tokens are added to the empty archive: store each as it was stored before."""
         count, self._centres = len(tiers.bits), list(tiers.centres)
         self._grow(count)
-        self._bits[:count] = np.where(tiers.bits == NOWHERE, EXACT, tiers.bits)
+        self._bits[:count] = np.where(tiers.bits == NOT_STORED, EXACT, tiers.bits)
 
     def by_tier(self) -> dict[int, tuple[int, int]]:
         """The tokens of each tier and their size in bytes, by its bits, `EXACT` or fewer."""
@@ -162,7 +164,7 @@ class Archive:
         for tier in np.unique(bits).tolist():
             some = tokens if (bits == tier).all() else tokens.take(np.flatnonzero(bits == tier))
             if tier != EXACT:
-                codes = lowered(some.to("cpu").tensors, self._centres, EXACT, tier)
+                codes = quantized(some.to("cpu").tensors, self._centres, EXACT, tier)
                 some = replace(some, tensors=codes)
             self._append(some, tier)
         self._adds += 1
@@ -212,7 +214,7 @@ class Archive:
             written_at[order[start:end]] = segment.written_at[places]
             of_layer = slice(None) if layer is None else slice(2 * layer, 2 * layer + 2)
             part = segment.rows(places, segment.tensors[of_layer]).tensors
-            parts.append(decoded(part, self._centres[of_layer], segment.bits))
+            parts.append(dequantized(part, self._centres[of_layer], segment.bits))
         tensors = [torch.cat(part, dim=1) for part in zip(*parts, strict=True)]
         if (np.diff(order) < 0).any():  # copies everything, so only where the order differs
             inverse = torch.from_numpy(np.argsort(order))
@@ -220,14 +222,14 @@ class Archive:
         return KeyValues(positions.copy(), written_at, tensors)
 
     @torch.inference_mode()
-    def shrink(self, held: Positions, mark_gone: Callable[[Positions], None]) -> None:
+    def shrink(self, held: Positions, mark_not_stored: Callable[[Positions], None]) -> None:
         """Store old tokens in fewer bits, or delete them, until the size is within the limit.
 
-        Those in the cache, at `held`, are only deleted here: they are stored again when they are
-        evicted. Calls `mark_gone` with the positions of the others deleted, also before an error.
+        Copies of held tokens are only deleted: an eviction stores them again. `mark_not_stored`
+        gets the positions of all others that are deleted, also before an error.
         """
         while self.is_over_limit:
-            mark_gone(self._lower(self._next_down(), held))
+            mark_not_stored(self._lower(self._next_down(), held))
         last = self._segments.get(self._open.get(EXACT, -1))
         if self.limit is not None and last and self.nbytes + last.nbytes > self.limit:
             number = self._next_down()
@@ -246,7 +248,7 @@ class Archive:
         moves = [(places[is_used], segment.tensors, segment.bits)]
         if ahead is not None:
             self._ahead = None  # after an error, the next call encodes again
-            moves.append((places[~is_used], ahead.result(), LOWER[segment.bits]))
+            moves.append((places[~is_used], ahead.result(), LOWER_TIER[segment.bits]))
         self._open = {bits: last for bits, last in self._open.items() if last != number}
         for some, tensors, bits in moves:  # after an error, each token is in one segment
             rows = segment.rows(some, tensors)
@@ -262,7 +264,7 @@ class Archive:
 
     def _next_down(self) -> int:
         """The oldest segment of the first tier that has more than its share, or of the lowest."""
-        for bits in LOWER:
+        for bits in LOWER_TIER:
             numbers = self._numbers[bits]
             if len(numbers) > 1 and self._sizes[bits] * _SHARE > (self.limit or 0):
                 return next(iter(numbers))
@@ -272,7 +274,7 @@ class Archive:
     def _encode(self, number: int) -> Future[list[Tensor]] | None:
         """Let the archive's thread encode a segment for the tier below; None if there is none."""
         segment = self._segments[number]
-        if segment.bits not in LOWER:
+        if segment.bits not in LOWER_TIER:
             return None
         if not self._centres:
             rows = segment.rows(np.flatnonzero(segment.positions >= 0), segment.tensors)
@@ -282,8 +284,8 @@ class Archive:
                 (share * one.float().mean(1, keepdim=True)).to(one.dtype) for one in rows.tensors
             ]
         if not self._ahead or self._ahead[0] != number:
-            given = list(segment.tensors), self._centres, segment.bits, LOWER[segment.bits]
-            self._ahead = number, self._files.run(partial(lowered, *given))
+            given = list(segment.tensors), self._centres, segment.bits, LOWER_TIER[segment.bits]
+            self._ahead = number, self._files.run(partial(quantized, *given))
         return self._ahead[1]
 
     @torch.inference_mode()
@@ -389,7 +391,7 @@ class Segment:
     """Room for the keys and values of `SEGMENT_ROWS` tokens, filled from the front.
 
     Its tensors have the heads, dimensions and dtypes of those of `like`, [H, n, D]; with fewer
-    `bits` than `EXACT`, they are what `lowered` returns.
+    `bits` than `EXACT`, they are what `quantized` returns.
     """
 
     def __init__(self, like: list[Tensor], bits: int = EXACT) -> None:

@@ -1,7 +1,7 @@
 """Private folders for files that must go when the program ends, such as those of the archive.
 
 A process that is killed can't remove its folder. So each folder has a lock, which the operating
-system frees when the process ends in any way; `sweep` removes the folders whose lock is free.
+system frees when the process ends in any way; `remove_stale_folders` uses that.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ArchiveFolder:
         make_private_dir(self.path)
 
 
-def sweep(parent: Path) -> None:
+def remove_stale_folders(parent: Path) -> None:
     """Delete the folders in `parent` that belong to processes that have ended, where possible."""
     with suppress(OSError):
         for path in sorted(parent.iterdir()):

@@ -24,7 +24,7 @@ class AttentionStatsConfig:
     window: int = 0  # the weights from so many newest queries are stored one by one, too
     per_head: bool = False  # and those for each of these layers, and each head
 
-    def counted_layers(self, num_layers: int, sliding: Collection[int] = ()) -> list[int]:
+    def recorded_layers(self, num_layers: int, sliding: Collection[int] = ()) -> list[int]:
         """Numbers of the layers whose attention is recorded; `sliding` are those with a window."""
         wide = [number for number in range(num_layers) if number not in sliding]
         among = wide if self.layers and wide else list(range(num_layers))
@@ -84,7 +84,7 @@ class AttentionStats:
         self._restorations = 0  # number of entries so far, deleted ones included
 
     @property
-    def is_counted(self) -> bool:
+    def has_records(self) -> bool:
         """Whether any attention weights have been recorded in this conversation."""
         return len(self._total) > 0
 
@@ -142,13 +142,13 @@ class AttentionStats:
 
     def note_restored(self, positions: Positions) -> None:
         """Store the totals of tokens that are restored and may receive more, for an exact undo."""
-        if len(positions) and self.is_counted:
+        if len(positions) and self.has_records:
             self._restored.append(self._copy_of(positions))
             self._restorations += 1
 
     def checkpoint(self, positions: Positions) -> AttentionCheckpoint:
         """A copy of the statistics of the tokens at `positions`, to which `undo` can go back."""
-        if not self.is_counted:
+        if not self.has_records:
             zeros = np.zeros(len(positions))
             return AttentionCheckpoint(positions, zeros, zeros, restorations=None)
         return replace(
@@ -184,7 +184,7 @@ class AttentionStats:
 
     def reorder(self, order: Positions, rank: Positions) -> None:
         """Let the tokens stand in another order; see `Ledger.reorder`."""
-        if not self.is_counted:
+        if not self.has_records:
             return
         self._grow(len(rank))
         self._total, self._log_decay = self._total[order], self._log_decay[order]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.memory.key_values import CacheState, KeyValues, Positions, to_device
-from sirchat.memory.row_buffers import Cursor, RowBuffers, Turns
+from sirchat.memory.row_buffers import CosSinByTensor, Cursor, RowBuffers
 from sirchat.memory.row_buffers import LayerRotation as LayerRotation
 
 # A layer's kind: whether it has keys and values, and how many recurrent or convolution states.
@@ -167,7 +167,7 @@ class BoundedCache:
         self.cursor.length = len(rows)
 
     @torch.inference_mode()
-    def first_written(self, rows: Tensor, positions: NDArray[np.int64]) -> KeyValues:
+    def first_written_rows(self, rows: Tensor, positions: NDArray[np.int64]) -> KeyValues:
         """A copy of the rows numbered `rows` [k], with keys as the model first wrote them.
 
         `positions` [k] are their stream positions.
@@ -209,7 +209,7 @@ class BoundedCache:
         self.absolute_positions = absolute_positions
         if self.length:
             rows = torch.arange(self.length)
-            self.replace(self.first_written(rows, self._stream[: self.length].copy()))
+            self.replace(self.first_written_rows(rows, self._stream[: self.length].copy()))
 
     @torch.no_grad()
     def grow_to(self, capacity: int) -> None:
@@ -266,12 +266,12 @@ class BoundedCache:
             layer.set_state(state)
         self._is_clean = True
 
-    def _turns(self, written_at: Positions, slots: Tensor, stream: Positions) -> Turns:
+    def _turns(self, written_at: Positions, slots: Tensor, stream: Positions) -> CosSinByTensor:
         """What rotates rows with stream positions `stream` [n] to `slots` [n]."""
         old = torch.from_numpy(written_at)
         new = torch.from_numpy(stream) if self.absolute_positions else slots
         turns = dict[int, Tensor]()
-        for rotation, numbers in self._rows.turned.items():
+        for rotation, numbers in self._rows.tensors_by_rotation.items():
             turns |= dict.fromkeys(numbers, torch.stack(rotation.cos_sin(old, new)))
         return turns
 
@@ -292,7 +292,7 @@ class BoundedCache:
             part.write(start, part.chosen(index), dict(zip(turns, turned, strict=True)))
         self._written_at[start:end], self._stream[start:end] = written_at, stream
 
-    def _put(self, start: int, tensors: Sequence[Tensor], turns: Turns) -> None:
+    def _put(self, start: int, tensors: Sequence[Tensor], turns: CosSinByTensor) -> None:
         """Write first-written rows, [H, n, D] of all tensors, to the slots from `start` on."""
         for part in self._rows.parts(tensors[0].shape[1]):
             own = [tensors[number] for number in part.numbers]
@@ -319,7 +319,7 @@ class RowLayer:
         """Write m new keys and values [1, H, m, D]; returns all of each, [1, H, n + m, D]."""
         keys, values = self.tensors
         if (slot := self.cursor.slot) is not None:
-            return keys.write_at(slot, key_states), values.write_at(slot, value_states)
+            return keys.write_to_slot(slot, key_states), values.write_to_slot(slot, value_states)
         if keys.buffer is None:
             self._rows.allocate(self._number, key_states, value_states)
         self.cursor.written = key_states.shape[2]
@@ -337,7 +337,7 @@ class HoldsState(Protocol):
         """Replace the layer's states by a copy of `state`."""
 
 
-def layer_numbers(kinds: Sequence[LayerKind]) -> dict[int, int]:
+def row_layer_indices(kinds: Sequence[LayerKind]) -> dict[int, int]:
     """Map the model's numbers of layers with keys and values to their numbers among these."""
     with_rows = (number for number, (has_rows, _) in enumerate(kinds) if has_rows)
     return {number: at for at, number in enumerate(with_rows)}

@@ -22,11 +22,11 @@ from sirchat.memory.archive import Archive
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_value_stats import Block, key_value_stats
-from sirchat.memory.key_values import CacheState, KeyValues, Positions, merged
+from sirchat.memory.key_values import CacheState, KeyValues, Positions, merge_key_values
 from sirchat.memory.ledger import Flag, KeyValueStat, Ledger, State
 from sirchat.memory.placement import Placement
-from sirchat.memory.policies.scores import or_usual
-from sirchat.memory.tiers import NOWHERE, Tiers
+from sirchat.memory.policies.scores import fill_nan_with_median
+from sirchat.memory.tiers import NOT_STORED, Tiers
 
 # Bytes of what is evicted that are kept for undo while the archive is off; a turn that evicts more
 # can't be undone.
@@ -97,7 +97,9 @@ class KeyValueStore:
         self.archive, self._folder, self._archiving = new, folder, limit > 0
         self._is_disk_reported = False
         if not limit:
-            self.ledger.mark_gone(np.flatnonzero(self.ledger.column("state") == State.ARCHIVED))
+            self.ledger.mark_not_stored(
+                np.flatnonzero(self.ledger.column("state") == State.ARCHIVED)
+            )
             self._forget_gone()
         old.close()
         self._shrink()
@@ -123,9 +125,9 @@ class KeyValueStore:
         flags = self.ledger.column("flags") & np.uint8(Flag.ERASED | Flag.EXCLUDED)
         return np.flatnonzero(flags == 0)
 
-    def lost(self, positions: Positions) -> Positions:
+    def rereadable(self, positions: Positions) -> Positions:
         """Those of the tokens at `positions` that are neither held nor archived, but recallable."""
-        lost = positions[self.ledger.column("state")[positions] == State.GONE]
+        lost = positions[self.ledger.column("state")[positions] == State.NOT_STORED]
         return np.intersect1d(lost, self.recallable()) if len(lost) else lost
 
     def add_reread(self, rows: KeyValues) -> None:
@@ -167,7 +169,7 @@ class KeyValueStore:
         return moved
 
     @contextmanager
-    def unlimited(self) -> Iterator[None]:
+    def without_limit(self) -> Iterator[None]:
         """Turn off the archive's limit, to read ids whose reading is undone afterwards."""
         limit, self.archive.limit = self.archive.limit, None
         try:
@@ -212,7 +214,7 @@ class KeyValueStore:
         self._place(checkpoint.placement, np.arange(checkpoint.seen, self.ledger.seen))
         self.archive.truncate(checkpoint.seen)
         self.archive.remove(reread)
-        self.ledger.mark_gone(reread)
+        self.ledger.mark_not_stored(reread)
         self._reread = checkpoint.reread
         self.ledger.truncate(checkpoint.seen, checkpoint.log_decay)
         self.ledger.attention.undo(checkpoint.attention, checkpoint.seen)
@@ -230,7 +232,7 @@ class KeyValueStore:
             return self._blocks(positions, as_read)
 
         stats = key_value_stats(wanted, len(positions), blocks)
-        return {name: or_usual(values) for name, values in stats.items()}
+        return {name: fill_nan_with_median(values) for name, values in stats.items()}
 
     def as_read(self, positions: Positions) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """For each layer, keys and values of the tokens at `positions`, as `HeldRows` has them."""
@@ -248,7 +250,7 @@ class KeyValueStore:
         if not 0 <= layer < layers or not len(held):
             known = f"layers are 0 to {layers - 1}" if len(held) else "nothing was read yet"
             raise UsageError(f"there are no keys and values of layer {layer}: {known}")
-        first = self.cache.first_written(torch.arange(len(held)), held).tensors[2 * layer]
+        first = self.cache.first_written_rows(torch.arange(len(held)), held).tensors[2 * layer]
         placed = self.cache.layer_keys(layer), self.cache.layer_values(layer)
         return HeldKeysValues(held, first.clone(), *(one[0].clone() for one in placed))
 
@@ -271,18 +273,18 @@ class KeyValueStore:
         If it is larger than `limit` bytes, copies what is in the cache alone; None if that is, too.
         """
         held, positions = self.ledger.held_positions, self.reachable()
-        first = self.cache.first_written(torch.arange(min(1, len(held))), held[:1].copy())
+        first = self.cache.first_written_rows(torch.arange(min(1, len(held))), held[:1].copy())
         if limit is not None and len(held) * first.nbytes > limit:
             return None
-        in_cache = self.cache.first_written(torch.arange(len(held)), held.copy()).to("cpu")
-        tiers = self.archive.tiers(self.ledger.column("state") == State.GONE)
+        in_cache = self.cache.first_written_rows(torch.arange(len(held)), held.copy()).to("cpu")
+        tiers = self.archive.tiers(self.ledger.column("state") == State.NOT_STORED)
         archived = np.setdiff1d(positions, held, assume_unique=True)
         if but is not None:
             archived = np.setdiff1d(archived, but, assume_unique=True)
         size = (len(held) + len(archived)) * first.nbytes
         if not len(archived) or (limit is not None and size > limit):
             return replace(in_cache, tiers=tiers)
-        return replace(merged(in_cache, self.archive.fetch(archived)), tiers=tiers)
+        return replace(merge_key_values(in_cache, self.archive.fetch(archived)), tiers=tiers)
 
     def load(self, saved: KeyValues) -> None:
         """Load a saved conversation, whose ledger is loaded already.
@@ -309,7 +311,7 @@ class KeyValueStore:
         """
         for tokens in saved if self._archiving else ():
             if tiers is not None:
-                tokens = tokens.take(np.flatnonzero(tiers.bits[tokens.positions] != NOWHERE))
+                tokens = tokens.take(np.flatnonzero(tiers.bits[tokens.positions] != NOT_STORED))
             self.archive.add(tokens)
             self.ledger.mark_archived(tokens.positions)
             self._shrink()
@@ -318,7 +320,7 @@ class KeyValueStore:
         """Erase these tokens from the cache and from the archive."""
         self._place(self.placement.without(positions), positions)
         self.archive.remove(positions)
-        self.ledger.mark_gone(positions)
+        self.ledger.mark_not_stored(positions)
 
     def reorder(self, order: Positions, turns: Positions, rounds: Positions) -> Positions:
         """Let the tokens stand in another order, and erase all others; see `Ledger.reorder`.
@@ -331,7 +333,7 @@ class KeyValueStore:
         self.archive.reorder(order, rank)
         now = np.argsort(rank[held])
         if len(held):
-            rows = self.cache.first_written(torch.from_numpy(now), rank[held][now])
+            rows = self.cache.first_written_rows(torch.from_numpy(now), rank[held][now])
             self.cache.replace(rows)
         reread = rank[self._reread]
         self._reread = np.sort(reread[reread >= 0])
@@ -351,13 +353,13 @@ class KeyValueStore:
             cache.keep(rows, leaving, archive.add if len(leaving) else None)
         elif len(came):
             if len(leaving):
-                archive.add(cache.first_written(leaving, gone[~stored]))
+                archive.add(cache.first_written_rows(leaving, gone[~stored]))
             restored = archive.fetch(came)
             archive.note_restored(np.setdiff1d(came, self._placement.aside, assume_unique=True))
             if len(rows):
-                restored = merged(cache.first_written(rows, held[stays]), restored)
+                restored = merge_key_values(cache.first_written_rows(rows, held[stays]), restored)
             cache.replace(restored)
-        ledger.hold(new, gone, came, State.ARCHIVED if self._archiving else State.GONE)
+        ledger.hold(new, gone, came, State.ARCHIVED if self._archiving else State.NOT_STORED)
         self._placement = new
         return gone, came
 
@@ -369,7 +371,7 @@ class KeyValueStore:
         if as_read and len(here) == len(positions):
             yield Block(torch.from_numpy(here), self.cache.as_read(rows))
             return
-        first = [self.cache.first_written(rows, positions[here])] if len(here) else []
+        first = [self.cache.first_written_rows(rows, positions[here])] if len(here) else []
         archived = np.setdiff1d(positions, held, assume_unique=True)
         archived = archived[self.archive.has(archived)]
         starts = range(0, len(archived), _READ_AT_ONCE)
@@ -380,7 +382,7 @@ class KeyValueStore:
 
     def _forget_gone(self) -> None:
         """While the archive is off: only what the cache has is known to have been rounded."""
-        self.archive.forget(np.flatnonzero(self.ledger.column("state") == State.GONE))
+        self.archive.forget(np.flatnonzero(self.ledger.column("state") == State.NOT_STORED))
 
     def _bounded(self, limit: int) -> int:
         """The limit in bytes; after a failed write, what is evicted stays in RAM."""
@@ -411,4 +413,4 @@ class KeyValueStore:
                 "the archive is full: from now on its oldest rows are stored in 8 bits a number, "
                 "then in 4, and then deleted (/set archive_limit raises the limit)"
             )
-        archive.shrink(self.ledger.held_positions, self.ledger.mark_gone)
+        archive.shrink(self.ledger.held_positions, self.ledger.mark_not_stored)

@@ -60,7 +60,7 @@ class KeyValues:
         return KeyValues(self.positions[index], self.written_at[index], tensors)
 
 
-def merged(first: KeyValues, second: KeyValues) -> KeyValues:
+def merge_key_values(first: KeyValues, second: KeyValues) -> KeyValues:
     """Copies of both, in ascending order of position, on the devices of the first."""
     positions = np.concatenate([first.positions, second.positions])
     order = np.argsort(positions)

@@ -41,10 +41,10 @@ class Flag(IntFlag):
 
 
 class State(IntEnum):
-    """Where a token's keys and values are: in the cache, nowhere (`GONE`), or in the archive."""
+    """Where a token's keys and values are: in the cache, in the archive, or nowhere."""
 
     HELD = 0
-    GONE = 1
+    NOT_STORED = 1
     ARCHIVED = 2
 
 
@@ -115,10 +115,10 @@ class Ledger:
         return int(np.count_nonzero(self.column("state") == State.ARCHIVED))
 
     @property
-    def lost_count(self) -> int:
+    def rereadable_count(self) -> int:
         """Number of tokens of which the text alone is left, and which can be read again."""
         hidden = self.column("flags") & np.uint8(Flag.ERASED | Flag.EXCLUDED) != 0
-        return int(np.count_nonzero((self.column("state") == State.GONE) & ~hidden))
+        return int(np.count_nonzero((self.column("state") == State.NOT_STORED) & ~hidden))
 
     def of_turn(self, turn: int, role: Role | None = None) -> Positions:
         """Stream positions of the tokens of turn number `turn`; if given, of those of `role`."""
@@ -192,13 +192,13 @@ class Ledger:
 
     def mark_archived(self, positions: Positions) -> None:
         """Record that the tokens at these positions are archived, but for those in the cache."""
-        gone = positions[self._rows["state"][positions] == State.GONE]
+        gone = positions[self._rows["state"][positions] == State.NOT_STORED]
         self._rows["state"][gone] = State.ARCHIVED
 
-    def mark_gone(self, positions: Positions) -> None:
+    def mark_not_stored(self, positions: Positions) -> None:
         """Record that archived tokens at these positions were deleted from the archive."""
         archived = positions[self._rows["state"][positions] == State.ARCHIVED]
-        self._rows["state"][archived] = State.GONE
+        self._rows["state"][archived] = State.NOT_STORED
 
     def rows(self, start: int = 0) -> NDArray[np.void]:
         """A copy of the table's rows from stream position `start` on, structured as `ROW`."""
@@ -211,7 +211,7 @@ class Ledger:
         self.token_vectors.truncate(0)
         self._grow(len(rows), len(held))
         self._rows[: len(rows)] = rows
-        self._rows["state"][: len(rows)] = State.GONE
+        self._rows["state"][: len(rows)] = State.NOT_STORED
         self._rows["state"][held] = State.HELD
         self._held[: len(held)] = held
         self.held_count = len(held)
@@ -230,7 +230,7 @@ class Ledger:
         self.pinned_positions = np.setdiff1d(self.pinned_positions, positions)
         self.attention.erase(positions)
         self.token_vectors.erase(positions)
-        rows["state"][positions] = State.GONE
+        rows["state"][positions] = State.NOT_STORED
 
     def truncate(self, seen: int, log_decay: float) -> None:
         """Remove all but the first `seen` tokens, none of which may be held; set `log_decay`."""
@@ -287,7 +287,7 @@ class Ledger:
         flags = self._rows["flags"][self.pinned_positions]
         return _runs(self.pinned_positions[flags & np.uint8(Flag.RULE) != 0])
 
-    def own_pins(self, start: int) -> Positions:
+    def pins_except_rules(self, start: int) -> Positions:
         """Positions of tokens from stream position `start` on that are pinned, and not as rules."""
         pinned = self.pinned_positions[bisect_left(self.pinned_positions, start) :]
         own: Positions = pinned[self._rows["flags"][pinned] & np.uint8(Flag.RULE) == 0]

@@ -32,16 +32,20 @@ class Placement:
         return any(map(len, (self.recalled, self.aside, self.wanted)))
 
     @property
-    def chosen(self) -> Positions:
+    def held_without_recalled(self) -> Positions:
         """The held tokens that recall has not restored."""
         if not len(self.recalled):
             return self.held
         return np.setdiff1d(self.held, self.recalled, assume_unique=True)
 
     @property
-    def own(self) -> Positions:
+    def policy_positions(self) -> Positions:
         """The policy's tokens: those that recall has not restored, held or aside."""
-        return np.union1d(self.chosen, self.aside) if len(self.aside) else self.chosen
+        return (
+            np.union1d(self.held_without_recalled, self.aside)
+            if len(self.aside)
+            else self.held_without_recalled
+        )
 
     def without(self, positions: Positions) -> Placement:
         """This placement without the tokens at these positions."""

@@ -18,7 +18,7 @@ from sirchat.memory.rope import Rotation
 _AT_ONCE = 2**26  # bytes of keys in float32 that are rotated at once, but on a CPU
 
 # Cosines and sines, [2, n, d/2], that rotate n rows of a tensor, by its number in `tensors`.
-Turns = Mapping[int, Tensor]
+CosSinByTensor = Mapping[int, Tensor]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class CachedTensor:
         self.buffer.narrow(3, cursor.length, count).copy_(rows)
         return self.attended.narrow(2, 0, end).to(rows.dtype)
 
-    def write_at(self, slot: Tensor, row: Tensor) -> Tensor:
+    def write_to_slot(self, slot: Tensor, row: Tensor) -> Tensor:
         """Write one row [1, H, 1, D] to `slot` [1]; returns all slots, those not in use, too."""
         assert self.buffer is not None
         rows = row.to(self.buffer.dtype).expand(len(self.buffer), *row.shape)
@@ -102,13 +102,15 @@ class RowBuffers:
         # Keys of layer 0, values of layer 0, keys of layer 1, and so on.
         self.tensors = [tensor for layer in self.layers for tensor in layer]
         # Numbers of the tensors that have the same frequencies, by the first one's rotation.
-        self.turned = dict[Rotation, list[int]]()
+        self.tensors_by_rotation = dict[Rotation, list[int]]()
         for number, tensor in enumerate(self.tensors):
             if tensor.rotation is not None:
-                same = filter(tensor.rotation.has_same_angles, self.turned)
-                self.turned.setdefault(next(same, tensor.rotation), []).append(number)
+                same = filter(tensor.rotation.has_same_angles, self.tensors_by_rotation)
+                self.tensors_by_rotation.setdefault(next(same, tensor.rotation), []).append(number)
         ways = {(len(r.key.inv_freq), r.key.interleaved, r.key.offset) for r in rotations if r.key}
-        are_keys = sorted(chain(*self.turned.values())) == [*range(0, len(self.tensors), 2)]
+        are_keys = sorted(chain(*self.tensors_by_rotation.values())) == [
+            *range(0, len(self.tensors), 2)
+        ]
         self._may_pool = are_keys and len(ways) == len(set(devices)) == 1
         self._kinds = set[tuple[int, int, torch.dtype, torch.device]]()  # H, D and so on, so far
 
@@ -200,7 +202,7 @@ class RowBuffer(NamedTuple):
         chosen = rows.flatten(0, 2).index_select(1, slots)
         return chosen.view(*rows.shape[:3], *chosen.shape[1:])
 
-    def write(self, start: int, rows: Tensor, turns: Turns) -> None:
+    def write(self, start: int, rows: Tensor, turns: CosSinByTensor) -> None:
         """Write such rows to the slots from `start` on, and rotate them."""
         rows, end = rows.to(self.rows.dtype), start + rows.shape[3]
         self.written[:, :, :, start:end] = rows

@@ -15,8 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 EXACT = 0  # as many bits as the model's numbers have
-NOWHERE = 255  # in `Tiers.bits`: neither in the cache nor in the archive
-LOWER = {EXACT: 8, 8: 4}  # the tier below each, in bits a number; below the last one is the text
+NOT_STORED = 255  # in `Tiers.bits`: neither in the cache nor in the archive
+LOWER_TIER = {
+    EXACT: 8,
+    8: 4,
+}  # the tier below each, in bits a number; below the last one is the text
 _SMALLEST = 2.0**-100  # step, for a token whose numbers are all the centre's
 
 
@@ -25,7 +28,7 @@ class Tiers:
     """What an archive must know to store tokens as it did: bits and centres.
 
     `bits` has one entry for each token of the stream: those that its numbers were rounded to,
-    `EXACT` or `NOWHERE`; `centres` are [H, 1, D], one for each tensor of `KeyValues`.
+    `EXACT` or `NOT_STORED`; `centres` are [H, 1, D], one for each tensor of `KeyValues`.
     """
 
     bits: NDArray[np.uint8]
@@ -34,23 +37,23 @@ class Tiers:
     def fit(self, row: list[Tensor], seen: int) -> bool:
         """Whether these tiers suit a stream of `seen` tokens with keys and values like `row`'s."""
         shapes = [[(one.dtype, one.shape) for one in tensors] for tensors in (self.centres, row)]
-        is_known = np.isin(self.bits, [EXACT, *LOWER.values(), NOWHERE]).all()
+        is_known = np.isin(self.bits, [EXACT, *LOWER_TIER.values(), NOT_STORED]).all()
         is_of_stream = self.bits.dtype == np.uint8 and self.bits.shape == (seen,)
         return bool(is_of_stream and is_known and shapes[0] == shapes[1])
 
 
 @torch.inference_mode()
-def lowered(tensors: list[Tensor], centres: list[Tensor], bits: int, lower: int) -> list[Tensor]:
+def quantized(tensors: list[Tensor], centres: list[Tensor], bits: int, lower: int) -> list[Tensor]:
     """What is stored in so many `bits` in fewer: bytes [H, n, B] of each n tokens' numbers.
 
     The first two bytes are the step's, the others those of the codes.
     """
-    exact = decoded(tensors, centres, bits)
+    exact = dequantized(tensors, centres, bits)
     return [_encoded(one, centre, lower) for one, centre in zip(exact, centres, strict=True)]
 
 
 @torch.inference_mode()
-def decoded(tensors: list[Tensor], centres: list[Tensor], bits: int) -> list[Tensor]:
+def dequantized(tensors: list[Tensor], centres: list[Tensor], bits: int) -> list[Tensor]:
     """Decode what is stored with `bits` bits to numbers [H, n, D], in the type of `centres`."""
     if bits == EXACT:
         return tensors

@@ -90,7 +90,7 @@ def observed_by(
 ) -> Iterator[None]:
     """Context manager: `observer` receives the attention of each forward pass of `module`.
 
-    `numbers` is `LoadedModel.layer_numbers`: for a layer, the number that the observer gets.
+    `numbers` is `LoadedModel.row_layer_indices`: for a layer, the number that the observer gets.
     """
     install_hook(module)
     token = OBSERVERS.set((*OBSERVERS.get(), (observer, numbers or {})))
@@ -102,7 +102,7 @@ def observed_by(
 
 def install_hook(module: Any) -> bool:
     """Make a transformers model report its attention from now on; returns whether it can."""
-    if getattr(module, "has_own_hook", False):
+    if getattr(module, "reports_attention", False):
         return True
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS

@@ -16,8 +16,8 @@ from sirchat.paths import make_private_dir, state_dir
 if sys.platform != "win32":
     import fcntl
 
-_LOWEST = 19  # niceness
-_WRITING = "background"  # the lock of what writes a prepared file
+_LOWEST_PRIORITY = 19  # niceness
+_WRITER_LOCK = "background"  # the lock of what writes a prepared file
 
 
 def lock_file(name: str) -> Path:
@@ -25,7 +25,7 @@ def lock_file(name: str) -> Path:
     return state_dir() / f"{name}.lock"
 
 
-def lock(name: str = _WRITING) -> int | None:
+def lock(name: str = _WRITER_LOCK) -> int | None:
     """Lock a file in the folder of states; None if another process has it, or if it can't be made.
 
     It is free once the returned descriptor is closed, here and where it was inherited by a fork.
@@ -42,7 +42,7 @@ def lock(name: str = _WRITING) -> int | None:
     return None
 
 
-def is_running(name: str = _WRITING) -> bool:
+def is_running(name: str = _WRITER_LOCK) -> bool:
     """Whether a process in the background works now."""
     if (descriptor := lock(name)) is not None:
         os.close(descriptor)
@@ -54,10 +54,10 @@ def lower_priority(process: int) -> None:
     if sys.platform == "win32":
         return
     with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, process, _LOWEST)
+        os.setpriority(os.PRIO_PROCESS, process, _LOWEST_PRIORITY)
     # Linux shares processors among sessions first, each with a priority of its own.
     with suppress(OSError):
-        Path(f"/proc/{process}/autogroup").write_text(str(_LOWEST), encoding="ascii")
+        Path(f"/proc/{process}/autogroup").write_text(str(_LOWEST_PRIORITY), encoding="ascii")
 
 
 def detach_from_parent(lock: int) -> None:

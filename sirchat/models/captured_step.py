@@ -1,7 +1,7 @@
 """Decodes on a GPU: a step is captured once as a CUDA graph, and replayed for every token.
 
 Nothing in a step needs a number of the host, so the host can start the next step before it knows
-the token that the last one chose (`TokenRun`).
+the token that the last one chose (`DeviceRun`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DRAWS = 64  # random numbers that are uploaded at a time
 _TOLERANCE = 0.05  # of logits: most are computed in 16 bits; those of a wrong step differ by 1
 _SLOTS = 2  # results that are kept: the host is at most one step behind
 _NONE = frozenset[int]()
-MOST_SAID = 1024  # ids said before that the device can remember
+MAX_RECENT_IDS = 1024  # ids said before that the device can remember
 
 _ID, _LENGTH, _POSITION, _PLACE = 0, 1, 2, slice(3, 5)  # rows of `StepInputs.numbers`
 
@@ -94,7 +94,7 @@ class CudaGraph:
         self._graph.replay()
 
 
-class Uncaptured:
+class UncapturedWork:
     """Work that is done anew each time, where there are no CUDA graphs."""
 
     outputs: tuple[Tensor, ...] = ()
@@ -106,7 +106,7 @@ class Uncaptured:
         self.outputs = self._work()
 
 
-class Likeliest(NamedTuple):
+class LikeliestToken(NamedTuple):
     """The most likely next token, computed for several conversations at once."""
 
     id: int
@@ -118,14 +118,14 @@ class Likeliest(NamedTuple):
         return not math.isnan(self.surprisal)
 
     @classmethod
-    def of_rows(cls, logits: Tensor) -> list[Likeliest]:
+    def of_rows(cls, logits: Tensor) -> list[LikeliestToken]:
         """Those of logits [B, V]; waits only once."""
         values, ids = torch.log_softmax(logits, -1).max(-1)
         pairs = torch.stack((ids.double(), -values.double()), 1).tolist()
         return [cls(int(token_id), surprisal) for token_id, surprisal in pairs]
 
 
-class Chosen(NamedTuple):
+class ChosenToken(NamedTuple):
     """A token chosen on the device."""
 
     id: int
@@ -138,7 +138,7 @@ class Chosen(NamedTuple):
 Choose = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-class TokenChoice(NamedTuple):
+class ChoiceMethod(NamedTuple):
     """How a run chooses tokens; `key` is equal for choices that compute the same."""
 
     key: Hashable
@@ -168,18 +168,18 @@ class CapturedStep:
         self.device = device
         self._graphs: dict[Hashable, Graph] = {}
         self._inputs: dict[int, StepInputs] = {}
-        self.run: TokenRun | None = None  # the one whose numbers are on the device
+        self.run: DeviceRun | None = None  # the one whose numbers are on the device
 
     @cached_property
-    def draws(self) -> bool:
+    def can_draw(self) -> bool:
         """Whether ids are drawn on the device; if not, only the likeliest one is chosen there."""
         if self.body.kernels != "triton":
             return False
-        from sirchat.models.kernels import draw
+        from sirchat.models.kernels import draw_token
 
         scores = torch.tensor([1.0, 0.0], device=self.device)
         try:
-            draw(scores, scores, scores.long(), scores[:1].double(), 0, 0.5, 0.0, 0.0)
+            draw_token(scores, scores, scores.long(), scores[:1].double(), 0, 0.5, 0.0, 0.0)
         except Exception:  # Triton raises all kinds of errors
             return False
         return True
@@ -228,9 +228,9 @@ class CapturedStep:
     ) -> tuple[Tensor, ...]:
         """Replay the step for tokens (id, position, cache); returns copies of its outputs."""
         ids, positions, caches = zip(*tokens, strict=True)
-        self.take_for(None)
+        self.switch_run(None)
         count, key = self._count(caches), self.body.key(caches)
-        inputs = self.inputs_of(count, caches)
+        inputs = self.step_inputs(count, caches)
 
         def work() -> tuple[Tensor, ...]:
             return self.body(*inputs.parts(), caches, observed)
@@ -244,7 +244,7 @@ class CapturedStep:
         self, caches: Sequence[BoundedCache], ids: Sequence[int], positions: Sequence[int]
     ) -> None:
         """Set the ids to be read next and where; this is one copy to the device."""
-        inputs = self.inputs_of(self._count(caches), caches)
+        inputs = self.step_inputs(self._count(caches), caches)
         numbers = np.zeros(inputs.numbers.shape, np.int64)
         if inputs.spare is not None:
             numbers[_PLACE, len(caches) :] = [[inputs.spare.data_ptr()], [1]]
@@ -258,7 +258,7 @@ class CapturedStep:
         What can't be captured is done anew each time.
         """
         if not self.captures:
-            return Uncaptured(work)
+            return UncapturedWork(work)
         graph = self._graphs.pop(key, None)
         if graph is None:
             begun = time.perf_counter()
@@ -274,7 +274,7 @@ class CapturedStep:
         self._graphs[key] = graph  # the last one used is the last one dropped
         return graph
 
-    def take_for(self, run: TokenRun | None) -> None:
+    def switch_run(self, run: DeviceRun | None) -> None:
         """Let another run use the device's numbers; the last one notes its logits."""
         if self.run is not None and self.run is not run:
             self.run.pause()
@@ -285,7 +285,7 @@ class CapturedStep:
         """The numbers of the present run on the device."""
         return RunBuffers.on(self.device, self.body.vocab_size, self.encoder.size)
 
-    def inputs_of(self, count: int, caches: Sequence[BoundedCache]) -> StepInputs:
+    def step_inputs(self, count: int, caches: Sequence[BoundedCache]) -> StepInputs:
         """What a step for so many conversations reads."""
         if count not in self._inputs:
             pool = caches[0].pool
@@ -299,7 +299,7 @@ class CapturedStep:
         return next(size for size in _BATCHES if size >= count) if self.body.pads else count
 
 
-class Captured(NamedTuple):
+class CaptureResult(NamedTuple):
     """A captured step; `problems` says why there is none, or why not the fastest one, or is ""."""
 
     step: CapturedStep | None
@@ -311,7 +311,7 @@ def capture_first(
     device: torch.device,
     error_of: Callable[[CapturedStep], float],
     encoder: Encoder,
-) -> Captured:
+) -> CaptureResult:
     """Capture the first of the `bodies` that works; `error_of` is its error, relative."""
     problems = list[str]()
     for make in bodies:
@@ -322,9 +322,9 @@ def capture_first(
             problems.append(next(iter(str(problem).strip().splitlines()), type(problem).__name__))
             continue
         if error < _TOLERANCE:
-            return Captured(step, "; ".join(problems))
+            return CaptureResult(step, "; ".join(problems))
         problems.append(f"its logits differ by {error:.2g}")
-    return Captured(None, "; ".join(dict.fromkeys(problems)))
+    return CaptureResult(None, "; ".join(dict.fromkeys(problems)))
 
 
 class StepInputs(NamedTuple):
@@ -344,10 +344,10 @@ class RunBuffers(NamedTuple):
 
     logits: Tensor  # float32 [slots, V]
     slot: Tensor  # int64 [1], of the newest logits
-    said: Tensor  # int64 [MOST_SAID], the newest ids said, -1 for none
+    recent_ids: Tensor  # int64 [MAX_RECENT_IDS], the newest ids said, -1 for none
     draws: Tensor  # float64 [n], random numbers
     drawn: Tensor  # int64 [1], how many of them are used
-    results: Tensor  # float64 [slots, 3]: the fields of `Chosen`
+    results: Tensor  # float64 [slots, 3]: the fields of `ChosenToken`
     encoded: Tensor  # float32 [slots, D], of the tokens read before, by the model's encoder
     host: Tensor  # `results` in main memory
     host_encoded: Tensor  # `encoded` in main memory
@@ -355,7 +355,7 @@ class RunBuffers(NamedTuple):
     @classmethod
     def on(cls, device: torch.device, vocab_size: int, size: int) -> RunBuffers:
         zeros = partial(torch.zeros, device=device)
-        results = zeros(_SLOTS, len(Chosen._fields), dtype=torch.float64)
+        results = zeros(_SLOTS, len(ChosenToken._fields), dtype=torch.float64)
         encoded = zeros(_SLOTS, size)
         hosts = [
             torch.zeros(one.shape, dtype=one.dtype, pin_memory=one.is_cuda)
@@ -364,7 +364,7 @@ class RunBuffers(NamedTuple):
         return cls(
             zeros(_SLOTS, vocab_size),
             zeros(1, dtype=torch.int64),
-            zeros(MOST_SAID, dtype=torch.int64),
+            zeros(MAX_RECENT_IDS, dtype=torch.int64),
             zeros(_DRAWS, dtype=torch.float64),
             zeros(1, dtype=torch.int64),
             results,
@@ -373,7 +373,7 @@ class RunBuffers(NamedTuple):
         )
 
 
-class TokenRun:
+class DeviceRun:
     """Reads and chooses the tokens of one reply on the device, one step ahead of the host.
 
     `begin` chooses the first token, `launch` starts to read the one that was chosen last and to
@@ -385,7 +385,7 @@ class TokenRun:
         self,
         step: CapturedStep,
         cache: BoundedCache,
-        choice: TokenChoice,
+        choice: ChoiceMethod,
         note: Callable[[EncoderOutput], None],
     ) -> None:
         self._step, self._cache, self._choice = step, cache, choice
@@ -397,13 +397,15 @@ class TokenRun:
         self._paused: Tensor | None = None  # the logits, while another run uses the device
         self._length = -1  # of the cache, after what has been launched
         self._place: Hashable = None
-        self.is_ahead = False  # whether a token is being read that the cache does not count yet
+        self.is_reading_ahead = (
+            False  # whether a token is being read that the cache does not count yet
+        )
         self.has_logits = False  # whether `begin` was called after the last `drop`
         self._position = 0  # in the stream, of the next choice
         self._draws_left = 0
 
     @property
-    def is_begun(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether a token has been chosen that was not returned."""
         return bool(self._pending)
 
@@ -419,39 +421,39 @@ class TokenRun:
         return self._length == cache.length < cache.capacity and self._place == _place(cache)
 
     @torch.inference_mode()
-    def begin(self, logits: Tensor, seen: int, said: Sequence[int]) -> None:
+    def begin(self, logits: Tensor, seen: int, recent_ids: Sequence[int]) -> None:
         """Choose a token from logits [V], for stream position `seen`."""
-        self._step.take_for(self)
+        self._step.switch_run(self)
         state, self._paused = self._state, None
         self._pending, self._position, self._length, self._draws_left = [], seen, -1, 0
-        self.is_ahead, self.has_logits = False, True
-        self._upload_said(said)
+        self.is_reading_ahead, self.has_logits = False, True
+        self._upload_said(recent_ids)
         state.logits[self._slot].copy_(logits)
         state.slot.fill_(self._slot)
         self._upload_draws()
-        inputs = self._step.inputs_of(1, [self._cache])
+        inputs = self._step.step_inputs(1, [self._cache])
         logits = state.logits[self._slot]
         key = "choice", self._choice.key, self._slot
         work = partial(self._choose, inputs, logits, reads=False)
         self._replay(self._graph(key, work), reads=False)
 
     @torch.inference_mode()
-    def resume(self, token_id: int, rotary: int, said: Sequence[int]) -> None:
+    def resume(self, token_id: int, rotary: int, recent_ids: Sequence[int]) -> None:
         """Say where the chosen token is to be read, after the beginning and after rows moved."""
         if self._step.run is not self:  # another one has used the device's numbers since
-            self._step.take_for(self)
+            self._step.switch_run(self)
             self._state.slot.fill_(self._slot)
             self._draws_left = 0
         self._paused = None
         self._step.upload([self._cache], [token_id], [rotary])
-        self._upload_said([*said, token_id])
+        self._upload_said([*recent_ids, token_id])
         self._length, self._place = self._cache.length, _place(self._cache)
 
     @torch.inference_mode()
     def launch(self) -> None:
         """Start to read the token that was chosen last, and to choose the one after it."""
         step, state = self._step, self._state
-        inputs, caches = step.inputs_of(1, [self._cache]), [self._cache]
+        inputs, caches = step.step_inputs(1, [self._cache]), [self._cache]
 
         def work() -> tuple[Tensor, ...]:
             logits, states, *_ = step.body(*inputs.parts(), caches)
@@ -467,10 +469,10 @@ class TokenRun:
         self._length += 1
         self._position += 1
         self._upload_draws()
-        self.is_ahead = True
+        self.is_reading_ahead = True
         self._replay(graph, reads=True)
 
-    def result(self) -> Chosen:
+    def result(self) -> ChosenToken:
         """Wait for the first token that was chosen and not returned."""
         slot, end, has_read = self._pending.pop(0)
         if end is not None:
@@ -479,26 +481,26 @@ class TokenRun:
         if has_read:
             encoded = self._state.host_encoded[slot][None].clone()
             self._note_encoder_output(EncoderOutput(True, encoded))
-        return Chosen(int(token_id), surprisal, bool(is_right))
+        return ChosenToken(int(token_id), surprisal, bool(is_right))
 
     def logits(self) -> Tensor:
         """A copy of the logits [V] after the last token that was committed."""
         if self._paused is not None:
             return self._paused
-        return self._state.logits[(self._slot - self.is_ahead) % _SLOTS].clone()
+        return self._state.logits[(self._slot - self.is_reading_ahead) % _SLOTS].clone()
 
     def drop(self) -> None:
         """Forget everything: logits were computed elsewhere."""
         self._pending, self._length, self._paused = [], -1, None
-        self.is_ahead = self.has_logits = False
+        self.is_reading_ahead = self.has_logits = False
         self._leave()
 
     def pause(self) -> None:
         """Note logits and numbers, because another run takes the device's numbers."""
         self._paused = self.logits()
-        if self._pending and not self.is_ahead:
+        if self._pending and not self.is_reading_ahead:
             self.result()
-        self._pending, self._length, self.is_ahead = [], -1, False
+        self._pending, self._length, self.is_reading_ahead = [], -1, False
         self._leave()
 
     def _leave(self) -> None:
@@ -512,7 +514,7 @@ class TokenRun:
         chosen: tuple[Tensor, ...] = ()
         if choose is not None:
             draw = state.draws.index_select(0, state.drawn)
-            chosen = choose(logits, state.said[MOST_SAID - window :], draw)
+            chosen = choose(logits, state.recent_ids[MAX_RECENT_IDS - window :], draw)
         elif not has_triton:
             chosen = logits.argmax().view(1), torch.ones(1, device=logits.device)
         if chosen:
@@ -520,20 +522,22 @@ class TokenRun:
             surprisal = -torch.log_softmax(logits, -1).index_select(0, token_id)
             chosen = token_id, surprisal, is_right
             if window:
-                state.said.copy_(torch.cat((state.said[1:], token_id)))
+                state.recent_ids.copy_(torch.cat((state.recent_ids[1:], token_id)))
         if has_triton:
             from sirchat.models import kernels
 
-            chosen = chosen or kernels.likeliest(logits)  # two tensors, which `note` merges
+            chosen = chosen or kernels.block_maxima(
+                logits
+            )  # two tensors, which `store_choice` merges
             to = state.results, state.slot, inputs.numbers, state.drawn
-            kernels.note(chosen, *to, reads=reads)
+            kernels.store_choice(chosen, *to, reads=reads)
         else:
             self._note(chosen, inputs, reads=reads)
         state.host.copy_(state.results, non_blocking=True)
         return ()
 
     def _note(self, chosen: tuple[Tensor, ...], inputs: StepInputs, *, reads: bool) -> None:
-        """What `kernels.note` does."""
+        """What `kernels.store_choice` does."""
         state, (token_id, surprisal, is_right) = self._state, chosen
         is_right = is_right.bool() & ~surprisal.isnan()  # NaN is no surprisal
         result = torch.stack([x.double() for x in (token_id, surprisal, is_right)], 1)
@@ -544,7 +548,7 @@ class TokenRun:
         state.drawn.add_(1)
 
     def _graph(self, key: Hashable, work: Work) -> Graph:
-        numbers = self._step.inputs_of(1, [self._cache]).numbers
+        numbers = self._step.step_inputs(1, [self._cache]).numbers
         return self._step.graph(key, work, (numbers, *self._state[:-2]))
 
     def _replay(self, graph: Graph, *, reads: bool) -> None:
@@ -563,12 +567,12 @@ class TokenRun:
             self._state.drawn.zero_()
             self._draws_left = _DRAWS
 
-    def _upload_said(self, said: Sequence[int]) -> None:
+    def _upload_said(self, recent_ids: Sequence[int]) -> None:
         if self._choice.window:
-            ids = np.full(MOST_SAID, -1, np.int64)
-            newest = said[-MOST_SAID:]
-            ids[MOST_SAID - len(newest) :] = newest
-            self._state.said.copy_(to_device([torch.from_numpy(ids)], self._step.device)[0])
+            ids = np.full(MAX_RECENT_IDS, -1, np.int64)
+            newest = recent_ids[-MAX_RECENT_IDS:]
+            ids[MAX_RECENT_IDS - len(newest) :] = newest
+            self._state.recent_ids.copy_(to_device([torch.from_numpy(ids)], self._step.device)[0])
 
 
 def _place(cache: BoundedCache) -> tuple[int, int] | None:

@@ -23,14 +23,14 @@ from sirchat.models.decode_step import DecodeStep
 from sirchat.models.model import LoadedModel
 from sirchat.models.native_step import NativeStep
 from sirchat.models.packed import matmul_method_of, set_matmul_method
-from sirchat.models.processor import own_rows
+from sirchat.models.processor import max_native_rows
 from sirchat.models.products import (
     DamagedProgramError,
     WrongProgramError,
     build_library,
     library_name,
     load_library,
-    suits_processor,
+    supports_processor,
 )
 from sirchat.models.progress import Progress
 from sirchat.models.shape import compiler
@@ -57,9 +57,9 @@ _TEMPORARY = (
 )
 
 
-def compile_meanwhile() -> None:
+def compile_in_background() -> None:
     """Begin to compile the library in a thread, for which `use_compiled` waits."""
-    threading.Thread(target=make_library, name="compiling", daemon=True).start()
+    threading.Thread(target=ensure_library, name="compiling", daemon=True).start()
 
 
 def use_compiled(model: LoadedModel, how: Compile, progress: Progress | None = None) -> None:
@@ -91,7 +91,7 @@ def _use_captured(model: LoadedModel, how: Compile, progress: Progress | None) -
         )
 
 
-def compiled_in_words(model: LoadedModel) -> str:
+def describe_decode_step(model: LoadedModel) -> str:
     """Whether the model uses a compiled or captured decode step, as text; if not, why not."""
     if model.device.type == "cuda":
         step, problems = model.captured
@@ -102,7 +102,7 @@ def compiled_in_words(model: LoadedModel) -> str:
     return f"no: {problem}" if problem else "yes"
 
 
-def make_library(patience: float = -1) -> str:
+def ensure_library(patience: float = -1) -> str:
     """Compile the library, unless it exists; returns why that fails, or "".
 
     Waits, at most for `patience` seconds if that is not -1, for another thread or process that
@@ -111,7 +111,7 @@ def make_library(patience: float = -1) -> str:
     path = compiled_dir() / library_name()
     if path.exists():
         return ""
-    if not suits_processor():
+    if not supports_processor():
         return "it needs a processor with AVX2, AVX-512, or 64-bit ARM"
     if not compiler():
         return "there is no C++ compiler ($CXX, g++, clang++, or pip install 'sirchat[fast]')"
@@ -146,7 +146,7 @@ def _build(path: Path) -> str:
     return ""
 
 
-def library_when_made() -> ctypes.CDLL | None:
+def wait_for_library() -> ctypes.CDLL | None:
     """The library, once it is compiled; None if it can't be used."""
     library = _open_library(None, _PATIENCE)
     return None if isinstance(library, str) else library
@@ -157,7 +157,7 @@ def _open_library(progress: Progress | None, patience: float) -> ctypes.CDLL | s
     path = compiled_dir() / library_name()
     if progress is not None and not path.exists():
         progress("compiling the decode step, some seconds", 0, None)
-    if problem := make_library(patience):
+    if problem := ensure_library(patience):
         return problem
     try:
         if foreign := find_changeable_by_others(path):
@@ -185,7 +185,7 @@ def _use_library(model: LoadedModel, progress: Progress | None, patience: float 
     if isinstance(library, str):
         return library
     if how is not None:
-        set_matmul_method(model.module, how._replace(own=own_rows()))
+        set_matmul_method(model.module, how._replace(max_native_rows=max_native_rows()))
     try:
         if isinstance(step, DecodeStep) and step.native is None:
             step.native = NativeStep(library, step.module, step.dtype, step.wanted)

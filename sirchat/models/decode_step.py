@@ -13,7 +13,7 @@ from sirchat.models.decoder import Decoder
 from sirchat.models.devices import is_spread
 from sirchat.models.hidden_states import concat_states, record_states
 from sirchat.models.model_config import LLAMA_KINDS, sliding_window
-from sirchat.models.native_step import MOST, NativeStep, Read
+from sirchat.models.native_step import MAX_BATCH, NativeStep, TokenToRead
 from sirchat.models.probe import cache_argument
 
 
@@ -63,14 +63,14 @@ class DecodeStep:
         return logits.float(), concat_states(states) if states else torch.empty(1, 0)
 
     @torch.inference_mode()
-    def read_together(self, tokens: Sequence[Read]) -> tuple[Tensor, Tensor]:
+    def read_together(self, tokens: Sequence[TokenToRead]) -> tuple[Tensor, Tensor]:
         """Read one token (id, position, cache) in each of B conversations.
 
         Returns logits [B, V] and states [B, layers x d]; in C++, the weights are read only once.
         """
         native = self.native
         if native is not None and all(native.fits(one, cache) for one, _, cache in tokens):
-            parts = [native(tokens[at : at + MOST]) for at in range(0, len(tokens), MOST)]
+            parts = [native(tokens[at : at + MAX_BATCH]) for at in range(0, len(tokens), MAX_BATCH)]
         else:
             parts = [self.read(*one) for one in tokens]
         logits, states = zip(*parts, strict=True)

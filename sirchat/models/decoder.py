@@ -33,7 +33,7 @@ class Decoder(nn.Module):
     `generation_config` says which ids end a reply; where the files have none, `config` does.
     """
 
-    has_own_hook = True  # it reports its attention to observers itself
+    reports_attention = True  # it reports its attention to observers itself
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -189,14 +189,14 @@ class _Layer(nn.Module):
         self.mlp = _Network(config, dtype)
         self.input_layernorm = _Norm(size, config, dtype)
         self.post_attention_layernorm = _Norm(size, config, dtype)
-        self.has_more_norms = _is_gemma(config)  # after attention and after the network, too
-        if self.has_more_norms:
+        self.has_post_norms = _is_gemma(config)  # after attention and after the network, too
+        if self.has_post_norms:
             self.pre_feedforward_layernorm = _Norm(size, config, dtype)
             self.post_feedforward_layernorm = _Norm(size, config, dtype)
 
     def forward(self, x: Tensor, reading: _Reading) -> Tensor:
         added: Tensor = self.self_attn(self.input_layernorm(x), reading)
-        if self.has_more_norms:
+        if self.has_post_norms:
             x = x + self.post_attention_layernorm(added)
             added = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
         else:
@@ -277,7 +277,7 @@ class _Network(nn.Module):
         self.down_proj = _empty_linear(inner, size, False, dtype)
 
     def forward(self, h: Tensor) -> Tensor:
-        if not _ROWS < h.shape[1] <= getattr(self.gate_proj, "own_rows", 0):
+        if not _ROWS < h.shape[1] <= getattr(self.gate_proj, "max_native_rows", 0):
             return self._added(h)
         # Of many rows the inner ones take much memory; each has the same bits among fewer.
         parts = h.tensor_split(-(-h.shape[1] // _ROWS), 1)

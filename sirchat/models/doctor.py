@@ -17,7 +17,7 @@ import torch
 from sirchat import __version__
 from sirchat.errors import SirchatError
 from sirchat.memory.cache import BoundedCache
-from sirchat.models.compiling import Compile, compiled_in_words, use_compiled
+from sirchat.models.compiling import Compile, describe_decode_step, use_compiled
 from sirchat.models.devices import (
     describe_threads,
     free_thread_count,
@@ -26,7 +26,7 @@ from sirchat.models.devices import (
 )
 from sirchat.models.load import MIN_RESERVED_ROWS, load_model
 from sirchat.models.model import LoadedModel
-from sirchat.models.processor import processor
+from sirchat.models.processor import processor_name
 from sirchat.paths import config_dir, data_dir, state_dir, with_tilde
 
 _LIBRARIES = (
@@ -38,9 +38,9 @@ _LIBRARIES = (
     "prompt-toolkit",
     "gguf",
 )
-_READ = 512  # tokens that the speed test reads in one pass
-_DECODED = 32  # tokens that it then decodes, one at a time
-_LONGEST = 5.0  # seconds after which the speed test stops decoding
+_PREFILL_TOKENS = 512  # tokens that the speed test reads in one pass
+_DECODED_TOKENS = 32  # tokens that it then decodes, one at a time
+_MAX_DECODE_SECONDS = 5.0  # seconds after which the speed test stops decoding
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ def run_checks(
     yield Finding("sirchat", f"{__version__}, Python {platform.python_version()}")
     yield Finding("libraries", ", ".join(f"{name} {_version(name)}" for name in _LIBRARIES))
     yield Finding("system", f"{platform.system()} {platform.release()}, {platform.machine()}")
-    yield Finding("processor", _processor())
-    yield Finding("GPU", _gpu())
+    yield Finding("processor", _describe_processor())
+    yield Finding("GPU", _describe_gpu())
     for name, folder in (("config", config_dir()), ("data", data_dir()), ("state", state_dir())):
-        yield _folder(f"{name} folder", folder)
-    yield from _model(model_name, device_map, compiles)
+        yield _check_folder(f"{name} folder", folder)
+    yield from _check_model(model_name, device_map, compiles)
 
 
 def _version(distribution: str) -> str:
@@ -75,14 +75,14 @@ def _version(distribution: str) -> str:
         return "is missing"
 
 
-def _processor() -> str:
+def _describe_processor() -> str:
     cpus = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set()
     cores = physical_cores(cpus or set(range(os.cpu_count() or 1)))
     kind = torch.backends.cpu.get_cpu_capability()
-    return f"{processor()}, {cores} cores, {free_thread_count()} of them free, {kind}"
+    return f"{processor_name()}, {cores} cores, {free_thread_count()} of them free, {kind}"
 
 
-def _gpu() -> str:
+def _describe_gpu() -> str:
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         name = torch.cuda.get_device_name()
@@ -90,21 +90,21 @@ def _gpu() -> str:
     return "Apple" if torch.backends.mps.is_available() else "none"
 
 
-def _folder(name: str, folder: Path) -> Finding:
+def _check_folder(name: str, folder: Path) -> Finding:
     shown = with_tilde(folder)
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        return Finding(name, shown, f"{with_tilde(there)} can't be written")
-    if there == folder and os.name == "posix" and stat.S_IMODE(folder.stat().st_mode) & 0o077:
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+        return Finding(name, shown, f"{with_tilde(nearest)} can't be written")
+    if nearest == folder and os.name == "posix" and stat.S_IMODE(folder.stat().st_mode) & 0o077:
         return Finding(name, shown, "other users can open this folder; chmod 700 prevents that")
-    return Finding(name, shown if there == folder else f"{shown} (not there yet)")
+    return Finding(name, shown if nearest == folder else f"{shown} (not there yet)")
 
 
-def _model(name: str, device_map: str, compiles: Compile) -> Iterator[Finding]:
+def _check_model(name: str, device_map: str, compiles: Compile) -> Iterator[Finding]:
     begun = time.perf_counter()
     try:
         model = load_model(
-            name, device_map=device_map, rows=MIN_RESERVED_ROWS, compiles=compiles != "off"
+            name, device_map=device_map, cache_rows=MIN_RESERVED_ROWS, compiles=compiles != "off"
         )
     except SirchatError as error:
         yield Finding("model", name, str(error))
@@ -118,13 +118,13 @@ def _model(name: str, device_map: str, compiles: Compile) -> Iterator[Finding]:
     yield Finding("sentence encoder", model.encoder_description)
     if compiles != "off":
         use_compiled(model, "auto")
-    yield from _memory(model)
+    yield from _measure_memory(model)
     is_off = compiles == "off"
-    yield Finding("compiled step", "no: --compile off" if is_off else compiled_in_words(model))
-    yield _speed(model)
+    yield Finding("compiled step", "no: --compile off" if is_off else describe_decode_step(model))
+    yield _measure_speed(model)
 
 
-def _memory(model: LoadedModel) -> Iterator[Finding]:
+def _measure_memory(model: LoadedModel) -> Iterator[Finding]:
     cache = model.new_cache(min(MIN_RESERVED_ROWS, model.context_length))
     model.forward([0], cache)
     for memory in memory_by_device(model.module, cache):
@@ -133,14 +133,14 @@ def _memory(model: LoadedModel) -> Iterator[Finding]:
         yield Finding("memory", f"{memory.device}: {held}")
 
 
-def _speed(model: LoadedModel) -> Finding:
+def _measure_speed(model: LoadedModel) -> Finding:
     """Measure how many tokens a second a model reads, and writes without sampling."""
-    count = min(_READ, model.context_length // 2)
+    count = min(_PREFILL_TOKENS, model.context_length // 2)
     _seconds_of_pass(model, count // 2, model.new_cache(count))  # a warm-up
-    cache = model.new_cache(count + _DECODED)
+    cache = model.new_cache(count + _DECODED_TOKENS)
     prefill = count / _seconds_of_pass(model, count, cache)
-    steps, end = list[float](), time.perf_counter() + _LONGEST
-    while len(steps) < _DECODED and time.perf_counter() < end:
+    steps, end = list[float](), time.perf_counter() + _MAX_DECODE_SECONDS
+    while len(steps) < _DECODED_TOKENS and time.perf_counter() < end:
         steps.append(_seconds_of_pass(model, 1, cache))
     threads = describe_threads(model.device)
     return Finding(

@@ -25,7 +25,7 @@ from sirchat import paths
 from sirchat.errors import ModelError
 from sirchat.models.hidden_states import layer_count
 
-_MOST = 127  # of an int8
+_MAX_INT8 = 127  # of an int8
 
 
 # What a user's sentence can be told to be: a standing rule for replies, something stated.
@@ -69,7 +69,7 @@ class Encoder:
         return len(self.bias)
 
     @cached_property
-    def check_sum(self) -> int:
+    def checksum(self) -> int:
         """A number that tells this map from others; what vectors mean depends on no other part."""
         tensors = (tensor.cpu().numpy().tobytes() for tensor in (self.weight, self.bias))
         return crc32(b"".join((str(self.layers).encode(), *tensors)))
@@ -106,8 +106,8 @@ class Encoder:
         """Write the map into a file, wholly or not at all; ModelError if it can't be written."""
         try:
             paths.make_private_dir(path.parent)
-            stored = self._stored()
-            about = {**self.about, "layers": json.dumps(self.layers), "sum": _sum(stored)}
+            stored = self._to_tensors()
+            about = {**self.about, "layers": json.dumps(self.layers), "sum": _checksum(stored)}
             paths.write_private(path, save(stored, about), replaces=True)
         except (OSError, SafetensorError) as error:
             raise ModelError(f"encoder {path} can't be written: {error}") from None
@@ -120,13 +120,13 @@ class Encoder:
                 about = dict(file.metadata() or {})
                 layers = tuple(map(int, json.loads(about.pop("layers"))))
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if about.pop("sum", "") not in ("", _sum(tensors)):  # older files have none
+            if about.pop("sum", "") not in ("", _checksum(tensors)):  # older files have none
                 raise ValueError
             restored = {name: one.float() for name, one in tensors.items()}
             restored["weight"] *= restored.pop("scale")
             if all(tensor.isfinite().all() for tensor in restored.values()):
                 found = cls(layers, about=about, **restored)
-                found._try()
+                found._try_shapes()
                 return found
         raise _unusable(path, "is damaged")
 
@@ -147,7 +147,7 @@ class Encoder:
             raise _unusable(path, "was trained for another model")
         return replace(found, about={**found.about, "bundled": "yes"}) if path == bundled else found
 
-    def _try(self) -> None:
+    def _try_shapes(self) -> None:
         """Compute all once; any exception says that shapes do not fit each other."""
         token_vectors = self.token_vectors(torch.zeros(1, len(self.weight)))
         if token_vectors.shape != (1, self.size):
@@ -156,8 +156,8 @@ class Encoder:
         self.is_kind(KINDS[-1], vectors)
         self.asks_about_past(vectors[0])
 
-    def _stored(self) -> dict[str, Tensor]:
-        scale = (self.weight.abs().amax(1, keepdim=True) / _MOST).clamp_min(1e-30)
+    def _to_tensors(self) -> dict[str, Tensor]:
+        scale = (self.weight.abs().amax(1, keepdim=True) / _MAX_INT8).clamp_min(1e-30)
         rounded = (self.weight / scale).round().to(torch.int8)
         network = {"hidden": self.hidden, "kinds": self.kinds, "question": self.question}
         return {"weight": rounded, "scale": scale, "bias": self.bias, **network}
@@ -169,7 +169,7 @@ def kind_scores(vectors: Tensor, hidden: Tensor, kinds: Tensor) -> Tensor:
     return between @ kinds[:, :-1].T + kinds[:, -1]
 
 
-def _sum(tensors: Mapping[str, Tensor]) -> str:
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
     return str(crc32(save(dict(tensors))))
 
 

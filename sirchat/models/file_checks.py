@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from sirchat.errors import ModelError
 
-_BYTES_OF_LENGTH = 8  # with which a safetensors file begins
-_MOST_HEADER = 10**8  # bytes, as in the library safetensors
-_CHUNK = 1 << 16
+_LENGTH_BYTES = 8  # with which a safetensors file begins
+_MAX_HEADER_BYTES = 10**8  # bytes, as in the library safetensors
+_CHUNK_BYTES = 1 << 16
 _INCOMPLETE = "the download is incomplete; fetch the file again"
 # What a file begins with that is of another kind.
 _OTHER_KINDS = {
@@ -40,7 +40,7 @@ class TensorSpan(NamedTuple):
 
 def refuse_other_kind(path: Path, beginning: bytes) -> None:
     """Raise ModelError if the first bytes of a file are those of another kind of file."""
-    if beginning[_BYTES_OF_LENGTH:].startswith(b"{"):
+    if beginning[_LENGTH_BYTES:].startswith(b"{"):
         raise ModelError(f"{path} is a safetensors file", hint="give the folder that contains it")
     for start, kind in _OTHER_KINDS.items():
         if beginning.startswith(start):
@@ -56,8 +56,8 @@ def refuse_trailing_zeros(path: Path, data: mmap.mmap, tensors: Iterable[TensorS
     if last is None or not last.size:
         return
     # Padding, such as rows of tokens that do not exist, may be zeros.
-    for at in range(last.start + last.size * 15 // 16, len(data), _CHUNK):
-        if data[at : at + _CHUNK].strip(b"\0"):
+    for at in range(last.start + last.size * 15 // 16, len(data), _CHUNK_BYTES):
+        if data[at : at + _CHUNK_BYTES].strip(b"\0"):
             return
     raise ModelError(f"{path} has only zeros at its end", hint=_INCOMPLETE)
 
@@ -72,11 +72,11 @@ def read_tensor_spans(path: Path) -> dict[str, TensorSpan]:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:  # ValueError: empty
         raise ModelError(f"{path} can't be read: {error}") from error
-    if data[_BYTES_OF_LENGTH : _BYTES_OF_LENGTH + 1] != b"{":
+    if data[_LENGTH_BYTES : _LENGTH_BYTES + 1] != b"{":
         refuse_other_kind(path, data[:64])
-    start = _BYTES_OF_LENGTH + int.from_bytes(data[:_BYTES_OF_LENGTH], "little")
+    start = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
     try:
-        header = json.loads(data[_BYTES_OF_LENGTH : min(start, _MOST_HEADER)])
+        header = json.loads(data[_LENGTH_BYTES : min(start, _MAX_HEADER_BYTES)])
         header.pop("__metadata__", None)
         found = dict[str, TensorSpan]()
         for name, about in header.items():

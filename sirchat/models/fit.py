@@ -15,15 +15,15 @@ from sirchat.errors import ModelError
 from sirchat.models.gguf.header import BLOCKS, FIVE_BIT, FOUR_BIT
 from sirchat.models.listing import FoundModel
 from sirchat.models.shape import (
-    MOST_UNPACKED,
+    MAX_UNPACKED_BYTES,
     ModelShape,
     archive_bytes,
     cache_bytes,
-    has_own_products,
-    packed_rows,
+    machine_int4_block_rows,
     precision,
     unpacked_type,
     uses_cpu,
+    uses_native_products,
 )
 from sirchat.models.stored_weights import StoredTensor, StoredWeights, stored_weights
 
@@ -31,7 +31,7 @@ from sirchat.models.stored_weights import StoredTensor, StoredWeights, stored_we
 PROGRAM_BYTES = 500_000_000
 # An hour of talk: about 130 words a minute, with 1.3 tokens each.
 TOKENS_PER_HOUR = 10_000
-BUDGETS = (1024, 4096, 16384)
+SHOWN_BUDGETS = (1024, 4096, 16384)
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,14 @@ class Choice:
     largest_budget: int | None
 
 
-class _Form(NamedTuple):
+class _WeightFormat(NamedTuple):
     """The form of the weights in memory."""
 
     precision: str  # what `shape.precision` returns
     item: int  # bytes of one weight that is not packed
     block: int  # rows that are packed in four bits together; 0: four bits are not possible
     on_cpu: bool
-    has_own_products: bool
+    uses_native_products: bool
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,13 @@ def compute_fit(found: FoundModel, profile: Profile, free: int | None) -> ModelF
     The first choice has the settings of the profile. `free` is the free memory, in bytes. Raises
     ModelError if the model's files can't be read.
     """
-    stored, shape = _files_of(found)
-    first = _choice("", stored, shape, profile, free)
+    stored, shape = _read_files(found)
+    first = _make_choice("", stored, shape, profile, free)
     choices = {first.precision: first}
     for setting, other in _other_settings(shape, profile):
-        choices.setdefault(precision(shape, other), _choice(setting, stored, shape, other, free))
+        choices.setdefault(
+            precision(shape, other), _make_choice(setting, stored, shape, other, free)
+        )
     return ModelFit(found, stored.count, free, tuple(choices.values()))
 
 
@@ -106,7 +108,7 @@ def recommend_model(free: int | None, *, on_cpu: bool) -> dict[str, Any]:
     return next((one for one in reversed(quick) if one["memory"] <= (free or 0)), models[0])
 
 
-def _files_of(found: FoundModel) -> tuple[StoredWeights, ModelShape]:
+def _read_files(found: FoundModel) -> tuple[StoredWeights, ModelShape]:
     if found.shape is None or found.path is None:
         raise ModelError(f"model {found.name!r} {found.problem or 'has no files'}")
     return stored_weights(found.path), found.shape
@@ -121,16 +123,19 @@ def _other_settings(shape: ModelShape, profile: Profile) -> Iterator[tuple[str, 
         yield f"--{name} {value}", profile.model_copy(update=changes)
 
 
-def _choice(
+def _make_choice(
     setting: str, stored: StoredWeights, shape: ModelShape, profile: Profile, free: int | None
 ) -> Choice:
-    form = _form_of(shape, profile)
-    weights, limit = _weight_bytes(stored, form), shape.context_length
+    weight_format = _weight_format(shape, profile)
+    weights, limit = _weight_bytes(stored, weight_format), shape.context_length
     budgets = {
-        *(budget for budget in BUDGETS if limit is None or budget < limit),
+        *(budget for budget in SHOWN_BUDGETS if limit is None or budget < limit),
         *([limit] if limit else []),
     }
-    loading, working = _bytes_while_loading(stored, form), _bytes_while_reading(stored, form)
+    loading, working = (
+        _bytes_while_loading(stored, weight_format),
+        _bytes_while_reading(stored, weight_format),
+    )
     row = cache_bytes(shape, profile, 1)
     largest = None
     if free is not None and row and uses_cpu(profile):
@@ -139,7 +144,7 @@ def _choice(
         largest = min(rows, limit or rows) if fits else 0
     return Choice(
         setting,
-        form.precision,
+        weight_format.precision,
         weights,
         loading,
         working,
@@ -149,73 +154,78 @@ def _choice(
     )
 
 
-def _form_of(shape: ModelShape, profile: Profile) -> _Form:
-    return _Form(
+def _weight_format(shape: ModelShape, profile: Profile) -> _WeightFormat:
+    return _WeightFormat(
         precision=precision(shape, profile),
         item=4 if unpacked_type(profile) == "float32" else 2,
-        block=packed_rows(profile),
+        block=machine_int4_block_rows(profile),
         on_cpu=uses_cpu(profile),
-        has_own_products=has_own_products(profile),
+        uses_native_products=uses_native_products(profile),
     )
 
 
-def _weight_bytes(stored: StoredWeights, form: _Form) -> int:
-    return sum(_tensor_bytes(tensor, stored, form) for tensor in stored.tensors)
+def _weight_bytes(stored: StoredWeights, weight_format: _WeightFormat) -> int:
+    return sum(_tensor_bytes(tensor, stored, weight_format) for tensor in stored.tensors)
 
 
-def _tensor_bytes(tensor: StoredTensor, stored: StoredWeights, form: _Form) -> int:
-    bits = _packed_bits(tensor, stored, form)
+def _tensor_bytes(tensor: StoredTensor, stored: StoredWeights, weight_format: _WeightFormat) -> int:
+    bits = _packed_bits(tensor, stored, weight_format)
     if bits == 4:  # and two numbers of 16 bits for each 32 weights
         return tensor.count * 5 // 8
     if bits == 5:  # and one such number
         return tensor.count * 11 // 16
     if bits == 8:
         return tensor.count + 2 * prod(tensor.shape[:-1])
-    return tensor.count * form.item
+    return tensor.count * weight_format.item
 
 
-def _packed_bits(tensor: StoredTensor, stored: StoredWeights, form: _Form) -> int | None:
+def _packed_bits(
+    tensor: StoredTensor, stored: StoredWeights, weight_format: _WeightFormat
+) -> int | None:
     """The bits of each weight, 4 to 8, by the rules of gguf.model and packing; None: not packed."""
-    if form.precision == "packed":
+    if weight_format.precision == "packed":
         if len(tensor.shape) < 2 or BLOCKS.get(tensor.type, (0, 1))[1] == 1:
             return None
         may_have_few = not (tensor.is_table or tensor.is_head)
         wants_four = tensor.type in FOUR_BIT and may_have_few
-        if form.has_own_products and may_have_few and tensor.type in FIVE_BIT:
+        if weight_format.uses_native_products and may_have_few and tensor.type in FIVE_BIT:
             return 5
-    elif form.precision in ("int8", "int4"):
+    elif weight_format.precision in ("int8", "int4"):
         if not tensor.is_matrix and not (stored.is_tied and tensor.is_embedding):
             return None
-        wants_four = form.precision == "int4" and tensor.is_matrix and not tensor.is_head
+        wants_four = weight_format.precision == "int4" and tensor.is_matrix and not tensor.is_head
     else:
         return None
     rows, columns = tensor.shape[-2:]
     if ".ffn_gate_up_exps." in tensor.name:  # becomes two layers
         rows //= 2
-    fits = form.block > 0 and rows % form.block == 0 and columns % 32 == 0
+    fits = weight_format.block > 0 and rows % weight_format.block == 0 and columns % 32 == 0
     return 4 if wants_four and fits else 8
 
 
-def _bytes_while_loading(stored: StoredWeights, form: _Form) -> int:
+def _bytes_while_loading(stored: StoredWeights, weight_format: _WeightFormat) -> int:
     """The most bytes that the weights take while they are loaded, without pages of the file."""
     largest = max((tensor.count for tensor in stored.tensors), default=0)
-    weights = _weight_bytes(stored, form)
-    if form.precision == "packed":
+    weights = _weight_bytes(stored, weight_format)
+    if weight_format.precision == "packed":
         # bytes per weight while a matrix is packed; measured
         factors = {4: 11, 5: 3, 8: 3, None: 4}
-        taken = (factors[_packed_bits(t, stored, form)] * t.count_at_once for t in stored.tensors)
+        taken = (
+            factors[_packed_bits(t, stored, weight_format)] * t.count_at_once
+            for t in stored.tensors
+        )
         return weights + max(taken, default=0)
-    if form.precision in ("int8", "int4"):  # all are unpacked, then packed one by one
-        return form.item * stored.count + 10 * largest
+    if weight_format.precision in ("int8", "int4"):  # all are unpacked, then packed one by one
+        return weight_format.item * stored.count + 10 * largest
     return weights + (4 * largest if stored.is_gguf else 0)
 
 
-def _bytes_while_reading(stored: StoredWeights, form: _Form) -> int:
+def _bytes_while_reading(stored: StoredWeights, weight_format: _WeightFormat) -> int:
     """Bytes that unpacked copies (bfloat16) of packed matrices take while a text is read."""
-    if form.has_own_products:
+    if weight_format.uses_native_products:
         return 0
-    packed = [tensor for tensor in stored.tensors if _packed_bits(tensor, stored, form)]
+    packed = [tensor for tensor in stored.tensors if _packed_bits(tensor, stored, weight_format)]
     size = 2 * sum(tensor.count for tensor in packed)
-    if form.on_cpu and size <= MOST_UNPACKED:  # a GPU keeps none for the next pass
+    if weight_format.on_cpu and size <= MAX_UNPACKED_BYTES:  # a GPU keeps none for the next pass
         return size
     return 2 * max((tensor.count_at_once for tensor in packed), default=0)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from sirchat.errors import ModelError, did_you_mean
-from sirchat.models.names import cache_folder, cached_folder, locate, part_names, suggestion
+from sirchat.models.names import cache_folder, cached_folder, locate, part_names, suggest_model
 from sirchat.models.new_thread import call_in_new_thread
 from sirchat.models.progress import Progress, bar_class, no_warnings
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
     from huggingface_hub import ModelInfo
 
-_SECONDS = 1.5  # the longest wait for the hub's answer, the look-up of its address included
-_LARGE = 8 * 2**20  # bytes; smaller files can be fetched again
-_WANTED = re.compile(
+_ANSWER_TIMEOUT = 1.5  # the longest wait for the hub's answer, the look-up of its address included
+_MIN_RESUMABLE_BYTES = 8 * 2**20  # bytes; smaller files can be fetched again
+_PULLED_FILES = re.compile(
     r"(?!consolidated)(\d_Pooling/)?[^/]+\.(safetensors|json|jinja|model)|(merges|vocab)\.txt"
 )
 _ETAG = re.compile(r"[\w-]{8,128}", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_ANSWER_SECONDS = 10.0  # seconds to wait for an answer
-_SHOWN = 4  # most GGUF files that an error message names
+_METADATA_TIMEOUT = 10.0  # seconds to wait for an answer
+_MAX_SHOWN_FILES = 4  # most GGUF files that an error message names
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ def ask_hub(name: str, *, with_files: bool = False) -> ModelInfo:
     with explain_hub_errors(name):
         # The library's own limit does not include the look-up of the hub's address.
         info = call_in_new_thread(
-            lambda: api.model_info(name, timeout=_SECONDS, files_metadata=with_files), _SECONDS
+            lambda: api.model_info(name, timeout=_ANSWER_TIMEOUT, files_metadata=with_files),
+            _ANSWER_TIMEOUT,
         )
     names = {sibling.rfilename for sibling in getattr(info, "siblings", None) or ()}
     if "adapter_config.json" in names and "config.json" not in names:
@@ -111,7 +112,7 @@ def explain_hub_errors(name: str, hint: str = "") -> Iterator[None]:
             hint=f"accept them at https://huggingface.co/{name}, then: hf auth login",
         ) from error
     except RepositoryNotFoundError as error:
-        raise ModelError(f"the hub has no model {name!r}", hint=suggestion(name)) from error
+        raise ModelError(f"the hub has no model {name!r}", hint=suggest_model(name)) from error
     except (HfHubHTTPError, OSError) as error:
         is_network = isinstance(error, HfHubHTTPError | ConnectionError | TimeoutError)
         if not is_network and error.errno is not None:
@@ -154,7 +155,7 @@ def pull(name: str, file: str | None, progress: Progress) -> PulledModel:
 def _unreachable(name: str, hint: str) -> ModelError:
     return ModelError(
         f"model {name!r} is not on this machine, and the hub can't be reached",
-        hint=hint or suggestion(name),
+        hint=hint or suggest_model(name),
     )
 
 
@@ -170,7 +171,7 @@ def _choose_files(name: str, info: ModelInfo, file: str | None) -> list[tuple[st
         if missing := [path for path in parts if path not in sizes]:
             raise ModelError(f"model {name!r} lacks parts of {file!r}: {', '.join(missing)}")
         return [(path, sizes[path]) for path in parts]
-    wanted = [path for path in sizes if _WANTED.fullmatch(path)]
+    wanted = [path for path in sizes if _PULLED_FILES.fullmatch(path)]
     if any(path.endswith(".safetensors") for path in wanted) and "config.json" in wanted:
         # The weights come last, so that a wrong model is noticed early.
         wanted.sort(key=lambda path: (path.endswith(".safetensors"), path))
@@ -187,14 +188,14 @@ def _file_hint(ggufs: Sequence[str]) -> str:
     if not ggufs:
         return "the model has no GGUF files; leave --file out"
     whole = list(dict.fromkeys(part_names(path)[0] for path in ggufs))
-    more = f", and {len(whole) - _SHOWN} more" if len(whole) > _SHOWN else ""
-    return f"choose a file with --file: {', '.join(whole[:_SHOWN])}{more}"
+    more = f", and {len(whole) - _MAX_SHOWN_FILES} more" if len(whole) > _MAX_SHOWN_FILES else ""
+    return f"choose a file with --file: {', '.join(whole[:_MAX_SHOWN_FILES])}{more}"
 
 
 def _check_space(name: str, total: int) -> None:
     folder = cache_folder()
-    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
-    free = shutil.disk_usage(existing).free
+    parent = next(path for path in (folder, *folder.parents) if path.is_dir())
+    free = shutil.disk_usage(parent).free
     if total > free + sum(
         blob.stat().st_size for blob in (cached_folder(name) / "blobs").glob("*")
     ):
@@ -210,9 +211,9 @@ def _fetch(name: str, file: str, size: int, progress: Progress) -> None:
     bar = bar_class(progress)
     with explain_hub_errors(name, "run the same command again to continue"):
         # The library has another way for files that are too large for this one.
-        if _LARGE < size <= constants.MAX_HTTP_DOWNLOAD_SIZE:
+        if _MIN_RESUMABLE_BYTES < size <= constants.MAX_HTTP_DOWNLOAD_SIZE:
             url = hf_hub_url(name, file)
-            etag = get_hf_file_metadata(url, timeout=_ANSWER_SECONDS).etag or ""
+            etag = get_hf_file_metadata(url, timeout=_METADATA_TIMEOUT).etag or ""
             if not _ETAG.fullmatch(etag):  # the ETag becomes a file's name
                 raise ModelError(f"the hub sent no ETag for {file!r} of {name!r}")
             with _hold_download_lock(name, etag):
@@ -232,13 +233,13 @@ def _fetch_large(url: str, blob: Path, size: int, bar: Any) -> None:
     headers = build_hf_headers() | {"Accept-Encoding": "identity"}
     has_wrong_length = False
     with _LimitedFile(part, size) as stream:
-        there = stream.tell()
-        if there <= size:
+        fetched = stream.tell()
+        if fetched <= size:
             try:
                 http_get(
                     url,
                     stream,
-                    resume_size=there,
+                    resume_size=fetched,
                     headers=headers,
                     expected_size=size,
                     tqdm_class=bar,

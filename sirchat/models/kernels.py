@@ -284,7 +284,7 @@ def _note(
     tops, ids, surprisals, rights, results, slot, numbers, drawn, count,
     BLOCKS: tl.constexpr, READS: tl.constexpr,
 ):  # fmt: skip
-    """Write the result of a choice, and what the next step reads; see `note`."""
+    """Write the result of a choice, and what the next step reads; see `store_choice`."""
     if BLOCKS:
         i = tl.arange(0, BLOCKS)
         top = tl.load(tops + 2 * i, mask=i < count, other=-float("inf"))
@@ -313,7 +313,7 @@ def _draw(
     values, ids, tops, draw, chosen, rights, V, count, blocks, most, top_p, min_p, around,
     N: tl.constexpr, BLOCKS: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Draw from the `count` likeliest of V scores, falling; see `draw`."""
+    """Draw from the `count` likeliest of V scores, falling; see `draw_token`."""
     i = tl.arange(0, N)
     value = tl.load(values + i, mask=i < count, other=-float("inf"))
     token = tl.load(ids + i, mask=i < count, other=V)
@@ -435,8 +435,11 @@ def attend(
     return out
 
 
-def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest of logits [V] by block, for `note`: tops float32 [n, 2], and ids int32 [n]."""
+def block_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of logits [V] in each of n blocks, for `store_choice`.
+
+    Returns float32 [n, 2], each with the sum of e^(logit - largest), and their ids, int32 [n].
+    """
     count = triton.cdiv(len(logits), _LOGITS)
     tops = logits.new_empty((count, 2))
     ids = logits.new_empty((count,), dtype=torch.int32)
@@ -444,7 +447,7 @@ def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
     return tops, ids
 
 
-def note(
+def store_choice(
     chosen: Sequence[Tensor],
     results: Tensor,
     slot: Tensor,
@@ -468,7 +471,7 @@ def note(
     )  # fmt: skip
 
 
-def draw(
+def draw_token(
     scores: Tensor,
     values: Tensor,
     ids: Tensor,
@@ -484,7 +487,7 @@ def draw(
     Returns the id, int64 [1], and whether it is right, bool [1]: whether the limits, moved by
     `around`, leave the same ids.
     """
-    tops, _ = likeliest(scores)
+    tops, _ = block_maxima(scores)
     chosen, rights = ids.new_empty(1), ids.new_empty(1, dtype=torch.bool)
     _draw[(1,)](
         values, ids, tops, draw, chosen, rights, len(scores), len(ids), len(tops), top_k, top_p,

@@ -21,15 +21,22 @@ from sirchat.models.shape import free_memory
 from sirchat.version import __version__
 
 # Of a smaller model, such as tiny, states know too little of what words mean: one or the other.
-_LEAST_SIZE, _LEAST_LAYERS = 512, 24
-_LEARNED_A_MINUTE = 75 << 20  # bytes of weights in a minute of processor time
-_SPARE = 2 << 30  # bytes that must be free beside those of a second load
-_MOST_STARTS = 3  # a process that was killed, maybe for want of memory, is not started for ever
-_LOCK = "learning"
+_MIN_HIDDEN_SIZE, _MIN_LAYERS = 512, 24
+_BYTES_PER_MINUTE = 75 << 20  # bytes of weights in a minute of processor time
+_SPARE_BYTES = 2 << 30  # bytes that must be free beside those of a second load
+_MAX_STARTS = 3  # a process that was killed, maybe for want of memory, is not started for ever
+_LOCK_NAME = "learning"
 _PACKAGE = Path(__file__).parents[1]
-_START, _TOLD, _ERROR = "start", "told that it is learned", "sirchat: "
+_STARTED, _ANNOUNCED, _ERROR_PREFIX = "start", "told that it is learned", "sirchat: "
 # In errors that may not recur at a later start.
-_PASSING = ("interrupted", "memory", "allocate", "No space left", "Disk quota", "Read-only")
+_TRANSIENT_ERRORS = (
+    "interrupted",
+    "memory",
+    "allocate",
+    "No space left",
+    "Disk quota",
+    "Read-only",
+)
 
 
 def learn_in_background(name: str, module: Any, *, trust_remote_code: bool = False) -> str:
@@ -38,24 +45,24 @@ def learn_in_background(name: str, module: Any, *, trust_remote_code: bool = Fal
     Nothing starts for a small model, without free memory, while another model's is learned, or
     after an error or three starts with this version.
     """
-    said, parts = _said(name), module.state_dict().values()
+    log, parts = _read_log(name), module.state_dict().values()
     # A GGUF stays packed in the process, too; the weights of a folder become float32 there.
     is_gguf = name.lower().endswith(".gguf")
     weights = sum(part.nbytes if is_gguf else 4 * part.numel() for part in parts)
     size = module.config.get_text_config(decoder=True).hidden_size
-    is_small = size < _LEAST_SIZE and layer_count(module) < _LEAST_LAYERS
-    failed = said.count(_START) >= _MOST_STARTS or any(map(_is_final, said))
+    is_small = size < _MIN_HIDDEN_SIZE and layer_count(module) < _MIN_LAYERS
+    failed = log.count(_STARTED) >= _MAX_STARTS or any(map(_is_final, log))
     can_run = sys.platform != "win32" and (_PACKAGE / "lab").is_dir()
-    if is_small or failed or not can_run or (free_memory() or 0) < weights + _SPARE:
+    if is_small or failed or not can_run or (free_memory() or 0) < weights + _SPARE_BYTES:
         return ""
     if paths.encoder_files(name)[0].is_file():  # learned while the model was loaded
         return ""
-    if (lock := background.lock(_LOCK)) is None:
+    if (lock := background.lock(_LOCK_NAME)) is None:
         return ""
     try:
         file = paths.encoder_attempts_file(name)
         paths.make_private_dir(file.parent)
-        lines = "".join(f"{line}\n" for line in (__version__, *said, _START))
+        lines = "".join(f"{line}\n" for line in (__version__, *log, _STARTED))
         paths.write_private(file, lines, replaces=True)
         os.truncate(lock, 0)
         os.write(lock, file.name.encode())
@@ -64,7 +71,7 @@ def learn_in_background(name: str, module: Any, *, trust_remote_code: bool = Fal
         return ""
     finally:
         os.close(lock)
-    minutes = max(1, round(weights / _LEARNED_A_MINUTE))
+    minutes = max(1, round(weights / _BYTES_PER_MINUTE))
     return (
         "learning what words mean to this model, in the background, while processors are "
         f"free (some {minutes} min of their time): chats that begin after it recall what was "
@@ -74,12 +81,12 @@ def learn_in_background(name: str, module: Any, *, trust_remote_code: bool = Fal
 
 def announce_learned(name: str) -> str:
     """What to tell the user of an encoder that was learned in the background: once, else ""."""
-    said = _said(name)
-    if _START not in said or said[-1] == _TOLD:
+    log = _read_log(name)
+    if _STARTED not in log or log[-1] == _ANNOUNCED:
         return ""
     try:
         with paths.encoder_attempts_file(name).open("a", encoding="utf-8") as file:
-            file.write(f"{_TOLD}\n")
+            file.write(f"{_ANNOUNCED}\n")
     except OSError:  # it would be told at each start
         return ""
     return (
@@ -114,24 +121,28 @@ def _start(name: str, trust_remote_code: bool, file: Path, lock: int) -> None:
 
 def why_no_encoder(name: str) -> str:
     """Why a model has no encoder: it is being learned, that failed, or nobody learned it."""
-    said, by_hand = _said(name), f"sirchat train encoder --model {name}"
-    last = said[-1] if said else ""
-    if background.is_running(_LOCK):
+    log, by_hand = _read_log(name), f"sirchat train encoder --model {name}"
+    last = log[-1] if log else ""
+    if background.is_running(_LOCK_NAME):
         with suppress(OSError):
-            file = background.lock_file(_LOCK).read_text("utf-8")
+            file = background.lock_file(_LOCK_NAME).read_text("utf-8")
             if file == paths.encoder_attempts_file(name).name:
-                return f"none yet, it is learned in the background{f': {last}' * (last != _START)}"
-    if last.startswith(_ERROR):
-        return f"none, it can't be learned: {last.removeprefix(_ERROR)}; {by_hand} tries again"
-    stopped = "learning was stopped; " if said else ""
+                return (
+                    f"none yet, it is learned in the background{f': {last}' * (last != _STARTED)}"
+                )
+    if last.startswith(_ERROR_PREFIX):
+        return (
+            f"none, it can't be learned: {last.removeprefix(_ERROR_PREFIX)}; {by_hand} tries again"
+        )
+    stopped = "learning was stopped; " if log else ""
     return f"none; {stopped}{by_hand} makes one"
 
 
 def _is_final(line: str) -> bool:
-    return line.startswith(_ERROR) and not any(text in line for text in _PASSING)
+    return line.startswith(_ERROR_PREFIX) and not any(text in line for text in _TRANSIENT_ERRORS)
 
 
-def _said(name: str) -> list[str]:
+def _read_log(name: str) -> list[str]:
     """The lines about this version's attempts to learn a model's encoder, without the first."""
     with suppress(OSError, ValueError):
         version, *lines = paths.encoder_attempts_file(name).read_text("utf-8").splitlines()

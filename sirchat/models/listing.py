@@ -19,15 +19,15 @@ from sirchat.models.names import (
     packaged_gguf,
     part_names,
     snapshot_folder,
-    suggestion,
+    suggest_model,
 )
 from sirchat.models.shape import ModelShape, shape_of_folder, shape_of_gguf
 from sirchat.models.stored_weights import weights_in_folder
 
 Source = Literal["bundled", "package", "folder", "hub"]
 
-_DEPTH = 3  # levels of a folder of models that are searched: OWNER/NAME/FILE
-_MOST_FOLDERS = 5_000
+_MAX_DEPTH = 3  # levels of a folder of models that are searched: OWNER/NAME/FILE
+_MAX_FOLDERS = 5_000
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,10 @@ def find_models(folders: Iterable[Path] = ()) -> list[FoundModel]:
             models.append(_inspect_model(name, "package", packaged_gguf(name)))
         except ModelError as error:
             models.append(FoundModel(name, "package", None, problem=f"not installed: {error.hint}"))
-    home = paths.models_dir()
+    models_folder = paths.models_dir()
     models += [
-        _inspect_model(str(path.relative_to(home)), "folder", path) for path in _models_in(home)
+        _inspect_model(str(path.relative_to(models_folder)), "folder", path)
+        for path in _models_in(models_folder)
     ]
     for folder in folders:
         models += [
@@ -72,16 +73,16 @@ def model_names() -> list[str]:
 
 def find_model(name: str) -> FoundModel:
     """Find the model that `--model` would load; raises ModelError if it is none, or several."""
-    source, gguf = locate(name)
+    source, gguf_file = locate(name)
     if Path(source).is_dir():
         kind: Source = "package" if name in PACKAGED else "folder"
-        path = Path(source, *gguf.values())
+        path = Path(source, gguf_file)
         models = [_inspect_model(name, "bundled" if name in BUNDLED else kind, path)]
     else:
         folder = cached_folder(name)
         models = list(_in_hub_cache(name, folder)) if folder.is_dir() else []
     if not models:
-        hint = f"to download it: sirchat models pull {name}" if "/" in name else suggestion(name)
+        hint = f"to download it: sirchat models pull {name}" if "/" in name else suggest_model(name)
         raise ModelError(f"model {name!r} is not on this machine", hint=hint)
     if len(models) > 1:
         names = ", ".join(model.name for model in models)
@@ -147,8 +148,8 @@ def _models_in(folder: Path) -> list[Path]:
 def _files_below(folder: Path) -> list[Path]:
     files = list[Path]()
     for folders, (parent, inner, names) in enumerate(os.walk(folder)):
-        deep = len(Path(parent).relative_to(folder).parts) >= _DEPTH
-        inner[:] = [] if deep or folders > _MOST_FOLDERS else sorted(inner)
+        deep = len(Path(parent).relative_to(folder).parts) >= _MAX_DEPTH
+        inner[:] = [] if deep or folders > _MAX_FOLDERS else sorted(inner)
         files += [Path(parent) / name for name in sorted(names)]
     return files
 

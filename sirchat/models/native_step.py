@@ -19,7 +19,7 @@ from sirchat.models.decoder import signed
 from sirchat.models.model_config import LENGTH_DEPENDENT
 from sirchat.models.packed import Int8Head, PackedLinear, SharedEmbedding
 
-MOST = 16  # tokens of conversations that are read in one call
+MAX_BATCH = 16  # tokens of conversations that are read in one call
 
 _AT_ONCE = 256  # positions whose cosines and sines are computed together
 _LIKELIEST = 16  # largest logits of a packed head, which are computed in float32
@@ -30,7 +30,7 @@ _PACKED = {4: 0, 5: 1, 8: 2}  # by bits
 _KINDS = {torch.float32: 3, torch.bfloat16: 4, torch.float16: 5}  # the last of a cache alone
 _OF_WEIGHTS = (torch.float32, torch.bfloat16)
 
-Read = tuple[
+TokenToRead = tuple[
     int, int, BoundedCache
 ]  # an id, its rotary position, and the cache of its conversation
 
@@ -123,8 +123,8 @@ class NativeStep:
         has_room = cache.length < cache.capacity and 0 <= token_id < self._ids
         return pool is not None and pool.dtype == self._dtype and has_room
 
-    def __call__(self, tokens: Sequence[Read]) -> tuple[Tensor, Tensor]:
-        """Read tokens, at most `MOST`, into their caches, which they must fit.
+    def __call__(self, tokens: Sequence[TokenToRead]) -> tuple[Tensor, Tensor]:
+        """Read tokens, at most `MAX_BATCH`, into their caches, which they must fit.
 
         Returns float32 logits [B, V] and the states [B, layers x d] of the wanted layers.
         """
@@ -191,7 +191,7 @@ class NativeStep:
         attention, network = layer.self_attn, layer.mlp
         about.attention = self._norm(layer.input_layernorm)
         about.network = self._norm(layer.post_attention_layernorm)
-        if getattr(layer, "has_more_norms", False):
+        if getattr(layer, "has_post_norms", False):
             about.added, about.last = about.network, self._norm(layer.post_feedforward_layernorm)
             about.network = self._norm(layer.pre_feedforward_layernorm)
         projections = attention.q_proj, attention.k_proj, attention.v_proj
@@ -228,7 +228,7 @@ class NativeStep:
             if layer.out_features < 4 or layer.weight.dtype not in _OF_WEIGHTS:
                 raise ValueError(f"weights {list(shape)} of {layer.weight.dtype}")
             return _Matrix(_KINDS[layer.weight.dtype], *shape, self._address(layer.weight), None)
-        if not layer.fits_own_products:
+        if not layer.fits_native_products:
             raise ValueError(f"packed weights of the shape {list(shape)}")
         weights = (self._address(getattr(layer, name)) for name in layer.row_dims)
         return _Matrix(_PACKED[layer.bits], *shape, *weights)

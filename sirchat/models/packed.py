@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from sirchat.models.shape import MOST_UNPACKED
+from sirchat.models.shape import MAX_UNPACKED_BYTES
 
 # Number of neighbouring four-bit weights that share a scale and a minimum.
 GROUP = 32
@@ -29,7 +29,7 @@ _AT_ONCE = 32  # rows whose largest logits are computed at the same time
 _LANES = 16  # rows that `products.cpp` multiplies at the same time
 _MANY_PASSES = 10  # so many passes over the same weights make up for arranging them for products
 
-ANY_ROWS = 2**30  # a limit to a number of rows that is none
+UNLIMITED_ROWS = 2**30  # a limit to a number of rows that is none
 
 Unpacked = Literal["bfloat16", "float32"]
 Empty = Callable[..., Tensor]  # as `torch.empty`, with a shape, `dtype` and `device`
@@ -42,14 +42,15 @@ class MatmulMethod(NamedTuple):
     """How packed weights are multiplied: by torch's kernels, or after they are unpacked."""
 
     dtype: Unpacked = "bfloat16"  # to which they are unpacked
-    few_4: int = 32  # up to so many rows, the kernel for four bits is faster than unpacking
-    few_8: int = 8  # and that for eight bits
-    few: int = 8  # up to so many, the kernels are faster even than weights unpacked before
-    own: int = 0  # up to so many, `products.cpp` is fastest; 0 where it is not loaded
+    # Most rows for which torch's kernels for four and for eight bits are faster than unpacking,
+    max_kernel_rows_4bit: int = 32
+    max_kernel_rows_8bit: int = 8
+    # and for which both are faster than a product with weights that were unpacked before.
+    max_kernel_rows_shared: int = 8
+    max_native_rows: int = 0  # for which `products.cpp` is fastest; 0 where it is not loaded
 
     @property
-    def type(self) -> torch.dtype:
-        """`dtype` as torch's."""
+    def torch_dtype(self) -> torch.dtype:
         return torch.float32 if self.dtype == "float32" else torch.bfloat16
 
 
@@ -67,12 +68,12 @@ class PackedLinear(nn.Module, ABC):
     row_dims: Mapping[str, int]  # for each buffer, its dimension of N rows
 
     @property
-    def own_rows(self) -> int:
+    def max_native_rows(self) -> int:
         """Up to how many rows `products.cpp` multiplies with these weights."""
-        return self.matmul_method.own if self.fits_own_products else 0
+        return self.matmul_method.max_native_rows if self.fits_native_products else 0
 
     @property
-    def fits_own_products(self) -> bool:
+    def fits_native_products(self) -> bool:
         """Whether `products.cpp` can multiply with weights of this shape."""
         return self.in_features % GROUP == 0 and self.out_features >= _LANES
 
@@ -100,7 +101,7 @@ class PackedLinear(nn.Module, ABC):
         return _SHARED.get()
 
     @abstractmethod
-    def multiply_few(self, x: Tensor) -> Tensor:
+    def multiply_packed(self, x: Tensor) -> Tensor:
         """Multiply a few rows x [m, K] with the packed weights: x W^T [m, N], without a bias."""
 
     def _for_gpu(self, x: Tensor) -> Tensor:
@@ -132,7 +133,7 @@ class PackedLinear(nn.Module, ABC):
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, {self.bits} bits{', own product' if self.own_rows > 0 else ''}"
+        return f"{sizes}, {self.bits} bits{', own product' if self.max_native_rows > 0 else ''}"
 
 
 class Int4Linear(PackedLinear):
@@ -156,7 +157,7 @@ class Int4Linear(PackedLinear):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     @classmethod
-    def of_values(
+    def from_values(
         cls, q: Tensor, scale: Tensor, minimum: Tensor, bias: Tensor | None = None
     ) -> Self:
         """Make a layer from q, uint8 [N, K], 0 to 15, and scale and minimum [N, K / 32]."""
@@ -164,9 +165,9 @@ class Int4Linear(PackedLinear):
         return cls(packed, _zeros_beside(scale, minimum), bias)
 
     @classmethod
-    def of_nibbles(cls, nibbles: Tensor, scale: Tensor, minimum: Tensor) -> Self:
+    def from_nibbles(cls, nibbles: Tensor, scale: Tensor, minimum: Tensor) -> Self:
         """Make a layer without bias from `FourBit.nibbles`: a third of the time of unpacking q."""
-        groups, half = nibbles.shape[1], four_bit_block() // 2
+        groups, half = nibbles.shape[1], int4_block_rows() // 2
         halves = _halve_blocks(nibbles, 0)  # [N / block, 2, half, K / 32, 16]
         upper, lower = halves.permute(0, 1, 3, 4, 2).contiguous().unbind(1)
         packed = torch.empty(len(upper), groups, 2, 16, half, dtype=torch.uint8)
@@ -177,19 +178,19 @@ class Int4Linear(PackedLinear):
     @staticmethod
     def fits(rows: int, columns: int) -> bool:
         """Whether a matrix [rows, columns] can be packed in four bits on this machine."""
-        block = four_bit_block()
+        block = int4_block_rows()
         return block > 0 and rows % block == 0 and columns % GROUP == 0
 
     def forward(self, x: Tensor) -> Tensor:
         flat, how = x.reshape(-1, self.in_features), self.matmul_method
-        few = how.few_4 if self._shared() is None else how.few
-        if len(flat) <= max(few, self.own_rows):
-            return _add_bias(self.multiply_few(flat), x, self.bias)
-        return _add_bias(self._multiply_unpacked(flat.to(how.type)), x, self.bias)
+        few = how.max_kernel_rows_4bit if self._shared() is None else how.max_kernel_rows_shared
+        if len(flat) <= max(few, self.max_native_rows):
+            return _add_bias(self.multiply_packed(flat), x, self.bias)
+        return _add_bias(self._multiply_unpacked(flat.to(how.torch_dtype)), x, self.bias)
 
-    def multiply_few(self, x: Tensor) -> Tensor:
+    def multiply_packed(self, x: Tensor) -> Tensor:
         scales = self.scales.contiguous()  # no copy, unless the layer is part of a joined one
-        if len(x) <= self.own_rows:
+        if len(x) <= self.max_native_rows:
             multiply = getattr(torch.ops.sirchat, f"multiply_{self.bits}")
             own: Tensor = multiply(x.float().contiguous(), self.packed, scales)
             return own
@@ -198,7 +199,7 @@ class Int4Linear(PackedLinear):
         return y
 
     def unpacked(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        columns, rows, size = self.in_features, self.out_features, four_bit_block() // 2
+        columns, rows, size = self.in_features, self.out_features, int4_block_rows() // 2
         blocks = self.packed.view(-1, columns, size)  # [N / block, K, size], two rows a byte
         out = torch.empty(columns, rows, dtype=dtype)
         halves = _halve_blocks(out, 1)  # [K, N / block, 2, size]
@@ -224,10 +225,10 @@ class Int5Linear(Int4Linear):
         """Whether a matrix [rows, columns] can be packed so."""
         return rows % _LANES == 0 and columns % GROUP == 0
 
-    def multiply_few(self, x: Tensor) -> Tensor:
-        if len(x) <= self.own_rows:
-            return super().multiply_few(x)
-        return self._multiply_unpacked(x.to(self.matmul_method.type))
+    def multiply_packed(self, x: Tensor) -> Tensor:
+        if len(x) <= self.max_native_rows:
+            return super().multiply_packed(x)
+        return self._multiply_unpacked(x.to(self.matmul_method.torch_dtype))
 
     def unpacked(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         groups = self.in_features // GROUP
@@ -251,14 +252,14 @@ class Int4GpuLinear(Int4Linear):
     nibbles: Tensor
 
     @classmethod
-    def of_values(
+    def from_values(
         cls, q: Tensor, scale: Tensor, minimum: Tensor, bias: Tensor | None = None
     ) -> Self:
         first, second = q.view(len(q), -1, 2, GROUP // 2).unbind(2)  # halves of the groups
-        return cls.of_nibbles(first | second << 4, scale, minimum, bias)
+        return cls.from_nibbles(first | second << 4, scale, minimum, bias)
 
     @classmethod
-    def of_nibbles(
+    def from_nibbles(
         cls, nibbles: Tensor, scale: Tensor, minimum: Tensor, bias: Tensor | None = None
     ) -> Self:
         scales = _zeros_beside(scale, minimum).transpose(0, 1)  # [N, K / 32, 2]
@@ -270,9 +271,9 @@ class Int4GpuLinear(Int4Linear):
         return columns % GROUP == 0
 
     def forward(self, x: Tensor) -> Tensor:
-        return _add_bias(self.multiply_few(self._for_gpu(x)), x, self.bias)
+        return _add_bias(self.multiply_packed(self._for_gpu(x)), x, self.bias)
 
-    def multiply_few(self, x: Tensor) -> Tensor:
+    def multiply_packed(self, x: Tensor) -> Tensor:
         parts = (slice(at, at + _PART) for at in range(0, self.out_features, _PART))
         return torch.cat([x @ self._unpacked_rows(some, x.dtype).T for some in parts], 1)
 
@@ -304,9 +305,9 @@ class Int8Linear(PackedLinear):
         if not x.is_cpu:
             return _add_bias(self._multiply_parts(self._for_gpu(x)), x, self.bias)
         flat, how = x.reshape(-1, self.in_features), self.matmul_method
-        if len(flat) <= max(how.few_8, self.own_rows):
-            return _add_bias(self.multiply_few(flat), x, self.bias)
-        flat = flat.to(how.type)
+        if len(flat) <= max(how.max_kernel_rows_8bit, self.max_native_rows):
+            return _add_bias(self.multiply_packed(flat), x, self.bias)
+        flat = flat.to(how.torch_dtype)
         if self._shared() is not None or self.out_features <= _PART:
             return _add_bias(self._multiply_unpacked(flat) * self.scale, x, self.bias)
         return _add_bias(self._multiply_parts(flat), x, self.bias)
@@ -321,10 +322,10 @@ class Int8Linear(PackedLinear):
             torch.mul(x @ self.q[some].to(x.dtype).T, self.scale[some], out=y[:, some])
         return y
 
-    def multiply_few(self, x: Tensor) -> Tensor:
+    def multiply_packed(self, x: Tensor) -> Tensor:
         if not x.is_cpu:
             return self._multiply_parts(x.bfloat16())
-        if len(x) <= self.own_rows:
+        if len(x) <= self.max_native_rows:
             own: Tensor = torch.ops.sirchat.multiply_8(x.float().contiguous(), self.q, self.scale)
             return own
         y: Tensor = torch.ops.aten._weight_int8pack_mm.default(x.bfloat16(), self.q, self.scale)
@@ -348,9 +349,9 @@ class Int8Head(Int8Linear):
     def _shared(self) -> None:
         """Nothing is shared: the head reads few tokens."""
 
-    def logits_of_states(self, x: Tensor) -> Tensor:
+    def refined_logits(self, x: Tensor) -> Tensor:
         """Compute float32 logits [m, V] from a few hidden states [m, K]."""
-        y = self.multiply_few(x).float()
+        y = self.multiply_packed(x).float()
         y = y if self.bias is None else y + self.bias
         for at in range(len(x)):
             self._refine_logits(y[at : at + 1], x[at : at + 1])  # in place
@@ -421,12 +422,12 @@ class SharedWeights:
     def __init__(self, module: nn.Module, count: int = 1) -> None:
         layers = [layer for layer in _layers_of(module) if not isinstance(layer, Int8Head)]
         size = sum(
-            layer.in_features * layer.out_features * layer.matmul_method.type.itemsize
+            layer.in_features * layer.out_features * layer.matmul_method.torch_dtype.itemsize
             for layer in layers
         )
         is_bfloat16 = all(layer.matmul_method.dtype == "bfloat16" for layer in layers)
         are_arranged = count >= _MANY_PASSES and is_bfloat16 and has_fast_bfloat16()
-        self._shared = _Shared({}, are_arranged) if size <= MOST_UNPACKED else None
+        self._shared = _Shared({}, are_arranged) if size <= MAX_UNPACKED_BYTES else None
 
     def __enter__(self) -> None:
         self._before = _SHARED.set(self._shared)
@@ -442,12 +443,12 @@ def has_fast_bfloat16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def has_own_products() -> bool:
+def has_native_products() -> bool:
     """Whether this process has loaded the library of `products.cpp`."""
     return torch._C._dispatch_has_kernel("sirchat::multiply_4")
 
 
-def has_tiles() -> bool:
+def has_matrix_units() -> bool:
     """Whether it multiplies by matrix units, as `tiles.cpp` says, and so many rows fastest."""
     return torch._C._dispatch_has_kernel("sirchat::score_8")
 
@@ -472,22 +473,22 @@ def packed_buffers(module: nn.Module) -> Iterator[Tensor]:
         yield from layer.buffers()
 
 
-def four_bit_kind(device: torch.device) -> type[Int4Linear]:
+def int4_class(device: torch.device) -> type[Int4Linear]:
     """The class of layers with four-bit weights on a device."""
     return Int4Linear if device.type == "cpu" else Int4GpuLinear
 
 
-def four_bit_block() -> int:
+def int4_block_rows() -> int:
     """Number of rows that torch's four-bit kernel packs together here: 64, 32, 16; 0 if unknown.
 
     Each byte has a row in its low four bits and one in the others (`_halve_blocks`).
     """
-    return four_bit_layout()[0]
+    return int4_layout()[0]
 
 
 @cache
-def four_bit_layout() -> tuple[int, bool]:
-    """What `four_bit_block` says, and whether a byte has two rows that follow one another."""
+def int4_layout() -> tuple[int, bool]:
+    """What `int4_block_rows` says, and whether a byte has two rows that follow one another."""
     # 64 rows with AVX-512, 32 with AVX2, each byte from both halves of them; 16 (32 with wider
     # vectors) on ARM, and 32 on other processors, each byte with an even row and the next.
     q = (torch.arange(64)[:, None] + 3 * torch.arange(GROUP)) % 16  # [64, 32]
@@ -502,7 +503,7 @@ def four_bit_layout() -> tuple[int, bool]:
 
 def _halve_blocks(x: Tensor, dim: int, layout: tuple[int, bool] | None = None) -> Tensor:
     """View a dimension of N rows as [N / block, 2, block / 2]: in low four bits, in high ones."""
-    block, follow = layout or four_bit_layout()
+    block, follow = layout or int4_layout()
     pair = (block // 2, 2) if follow else (2, block // 2)
     blocks = x.view(*x.shape[:dim], -1, *pair, *x.shape[dim + 1 :])
     return blocks.transpose(dim + 1, dim + 2) if follow else blocks
@@ -510,7 +511,7 @@ def _halve_blocks(x: Tensor, dim: int, layout: tuple[int, bool] | None = None) -
 
 def packing_layout() -> str:
     """A name of how packed weights lie in memory here; those of another name can't be used."""
-    block, follow = four_bit_layout()
+    block, follow = int4_layout()
     return f"blocks of {block}" + (", pairs of rows" if follow else "")
 
 

@@ -15,7 +15,7 @@ from sirchat.models.packed import (
     Int8Linear,
     PackedLinear,
     SharedEmbedding,
-    four_bit_kind,
+    int4_class,
     quantize_int4,
     quantize_int8,
 )
@@ -39,7 +39,7 @@ def pack_module(module: Any, bits: int, device: torch.device | None = None) -> N
     """
     head, embeddings = module.get_output_embeddings(), module.get_input_embeddings()
     is_tied, device = embeddings.weight is head.weight, device or module.device
-    four, store = four_bit_kind(device), WeightStore(0, device)
+    four, store = int4_class(device), WeightStore(0, device)
     for name, layer in list(module.named_modules()):
         if not isinstance(layer, nn.Linear):
             continue
@@ -51,7 +51,7 @@ def pack_module(module: Any, bits: int, device: torch.device | None = None) -> N
                 shared = SharedEmbedding(embeddings, eight, weight.dtype)
                 module.set_input_embeddings(shared)
         elif bits == 4 and four.fits(*weight.shape):
-            packed = four.of_values(*_rounded(quantize_int4, weight, device), layer.bias)
+            packed = four.from_values(*_rounded(quantize_int4, weight, device), layer.bias)
         else:
             packed = Int8Linear(*_rounded(quantize_int8, weight, device), layer.bias)
         module.set_submodule(name, packed)
@@ -59,7 +59,7 @@ def pack_module(module: Any, bits: int, device: torch.device | None = None) -> N
     trim_memory()
 
 
-def has_same_input(path: str) -> bool:
+def may_be_joined(path: str) -> bool:
     """Whether other layers have the same input as the layer at `path`, and may be joined."""
     return any(path.rpartition(".")[2] in group for group in _SAME_INPUT)
 

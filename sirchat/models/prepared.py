@@ -20,18 +20,19 @@ from sirchat.version import __version__
 
 MIN_GGUF_BYTES = 1 << 25  # bytes; a smaller GGUF file loads about as fast as it is mapped
 ALIGNMENT = 4096  # bytes, of the parts of a file
-_FORMAT = 2  # of the files; others are not found
-_MOST = 20 * 10**9  # bytes in the folder, and no more than this part of the free disk:
-_SHARE = 4
-_START, _SAMPLES, _SAMPLE = 1 << 22, 64, 4096  # bytes at a model's start, places, bytes at each
-_END, UNFINISHED_SUFFIX = ".safetensors", ".unfinished"
-_LEFT_AFTER = 60  # seconds without a write, after which the writer of a file has ended
-_BYTES_OF_LENGTH = 8  # with which a safetensors file begins
-_MOST_HEADER = 1 << 16  # bytes
+_FORMAT_VERSION = 2  # of the files; others are not found
+_MAX_FOLDER_BYTES = 20 * 10**9  # bytes in the folder, and no more than this part of the free disk:
+_DISK_DIVISOR = 4
+_HASHED_START = 1 << 22  # bytes; of the rest, so many samples of so many bytes:
+_SAMPLE_COUNT, _SAMPLE_BYTES = 64, 4096
+_SUFFIX, UNFINISHED_SUFFIX = ".safetensors", ".unfinished"
+_ABANDONED_SECONDS = 60  # seconds without a write, after which the writer of a file has ended
+_LENGTH_BYTES = 8  # with which a safetensors file begins
+_MAX_HEADER_BYTES = 1 << 16  # bytes
 
 
 class PreparedFile(NamedTuple):
-    """A prepared file: where it is, of which model, its bytes, and when it was last used."""
+    """A prepared file of the folder; `model` is the GGUF file's path, `size` is in bytes."""
 
     path: Path
     model: str
@@ -40,102 +41,104 @@ class PreparedFile(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What the header of a prepared file says: its model, and bytes and checksum of its parts."""
+    """The header of a prepared file: its model, and the sizes and the checksum of its parts."""
 
     model: str
-    manifest: int
-    weights: int
+    manifest_bytes: int
+    weights_bytes: int
     checksum: str
 
-    def written(self) -> bytes:
-        """The bytes of the header, the same for the same values, of a multiple of `ALIGNMENT`."""
-        start, end = self.manifest, self.manifest + self.weights
-        said = {
+    def encode(self) -> bytes:
+        """The header's bytes, padded to a multiple of `ALIGNMENT`."""
+        start, end = self.manifest_bytes, self.manifest_bytes + self.weights_bytes
+        values = {
             "__metadata__": {"model": self.model, "checksum": self.checksum},
             "manifest": {"dtype": "U8", "shape": [start], "data_offsets": [0, start]},
-            "weights": {"dtype": "U8", "shape": [self.weights], "data_offsets": [start, end]},
+            "weights": {"dtype": "U8", "shape": [self.weights_bytes], "data_offsets": [start, end]},
         }
-        text = json.dumps(said).encode()
-        size = -(-(len(text) + _BYTES_OF_LENGTH) // ALIGNMENT) * ALIGNMENT - _BYTES_OF_LENGTH
-        return size.to_bytes(_BYTES_OF_LENGTH, "little") + text.ljust(size)
+        text = json.dumps(values).encode()
+        size = -(-(len(text) + _LENGTH_BYTES) // ALIGNMENT) * ALIGNMENT - _LENGTH_BYTES
+        return size.to_bytes(_LENGTH_BYTES, "little") + text.ljust(size)
 
 
 def read_header(path: Path) -> Header:
     """Read the header of a prepared file; ValueError or OSError if it is none, or not whole."""
     with path.open("rb") as file:
-        size = int.from_bytes(file.read(_BYTES_OF_LENGTH), "little")
-        text = file.read(min(size, _MOST_HEADER))
+        size = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        text = file.read(min(size, _MAX_HEADER_BYTES))
         length = os.fstat(file.fileno()).st_size
     try:
-        said = json.loads(text)
-        about = said["__metadata__"]
-        first, second = (int(said[name]["shape"][0]) for name in ("manifest", "weights"))
-        header = Header(str(about["model"]), first, second, str(about["checksum"]))
+        values = json.loads(text)
+        metadata = values["__metadata__"]
+        manifest, weights = (int(values[name]["shape"][0]) for name in ("manifest", "weights"))
+        header = Header(str(metadata["model"]), manifest, weights, str(metadata["checksum"]))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path.name} has no header") from error
-    written = header.written()
-    if written[_BYTES_OF_LENGTH:] != text or length != len(written) + first + second:
+    encoded = header.encode()
+    if encoded[_LENGTH_BYTES:] != text or length != len(encoded) + manifest + weights:
         raise ValueError(f"{path.name} is not as long as its header says")
     return header
 
 
-def prepared_path(model: Path, how: tuple[str, ...]) -> Path | None:
-    """Where the prepared file of a GGUF file is or would be, if it is loaded in the way `how`.
+def prepared_path(model: Path, variant: tuple[str, ...]) -> Path | None:
+    """Where the prepared file of a GGUF file is or would be; None if that is small or unreadable.
 
-    None for a file that is too small, or can't be read. Any change of the file changes the path.
+    Any change of the file changes the path; so do other settings (`variant`) of loading it.
     """
     digest, size = hashlib.sha256(), 0
     try:
         model = model.resolve()
         for name in part_names(model.name):
             with model.with_name(name).open("rb") as file:
-                about = os.fstat(file.fileno())
-                times = about.st_mtime_ns, about.st_ctime_ns
-                digest.update(repr((about.st_size, about.st_ino, *times)).encode())
-                digest.update(file.read(_START))
-                for at in range(_SAMPLES):  # times can be set back, and files overwritten
-                    file.seek((about.st_size - _SAMPLE) * at // (_SAMPLES - 1) if at else 0)
-                    digest.update(file.read(_SAMPLE))
-                size += about.st_size
+                stat = os.fstat(file.fileno())
+                identity = (stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)
+                digest.update(repr(identity).encode())
+                digest.update(file.read(_HASHED_START))
+                last = max(0, stat.st_size - _SAMPLE_BYTES)
+                for index in range(_SAMPLE_COUNT):  # times can be set back, files overwritten
+                    file.seek(last * index // (_SAMPLE_COUNT - 1))
+                    digest.update(file.read(_SAMPLE_BYTES))
+                size += stat.st_size
     except (OSError, ValueError):
         return None
-    way = hashlib.sha256(repr((_FORMAT, __version__, *how)).encode()).hexdigest()[:16]
-    name = f"{_name_of(model)}-{digest.hexdigest()[:24]}-{way}{_END}"
+    settings = repr((_FORMAT_VERSION, __version__, *variant)).encode()
+    settings_hash = hashlib.sha256(settings).hexdigest()[:16]
+    name = f"{_path_hash(model)}-{digest.hexdigest()[:24]}-{settings_hash}{_SUFFIX}"
     return prepared_dir() / name if size >= MIN_GGUF_BYTES else None
 
 
 def make_room(path: Path, size: int) -> bool:
     """Make room for a file of `size` bytes at `path`; False if it would be too large."""
-    folder, begun = make_private_dir(path.parent), time.time()
-    for left in folder.glob(f"*{UNFINISHED_SUFFIX}"):
-        if begun - left.stat().st_mtime > _LEFT_AFTER:
-            left.unlink(missing_ok=True)
-    former = path.name.rpartition("-")[0]
-    for old in folder.glob(f"{former.partition('-')[0]}-*{_END}"):
-        if not old.name.startswith(former):  # of the same model, as it was before
-            old.unlink(missing_ok=True)
-    kept = sorted(folder.glob(f"*{_END}"), key=lambda file: file.stat().st_mtime)
-    sizes = {file: file.stat().st_size for file in kept}
+    folder, now = make_private_dir(path.parent), time.time()
+    for unfinished in folder.glob(f"*{UNFINISHED_SUFFIX}"):
+        if now - unfinished.stat().st_mtime > _ABANDONED_SECONDS:
+            unfinished.unlink(missing_ok=True)
+    path_hash, content_hash, _ = path.name.split("-")
+    for file in folder.glob(f"{path_hash}-*{_SUFFIX}"):
+        if not file.name.startswith(f"{path_hash}-{content_hash}"):  # the model was changed
+            file.unlink(missing_ok=True)
+    by_age = sorted(folder.glob(f"*{_SUFFIX}"), key=lambda file: file.stat().st_mtime)
+    sizes = {file: file.stat().st_size for file in by_age}
     total = sum(sizes.values())
-    most = min(_MOST, (shutil.disk_usage(folder).free + total) // _SHARE)
-    while total + size > most and kept and size <= most:
-        oldest = kept.pop(0)
+    limit = min(_MAX_FOLDER_BYTES, (shutil.disk_usage(folder).free + total) // _DISK_DIVISOR)
+    while total + size > limit and by_age and size <= limit:
+        oldest = by_age.pop(0)
         oldest.unlink(missing_ok=True)
         total -= sizes[oldest]
-    return total + size <= most
+    return total + size <= limit
 
 
 def prepared_files() -> list[PreparedFile]:
     """The prepared files, the one last used first; `model` is empty for one that is damaged."""
     found = list[PreparedFile]()
-    for path in prepared_dir().glob(f"*{_END}"):
+    for path in prepared_dir().glob(f"*{_SUFFIX}"):
         with suppress(OSError):
-            about, model = path.stat(), ""
+            stat, model = path.stat(), ""
             with suppress(ValueError):
                 model = read_header(path).model
-            found.append(PreparedFile(path, model, about.st_size, about.st_mtime))
+            found.append(PreparedFile(path, model, stat.st_size, stat.st_mtime))
     return sorted(found, key=lambda file: -file.used)
 
 
-def _name_of(model: Path) -> str:
+def _path_hash(model: Path) -> str:
     return hashlib.sha256(os.fsencode(model)).hexdigest()[:16]

@@ -13,31 +13,34 @@ import torch
 from torch import Tensor
 
 from sirchat.errors import ModelError
-from sirchat.memory.cache import BoundedCache, LayerKind, LayerRotation, layer_numbers
+from sirchat.memory.cache import BoundedCache, LayerKind, LayerRotation, row_layer_indices
 from sirchat.memory.rope import Rotation, match_rotation, rotation_error
 from sirchat.models.devices import input_device
 from sirchat.models.model_config import REFUSED_LAYERS, context_length
 from sirchat.models.packed import packed_buffers
 from sirchat.text.template_sandbox import syntax_error
 
-_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+_TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # Of logits, read in passes of 4 and of 1: in float32; with rounded weights or products, which can
 # change what experts are chosen. A state that is lost between passes of 1 changes them by 0.16.
 _STATE_TOLERANCES = (1e-3, 1e-3), (0.03, 0.1)
 _DISTANCES = (1, 17, 301)
-_FIRST_TOKEN, _MOST_TOKENS = 5, 32  # the ids that are tried until two have keys that are not zero
-_SHOWN = 3  # most weights that an error names
+_FIRST_TRIED_TOKEN, _MAX_TRIED_TOKENS = (
+    5,
+    32,
+)  # the ids that are tried until two have keys that are not zero
+_MAX_SHOWN_WEIGHTS = 3  # most weights that an error names
 # What is wrong with weights of the files, by transformers' names for it.
-_DIFFERENCES = {
+_WEIGHT_ERRORS = {
     "missing": "lack weights that the model needs",
     "mismatched": "have weights of other shapes than its config.json says",
     "unexpected": "have weights that would be left out",
 }
 # The ends of names of tensors that change no number here: computed ones, and those of 8-bit caches.
-_LEFT_OUT = ("inv_freq", ".k_scale", ".v_scale")
+_IGNORED_SUFFIXES = ("inv_freq", ".k_scale", ".v_scale")
 # By position, both cached tensors [H, D] of each layer with keys.
 _Samples = dict[int, list[tuple[Tensor, Tensor]]]
-_NO_ROWS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError)
+_CACHE_ERRORS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError)
 
 
 def cache_argument(module: Any, kv_cache: Any) -> dict[str, Any]:
@@ -82,16 +85,22 @@ def refuse_other_weights(module: Any, info: Mapping[str, Any], name: str) -> Non
 
     Weights of a part that the model lacks, such as one for images, may be more in the files.
     """
-    found = {kind: sorted(info.get(f"{kind}_keys", ()), key=str) for kind in _DIFFERENCES}
+    found = {kind: sorted(info.get(f"{kind}_keys", ()), key=str) for kind in _WEIGHT_ERRORS}
     others = found["unexpected"]
     found["unexpected"] = [key for key in others if _would_be_used(module, key)]
-    for kind, what in _DIFFERENCES.items():
+    for kind, what in _WEIGHT_ERRORS.items():
         if keys := found[kind]:
-            more = f", and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+            more = (
+                f", and {len(keys) - _MAX_SHOWN_WEIGHTS} more"
+                if len(keys) > _MAX_SHOWN_WEIGHTS
+                else ""
+            )
             hint = f"they have {others[0]} instead" if others and kind == "missing" else ""
             if keys == ["lm_head.weight"] and not others:
                 hint = 'if it is that of the embeddings: "tie_word_embeddings": true in config.json'
-            shown = ", ".join(key if isinstance(key, str) else key[0] for key in keys[:_SHOWN])
+            shown = ", ".join(
+                key if isinstance(key, str) else key[0] for key in keys[:_MAX_SHOWN_WEIGHTS]
+            )
             raise ModelError(f"the files of {name!r} {what}: {shown}{more}", hint=hint)
 
 
@@ -140,11 +149,11 @@ def probe_rotations(
     config = module.config.get_text_config(decoder=True)
     context = context_length(config)
     distances = [d for d in _DISTANCES if context is None or d < context]
-    numbers = range(config.num_hidden_layers) if kinds is None else list(layer_numbers(kinds))
+    numbers = range(config.num_hidden_layers) if kinds is None else list(row_layer_indices(kinds))
     blank = [LayerRotation(None)] * len(numbers)
 
     def sampled(token: int, *positions: int) -> _Samples:
-        return {p: _sample(module, token, p, name, blank, kinds) for p in positions}
+        return {p: _read_sample(module, token, p, name, blank, kinds) for p in positions}
 
     visible = list(islice(_visible_tokens(module, name, lambda token: sampled(token, 0)[0]), 2))
     samples = [
@@ -161,7 +170,7 @@ def probe_rotations(
     rotations = []
     for at, layer in enumerate(numbers):
         try:
-            key, value = (_match(samples, at, tensor, frequencies) for tensor in (0, 1))
+            key, value = (_match_layer(samples, at, tensor, frequencies) for tensor in (0, 1))
         except LookupError as error:
             raise ModelError(
                 f"{name} can't run with a limited cache: layer {layer}: {error}",
@@ -204,7 +213,7 @@ def probe_state(
             if (logits - expected).norm() <= tolerance * expected.norm():
                 _check_a_move(module, new, name)
                 return size == 1
-    except _NO_ROWS as error:
+    except _CACHE_ERRORS as error:
         raise ModelError(
             f"{name} can't run with a limited cache: its state can't be kept ({_first_line(error)})"
         ) from error
@@ -246,7 +255,7 @@ def _check_a_move(module: Any, new: Callable[[], BoundedCache], name: str) -> No
     token, (at_start,) = next(_visible_tokens(module, name, lambda token: [row(token, False)]))
     for ours, theirs in zip(row(token, True), at_start, strict=True):
         gap = (ours.float() - theirs.float()).norm()
-        if gap > _TOLERANCE[theirs.dtype] * theirs.float().norm():
+        if gap > _TOLERANCES[theirs.dtype] * theirs.float().norm():
             raise ModelError(
                 f"{name} ({module.config.model_type}) can't run with a limited cache: its keys do "
                 "not depend on the given positions",
@@ -264,7 +273,7 @@ def _would_be_used(module: Any, key: str) -> bool:
     prefix, _, rest = key.partition(".")
     owner = module.base_model if prefix == module.base_model_prefix else module
     part = rest.partition(".")[0] if owner is not module else prefix
-    return hasattr(owner, part) and not key.endswith(_LEFT_OUT)
+    return hasattr(owner, part) and not key.endswith(_IGNORED_SUFFIXES)
 
 
 def _visible_tokens(
@@ -275,7 +284,9 @@ def _visible_tokens(
     A rotation changes no zeros. Raises ModelError if there is no such token.
     """
     vocabulary = int(module.config.get_text_config(decoder=True).vocab_size)
-    ids = [(_FIRST_TOKEN + at) % vocabulary for at in range(min(_MOST_TOKENS, vocabulary))]
+    ids = [
+        (_FIRST_TRIED_TOKEN + at) % vocabulary for at in range(min(_MAX_TRIED_TOKENS, vocabulary))
+    ]
     layers = ((token, read(token)) for token in ids)
     visible = (one for one in layers if all(x.any() for of in one[1] for x in of if x.numel()))
     first = next(visible, None)
@@ -289,7 +300,7 @@ def _visible_tokens(
     )
 
 
-def _match(
+def _match_layer(
     tokens: list[_Samples], layer: int, tensor: int, frequencies: dict[str, Tensor]
 ) -> Rotation | None:
     """The rotation of a layer's tensor that the first token shows; the others confirm it."""
@@ -297,14 +308,14 @@ def _match(
         {position: layers[layer][tensor] for position, layers in samples.items()}
         for samples in tokens
     ]
-    tolerance = _TOLERANCE[first[0].dtype]
+    tolerance = _TOLERANCES[first[0].dtype]
     rotation = match_rotation(first, frequencies, tolerance)
     if any(rotation_error(other, rotation) > tolerance for other in others):
         raise LookupError("the keys of two tokens depend on the position in different ways")
     return rotation
 
 
-def _sample(
+def _read_sample(
     module: Any,
     token: int,
     position: int,
@@ -326,7 +337,7 @@ def _sample(
             (kv_cache.layer_keys(i)[0, :, 0].clone(), kv_cache.layer_values(i)[0, :, 0].clone())
             for i in range(len(rotations))
         ]
-    except _NO_ROWS as error:
+    except _CACHE_ERRORS as error:
         raise ModelError(
             f"{name} ({config.model_type}) cannot be used: its cache has no keys and values per "
             f"token ({_first_line(error)})"

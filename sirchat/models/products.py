@@ -25,11 +25,11 @@ from sirchat.models.packed import (
     Int8Linear,
     MatmulMethod,
     PackedLinear,
-    four_bit_block,
-    has_own_products,
+    has_native_products,
+    int4_block_rows,
     packing_layout,
 )
-from sirchat.models.processor import cpuinfo, features, processor
+from sirchat.models.processor import cpuinfo, processor_features, processor_name
 from sirchat.models.shape import compiler
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
@@ -46,11 +46,11 @@ class WrongProgramError(Exception):
     """Machine code computes something else than it should."""
 
 
-def suits_processor() -> bool:
+def supports_processor() -> bool:
     """Whether `products.cpp` is written for this processor: AVX2, AVX-512, or 64-bit ARM."""
     if platform.machine().lower() in ("arm64", "aarch64"):
         return packing_layout() == "blocks of 16, pairs of rows"
-    return "AVX" in torch.backends.cpu.get_cpu_capability() and four_bit_block() > 0
+    return "AVX" in torch.backends.cpu.get_cpu_capability() and int4_block_rows() > 0
 
 
 def library_name() -> str:
@@ -59,7 +59,7 @@ def library_name() -> str:
     with suppress(OSError, IndexError):
         about = os.stat(compiler()[0])
         made_by += [about.st_size, about.st_mtime_ns]
-    machine = (torch.__version__, processor(), cpuinfo("flags", "Features"), *_flags())
+    machine = (torch.__version__, processor_name(), cpuinfo("flags", "Features"), *_flags())
     all_of_it = repr(([source.read_bytes() for source in _SOURCES], made_by, machine))
     return f"step-{hashlib.sha256(all_of_it.encode()).hexdigest()[:24]}.so"
 
@@ -84,7 +84,7 @@ def build_library(path: Path) -> None:
     path.write_bytes(code + hashlib.sha256(code).digest())
 
 
-def refuse_damaged(path: Path) -> None:
+def check_digest(path: Path) -> None:
     """Raise DamagedProgramError if a file is not as `build_library` left it."""
     written = path.read_bytes()  # loading an incomplete file can kill the process
     if hashlib.sha256(written[:-_DIGEST]).digest() != written[-_DIGEST:]:
@@ -96,8 +96,8 @@ def load_library(path: Path) -> ctypes.CDLL:
 
     Raises DamagedProgramError, WrongProgramError, or any error if it can't be loaded now.
     """
-    if not has_own_products():
-        refuse_damaged(path)
+    if not has_native_products():
+        check_digest(path)
     library = ctypes.CDLL(str(path))
     _compare_with_torch()
     return library
@@ -105,17 +105,17 @@ def load_library(path: Path) -> ctypes.CDLL:
 
 @torch.inference_mode()
 def _compare_with_torch() -> None:
-    block, columns = four_bit_block(), 5 * GROUP
+    block, columns = int4_block_rows(), 5 * GROUP
     q = (7 * torch.arange(2 * block * columns) // 3).view(-1, columns) % 16
     scale = torch.linspace(0.1, 0.2, len(q) * 5).view(-1, 5)
-    four = Int4Linear.of_values(q.to(torch.uint8), scale, -7 * scale)
+    four = Int4Linear.from_values(q.to(torch.uint8), scale, -7 * scale)
     eight = Int8Linear((17 * q - 127)[:-3].to(torch.int8), scale[:-3, 0].bfloat16())
     layers: list[PackedLinear] = [four, eight]
     for layer, rows in product(layers, (1, 19, 40)):
         x = torch.linspace(-2, 3, rows * columns).sin_().view(rows, columns)
-        wanted = layer.multiply_few(x).float()
-        layer.matmul_method = MatmulMethod(own=rows)
-        error = (layer.multiply_few(x) - wanted).norm() / wanted.norm()
+        wanted = layer.multiply_packed(x).float()
+        layer.matmul_method = MatmulMethod(max_native_rows=rows)
+        error = (layer.multiply_packed(x) - wanted).norm() / wanted.norm()
         layer.matmul_method = MatmulMethod()
         if not error < _TOLERANCE:  # NaN, too
             raise WrongProgramError(f"products of the compiled library err by {error:.2g}")
@@ -128,7 +128,7 @@ def _flags() -> list[str]:
     flags += ["-shared", "-fPIC", "-pthread"]
     if platform.machine().lower() in ("arm64", "aarch64"):
         return [*flags, "-mcpu=native"]
-    flags += ["-march=native", *["-DWITH_TILES"] * features().has_amx]
+    flags += ["-march=native", *["-DWITH_TILES"] * processor_features().has_amx]
     # torch, and so the layout of its four-bit weights, may be restricted to less than there is
     if "AVX512" not in torch.backends.cpu.get_cpu_capability():
         flags.append("-mno-avx512f")

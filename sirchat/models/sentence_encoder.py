@@ -21,44 +21,51 @@ from sirchat.models.model_config import load_config
 from sirchat.models.names import cached_folder, locate, snapshot_folder
 from sirchat.models.progress import quiet_libraries
 
-_LONGEST = 256  # tokens of a text that are read
-_AT_ONCE = 32  # texts in a pass
+_MAX_TOKENS = 256  # tokens of a text that are read
+_BATCH_SIZE = 32  # texts in a pass
 # Of which states a text's vector is made, by what older and newer folders and GGUF files call it.
-_WAYS: dict[object, str] = {"mean_tokens": "mean", "cls_token": "first", "lasttoken": "last"}
-_WAYS |= {"mean": "mean", "cls": "first", 1: "mean", 2: "first", 3: "last"}
-_KEPT = ("config.json", "tokenizer.json")  # files without which a folder is no such encoder
+_POOLING_MODES: dict[object, str] = {
+    "mean_tokens": "mean",
+    "cls_token": "first",
+    "lasttoken": "last",
+}
+_POOLING_MODES |= {"mean": "mean", "cls": "first", 1: "mean", 2: "first", 3: "last"}
+_REQUIRED_FILES = (
+    "config.json",
+    "tokenizer.json",
+)  # files without which a folder is no such encoder
 
 
 @dataclass(frozen=True)
 class Pooling:
     """How a text's states become its vector: their `mean`, the `first` or the `last`."""
 
-    way: str = "mean"
+    mode: str = "mean"
 
     def vectors(self, states: Tensor, mask: Tensor) -> Tensor:
         """The unit vectors [n, D] of texts' states [n, m, d]; `mask` [n, m] is 0 for padding."""
-        if self.way == "mean":
-            found = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        if self.mode == "mean":
+            vectors = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
         else:  # padding may stand on either side
             rows = mask.cumsum(1)
-            place = (rows == (1 if self.way == "first" else rows[:, -1:])).int().argmax(1)
-            found = states[torch.arange(len(states)), place]
-        return F.normalize(found, dim=-1)
+            place = (rows == (1 if self.mode == "first" else rows[:, -1:])).int().argmax(1)
+            vectors = states[torch.arange(len(states)), place]
+        return F.normalize(vectors, dim=-1)
 
     @classmethod
     def of_model(cls, name: str) -> Self | None:
         """What the files of a language model say; None if nothing, ModelError if it can't be so."""
-        source, gguf = locate(name)
-        if not gguf:
+        source, gguf_file = locate(name)
+        if not gguf_file:
             folder = (
                 Path(source) if Path(source).is_dir() else snapshot_folder(cached_folder(source))
             )
             return cls.of_folder(folder) if folder else None
-        file = parse_gguf(Path(source, gguf["gguf_file"]), with_text_lists=False)
+        file = parse_gguf(Path(source, gguf_file), with_text_lists=False)
         if (said := file.settings.get("pooling_type")) is None:
             return None
         file.require(said in (1, 2, 3), "pooling_type", "1, 2 or 3: mean, first or last")
-        return cls(_WAYS[said])
+        return cls(_POOLING_MODES[said])
 
     @classmethod
     def of_folder(cls, folder: Path) -> Self | None:
@@ -76,7 +83,7 @@ class Pooling:
         kinds = [one["type"].rpartition(".")[2] for one in modules]
         if kinds not in ([], ["Pooling"], ["Pooling", "Normalize"]):
             raise ModelError(f"{listed} has {', '.join(kinds)}; allowed: Pooling, Normalize")
-        return cls(_way(folder / Path(modules[0]["path"]).name)) if modules else None
+        return cls(_pooling_mode(folder / Path(modules[0]["path"]).name)) if modules else None
 
 
 class SentenceEncoder:
@@ -104,39 +111,39 @@ class SentenceEncoder:
             raise ModelError(f"sentence encoder {name!r} can't be loaded: {why}") from error
 
     @cached_property
-    def check_sum(self) -> int:
+    def checksum(self) -> int:
         """A check sum of the pooling, and of some of the weights of each kind."""
         weights = (one.flatten()[::997].float() for one in self._module.parameters())
-        how = 0 if self._pooling.way == "mean" else crc32(self._pooling.way.encode())
+        how = 0 if self._pooling.mode == "mean" else crc32(self._pooling.mode.encode())
         return crc32(torch.cat([one.detach() for one in weights]).numpy().tobytes(), how)
 
     @torch.inference_mode()
     def vectors(self, texts: Sequence[str]) -> Tensor:
         """The unit vectors [n, D] of texts, float32."""
-        found = torch.zeros(len(texts), self.size)
+        vectors = torch.zeros(len(texts), self.size)
         order = sorted(range(len(texts)), key=lambda at: len(texts[at]))  # little padding
-        for start in range(0, len(order), _AT_ONCE):
-            at = order[start : start + _AT_ONCE]
+        for start in range(0, len(order), _BATCH_SIZE):
+            at = order[start : start + _BATCH_SIZE]
             inputs = self._tokenizer(
                 [texts[number] for number in at],
                 padding=True,
                 truncation=True,
-                max_length=_LONGEST,
+                max_length=_MAX_TOKENS,
                 return_tensors="pt",
             )
             states = self._module(**inputs).last_hidden_state.float()  # [n, m, D]
-            found[at] = self._pooling.vectors(states, inputs["attention_mask"])
-        return found
+            vectors[at] = self._pooling.vectors(states, inputs["attention_mask"])
+        return vectors
 
 
-def _way(folder: Path) -> str:
-    """How a `1_Pooling` says that vectors are made; ModelError for another way than `_WAYS`."""
-    said, start = load_config(folder / "config.json"), "pooling_mode_"
-    older = [key.removeprefix(start) for key in said if key.startswith(start) and said[key]]
-    modes = said.get("pooling_mode", older or "mean")
-    if (way := _WAYS.get("".join(modes))) is None:
+def _pooling_mode(folder: Path) -> str:
+    """The pooling that a folder `1_Pooling` says; ModelError for one that isn't supported."""
+    config, prefix = load_config(folder / "config.json"), "pooling_mode_"
+    older = [key.removeprefix(prefix) for key in config if key.startswith(prefix) and config[key]]
+    modes = config.get("pooling_mode", older or "mean")
+    if (mode := _POOLING_MODES.get("".join(modes))) is None:
         raise ModelError(f"{folder} has pooling_mode {modes}; allowed: one of mean, cls, lasttoken")
-    return way
+    return mode
 
 
 def _folder(name: str) -> Path:
@@ -149,7 +156,7 @@ def _folder(name: str) -> Path:
         raise ModelError(
             f"sentence encoder {name!r} is neither a folder nor a model on this machine", hint=hint
         )
-    missing = [file for file in _KEPT if not (path / file).is_file()]
+    missing = [file for file in _REQUIRED_FILES if not (path / file).is_file()]
     if missing:
         raise ModelError(f"sentence encoder {name!r} lacks {', '.join(missing)}")
     return path

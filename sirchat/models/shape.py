@@ -34,7 +34,7 @@ from sirchat.models.model_config import (
 )
 
 # The most bytes of unpacked weights that several passes share; see `packed.SharedWeights`.
-MOST_UNPACKED = 2**29
+MAX_UNPACKED_BYTES = 2**29
 
 _MOST_LAYERS = 10_000
 _WITH_ROWS = (
@@ -171,17 +171,17 @@ def compiler() -> list[str]:
     return []
 
 
-def has_own_products(profile: Profile) -> bool:
+def uses_native_products(profile: Profile) -> bool:
     """Whether packed weights are multiplied by `products.cpp`, mostly without unpacking them.
 
     With AMX, but compiled without its instructions, it leaves many rows to unpacked weights.
     """
     can_compile = profile.compile != "off" and bool(compiler())
-    return can_compile and uses_cpu(profile) and packed_rows(profile) > 0
+    return can_compile and uses_cpu(profile) and machine_int4_block_rows(profile) > 0
 
 
-def packed_rows(profile: Profile) -> int:
-    """How many rows are packed in four bits together: 1 on a GPU, on a CPU `four_bit_block`.
+def machine_int4_block_rows(profile: Profile) -> int:
+    """How many rows are packed in four bits together: 1 on a GPU, on a CPU `int4_block_rows`.
 
     That is read from the system without loading torch.
     """

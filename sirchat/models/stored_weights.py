@@ -17,12 +17,17 @@ from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.model_config import ConfigValues, load_config, refuse_invalid_numbers
 from sirchat.models.names import part_names
 
-_EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight")
-_HEADS = ("lm_head.weight", "embed_out.weight")
+_EMBEDDING_SUFFIXES = (
+    "embed_tokens.weight",
+    "embed_in.weight",
+    "wte.weight",
+    "word_embeddings.weight",
+)
+_HEAD_SUFFIXES = ("lm_head.weight", "embed_out.weight")
 # What a config.json says of sizes that building the model would take memory for.
-_LAYERS = "num_hidden_layers"
-_SIZES = [
-    *(_LAYERS, "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"),
+_LAYER_COUNT_KEY = "num_hidden_layers"
+_SIZE_KEYS = [
+    *(_LAYER_COUNT_KEY, "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"),
     *("head_dim", "num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts"),
 ]
 
@@ -48,12 +53,12 @@ class StoredTensor:
     @property
     def is_head(self) -> bool:
         """Whether this is the model's output head."""
-        return self.name.endswith(_HEADS) or self.name == "output.weight"
+        return self.name.endswith(_HEAD_SUFFIXES) or self.name == "output.weight"
 
     @property
     def is_embedding(self) -> bool:
         """Whether this is the matrix of the model's input embeddings."""
-        return self.name.endswith(_EMBEDDINGS) or self.name == "token_embd.weight"
+        return self.name.endswith(_EMBEDDING_SUFFIXES) or self.name == "token_embd.weight"
 
     @property
     def is_table(self) -> bool:
@@ -132,10 +137,13 @@ def _refuse_larger_config(
     """Raise ModelError if a folder's config.json has larger sizes than its weights can have."""
     largest = max((size for _, place in weights.values() for size in place.shape), default=0)
     for part in (config, *(part for part in config.values() if isinstance(part, dict))):
-        for name in _SIZES:
-            size, most = part.get(name), len(weights) if name == _LAYERS else max(largest, 1024)
+        for name in _SIZE_KEYS:
+            size, most = (
+                part.get(name),
+                len(weights) if name == _LAYER_COUNT_KEY else max(largest, 1024),
+            )
             if weights and isinstance(size, int) and size > most:
-                what = "weights" if name == _LAYERS else "rows in the largest weight"
+                what = "weights" if name == _LAYER_COUNT_KEY else "rows in the largest weight"
                 said = f"{folder / 'config.json'} says {name}: {size:,}"
                 raise ModelError(f"{said}; the files have {most:,} {what}")
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from sirchat.models.devices import has_vnni
-from sirchat.models.packed import Int8Linear, has_tiles
+from sirchat.models.packed import Int8Linear, has_matrix_units
 
 # Types of models whose logits are the product of the last hidden states and the output head.
-_KINDS = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
+_LINEAR_HEAD_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
 
-_ROWS, _COLUMNS = 256, 1024  # hidden states and vocabulary tokens in a block on a CPU
+_BLOCK_ROWS, _BLOCK_TOKENS = 256, 1024  # hidden states and vocabulary tokens in a block on a CPU
 
-_STEPS = 254  # steps of a digit that make one step of the digit before it
+_DIGIT_STEPS = 254  # steps of a digit that make one step of the digit before it
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ def has_linear_head(module: Any) -> bool:
     """Whether a model's logits are just the product of its last hidden states and its head."""
     head, config = module.get_output_embeddings(), module.config
     is_bent = bool(getattr(config, "final_logit_softcapping", None))
-    is_linear = config.model_type in _KINDS and isinstance(head, nn.Linear | Int8Linear)
+    is_linear = config.model_type in _LINEAR_HEAD_TYPES and isinstance(head, nn.Linear | Int8Linear)
     return is_linear and not is_bent
 
 
@@ -65,11 +65,18 @@ def surprisal_of_states(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
     """
     weight = getattr(head, "weight", hidden)
     if not (hidden.device.type == weight.device.type == "cpu"):  # the head may be on disk
-        each = (torch.log_softmax(head(some).float(), -1) for some in torch.split(hidden, _ROWS))
-        blocks = zip(each, torch.split(ids, _ROWS), strict=True)
+        each = (
+            torch.log_softmax(head(some).float(), -1) for some in torch.split(hidden, _BLOCK_ROWS)
+        )
+        blocks = zip(each, torch.split(ids, _BLOCK_ROWS), strict=True)
         parts = [log_p.gather(1, some.to(log_p.device)[:, None])[:, 0] for log_p, some in blocks]
         return -torch.cat(parts).clamp_max(0.0)
-    if has_tiles() and isinstance(head, Int8Linear) and head.own_rows and head.bias is None:
+    if (
+        has_matrix_units()
+        and isinstance(head, Int8Linear)
+        and head.max_native_rows
+        and head.bias is None
+    ):
         given = hidden.float().contiguous(), head.q, head.scale, ids
         scores: Tensor = torch.ops.sirchat.score_8(*given)  # of blocks of the vocabulary, and ids
         return (torch.logsumexp(scores[:-1], 0) - scores[-1]).clamp_min_(0.0)
@@ -77,11 +84,11 @@ def surprisal_of_states(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
     chosen = torch.empty(len(ids))
     is_fast = isinstance(head, Int8Linear) and has_vnni()
     products = _WholeNumberProducts(head, hidden) if is_fast else _FloatProducts(head, hidden)
-    for start in range(0, head.out_features, _COLUMNS):
-        end = min(start + _COLUMNS, head.out_features)
+    for start in range(0, head.out_features, _BLOCK_TOKENS):
+        end = min(start + _BLOCK_TOKENS, head.out_features)
         products.select_weights(start, end)
-        for at in range(0, len(ids), _ROWS):
-            some = slice(at, at + _ROWS)
+        for at in range(0, len(ids), _BLOCK_ROWS):
+            some = slice(at, at + _BLOCK_ROWS)
             logits = products.multiply(some)  # [m, n]
             if isinstance(head, Int8Linear):
                 logits.mul_(head.scale[start:end])
@@ -124,7 +131,7 @@ class _WholeNumberProducts:
         for _ in range(3):
             digit = (rest / step).round_()
             digits.append(digit.to(torch.int8))
-            rest, step = torch.addcmul(rest, digit, step, value=-1), step / _STEPS
+            rest, step = torch.addcmul(rest, digit, step, value=-1), step / _DIGIT_STEPS
         self._digits = torch.stack(digits)  # [3, m, d]
 
     def select_weights(self, start: int, end: int) -> None:
@@ -134,6 +141,6 @@ class _WholeNumberProducts:
         digits = self._digits[:, some]
         products = torch._int_mm(digits.flatten(0, 1), self._weight).float()
         first, second, third = products.view(3, digits.shape[1], -1)
-        third.div_(_STEPS).add_(second).div_(_STEPS).add_(first)
+        third.div_(_DIGIT_STEPS).add_(second).div_(_DIGIT_STEPS).add_(first)
         product: Tensor = third.mul_(self._step[some])
         return product

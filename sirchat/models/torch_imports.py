@@ -18,10 +18,10 @@ from typing import Any
 
 # Parts of torch that `import torch` imports, in a sixth of its time, and no chat with a `Decoder`
 # needs: what operations compute without data, and `torch.export`.
-_LATER = ("torch._meta_registrations", "torch.export")
-_VERSION = "2.13."  # of torch, for which that was tried; another is imported as a whole
+_DEFERRED_MODULES = ("torch._meta_registrations", "torch.export")
+_TESTED_VERSION = "2.13."  # of torch, for which that was tried; another is imported as a whole
 # What may need them without naming them. They import none of these, so no threads wait in a circle.
-_NEED_ALL = (
+_NEED_WHOLE_TORCH = (
     "transformers",
     "accelerate",
     "torch._dynamo",
@@ -50,35 +50,37 @@ def preload_torch() -> None:
 
 def defer_parts_of_torch() -> None:
     """Let `import torch` leave out parts, which are imported when they are used or may be."""
-    if "torch" not in sys.modules and not any(isinstance(one, _Finder) for one in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    if "torch" not in sys.modules and not any(
+        isinstance(one, _DeferringFinder) for one in sys.meta_path
+    ):
+        sys.meta_path.insert(0, _DeferringFinder())
 
 
-class _Finder(MetaPathFinder, Loader):
-    """Finds modules for Python's import system: of those in `_LATER`, at first, only the name."""
+class _DeferringFinder(MetaPathFinder, Loader):
+    """Finds a stand-in for each of `_DEFERRED_MODULES`; the module itself is imported on demand."""
 
     def __init__(self) -> None:
-        self._left_out = set[str]()
-        self._at_work = set[int]()  # identifiers of threads
-        self._replacing = threading.Lock()  # never held for an import
+        self._deferred = set[str]()
+        self._importing_threads = set[int]()  # identifiers of threads
+        self._replace_lock = threading.Lock()  # never held for an import
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         torch = sys.modules.get("torch")
-        if name.startswith(_NEED_ALL) and torch is not None:
-            self.import_the_rest()
-        elif name in _LATER and name not in self._left_out:
-            found = str(getattr(torch, "__version__", "")).startswith(_VERSION)
+        if name.startswith(_NEED_WHOLE_TORCH) and torch is not None:
+            self.import_deferred()
+        elif name in _DEFERRED_MODULES and name not in self._deferred:
+            found = str(getattr(torch, "__version__", "")).startswith(_TESTED_VERSION)
             spec = PathFinder.find_spec(name, path) if found else None
             if spec is not None:
-                self._left_out.add(name)
+                self._deferred.add(name)
                 spec.loader = self
                 return spec
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _Later(spec.name)
+        return _DeferredModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         with suppress(ImportError, AttributeError):
@@ -86,30 +88,30 @@ class _Finder(MetaPathFinder, Loader):
             kind = import_module("torch._opaque_base").OpaqueBaseMeta
             sys.modules["torch._C"]._set_generator_metaclass(kind)
 
-    def import_the_rest(self) -> None:
+    def import_deferred(self) -> None:
         """Import what was left out, or wait for a thread that does; after an error, try again."""
         thread = threading.get_ident()
-        if thread in self._at_work:
+        if thread in self._importing_threads:
             return
-        self._at_work.add(thread)
+        self._importing_threads.add(thread)
         try:
-            with self._replacing:
-                for name in _LATER:
-                    if isinstance(sys.modules.get(name), _Later):
+            with self._replace_lock:
+                for name in _DEFERRED_MODULES:
+                    if isinstance(sys.modules.get(name), _DeferredModule):
                         del sys.modules[name]
-            for name in _LATER:
+            for name in _DEFERRED_MODULES:
                 import_module(name)
         finally:
-            self._at_work.remove(thread)
+            self._importing_threads.remove(thread)
         with suppress(ValueError):  # another thread was faster
             sys.meta_path.remove(self)
 
 
-class _Later(ModuleType):
+class _DeferredModule(ModuleType):
     """Stands for a module that is imported when one of its names is used."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__all__":  # those are of the import system
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        self.__dict__["__loader__"].import_the_rest()
+        self.__dict__["__loader__"].import_deferred()
         return getattr(import_module(self.__name__), name)

@@ -13,7 +13,7 @@ from sirchat.memory.cache import LayerRotation
 from sirchat.memory.key_values import KeyValues, Positions
 from sirchat.memory.rope import unrotated
 
-_BATCH = 8_192  # tokens whose keys and values are read at once
+_BATCH_TOKENS = 8_192  # tokens whose keys and values are read at once
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Candidates:
 
     def pairs(self, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values [H, k, D] of the tokens in one layer, in blocks, not rotated."""
-        for start in range(0, len(self.positions), _BATCH):
-            block = self.archive.fetch(self.positions[start : start + _BATCH], layer)
+        for start in range(0, len(self.positions), _BATCH_TOKENS):
+            block = self.archive.fetch(self.positions[start : start + _BATCH_TOKENS], layer)
             yield _pair(block, 0, self.rotations[layer])
 
     def query_pair(self, layer: int) -> tuple[Tensor, Tensor]:

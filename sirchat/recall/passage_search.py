@@ -1,8 +1,8 @@
 """Finds the passages of a chat that fit a message: one score, by words and by meaning.
 
-A passage's score is z(words) - CHANCE, or 0 if that is less, plus z(meaning). z is the distance
-from the mean of all passages, in standard deviations that are at least as large as usual, so that
-where nothing fits, nothing seems to.
+A passage scores max(0, z(words) - CHANCE_SCORE) + max(0, z(meaning)). z is the distance from the
+mean of all passages in standard deviations, which have a minimum: else, in a chat where nothing
+fits, the least bad passage would seem to fit.
 """
 
 from __future__ import annotations
@@ -19,37 +19,40 @@ from numpy.typing import NDArray
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Ledger, Role
 from sirchat.recall.passages import Passages, VectorOf, divided
-from sirchat.recall.word_index import LESS, USUAL, WordIndex, telling_by, words_of
+from sirchat.recall.word_index import DISCOUNT, MIN_POPULATION, WordIndex, word_weights, words_of
 from sirchat.text.detokenizer import QUESTION_MARKS, Texts
 
 # Chosen on LoCoMo's conversations and half a of the questions of `facts-in-dialogue`. Without
-# CHANCE, passages that share a frequent word displace those that say it in other words.
-FLOOR = 2.0  # least score of a passage that comes back; half of it for a message that asks
-CHANCE = FLOOR / 2  # what z(words) reaches by chance
-NATS, COSINES_DIFFER = 0.9, 0.1  # least standard deviations of scores by words, and of cosines
+# CHANCE_SCORE, passages that share a frequent word displace those that say it in other words.
+MIN_SCORE = 2.0  # least score of a passage that comes back; half of it for a message that asks
+CHANCE_SCORE = MIN_SCORE / 2  # what z(words) reaches by chance
+MIN_WORD_DEVIATION, MIN_COSINE_DEVIATION = (
+    0.9,
+    0.1,
+)  # least standard deviations of scores by words, and of cosines
 
 # Passages of a turn that are few. Chosen on the first five chats of BEAM; with 3, less of LoCoMo's
 # evidence is found (0.02 to 0.04), and without this, less of BEAM's (0.15).
-FEW = 4
+MAX_FULL_SCORE_PASSAGES = 4
 
-_SENTENCES = 4  # most sentences of a message that are looked for
+_MAX_QUERY_SENTENCES = 4  # most sentences of a message that are looked for
 
 Scores = NDArray[np.float64]
 Numbers = Sequence[int] | NDArray[np.int64]  # of turns
 
 
 @dataclass(frozen=True)
-class Sought:
+class PassageQuery:
     """What is looked for: the sentences of a message, and its vector [D] if meaning counts.
 
-    `by_model` is that of the model's own encoder, which tells whether the message is a question.
-    It is not looked for in the turns `but`.
+    `model_vector` [D] is that of the model's own encoder, which recognizes questions. Passages of
+    `excluded_turns` are not found.
     """
 
     sentences: tuple[str, ...]
     vector: NDArray[np.float32] | None = None
-    by_model: NDArray[np.float32] | None = None
-    but: tuple[int, ...] = ()
+    model_vector: NDArray[np.float32] | None = None
+    excluded_turns: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:
@@ -62,8 +65,8 @@ class PassageSearch:
 
     def __init__(self, texts: Texts, tokenizer: Any) -> None:
         self.passages = Passages(texts)
-        self._telling = telling_by(tokenizer)
-        self.index = WordIndex(self._telling)
+        self._word_weight = word_weights(tokenizer)
+        self.index = WordIndex(self._word_weight)
 
     def update(
         self,
@@ -96,63 +99,67 @@ class PassageSearch:
     def erase(self, ledger: Ledger) -> None:
         """Forget the erased tokens' words and the vectors of their passages."""
         self.passages.erase(ledger)
-        self.index = WordIndex(self._telling)
+        self.index = WordIndex(self._word_weight)
 
     def by_words(self, sentences: Sequence[str]) -> Scores:
         """How far above chance each passage [n] fits the words of the sentences."""
-        return np.maximum(_z_scores(self.index.scores(sentences), 0.0, NATS) - CHANCE, 0)
+        return np.maximum(
+            _z_scores(self.index.scores(sentences), 0.0, MIN_WORD_DEVIATION) - CHANCE_SCORE, 0
+        )
 
-    def fits_of_result(self, sentences: Sequence[str], which: NDArray[np.bool_]) -> Scores:
+    def tool_result_scores(self, sentences: Sequence[str], which: NDArray[np.bool_]) -> Scores:
         """What the passages at `which` of a result get, as they were asked for by the sentences.
 
         Unlike `by_words`, it does not count how many others have the same words.
         """
         scores = self.index.scores(sentences)[which]
         best = scores.max(initial=0.0)
-        return np.where(scores > best / 2, FLOOR + scores, 0.0)
+        return np.where(scores > best / 2, MIN_SCORE + scores, 0.0)
 
     def scores(
-        self, message: Sought, generated: Numbers = (), by_words: Scores | None = None
+        self, query: PassageQuery, generated: Numbers = (), by_words: Scores | None = None
     ) -> Scores:
         """How well each passage [n] fits the message.
 
         Passages of the turns `generated`, which the model wrote, count less. `by_words` are the
         scores by the words of the message's sentences alone, if they were computed before.
         """
-        scores = self.by_words(message.sentences) if by_words is None else by_words
-        if message.vector is not None and self.passages.vectors.shape[1] == len(message.vector):
+        scores = self.by_words(query.sentences) if by_words is None else by_words
+        if query.vector is not None and self.passages.vectors.shape[1] == len(query.vector):
             # Undefined cosines count as usual ones: these passages can be found by words.
-            wanted = torch.from_numpy(message.vector).half()
+            wanted = torch.from_numpy(query.vector).half()
             cosines = torch.mv(torch.from_numpy(self.passages.vectors), wanted).double().numpy()
             usual = float(np.nansum(cosines) / max(1, np.isfinite(cosines).sum()))
             cosines = np.nan_to_num(cosines, nan=usual)
-            fits = np.maximum(_z_scores(cosines, usual, COSINES_DIFFER), 0)
+            fits = np.maximum(_z_scores(cosines, usual, MIN_COSINE_DEVIATION), 0)
             scores = scores + self.index.with_block(fits)
-        return self._discounted(scores, generated, message.but)
+        return self._discounted(scores, generated, query.excluded_turns)
 
-    def scores_of_second_round(
-        self, ledger: Ledger, first: int, message: Sought, generated: Numbers = ()
+    def second_hop_scores(
+        self, ledger: Ledger, first: int, query: PassageQuery, generated: Numbers = ()
     ) -> Scores:
         """How well each passage [n] fits the words of passage number `first`, less the message's.
 
         The passage `first` has the score 0.
         """
-        known, text = set(words_of(message.text)), self.passages.texts(ledger, first, first + 1)[0]
+        known, text = set(words_of(query.text)), self.passages.texts(ledger, first, first + 1)[0]
         new = " ".join(word for word in words_of(text) if word not in known)
         scores = self.by_words((new,))
         scores[first] = 0
-        return self._discounted(scores, generated, message.but)
+        return self._discounted(scores, generated, query.excluded_turns)
 
-    def _discounted(self, scores: Scores, generated: Numbers, but: Sequence[int]) -> Scores:
+    def _discounted(
+        self, scores: Scores, generated: Numbers, excluded_turns: Sequence[int]
+    ) -> Scores:
         """What the model itself wrote counts less, and only if nothing told elsewhere fits better.
 
         The message that it answered does not count as told elsewhere. Its reply to a question, and
-        the question, must fit four times as well as that. The turns `but` count not.
+        the question, must fit four times as well as that. The turns `excluded_turns` count not.
         """
         turns, roles = self.passages.rows["turn"], self.passages.rows["role"]
         count = int(turns.max(initial=0)) + 1
-        if but:
-            scores = np.where(np.isin(turns, but), -np.inf, scores)
+        if excluded_turns:
+            scores = np.where(np.isin(turns, excluded_turns), -np.inf, scores)
         written = np.bincount(np.asarray(generated, np.int64), minlength=count + 1) > 0
         is_own = written[turns] & (roles == Role.ASSISTANT)
         if not is_own.any():
@@ -167,38 +174,40 @@ class PassageSearch:
         elsewhere = np.where(
             turns == order[0], second, best
         )  # place t + 1 is turn t: the one before
-        counted = np.where(is_own, LESS * scores, scores)
-        least = np.where(is_asked | is_reply, LESS**2, LESS) * scores
+        counted = np.where(is_own, DISCOUNT * scores, scores)
+        least = np.where(is_asked | is_reply, DISCOUNT**2, DISCOUNT) * scores
         is_worse = (is_own | is_asked) & (least <= elsewhere)
         return np.where(is_worse, -np.inf, counted)
 
 
-def asked_spans(pieces: Sequence[str]) -> list[tuple[int, int]]:
+def query_spans(pieces: Sequence[str]) -> list[tuple[int, int]]:
     """The sentences of a message that are looked for, of its tokens as the text of each.
 
     All of a few; of many, the last ones that ask, or else the first and the last.
     """
     spans = divided(pieces)
-    if len(spans) <= _SENTENCES:
+    if len(spans) <= _MAX_QUERY_SENTENCES:
         return spans
     asks = [one for one in spans if "".join(pieces[slice(*one)]).rstrip().endswith(QUESTION_MARKS)]
-    return asks[-_SENTENCES:] or [spans[0], spans[-1]]
+    return asks[-_MAX_QUERY_SENTENCES:] or [spans[0], spans[-1]]
 
 
 def best_first(scores: Scores, floor: float, turns: Numbers) -> NDArray[np.int64]:
     """The numbers of the passages [n] with a score of at least `floor`, best first, then newest.
 
-    After the very best, the passages of turns with many count less, and of those of one turn that
-    come after `FEW` better ones, each counts half of the one before: what was told in several
-    messages is found before much of a long one. Those with a score of -inf are left out.
+    After the very best, the passages of long turns count less, and after the best
+    `MAX_FULL_SCORE_PASSAGES` of one turn each counts half of the one before, so that facts of
+    several messages precede much of one. A score of -inf is left out.
     """
     turns = np.asarray(turns)
-    worth = np.maximum(scores, 0) / np.sqrt(np.maximum(np.bincount(turns)[turns] / FEW, 1))
+    worth = np.maximum(scores, 0) / np.sqrt(
+        np.maximum(np.bincount(turns)[turns] / MAX_FULL_SCORE_PASSAGES, 1)
+    )
     above = np.flatnonzero((scores >= floor) & (scores > -np.inf))[::-1]
     above = above[np.lexsort((-worth[above], turns[above]))]  # by turn, its best one first
     _, starts, counts = np.unique(turns[above], return_index=True, return_counts=True)
     better = np.arange(len(above)) - np.repeat(starts, counts)  # in the same turn
-    worth[above] *= LESS ** np.maximum(better + 1 - FEW, 0)
+    worth[above] *= DISCOUNT ** np.maximum(better + 1 - MAX_FULL_SCORE_PASSAGES, 0)
     above = np.sort(above)[::-1]
     if len(above):
         worth[above[np.argmax(scores[above])]] = np.inf
@@ -216,7 +225,7 @@ def _z_scores(values: Scores, usual: float, least: float) -> Scores:
 
     Few values are filled up with `usual` ones; the deviation is at least `least`.
     """
-    missing = max(0, USUAL - len(values))
+    missing = max(0, MIN_POPULATION - len(values))
     count = len(values) + missing
     mean = (values.sum() + missing * usual) / count
     variance = (((values - mean) ** 2).sum() + missing * (usual - mean) ** 2) / count

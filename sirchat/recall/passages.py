@@ -17,11 +17,14 @@ from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger, Role
 from sirchat.text.detokenizer import Texts, sentence_bounds
 
-LEAST, MOST = 8, 48  # tokens of a passage; with 16 to 96, 0.01 less of LoCoMo's evidence is found
+MIN_PASSAGE_TOKENS, MAX_PASSAGE_TOKENS = (
+    8,
+    48,
+)  # tokens of a passage; with 16 to 96, 0.01 less of LoCoMo's evidence is found
 
 PASSAGE = np.dtype([("start", np.int64), ("end", np.int64), ("turn", np.int32), ("role", np.int8)])
 
-_NO_TEXT = np.uint8(Flag.ERASED | Flag.THINKING)
+_TEXTLESS = np.uint8(Flag.ERASED | Flag.THINKING)
 
 # The unit vector [D] of the tokens from one stream position to another; None if it is not known
 VectorOf = Callable[[int, int], Tensor | None]
@@ -106,7 +109,7 @@ class Passages:
         found = list[str]()
         for first, end in self.rows[start:stop][["start", "end"]].tolist():
             at = np.arange(first, end)
-            at = at[(columns["flags"][at] & _NO_TEXT == 0) & ~self.torn[at]]
+            at = at[(columns["flags"][at] & _TEXTLESS == 0) & ~self.torn[at]]
             found.append("".join(self._texts(columns["token_id"][at].tolist(), at.tolist())))
         return found
 
@@ -169,11 +172,11 @@ def divided(pieces: Sequence[str]) -> list[tuple[int, int]]:
     found, start = list[tuple[int, int]](), 0
     for end in sentence_bounds(pieces):
         size = end - start
-        if not size or (size < LEAST and end < len(pieces)):
+        if not size or (size < MIN_PASSAGE_TOKENS and end < len(pieces)):
             continue
-        if size < LEAST and found and end - found[-1][0] <= MOST:
+        if size < MIN_PASSAGE_TOKENS and found and end - found[-1][0] <= MAX_PASSAGE_TOKENS:
             start, size = found[-1][0], end - found.pop()[0]
-        count = -(-size // MOST)
+        count = -(-size // MAX_PASSAGE_TOKENS)
         found += pairwise([start + size * part // count for part in range(count + 1)])
         start = end
     return found
@@ -182,7 +185,7 @@ def divided(pieces: Sequence[str]) -> list[tuple[int, int]]:
 def _runs(ledger: Ledger, start: int, torn: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
     """The runs of tokens of one turn and role from stream position `start` on, without others'."""
     turn, role, flags = (ledger.column(name)[start:] for name in ("turn", "role", "flags"))
-    has_text = (role != Role.TEMPLATE) & (flags & _NO_TEXT == 0) & ~torn[start:]
+    has_text = (role != Role.TEMPLATE) & (flags & _TEXTLESS == 0) & ~torn[start:]
     changes = (np.diff(turn) != 0) | (np.diff(role) != 0) | (np.diff(has_text) != 0)
     bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), len(turn)]
     for first, end in pairwise(bounds):

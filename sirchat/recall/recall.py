@@ -23,27 +23,27 @@ from sirchat.models.model import LoadedModel
 from sirchat.recall import RecalledTurn
 from sirchat.recall.candidates import Candidates
 from sirchat.recall.passage_search import (
-    FLOOR,
+    MIN_SCORE,
+    PassageQuery,
     PassageSearch,
     Scores,
-    Sought,
-    asked_spans,
     best_first,
+    query_spans,
     rows_of,
 )
 from sirchat.recall.retrievers import retriever
 from sirchat.recall.retrievers.base import PassageRetriever
-from sirchat.recall.word_index import LESS, words_of
+from sirchat.recall.word_index import DISCOUNT, words_of
 from sirchat.text.detokenizer import QUESTION_MARKS, Texts
 
 # Most tokens from which a question is answered under `focus: auto`. With SmolLM2 and half of the
 # questions of `facts-in-dialogue`, 64 find less, and 128 nothing more.
-FOCUS = 96
+MAX_FOCUS_TOKENS = 96
 # Passages with less than this share of a search's best score are left out of them. Chosen on that
 # half, too: beside others, the model says the fact that was asked for less often.
-NEAR = 0.4
+MIN_SHARE_OF_BEST = 0.4
 
-_NONE = np.zeros(0, np.int64)
+_NO_POSITIONS = np.zeros(0, np.int64)
 
 # The user's turns at the time that a text asks for, such as yesterday, those most wanted first.
 TurnsAt = Callable[[str], Sequence[int]]
@@ -55,14 +55,14 @@ class NewTurn:
 
     ids: Sequence[int]
     roles: Sequence[Role]
-    generated: Collection[int] = ()  # turns that the model wrote itself
+    generated_turns: Collection[int] = ()  # turns that the model wrote itself
     turns_at: TurnsAt = lambda text: ()
-    but: tuple[int, ...] = ()  # turns in which nothing is looked for
-    returned: int = -1  # a turn that a tool has just returned for the message
+    excluded_turns: tuple[int, ...] = ()  # turns in which nothing is looked for
+    tool_result_turn: int = -1  # a turn that a tool has just returned for the message
 
 
 @dataclass(frozen=True)
-class Recollection:
+class RecallResult:
     """What recall did for a turn.
 
     `scores` and `turns` are those of the restored tokens, `released` the positions of the tokens
@@ -83,14 +83,14 @@ class Recollection:
 class FoundPassages:
     """The passages that fit a message: their tokens, held or archived, and how well they fit.
 
-    `best` is the highest score of any passage, in standard deviations. `is_question`: whether the
-    message asks for what they tell, so that it is answered from them alone.
+    `best_score` is the highest of any passage, in standard deviations. If the message
+    `is_question`, it is to be answered from these passages alone.
     """
 
     result: SearchResult
     passages: tuple[int, ...]  # numbers, best first
-    message: Sought
-    best: float
+    query: PassageQuery
+    best_score: float
     is_question: bool
 
 
@@ -107,7 +107,7 @@ class Recall:
         self.scores: dict[int, float] = {}
         self.turns: tuple[RecalledTurn, ...] = ()
         self.found: FoundPassages | None = None
-        self.nothing = ""
+        self.nothing_restored_reason = ""
         self.search = PassageSearch(texts, model.tokenizer)
 
     @property
@@ -123,7 +123,7 @@ class Recall:
 
     def undo(self) -> None:
         """Drop what the last recall found, and the passages read since: the turn was undone."""
-        self.scores, self.turns, self.found, self.nothing = {}, (), None, ""
+        self.scores, self.turns, self.found, self.nothing_restored_reason = {}, (), None, ""
         self.search.truncate(self._engine.ledger.seen)
 
     def erase_words(self) -> None:
@@ -148,7 +148,7 @@ class Recall:
 
     def restore_for_turn(
         self, turn: NewTurn, at: TurnRef, asked: Sequence[int] = ()
-    ) -> Recollection | None:
+    ) -> RecallResult | None:
         """Restore the archived tokens that fit a new turn, instead of those of the turn before.
 
         The new turn is read after this, as `at`. The tokens at `asked` are restored, too. Returns
@@ -157,9 +157,9 @@ class Recall:
         ids = turn.ids
         engine, recall = self._engine, self._engine.settings.recall
         self.update()
-        by_hand = np.intersect1d(asked, engine.store.recallable()) if len(asked) else _NONE
+        by_hand = np.intersect1d(asked, engine.store.recallable()) if len(asked) else _NO_POSITIONS
         if len(by_hand):
-            by_hand = by_hand[max(0, len(by_hand) - engine.evictor.room_beside(len(ids)) // 2) :]
+            by_hand = by_hand[max(0, len(by_hand) - engine.evictor.free_budget(len(ids)) // 2) :]
         if recall is None and not len(by_hand):
             self.undo()
             return None
@@ -180,8 +180,8 @@ class Recall:
         is_focused = self.found is not None and self.found.is_question
         if result is not None and self.found is None:
             room = engine.evictor.recall_room(len(ids)) - len(by_hand)
-            result = best_of(result, room, self.search.passages.torn)
-        result = with_asked(result, by_hand) if len(by_hand) else result
+            result = best_tokens(result, room, self.search.passages.torn)
+        result = with_requested(result, by_hand) if len(by_hand) else result
         if result is not None:
             found, fits = result.positions, result.scores.numpy()
             engine.evictor.begin_recall(found, incoming=len(ids), focused=is_focused, scores=fits)
@@ -192,11 +192,11 @@ class Recall:
         self.scores = dict(zip(restored.tolist(), scores, strict=True))
         self.turns = self._describe(restored)
         why = problem or "nothing evicted fits it, or there was no room"
-        if turn.returned < 0:  # not for what a tool returned
+        if turn.tool_result_turn < 0:  # not for what a tool returned
             why = "all was held" if is_all_held else why
-            self.nothing = why if recall and not len(restored) else ""
+            self.nothing_restored_reason = why if recall and not len(restored) else ""
         seconds = time.perf_counter() - start
-        return Recollection(
+        return RecallResult(
             restored, scores, self.turns, released, seconds, problem, focused=is_focused
         )
 
@@ -210,55 +210,59 @@ class Recall:
         """
         ledger, recall = self._engine.ledger, self._engine.settings.recall
         encoder = self._model.encoder
-        message = replace(self.message(turn.ids, turn.roles), but=turn.but)
-        generated = np.fromiter(turn.generated, np.int64)  # once, as there may be very many
-        by_words = self.search.by_words(message.sentences)
-        asks, focus = self._asks_back(message), self._focus()
-        has_mark = any(mark in message.text for mark in QUESTION_MARKS)
+        query = replace(self.query_of(turn.ids, turn.roles), excluded_turns=turn.excluded_turns)
+        generated = np.fromiter(turn.generated_turns, np.int64)  # once, as there may be very many
+        by_words = self.search.by_words(query.sentences)
+        asks, focus = self._asks_back(query), self._focus()
+        has_mark = any(mark in query.text for mark in QUESTION_MARKS)
         at_time: Sequence[int] = ()
         # Without an encoder that tells, a message without a question mark does not ask.
         if asks and (len(encoder.question) or has_mark):
-            at_time = turn.turns_at(message.text)
-        scores = self._fits(message, generated, by_words, turn.returned, at_time)
+            at_time = turn.turns_at(query.text)
+        scores = self._fits(query, generated, by_words, turn.tool_result_turn, at_time)
         best = scores.max(initial=0.0)
-        is_told = message.by_model is not None and len(encoder.question) > 0
-        is_question = bool(asks and (is_told or has_mark) and focus and best >= LESS * FLOOR)
+        is_told = query.model_vector is not None and len(encoder.question) > 0
+        is_question = bool(
+            asks and (is_told or has_mark) and focus and best >= DISCOUNT * MIN_SCORE
+        )
         room = min(room, focus) if is_question else room
-        near = NEAR if is_question and not at_time else 0.0
+        near = MIN_SHARE_OF_BEST if is_question and not at_time else 0.0
         is_auto = recall is None or recall.n is None
         most = min(room, len(scores) - 1)  # a passage has at least one token
-        floor = max(FLOOR, near * best) if is_auto else -float(np.partition(-scores, most)[most])
+        floor = (
+            max(MIN_SCORE, near * best) if is_auto else -float(np.partition(-scores, most)[most])
+        )
         chosen = self._take(scores, floor, room)
         if is_auto and asks and not at_time:
             further = np.where(scores < near * best, 0, scores)
             if chosen and by_words[first := next(iter(chosen))]:
-                again = self.search.scores_of_second_round(ledger, first, message, generated)
+                again = self.search.second_hop_scores(ledger, first, query, generated)
                 further = np.maximum(further, np.where(again < near * again.max(), 0, again))
             further[list(chosen)] = -np.inf
             left = room - sum(len(rows) for rows, _ in chosen.values())
-            chosen |= self._take(further, LESS * FLOOR, left, whole=bool(chosen))
-        return FoundPassages(_result_of(chosen), tuple(chosen), message, float(best), is_question)
+            chosen |= self._take(further, DISCOUNT * MIN_SCORE, left, whole=bool(chosen))
+        return FoundPassages(_result_of(chosen), tuple(chosen), query, float(best), is_question)
 
     def _fits(
         self,
-        message: Sought,
+        query: PassageQuery,
         generated: Positions,
         by_words: Scores,
         returned: int,
         at_time: Sequence[int],
     ) -> Scores:
         """How well each passage [n] fits, those of the turns `returned` and `at_time` better."""
-        scores = self.search.scores(message, generated, by_words)
+        scores = self.search.scores(query, generated, by_words)
         turns = self.search.passages.rows["turn"]
         of_result = turns == returned
         if of_result.any():
-            scores[of_result] += self.search.fits_of_result(message.sentences, of_result)
+            scores[of_result] += self.search.tool_result_scores(query.sentences, of_result)
         for rank, number in enumerate(at_time):
             of_turn = turns == number
-            scores[of_turn] = np.maximum(scores[of_turn], 0) + FLOOR + 1 / (1 + rank)
+            scores[of_turn] = np.maximum(scores[of_turn], 0) + MIN_SCORE + 1 / (1 + rank)
         return scores
 
-    def passages_with(self, text: str) -> list[Positions]:
+    def passages_containing(self, text: str) -> list[Positions]:
         """The tokens of each passage that has all telling words of a text; none if one is missing.
 
         If no passage has all, those that the search by words finds first for each word.
@@ -266,7 +270,7 @@ class Recall:
         self.update()
         search, ledger = self.search, self._engine.ledger
         search.update(ledger)  # with the words, as recall may be off
-        wanted = set(search.index.telling_words(text) or words_of(text))
+        wanted = set(search.index.informative_words(text) or words_of(text))
         having = [wanted & set(words_of(one)) for one in search.passages.texts(ledger)]
         scores, left, chosen = search.by_words((text,)), set(wanted), list[Positions]()
         for number in sorted(range(len(having)), key=lambda at: (-len(having[at]), -scores[at])):
@@ -275,7 +279,7 @@ class Recall:
                 left -= having[number]
         return chosen if wanted and not left else []
 
-    def held_anyway(self) -> tuple[dict[int, float], tuple[RecalledTurn, ...]]:
+    def found_but_held(self) -> tuple[dict[int, float], tuple[RecalledTurn, ...]]:
         """The scores of tokens that fit the last turn but needed no restoring, and their turns."""
         if self.found is None:
             return {}, ()
@@ -293,32 +297,32 @@ class Recall:
         if recall.focus is not None:
             return recall.focus
         tells = self.by_meaning and len(encoder.question) > 0
-        return FOCUS if tells and encoder.about.get("focus") == "on" else 0
+        return MAX_FOCUS_TOKENS if tells and encoder.about.get("focus") == "on" else 0
 
-    def _asks_back(self, message: Sought) -> bool:
+    def _asks_back(self, query: PassageQuery) -> bool:
         """Whether the message asks for something told before; true if no encoder can tell."""
         encoder = self._model.encoder
-        if message.by_model is None or not len(encoder.question):
+        if query.model_vector is None or not len(encoder.question):
             return True
-        return encoder.asks_about_past(torch.from_numpy(message.by_model))
+        return encoder.asks_about_past(torch.from_numpy(query.model_vector))
 
-    def message(self, ids: Sequence[int], roles: Sequence[Role]) -> Sought:
+    def query_of(self, ids: Sequence[int], roles: Sequence[Role]) -> PassageQuery:
         """What is looked for in a turn; its vector is that of its text, read by itself."""
         said = [at for at, role in enumerate(roles) if role != Role.TEMPLATE]
         pieces = self._texts([ids[at] for at in said], said)
-        spans = asked_spans(pieces)
+        spans = query_spans(pieces)
         sentences = tuple("".join(pieces[start:end]) for start, end in spans)
-        if not self.search.index.telling_words("".join(sentences)):  # such as "Would there?"
-            return Sought(())
+        if not self.search.index.informative_words("".join(sentences)):  # such as "Would there?"
+            return PassageQuery(())
         if not self.by_meaning:
-            return Sought(sentences)
+            return PassageQuery(sentences)
         asked = [ids[at] for start, end in spans for at in said[start:end]]
         header = list(ids[: said[0]])
-        own, by_model = self._model.sentence_encoder, None
+        own, model_vector = self._model.sentence_encoder, None
         if self._model.encoder.layers:
-            by_model = self._model.encode([*header, *asked], len(header)).numpy()
-        vector = by_model if own is None else own.vectors(["".join(sentences)])[0].numpy()
-        return Sought(sentences, vector, by_model)
+            model_vector = self._model.encode([*header, *asked], len(header)).numpy()
+        vector = model_vector if own is None else own.vectors(["".join(sentences)])[0].numpy()
+        return PassageQuery(sentences, vector, model_vector)
 
     def _take(
         self, scores: Scores, floor: float, room: int, whole: bool = False
@@ -356,7 +360,7 @@ class Recall:
             rows, ledger = self.search.passages.rows, self._engine.ledger
             for number in self.found.passages:
                 text = self.search.passages.texts(ledger, number, number + 1)[0]
-                words = self.search.index.shared_words(text, self.found.message.text)
+                words = self.search.index.shared_words(text, self.found.query.text)
                 best.setdefault(int(rows["turn"][number]), (words, " ".join(text.split())))
         rounded = self._engine.store.archive.bits(restored)
         bits = [min(set(rounded[of_tokens == turn].tolist()) - {0}, default=0) for turn in turns]
@@ -390,7 +394,7 @@ def search(
         recent = _recent_rows(engine) if needs.needs_turn else np.zeros(0, np.int64)
         return _score_archived(engine, model, recent, start)
     checkpoint = engine.checkpoint()
-    with engine.store.unlimited():
+    with engine.store.without_limit():
         try:
             for _ in engine.prefill(ids[-longest:], roles[-longest:], at):
                 pass
@@ -419,14 +423,14 @@ class SearchResult:
 
 def _result_of(chosen: dict[int, tuple[Positions, float]]) -> SearchResult:
     """The tokens of passages, each with the score of its passage."""
-    positions = np.concatenate([_NONE, *(rows for rows, _ in chosen.values())])
+    positions = np.concatenate([_NO_POSITIONS, *(rows for rows, _ in chosen.values())])
     scores = [np.full(len(rows), score) for rows, score in chosen.values()]
     order = np.argsort(positions)
     of_tokens = torch.from_numpy(np.concatenate([np.zeros(0), *scores])[order])
     return SearchResult(positions[order], of_tokens)
 
 
-def best_of(result: SearchResult, n: int, but: NDArray[np.bool_]) -> SearchResult:
+def best_tokens(result: SearchResult, n: int, but: NDArray[np.bool_]) -> SearchResult:
     """The best of these tokens, at most n, and none of those at which `but` [seen] is true."""
     is_whole = ~but[result.positions]
     scores, positions = result.scores[torch.from_numpy(is_whole)], result.positions[is_whole]
@@ -434,9 +438,9 @@ def best_of(result: SearchResult, n: int, but: NDArray[np.bool_]) -> SearchResul
     return SearchResult(chosen, scores[torch.from_numpy(np.searchsorted(positions, chosen))])
 
 
-def with_asked(result: SearchResult | None, asked: Positions) -> SearchResult:
+def with_requested(result: SearchResult | None, asked: Positions) -> SearchResult:
     """What was found, and the tokens at `asked`, which fit better than all others."""
-    found = result or SearchResult(_NONE, torch.zeros(0))
+    found = result or SearchResult(_NO_POSITIONS, torch.zeros(0))
     is_other = ~np.isin(found.positions, asked)
     positions = np.concatenate([found.positions[is_other], asked])
     others, order = found.scores[torch.from_numpy(is_other)].double(), positions.argsort()
@@ -474,7 +478,7 @@ def _score_archived(
     if recall is None or not len(archived):
         return None
     positions = ledger.held_positions[rows]
-    of_query = engine.cache.first_written(torch.from_numpy(rows), positions)
+    of_query = engine.cache.first_written_rows(torch.from_numpy(rows), positions)
     candidates = Candidates(archive, archived, of_query, model.rotations)
     scores = retriever(recall.retriever).score(candidates)
     if recall.weight == "surprisal":

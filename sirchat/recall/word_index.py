@@ -27,26 +27,28 @@ STOP_WORDS = frozenset(
     )
 )
 
-LESS = 0.5  # how much a question counts, and what stands beside a hit; once more, one further away
+DISCOUNT = (
+    0.5  # how much a question counts, and what stands beside a hit; once more, one further away
+)
 # Rank in the tokenizer's vocabulary of the rarest words that count for nothing. The weight of the
 # others grows with the logarithm of the rank. Chosen on LoCoMo's conversations 0 to 2.
-COMMON = 70
-USUAL = 100  # a chat of fewer blocks, or passages, is judged as if it had so many
-_BLOCK = 8  # most passages of a block: those of a turn, or of a part of a long turn
+COMMON_WORD_RANK = 70
+MIN_POPULATION = 100  # a chat of fewer blocks, or passages, is judged as if it had so many
+_MAX_BLOCK_PASSAGES = 8  # most passages of a block: those of a turn, or of a part of a long turn
 _K1, _B = 0.9, 0.4  # of BM25, as usual in Anserini
 # What a block gets of the counts of the blocks up to two before and after it
-_SHARES = (LESS**2, LESS, 1, LESS, LESS**2)
-_FIRST = 1e-3  # puts the passages of a block that have the words before the others
-_TERMS = 32  # of a sentence that are looked for, the rarest
-_LETTERS = 4
-DENSE = "\u2e80"  # Chinese, Japanese and Korean begin here; a term has two characters
-_NAMED = 3  # most words that `shared_words` returns
-_BYTES = 256  # a vocabulary begins with single bytes
+_NEIGHBOUR_WEIGHTS = (DISCOUNT**2, DISCOUNT, 1, DISCOUNT, DISCOUNT**2)
+_TIE_BREAK = 1e-3  # puts the passages of a block that have the words before the others
+_MAX_SENTENCE_TERMS = 32  # of a sentence that are looked for, the rarest
+_TERM_LETTERS = 4
+FIRST_CJK = "\u2e80"  # Chinese, Japanese and Korean begin here; a term has two characters
+_MAX_SHARED_WORDS = 3  # most words that `shared_words` returns
+_BYTE_TOKENS = 256  # a vocabulary begins with single bytes
 _WORD = re.compile(r"\w+")
 
 Floats = NDArray[np.float32]
 # How much a word tells by its rarity in the language, from 0, nothing, to 1
-Telling = Callable[[str], float]
+WordWeight = Callable[[str], float]
 
 
 def terms_of(text: str) -> list[str]:
@@ -65,11 +67,11 @@ def letter_groups(word: str) -> list[str]:
     A shorter word is one term. In Chinese, Japanese and Korean, a group has two characters.
     """
     marked = f"_{word}_"
-    size = 2 if max(word) >= DENSE else _LETTERS
+    size = 2 if max(word) >= FIRST_CJK else _TERM_LETTERS
     return [marked[at : at + size] for at in range(max(1, len(marked) - size + 1))]
 
 
-def telling_by(tokenizer: Any) -> Telling:
+def word_weights(tokenizer: Any) -> WordWeight:
     """How much words tell, up to 1, by their tokens: frequent ones were learned first."""
 
     @lru_cache(maxsize=1 << 16)
@@ -81,9 +83,11 @@ def telling_by(tokenizer: Any) -> Telling:
             for text in (f" {form}", form):  # some tokenizers add the blank themselves
                 ids = tokenizer.encode(text, add_special_tokens=False)
                 if len(ids) == 1:
-                    ranks.append(max(1, ids[0] - _BYTES))
+                    ranks.append(max(1, ids[0] - _BYTE_TOKENS))
                     break
-        return max(0.0, math.log(min(ranks) / COMMON) / math.log(max(ranks) / COMMON))
+        return max(
+            0.0, math.log(min(ranks) / COMMON_WORD_RANK) / math.log(max(ranks) / COMMON_WORD_RANK)
+        )
 
     return telling
 
@@ -98,8 +102,8 @@ class WordIndex:
     the language, and divided by the root of the number of the word's terms.
     """
 
-    def __init__(self, telling: Telling) -> None:
-        self._telling = telling
+    def __init__(self, telling: WordWeight) -> None:
+        self._word_weight = telling
         self._postings: dict[str, tuple[array[int], array[float]]] = {}
         self._turns, self._blocks, self.asks = array("i"), array("i"), array("b")
         self._sizes = array("f")
@@ -116,7 +120,7 @@ class WordIndex:
             numbers.append(number)
             times.append(count)
         block = self._blocks[-1] if number else -1
-        is_full = self._blocks[-_BLOCK:].count(block) == _BLOCK
+        is_full = self._blocks[-_MAX_BLOCK_PASSAGES:].count(block) == _MAX_BLOCK_PASSAGES
         self._blocks.append(block + (not number or turn != self._turns[-1] or is_full))
         self._turns.append(turn)
         self.asks.append(text.rstrip().endswith(QUESTION_MARKS))
@@ -149,27 +153,27 @@ class WordIndex:
     def with_block(self, fits: NDArray[np.float64]) -> NDArray[np.float64]:
         """How well each passage [n] fits, questions counted half, and half of its block's best."""
         asks, blocks = np.array(self.asks, bool), np.array(self._blocks)
-        own = np.where(asks, LESS * fits, fits)
+        own = np.where(asks, DISCOUNT * fits, fits)
         best = np.zeros(int(blocks[-1]) + 1)
         np.maximum.at(best, blocks, own)
-        total: NDArray[np.float64] = np.maximum(own, LESS * best[blocks])
+        total: NDArray[np.float64] = np.maximum(own, DISCOUNT * best[blocks])
         return total
 
-    def telling_words(self, text: str) -> list[str]:
+    def informative_words(self, text: str) -> list[str]:
         """The words of a text that tell something by themselves, in the order of the text."""
         words = (word for word in words_of(text) if word not in STOP_WORDS)
-        return [word for word in words if self._telling(word)]
+        return [word for word in words if self._word_weight(word)]
 
     def shared_words(self, text: str, wanted: str) -> tuple[str, ...]:
         """Up to three words of `wanted` that a text has in some form, those that few have first."""
-        terms, telling = set(terms_of(text)) & self._postings.keys(), self.telling_words(wanted)
+        terms, telling = set(terms_of(text)) & self._postings.keys(), self.informative_words(wanted)
         rarity = dict[str, int]()
         for word in _WORD.findall(wanted):
             groups = letter_groups(word.casefold())
             common = [len(self._postings[term][0]) for term in groups if term in terms]
             if word.casefold() in telling and 2 * len(common) > len(groups):
                 rarity[word] = min(common)
-        return tuple(sorted(rarity, key=rarity.__getitem__)[:_NAMED])
+        return tuple(sorted(rarity, key=rarity.__getitem__)[:_MAX_SHARED_WORDS])
 
     def _weighted_terms(self, words: Sequence[str]) -> dict[str, float]:
         """The terms of the words that the chat has, the rarest here, with their weights."""
@@ -177,21 +181,21 @@ class WordIndex:
         for word in dict.fromkeys(words):
             groups = letter_groups(word)
             for term in groups:
-                weight = self._telling(word) / math.sqrt(len(groups))
+                weight = self._word_weight(word) / math.sqrt(len(groups))
                 if term in self._postings and weight > weights.get(term, 0.0):
                     weights[term] = weight
         rarest = sorted(weights, key=lambda term: len(self._postings[term][0]))
-        return {term: weights[term] for term in rarest[:_TERMS]}
+        return {term: weights[term] for term in rarest[:_MAX_SENTENCE_TERMS]}
 
     def _score(self, documents: _Documents, words: Sequence[str]) -> NDArray[np.float64]:
         scores, by_block = np.zeros(len(self)), np.zeros(len(documents.norms))
         for term, weight in self._weighted_terms(words).items():
             numbers = np.frombuffer(self._postings[term][0], np.int32)
             counts = documents.counts(numbers, np.frombuffer(self._postings[term][1], np.float32))
-            having, blocks = float(np.minimum(counts, 1).sum()), max(len(counts), USUAL)
+            having, blocks = float(np.minimum(counts, 1).sum()), max(len(counts), MIN_POPULATION)
             rarity = weight * math.log(1 + max(0.0, blocks - having + 0.5) / (having + 0.5))
             by_block += rarity * (counts / (counts + documents.norms))
-            scores[numbers] += _FIRST * rarity
+            scores[numbers] += _TIE_BREAK * rarity
         scores += by_block[documents.blocks]
         return scores
 
@@ -209,8 +213,8 @@ class _Documents:
     def counts(self, numbers: NDArray[np.integer], times: Floats) -> NDArray[np.float64]:
         """How often each block has a term that is `times` [k] in the passages `numbers` [k]."""
         blocks, asked = self.blocks[numbers], self._asks[numbers] * times
-        counted = np.bincount(blocks, times - (1 - LESS) * asked, self._count)
-        total: NDArray[np.float64] = np.convolve(counted, _SHARES)[2:-2]
+        counted = np.bincount(blocks, times - (1 - DISCOUNT) * asked, self._count)
+        total: NDArray[np.float64] = np.convolve(counted, _NEIGHBOUR_WEIGHTS)[2:-2]
         # What is asked counts wholly for the block after it, which answers.
-        total[1:] += (1 - LESS**2) * np.bincount(blocks, asked, self._count)[:-1]
+        total[1:] += (1 - DISCOUNT**2) * np.bincount(blocks, asked, self._count)[:-1]
         return total

@@ -90,13 +90,13 @@ class Autosave:
     def _append(self, store: SessionStore) -> None:
         """Write what is new, in place of what has changed."""
         session, ledger, size = self._session, self._session.ledger, store.size
-        turn, start = min(session.state.saved, size.turns), min(ledger.saved, size.rows)
+        turn, start = min(session.state.saved_turns, size.turns), min(ledger.saved, size.rows)
         old_encoder = self._record and self._record.fields.get("encoder")
-        is_same_encoder = old_encoder == session.model.passage_encoder.check_sum
+        is_same_encoder = old_encoder == session.model.passage_encoder.checksum
         passages, passages_end = new_passages(
             session, min(start, size.passages) if is_same_encoder else 0
         )
-        saved = session.save(start)
+        saved = session.engine.save(start)
         record = self._make_record(saved)
         turns, extent = _saved_turns(session, turn), Extent(turn, start, passages_end, turn)
         flagged = sorted(position for position in ledger.flagged if position < start)
@@ -124,7 +124,7 @@ class Autosave:
             return False
         stamp = secrets.token_hex(8)
         received = self._session.ledger.attention.checkpoint(rows.positions)
-        saved = self._session.save(self._session.seen)
+        saved = self._session.engine.save(self._session.seen)
         tensors = key_value_tensors(rows) | attention_tensors(received) | state_tensors(saved.state)
         self._store.kv.save(tensors, stamp)
         self._record = self._make_record(saved, stamp)
@@ -228,11 +228,16 @@ def rewrite_file(
     Nothing of the old contents stays in any file. Returns the new state record, which also has the
     `extra_fields`.
     """
-    passages, saved = new_passages(session)[0], session.save()
+    passages, saved = new_passages(session)[0], session.engine.save()
     record = make_state_record(saved, session)
     record = replace(record, fields=record.fields | (extra_fields or {}))
     store.replace(
-        _saved_turns(session), saved.rows, record, metadata, passages, held=session.state.saved
+        _saved_turns(session),
+        saved.rows,
+        record,
+        metadata,
+        passages,
+        held=session.state.saved_turns,
     )
     _mark_as_saved(session)
     return record
@@ -240,7 +245,7 @@ def rewrite_file(
 
 def _mark_as_saved(session: Session) -> None:
     """Note in the session that all of it is saved."""
-    session.state.saved = len(session.turns)
+    session.state.saved_turns = len(session.turns)
     session.ledger.saved, session.ledger.flagged = session.seen, set()
 
 

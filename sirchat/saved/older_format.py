@@ -12,10 +12,10 @@ import sqlite3
 from typing import Any
 
 from sirchat.saved.database import FORMAT_VERSION, TABLES, insert_record
-from sirchat.text.transcript import CLOSE, OPEN
+from sirchat.text.transcript import THINK_CLOSE, THINK_OPEN
 
 # A reply with reasoning, in which the end of each `think>` is escaped.
-_TAGGED = re.compile(f"{OPEN}(.*?){CLOSE}(.*)", re.DOTALL)
+_TAGGED = re.compile(f"{THINK_OPEN}(.*?){THINK_CLOSE}(.*)", re.DOTALL)
 _ESCAPED_TAG = re.compile(r"think\\(\\*)>")
 
 

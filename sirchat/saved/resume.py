@@ -55,7 +55,7 @@ def resume_session(session: Session, store: SessionStore, *, rebuild: bool = Fal
     check_model(store, session.model)
     saved, conversation = decode_state(store, record, state, session.model.vocab_size)
     cache = _one_token_cache(session.model)
-    example = cache.first_written(torch.arange(1), np.arange(1))
+    example = cache.first_written_rows(torch.arange(1), np.arange(1))
     rows, received, recurrent = _load_tensors(store, state.kv, example, cache.state, record.seen)
     evicted = store.segments.load(saved.rows, example)
     saved = replace(saved, state=recurrent)

@@ -21,7 +21,7 @@ from sirchat import __version__
 from sirchat.chat.events import Finish
 from sirchat.chat.rereading import pinned_text
 from sirchat.chat.session import Session
-from sirchat.chat.state import ConversationState, Turn, TurnStats
+from sirchat.chat.state import ConversationState, SystemPrompt, Turn, TurnStats
 from sirchat.config.profile import Profile, rename_old_settings
 from sirchat.engine.types import EngineState
 from sirchat.errors import SessionError
@@ -34,17 +34,16 @@ from sirchat.saved.store import PASSAGE, SavedPassages, SessionStore, StateRecor
 _Count = Annotated[int, Field(ge=0, le=2**53)]
 _Seconds = Annotated[float, Field(ge=0)]
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
-# The fields of `ConversationState` that are saved as they are.
-_COPIED_FIELDS = (
-    "round",
-    "in_round",
-    "prompt",
-    "tools",
-    "heads",
-    "asked",
-    "pending_ids",
-    "attempt",
-)
+# The fields of `ConversationState` that are saved as they are, by their names in the file.
+_COPIED_FIELDS = {
+    "round": "round",
+    "in_round": "in_round",
+    "tools": "tools_json",
+    "heads": "result_pins",
+    "asked": "restored_by_user",
+    "pending_ids": "pending_ids",
+    "attempt": "attempt",
+}
 # Entries of a config that depend on how a model was saved or loaded, not on the model.
 _IGNORED_CONFIG_KEYS = (
     "_name_or_path",
@@ -106,7 +105,7 @@ def make_state_record(saved: EngineState, session: Session, stamp: str = "") -> 
 
     `saved` is the state of its engine, `stamp` identifies the keys and values saved with it.
     """
-    conversation = session.state
+    conversation, system = session.state, session.state.system.positions
     fields = {
         "profile": session.profile.model_dump(),
         "log_decay": saved.log_decay,
@@ -115,13 +114,14 @@ def make_state_record(saved: EngineState, session: Session, stamp: str = "") -> 
         "pins": [astuple(text) for text in pinned_text(session)],
         "kv": stamp,
         "passages": int(session.recall.search.passages.state()["until"][0]),
-        "encoder": session.model.passage_encoder.check_sum,
+        "encoder": session.model.passage_encoder.checksum,
         "conversation": {
-            **{name: getattr(conversation, name) for name in _COPIED_FIELDS},
-            "system": [conversation.system.start, conversation.system.stop],
-            "reply": asdict(conversation.reply),
+            **{name: getattr(conversation, field) for name, field in _COPIED_FIELDS.items()},
+            "system": [system.start, system.stop],
+            "prompt": conversation.system.text,
+            "reply": asdict(conversation.last_reply_stats),
             "totals": asdict(conversation.totals),
-            "unpinned": sorted(conversation.unpinned),
+            "unpinned": sorted(conversation.unpinned_sentences),
         },
     }
     cached = session.ledger.held_positions.copy()
@@ -160,12 +160,12 @@ def decode_state(
         )
         conversation = ConversationState(
             turns=turns,
-            saved=len(turns),
-            system=range(*chat.system),
-            reply=TurnStats(**chat.reply.model_dump()),
+            saved_turns=len(turns),
+            system=SystemPrompt(range(*chat.system), chat.prompt),
+            last_reply_stats=TurnStats(**chat.reply.model_dump()),
             totals=TurnStats(**chat.totals.model_dump()),
-            unpinned=chat.unpinned,
-            **{name: getattr(chat, name) for name in _COPIED_FIELDS},
+            unpinned_sentences=chat.unpinned,
+            **{field: getattr(chat, name) for name, field in _COPIED_FIELDS.items()},
         )
         return saved, conversation
 
@@ -200,7 +200,7 @@ def load_passages(session: Session, store: SessionStore, state: SavedState) -> N
     Else it makes passages of the ledger's tokens, which have none.
     """
     saved, encoder, seen = store.passages(), session.model.passage_encoder, session.seen
-    if not len(saved.rows) or state.encoder != encoder.check_sum:
+    if not len(saved.rows) or state.encoder != encoder.checksum:
         return
     with as_damage_errors(store.path):
         require(int(saved.rows["end"][-1]) <= state.passages <= seen)

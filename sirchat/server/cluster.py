@@ -23,7 +23,7 @@ from starlette.responses import Response, StreamingResponse
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve
 from sirchat.errors import UsageError
-from sirchat.memory.archive_folder import sweep
+from sirchat.memory.archive_folder import remove_stale_folders
 from sirchat.models.load import load_model_of
 from sirchat.models.new_thread import call_in_new_thread
 from sirchat.paths import archives_dir, served_dir
@@ -53,7 +53,7 @@ class Replica:
     """One of the servers; no other uses its conversations, nor the `folder` with their files."""
 
     def __init__(self, profile: Profile, limits: Limits, folder: Path, key: str) -> None:
-        sweep(archives_dir())  # removes archives of replicas that were killed
+        remove_stale_folders(archives_dir())  # removes archives of replicas that were killed
         model = call_in_new_thread(lambda: load_model_of(profile))
         self._server = open_server(model, profile, limits, folder=folder, host="0.0.0.0", key=key)
 

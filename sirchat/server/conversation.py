@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ConfigDict
 
 from sirchat.chat.editing import can_edit
-from sirchat.chat.rereading import copied
+from sirchat.chat.rereading import copy_session
 from sirchat.chat.session import Session
 from sirchat.chat.state import Turn
 from sirchat.config.profile import Profile
@@ -264,7 +264,7 @@ class ServedConversation(KnownConversation):
 
     def copy(self) -> ServedConversation | None:
         """A copy, session included; None if keys and values take more than `AUTO_KV_BYTES`."""
-        session = copied(self.session, AUTO_KV_BYTES)
+        session = copy_session(self.session, AUTO_KV_BYTES)
         return None if session is None else self.with_session(session)
 
     def with_session(self, session: Session) -> ServedConversation:

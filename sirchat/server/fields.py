@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 
 from sirchat.errors import format_value, on_one_line
 from sirchat.text.text_file import without_surrogates
-from sirchat.text.tool_calls import is_deep
+from sirchat.text.tool_calls import is_too_deep
 
 MAX_BODY_BYTES = 16 * 2**20  # of a request's body
 MAX_MESSAGES = 10_000
@@ -96,7 +96,7 @@ class RequestError(Exception):
 
 def refuse_deep_nesting(value: Any) -> Any:
     """Return the JSON value unchanged; PydanticCustomError if it is nested too deeply."""
-    if is_deep(value):
+    if is_too_deep(value):
         raise PydanticCustomError("deep", "lists and objects are nested too deeply")
     return value
 

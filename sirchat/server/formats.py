@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sirchat.chat.formats import MOST_CALLS, ModelFormats
+from sirchat.chat.formats import MAX_CALLS_PER_REPLY, ModelFormats
 from sirchat.chat.session import Session
-from sirchat.engine.sampling import Allowed
+from sirchat.engine.sampling import TokenFilter
 from sirchat.errors import SettingError
 from sirchat.server.fields import RequestError
 from sirchat.server.requests import ChatRequest, NamedTool
@@ -13,7 +13,7 @@ from sirchat.text.other_templates import ToolTemplate
 
 def reply_format(
     formats: ModelFormats, request: ChatRequest, notes: list[str], session: Session
-) -> Allowed | None:
+) -> TokenFilter | None:
     """The format of the reply to a request, if it has one: JSON, calls, or strict calls.
 
     What of a schema is not kept is added to `notes`. RequestError if the model or a schema can't
@@ -31,7 +31,7 @@ def reply_format(
     is_single = isinstance(request.tool_choice, NamedTool) or not request.parallel_tool_calls
     # A small model would go on with calls of all other tools.
     is_single |= bool(required) and "parallel_tool_calls" not in request.model_fields_set
-    max_calls = 1 if is_single else MOST_CALLS
+    max_calls = 1 if is_single else MAX_CALLS_PER_REPLY
     try:
         if is_free_reply:
             return formats.strict(session, param, notes, tool_schemas)

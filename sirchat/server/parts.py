@@ -10,7 +10,7 @@ from typing import Any
 from sirchat.chat.events import Delta, Event
 from sirchat.chat.plain_reply import PlainReply
 from sirchat.chat.session import Session
-from sirchat.engine.sampling import Allowed
+from sirchat.engine.sampling import TokenFilter
 from sirchat.text.tool_calls import CallParser, ToolCall
 
 
@@ -71,7 +71,7 @@ class ReplyOptions:
     settings: dict[str, Any] = field(default_factory=dict)
     stop: Sequence[str] = ()
     calls: CallParser | None = None
-    format: Callable[[Session], Allowed | None] | None = None
+    format: Callable[[Session], TokenFilter | None] | None = None
     is_for_ask: bool = False
     holds_all: bool = False
     source: int = 0
@@ -156,7 +156,7 @@ class ReplySplitter:
         if delta.part == "thinking":
             return ReplyText("", thinking=delta.text)
         calls = self._calls
-        if delta.part == "call" and calls is not None and calls.holds(delta.text):
+        if delta.part == "call" and calls is not None and calls.hold_back(delta.text):
             return None
         return self._add(*((delta.text, []) if calls is None else calls.push(delta.text)))
 
@@ -166,7 +166,7 @@ class ReplySplitter:
         if calls is None:
             return ReplyText(self._held_back())
         lead = self._session.template.marks.call_lead
-        last = self._add(*calls.rest(lead, is_short=is_short)) or ReplyText("")
+        last = self._add(*calls.finish(lead, is_short=is_short)) or ReplyText("")
         rest = self._held_back()
         self.answer += rest
         return replace(last, text=last.text + rest)

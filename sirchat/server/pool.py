@@ -12,7 +12,7 @@ from typing import Any
 
 from sirchat.chat.editing import can_edit
 from sirchat.chat.events import Event
-from sirchat.chat.rereading import copied_beginning
+from sirchat.chat.rereading import copy_system_prompt
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.models.model import LoadedModel
@@ -283,7 +283,9 @@ class ConversationPool:
             new.settings = {} if is_pinned is None else {"pin_system": is_pinned}
             changes = {"budget": max(profile.budget, new.least_budget), **new.settings}
             profile = profile.model_copy(update=changes)
-            new.session = copied_beginning(source.session, profile) or Session(self.model, profile)
+            new.session = copy_system_prompt(source.session, profile) or Session(
+                self.model, profile
+            )
         return new
 
     def _load_same_prompt(self, history: History) -> ServedConversation | None:

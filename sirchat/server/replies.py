@@ -16,7 +16,7 @@ from sirchat.chat.plain_reply import PlainReply, raise_budget_for
 from sirchat.chat.session import Session
 from sirchat.chat.turn import Interrupted, never
 from sirchat.engine.generation import Generation, StepResult
-from sirchat.engine.sampling import Allowed
+from sirchat.engine.sampling import TokenFilter
 from sirchat.errors import ContextFullError, ModelError, SettingError
 from sirchat.memory.ledger import Flag
 from sirchat.server.conversation import History, ServedConversation
@@ -148,7 +148,7 @@ class ReplyGenerator:
                 return False
         return True
 
-    def _reply(self, cached: int, allowed: Allowed | None, *, is_retry: bool) -> Parts:
+    def _reply(self, cached: int, allowed: TokenFilter | None, *, is_retry: bool) -> Parts:
         """Read the last message, unless it `is_retry` answered, and reply.
 
         `cached` tokens had been read before this request.
@@ -193,7 +193,7 @@ class ReplyGenerator:
         )
 
     def _generate(
-        self, splitter: ReplySplitter, allowed: Allowed | None
+        self, splitter: ReplySplitter, allowed: TokenFilter | None
     ) -> Generator[Part | Generation, StepResult | None, TurnDone]:
         """Generate a reply, and yield all its parts but the last."""
 
@@ -221,7 +221,7 @@ def _raise_budget(conversation: ServedConversation, history: History) -> None:
     they would take more than half of that, they are not pinned. RequestError if they don't fit.
     """
     session, (role, text) = conversation.session, history.messages[0]
-    max_pins = session.engine.evictor.divide_budget().most_pins
+    max_pins = session.engine.evictor.divide_budget().max_pins
     if max_pins is None or not session.profile.pin_system or role != "user":
         return
     with _refuse_template_errors("messages"):
@@ -264,7 +264,7 @@ def _read_message(
     if role not in ("user", "tool"):
         return session.read_reply(stored_text, is_cancelled, ids)
     read = session.read_question if role == "user" else session.read_user
-    return read(stored_text, is_cancelled, before=next_role, given=ids)
+    return read(stored_text, is_cancelled, next_role=next_role, given=ids)
 
 
 def _set_template(session: Session, history: History, options: ReplyOptions) -> None:
@@ -305,9 +305,11 @@ def _stored_text_and_ids(session: Session, role: str, text: str) -> tuple[str, T
     with _refuse_template_errors("messages"):
         if role == "tool":
             results = results_from_json(text)
-            return "\n".join(turn["content"] for turn in results), template.results(results)
+            return "\n".join(turn["content"] for turn in results), template.tool_results_turn(
+                results
+            )
         answer, calls = calls_from_key(text)
-        ids = template.calls(answer, calls, session.state.header)
+        ids = template.tool_calls_turn(answer, calls, session.state.reply_header)
         return calls_as_text(answer, [call["function"] for call in calls]), ids
 
 

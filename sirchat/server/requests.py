@@ -348,8 +348,8 @@ class ChatRequest(SamplingFields, RequestBody):
         ids = [call.id for turn in self._turns for call in turn.calls]
         numbers = [int(call_id[4:]) for call_id in ids if re.fullmatch(r"call[0-9]{5}", call_id)]
         names = {tool.function.name: tool.function.parameters for tool in self.tools}
-        only_one = not self.parallel_tool_calls
-        return CallParser(names, max(numbers, default=-1) + 1, only_one=only_one)
+        single_call = not self.parallel_tool_calls
+        return CallParser(names, max(numbers, default=-1) + 1, single_call=single_call)
 
     @property
     def system(self) -> str | None:

@@ -18,7 +18,7 @@ FUNCTION = "<function="  # how a call may begin without tags around it
 Schemas = Mapping[str, Mapping[str, Any]]  # of the parameters of each tool, by its name
 
 # What stands around calls: tags, which some models have as control tokens.
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 
 # A call, with its name and what it gets, and an argument, with its name and value. Where a value
 # has the mark of its end in its text, only what may follow tells which one ends it.
@@ -61,12 +61,12 @@ def _finite(written: str) -> float | None:
 JSON = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 
 
-def begins_call(text: str) -> bool:
+def begins_non_json_call(text: str) -> bool:
     """Whether a text, up to where it is, begins like a call with arguments."""
     return _BEGINNINGS.match(text) is not None
 
 
-def other_calls(text: str, tools: Schemas) -> list[dict[str, Any]]:
+def non_json_calls(text: str, tools: Schemas) -> list[dict[str, Any]]:
     """The calls that a text consists of, with `name` and `arguments`; [] if it is none.
 
     A name alone is a call only of a tool in `tools`.
@@ -84,11 +84,11 @@ def other_calls(text: str, tools: Schemas) -> list[dict[str, Any]]:
     return _python_calls(text, tools)
 
 
-def marked_calls(text: str, tools: Schemas) -> list[dict[str, Any]]:
+def control_token_calls(text: str, tools: Schemas) -> list[dict[str, Any]]:
     """The calls in a text with control tokens that is no JSON; [] if there are none."""
     if _OF_GEMMA.match(text):
         return list(_gemma_calls(text))
-    return [call for part in _BETWEEN.split(text) for call in other_calls(part.strip(), tools)]
+    return [call for part in _BETWEEN.split(text) for call in non_json_calls(part.strip(), tools)]
 
 
 def _gemma_calls(text: str) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from sirchat.errors import SettingError, UsageError, format_value
 from sirchat.text.text_file import load_text_file
-from sirchat.text.tool_calls import is_deep
+from sirchat.text.tool_calls import is_too_deep
 from sirchat.text.transcript import parse_json
 
 # llguidance fails, or even crashes, with some bounds of numbers that are far from zero. Those with
@@ -43,19 +43,21 @@ def load_schema(file: str) -> dict[str, Any] | None:
     except UsageError as error:
         hint = "json_schema off lets replies be text"
         raise SettingError(f"json_schema: {error.args[0]}", hint=hint) from None
-    if not isinstance(schema, dict) or is_deep(schema):
-        raise refusal(subject, 'is no JSON schema, which is an object such as {"type": "object"}')
+    if not isinstance(schema, dict) or is_too_deep(schema):
+        raise format_error(
+            subject, 'is no JSON schema, which is an object such as {"type": "object"}'
+        )
     check_grammar(f"start: {json_rule(schema, subject, [])}", subject)
     return schema
 
 
-def guidance(subject: str) -> Any:
+def import_llguidance(subject: str) -> Any:
     """The package llguidance; SettingError, which begins with `subject`, if it is missing."""
     try:
         import llguidance
     except ImportError:
         problem = "needs the package llguidance: pip install 'sirchat[server]'"
-        raise refusal(subject, problem) from None
+        raise format_error(subject, problem) from None
     return llguidance
 
 
@@ -66,16 +68,16 @@ def check_grammar(
 
     What of its schemas is not kept is added to `notes`.
     """
-    check = guidance(subject).LLMatcher.validate_grammar_with_warnings
+    check = import_llguidance(subject).LLMatcher.validate_grammar_with_warnings
     is_error, told = check(grammar, vocabulary)
     if is_error:
         problem = _EXCERPT.split(told[0])[0]
-        raise refusal(subject, f"has a schema that can't be used: {problem}")
+        raise format_error(subject, f"has a schema that can't be used: {problem}")
     if notes is not None:
         notes += [f"{_NOT_KEPT}: {warning}" for warning in told]
 
 
-def refusal(subject: str, problem: str) -> SettingError:
+def format_error(subject: str, problem: str) -> SettingError:
     """The error for a format; its message begins with `subject`, what has asked for it."""
     return SettingError(f"{subject} {problem[:300]}")
 
@@ -87,15 +89,15 @@ def json_rule(schema: dict[str, Any], subject: str, notes: list[str]) -> str:
     """
     kept = _with_near_bounds(schema, subject, notes)
     if _has_far_number(kept):  # anywhere, as a reference may make a schema of any part
-        raise refusal(subject, f"has a schema with a value of {-_FAR:,} or less")
+        raise format_error(subject, f"has a schema with a value of {-_FAR:,} or less")
     rule = f"%json {json.dumps({**kept, 'x-guidance': _GUIDANCE})}"
-    library = guidance(subject)
+    library = import_llguidance(subject)
     matcher = library.LLMatcher(library.LLTokenizer("byte"), f"start: {rule}", log_level=0)
     if not matcher.is_error():  # else `check_grammar` tells what is wrong
         # Fails if what must follow is too long, or endless as a schema needs itself within itself.
         matcher.consume_tokens(matcher.compute_ff_tokens()[:1])
         if matcher.is_error():
-            raise refusal(subject, "has a schema that no JSON of a possible length can meet")
+            raise format_error(subject, "has a schema that no JSON of a possible length can meet")
     return rule
 
 
@@ -111,7 +113,7 @@ def _with_near_bounds(schema: Any, subject: str, notes: list[str]) -> Any:
         if is_far and value * _BOUNDS[name] > 0:
             notes.append(f"{_NOT_KEPT}: {name} {format_value(value)}")
         elif is_far:
-            raise refusal(subject, f"has a schema with a bound of {_FAR:,} or more from zero")
+            raise format_error(subject, f"has a schema with a bound of {_FAR:,} or more from zero")
         elif name in _SCHEMAS and isinstance(value, dict):
             named = value.items()
             kept[name] = {own: _with_near_bounds(one, subject, notes) for own, one in named}

@@ -23,9 +23,9 @@ class LoopCheck:
     """
 
     def __init__(self) -> None:
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Forget what the reply has so far."""
         self.found = False
         self._before, self._line = b"", ""  # whole lines, without counters; the last one

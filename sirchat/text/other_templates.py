@@ -13,11 +13,11 @@ from typing import Any
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.anchors import Anchors
-from sirchat.text.reply_marks import SAMPLE_CALL, shared
+from sirchat.text.reply_marks import SAMPLE_CALL, shared_prefix_length
 from sirchat.text.template import (
-    ANSWER,
-    OTHERS,
-    QUESTION,
+    ANSWER_TEXT,
+    OTHER_TEXTS,
+    QUESTION_TEXT,
     STUB_HISTORY,
     STUB_QUESTION,
     Message,
@@ -29,8 +29,8 @@ from sirchat.text.tool_calls import CallParser, calls_as_text
 _STUB: Message = {
     "type": "function",
     "function": {
-        "name": QUESTION,
-        "description": QUESTION,
+        "name": QUESTION_TEXT,
+        "description": QUESTION_TEXT,
         "parameters": {"type": "object", "properties": {}},
     },
 }
@@ -80,8 +80,8 @@ class ToolTemplate(Template):
         ends: Iterable[int] = (),
     ) -> None:
         super().__init__(tokenizer, anchors, ends)
-        if ANSWER in tools:  # it would be taken for the reply that stands for the history
-            raise ModelError(f"the word {ANSWER} can't be read in a tool; use another")
+        if ANSWER_TEXT in tools:  # it would be taken for the reply that stands for the history
+            raise ModelError(f"the word {ANSWER_TEXT} can't be read in a tool; use another")
         self.tools = tools
         self._take_tools()
 
@@ -104,14 +104,14 @@ class ToolTemplate(Template):
     def note(self) -> str:
         """A line for users if a call as the template writes it would not be found in a reply."""
         marks, parser = self.marks, CallParser({SAMPLE_CALL["name"]}, 0)
-        stream = self.reply_stream(is_given=marks.closing not in marks.call_sample)
+        stream = self.reply_stream(in_history=marks.closing not in marks.call_sample)
         for text, part, _ in stream.push(marks.call_sample, is_end=True):
-            if part != "thinking" and not (part == "call" and parser.holds(text)):
+            if part != "thinking" and not (part == "call" and parser.hold_back(text)):
                 parser.push(text)
-        parser.rest(marks.call_lead)
+        parser.finish(marks.call_lead)
         found = [{"name": c.name, "arguments": json.loads(c.arguments)} for c in parser.calls]
         # A template that leaves calls out says nothing of their form.
-        return _UNREAD if ANSWER in marks.call_sample and found != [SAMPLE_CALL] else ""
+        return _UNREAD if ANSWER_TEXT in marks.call_sample and found != [SAMPLE_CALL] else ""
 
     def opening(self, content: str, system: str | None = None) -> tuple[TurnIds | None, TurnIds]:
         """The ids of the system prompt with the tools, or None, and of the first user turn."""
@@ -122,29 +122,32 @@ class ToolTemplate(Template):
         block = TurnIds(turn.ids[:start], [Role.TEMPLATE] * start, (0, 0))
         return block, TurnIds(turn.ids[start:], turn.roles[start:], (0, end - start))
 
-    def system(self, content: str) -> TurnIds:
+    def system_turn(self, content: str) -> TurnIds:
         """The ids of a system prompt, or "", with the tools, as a chat begins with them."""
         if self._tools is None or (content and not self._shows(content)):
-            return super().system(content)
-        ids, *others = (self._head(text) for text in (content, *OTHERS))
+            return super().system_turn(content)
+        ids, *others = (self._head(text) for text in (content, *OTHER_TEXTS))
         if content:
             return self._with_round_end(self._find_content(ids, Role.SYSTEM, others, content))
         return self._with_round_end(TurnIds(ids, [Role.TEMPLATE] * len(ids), (0, 0)))
 
     def _head(self, system: str) -> list[int]:
         """What a chat's beginning has before the first user turn, without a mark of the start."""
-        first, later = self._first_turn_ids(system, QUESTION, True), self._later_user(QUESTION)
-        head = first[: len(first) - shared(first[::-1], later[::-1])]
+        first, later = (
+            self._first_turn_ids(system, QUESTION_TEXT, True),
+            self._later_user(QUESTION_TEXT),
+        )
+        head = first[: len(first) - shared_prefix_length(first[::-1], later[::-1])]
         return head[1:] if head[:1] == [self._tokenizer.bos_token_id] else head
 
-    def results(self, messages: Sequence[Message]) -> TurnIds:
+    def tool_results_turn(self, messages: Sequence[Message]) -> TurnIds:
         """The ids of one turn with all `messages`: results of tools, with the role `tool`."""
-        others = [[{**message, "content": text} for message in messages] for text in OTHERS]
+        others = [[{**message, "content": text} for message in messages] for text in OTHER_TEXTS]
         ids, *others_ids = [self._result_ids(each) for each in (messages, *others)]
         said = "\n".join(message["content"] for message in messages)
         return self._find_content(ids, Role.TOOL, others_ids, said)
 
-    def calls(
+    def tool_calls_turn(
         self, content: str, calls: Sequence[Message], header: list[int] | None = None
     ) -> TurnIds:
         """The ids of a given reply, which has the text `content` and then calls tools.
@@ -172,7 +175,7 @@ class ToolTemplate(Template):
 
         Returns the text before the JSON, its key for the arguments, and the text after it.
         """
-        call = _call("call00000", QUESTION)
+        call = _call("call00000", QUESTION_TEXT)
         try:
             ids, *_ = self._called({"role": "assistant", "content": "", "tool_calls": [call]})
             turn = self._after_header(ids, "", [])
@@ -183,7 +186,7 @@ class ToolTemplate(Template):
         except (ModelError, ValueError):
             return None
         for name in ("arguments", "parameters"):
-            if written == {"name": QUESTION, name: {QUESTION: ANSWER}}:
+            if written == {"name": QUESTION_TEXT, name: {QUESTION_TEXT: ANSWER_TEXT}}:
                 return text[:start], name, text[start + size :]
         return None
 
@@ -204,7 +207,7 @@ class ToolTemplate(Template):
             if ids and chat[: len(ids) + len(closing)] == [*ids, *closing]:
                 return ids, None, chat[len(ids) + len(closing) :]
         alone = self._render([STUB_QUESTION, reply], prompt=False)
-        end = shared(alone, [*asked, *chat]) - start
+        end = shared_prefix_length(alone, [*asked, *chat]) - start
         if end <= 0:
             raise ModelError("the model's chat template has no place for a call of a tool")
         if closing and chat[end - len(closing) : end] == closing:
@@ -212,7 +215,7 @@ class ToolTemplate(Template):
         return chat[:end], [], chat[end:]
 
     def _result_ids(self, messages: Sequence[Message]) -> list[int]:
-        calls = [_call(each["tool_call_id"], each.get("name", QUESTION)) for each in messages]
+        calls = [_call(each["tool_call_id"], each.get("name", QUESTION_TEXT)) for each in messages]
         reply = {"role": "assistant", "content": "", "tool_calls": self._as_wanted(calls)}
         try:
             return self._called(reply, messages)[-1]
@@ -275,28 +278,28 @@ class PromptedTools(ToolTemplate):
         """The ids of the system prompt with the tools, or None, and of the first user turn."""
         return super().opening(content, self._with_tools(system or "") or None)
 
-    def system(self, content: str) -> TurnIds:
+    def system_turn(self, content: str) -> TurnIds:
         """The ids of a system prompt, or "", with the tools."""
-        return super().system(self._with_tools(content))
+        return super().system_turn(self._with_tools(content))
 
-    def results(self, messages: Sequence[Message]) -> TurnIds:
+    def tool_results_turn(self, messages: Sequence[Message]) -> TurnIds:
         """The ids of one turn with all `messages`: results of tools."""
         each = [f"<tool_response>\n{one['content']}\n</tool_response>" for one in messages]
-        turn = super().user("\n".join(each))
+        turn = super().user_turn("\n".join(each))
         return replace(turn, roles=[_OF_RESULT.get(role, role) for role in turn.roles])
 
-    def calls(
+    def tool_calls_turn(
         self, content: str, calls: Sequence[Message], header: list[int] | None = None
     ) -> TurnIds:
         """The ids of a given reply, which has the text `content` and then calls tools."""
         text = calls_as_text(content, [call["function"] for call in calls])
-        return super().assistant(text, header)
+        return super().assistant_turn(text, header)
 
     def call_form(self) -> tuple[str, str, str]:
         """How a call is written: see `ToolTemplate.call_form`."""
         return "<tool_call>\n", "arguments", "\n</tool_call>"
 
-    def beginnings(self) -> list[str]:
+    def call_beginnings(self) -> list[str]:
         """How a call of each tool begins; first of `none`, which is not called."""
         found = list[str]()
         for tool in self._all_tools():
@@ -321,10 +324,10 @@ class PromptedTools(ToolTemplate):
 
 
 def _call(ident: str, name: str) -> Message:
-    function = {"name": name, "arguments": {QUESTION: ANSWER}}
+    function = {"name": name, "arguments": {QUESTION_TEXT: ANSWER_TEXT}}
     return {"id": ident, "type": "function", "function": function}
 
 
 def _result(call: Message) -> Message:
     name = call["function"]["name"]
-    return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": QUESTION}
+    return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": QUESTION_TEXT}

@@ -12,17 +12,17 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sirchat.text.tokenizer import END, START
+from sirchat.text.tokenizer import CONTROL_END, CONTROL_START
 
 # Marks of reasoning where rendering does not tell them; the first pair is that of unknown models.
-KNOWN_MARKS = (
+REASONING_MARKS = (
     *(("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought", "<channel|>")),
     *(("<seed:think>", "</seed:think>"), ("<|START_THINKING|>", "<|END_THINKING|>")),
     *(("<|inner_prefix|>", "<|inner_suffix|>"), ("<thinking>", "</thinking>")),
     ("<reasoning>", "</reasoning>"),
 )
 # Control tokens that stand in replies, though templates need not name them.
-IN_REPLIES = frozenset({"<|constrain|>", "<|channel>"}.union(*KNOWN_MARKS))
+REPLY_CONTROLS = frozenset({"<|constrain|>", "<|channel>"}.union(*REASONING_MARKS))
 
 # Before calls of models whose templates may write none: LFM2, Llama, Mistral, Phi.
 _CALLS = ("<|tool_call_start|>", "<|python_tag|>", "[TOOL_CALLS]", "<|tool_call|>")
@@ -32,7 +32,7 @@ Message = dict[str, Any]
 # Only letters, as the stubs of `template`.
 _QUESTION, _THOUGHT, _ANSWER = "qzv", "xqwv", "zqxv"
 SAMPLE_CALL: Message = {"name": "vxqz", "arguments": {_QUESTION: _ANSWER}}
-KEYS = ("reasoning_content", "reasoning", "thinking")  # of a message's reasoning
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # of a message's reasoning
 # A mark such as `<|im_end|>` or `[INST]`, or a line such as `### Instruction:` or `### User`.
 _TEXT_AT_END = re.compile(r"(<[^<>\s]*\w[^<>\s]*>|\[[A-Z]+\])|.*\w.*[:：\]>]\Z|#+ .*\w\Z")
 _SWITCHES, _EFFORT = ("enable_thinking", "thinking", "reasoning"), "reasoning_effort"
@@ -44,9 +44,11 @@ _WHOLE = re.compile(
     r"|\A<\|(start|begin)\|>",
     re.IGNORECASE,
 )
-CONTROL = re.compile(f"{START}([^{END}]*){END}")
-_UNIT = re.compile(rf"{START}[^{END}]*{END}|<[^<>\s]+>|\[[^\[\]\s]+\]|.", re.DOTALL)
-_LEAD = re.compile(rf"(?:{CONTROL.pattern}|<)?[^\s\"'<>{END}]*\Z")
+CONTROL = re.compile(f"{CONTROL_START}([^{CONTROL_END}]*){CONTROL_END}")
+_UNIT = re.compile(
+    rf"{CONTROL_START}[^{CONTROL_END}]*{CONTROL_END}|<[^<>\s]+>|\[[^\[\]\s]+\]|.", re.DOTALL
+)
+_LEAD = re.compile(rf"(?:{CONTROL.pattern}|<)?[^\s\"'<>{CONTROL_END}]*\Z")
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,10 @@ class Marks:
 
     opening: str = ""
     closing: str = ""
-    is_open: bool = False
+    opens_in_header: bool = False
     answer: str = ""
     end: str = ""
-    kept: str = ""
+    history_lead: str = ""
     call: str = ""
     call_end: str = ""
     call_lead: str = ""
@@ -93,7 +95,7 @@ class Marks:
         In `<|channel|>final<|message|>`, these are the two control tokens.
         """
         opening, answer = _units(self.opening), _units(self.answer)
-        begin = "".join(opening[: shared(opening, answer)])
+        begin = "".join(opening[: shared_prefix_length(opening, answer)])
         is_head = begin and begin != self.answer and opening[-1] == answer[-1]
         return (begin, opening[-1]) if is_head and CONTROL.match(opening[-1]) else ("", "")
 
@@ -167,8 +169,10 @@ def find_marks(
         return spell(render([question, *messages], prompt) or "")
 
     header = _units(rendered(prompt=True))
-    kept, _, tail = _after(header, rendered(reply, question, prompt=True)).partition(_ANSWER)
-    thoughts = [{**reply, key: _THOUGHT} for key in KEYS if key in source]
+    history_lead, _, tail = _after(header, rendered(reply, question, prompt=True)).partition(
+        _ANSWER
+    )
+    thoughts = [{**reply, key: _THOUGHT} for key in REASONING_KEYS if key in source]
     thoughts += [{**reply, "content": _PARTS}] if "thinking" in source else []
     for message in thoughts:
         before, _, after = rendered(message).partition(_THOUGHT)
@@ -176,14 +180,16 @@ def find_marks(
         opening = _after(header, before).strip()
         if answer and closing and not re.search("['\"]thinking", opening):  # no list as it is
             closing, units = closing.strip(), _units(before.rstrip())
-            is_open = not opening and _units(closing)[0] not in _after(units, "".join(header))
+            opens_in_header = not opening and _units(closing)[0] not in _after(
+                units, "".join(header)
+            )
             opening = opening or units[-1]
             break
     else:
-        pairs = (pair for text in (source, added) for pair in KNOWN_MARKS if pair[1] in text)
-        opening, closing = map(spell, next(pairs, KNOWN_MARKS[0]))
-        is_open = "".join(header).rstrip().endswith(opening)
-    answer = kept.strip()
+        pairs = (pair for text in (source, added) for pair in REASONING_MARKS if pair[1] in text)
+        opening, closing = map(spell, next(pairs, REASONING_MARKS[0]))
+        opens_in_header = "".join(header).rstrip().endswith(opening)
+    answer = history_lead.strip()
     if answer.startswith(opening) or answer[-1:].isalnum():  # around no reasoning; a mere word
         answer = ""
     if closing != answer:
@@ -195,7 +201,7 @@ def find_marks(
     if not call[0] and (known := next((mark for mark in _CALLS if mark in added), None)):
         call = spell(known), *call[1:]
     stop = _text_at_end(tail.partition(_QUESTION)[0])
-    return Marks(opening, closing, is_open, answer, end, kept, *call, stop)
+    return Marks(opening, closing, opens_in_header, answer, end, history_lead, *call, stop)
 
 
 def _text_at_end(between: str) -> str:
@@ -230,10 +236,10 @@ def _find_call(
     lead = _LEAD.search(before)
     for mark in others:
         before = before.strip().removeprefix(mark)
-    begun, told = CONTROL.match(before.strip()), plain(lead[0]) if lead else ""
+    begun, told = CONTROL.match(before.strip()), without_delimiters(lead[0]) if lead else ""
     ends = [match[0] for match in CONTROL.finditer(after)]
     # What stands once after two calls does not end each of them.
-    end = plain(ends[-1]) if ends and two.count(ends[-1]) < 2 else ""
+    end = without_delimiters(ends[-1]) if ends and two.count(ends[-1]) < 2 else ""
     return begun[0] if begun else "", end, told, one, is_text
 
 
@@ -245,10 +251,10 @@ def _units(text: str) -> list[str]:
 def _after(header: list[str], text: str) -> str:
     """What is left of the text after the units with which both it and `header` begin."""
     units = _units(text)
-    return "".join(units[shared(header, units) :])
+    return "".join(units[shared_prefix_length(header, units) :])
 
 
-def paired(names: Collection[str]) -> set[str]:
+def paired_controls(names: Collection[str]) -> set[str]:
     """Of names of control tokens, those that open and close a part within a text, such as a box.
 
     The pairs around a whole text, a turn or a header are none of these.
@@ -262,11 +268,11 @@ def paired(names: Collection[str]) -> set[str]:
     return found
 
 
-def shared(left: Sequence[object], right: Sequence[object]) -> int:
+def shared_prefix_length(left: Sequence[object], right: Sequence[object]) -> int:
     """How many items, such as ids or characters, `left` and `right` both begin with."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
-def plain(text: str) -> str:
-    return text.replace(START, "").replace(END, "")
+def without_delimiters(text: str) -> str:
+    return text.replace(CONTROL_START, "").replace(CONTROL_END, "")

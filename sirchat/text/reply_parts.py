@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sirchat.text.detokenizer import TextStream
-from sirchat.text.reply_marks import CONTROL, Marks, plain, shared
-from sirchat.text.tokenizer import END, START
+from sirchat.text.reply_marks import CONTROL, Marks, shared_prefix_length, without_delimiters
+from sirchat.text.tokenizer import CONTROL_END, CONTROL_START
 
 Part = Literal["thinking", "answer", "call"]
 _Next = Part | Literal["end"] | None  # what a mark begins; None: another mark tells
@@ -53,12 +53,12 @@ class PartSplitter:
         for table in (self._first, *self._later.values()):
             table.pop("", None)
         self._part: Part | None = None
-        self._is_after_mark = marks.is_open
+        self._is_after_mark = marks.opens_in_header
         self._said = set[Part]()
         self._waiting, self._at = "", 0  # the text not divided yet, and its index
         self._count = 0  # characters before it, without those of private use
         self.bounds: list[tuple[int, _Next]] = []
-        self.end_as_text = plain(marks.stop).strip()
+        self.stop_text = without_delimiters(marks.stop).strip()
 
     @property
     def has_ended(self) -> bool:
@@ -92,7 +92,7 @@ class PartSplitter:
         longer = (other for other in (*first, *heads) if len(other) > len(mark))
         if not is_end and any(other.startswith(text) for other in longer):
             return False
-        usual: Part = "thinking" if self._marks.is_open and not self.bounds else "answer"
+        usual: Part = "thinking" if self._marks.opens_in_header and not self.bounds else "answer"
         begun = first[mark] if mark else usual
         is_marked = self._is_after_mark or bool(mark)
         if is_marked and begun != "thinking":  # to which the blanks before it belong
@@ -149,7 +149,7 @@ class PartSplitter:
     def _take(self, size: int) -> str:
         text, self._waiting = self._waiting[:size], self._waiting[size:]
         self._at += size
-        self._count += len(plain(text))
+        self._count += len(without_delimiters(text))
         return text
 
     def _written(self, control: re.Match[str]) -> str:
@@ -180,12 +180,12 @@ class ReplyStream(PartSplitter):
         if (control := self._controls.get(token_id)) is None:
             text = self._text.push(token_id)
         else:
-            text = f"{self._text.flush()}{START}{control}{END}"
+            text = f"{self._text.flush()}{CONTROL_START}{control}{CONTROL_END}"
         self._reply += text
         self._ends.append(len(self._reply))
         return self.push(text)
 
-    def divide(self, ids: Iterable[int]) -> None:
+    def push_ids(self, ids: Iterable[int]) -> None:
         """Divide a whole reply."""
         for token_id in ids:
             self.push_id(token_id)
@@ -204,7 +204,7 @@ class ReplyStream(PartSplitter):
                 mask |= (starts >= start) & (starts < stop) & (ends <= stop)
         return np.flatnonzero(mask)
 
-    def dropped(self) -> NDArray[np.int64]:
+    def tokens_not_in_history(self) -> NDArray[np.int64]:
         """Indices of the reasoning's tokens that the template leaves out of a history.
 
         Empty if the reply has no answer, or calls tools: templates keep such reasoning.
@@ -214,9 +214,11 @@ class ReplyStream(PartSplitter):
             return thought[:0]
         lead = self._reply[: self.bounds[1][0]] if names[0] == "thinking" else ""
         lead += self._marks.answer * self._reply.startswith(self._marks.answer, len(lead))
-        kept = self._marks.kept
-        size = shared(lead[::-1], kept[::-1])
-        first = shared(lead[: len(lead) - size], kept[: len(kept) - size]) if size else 0
+        kept = self._marks.history_lead
+        size = shared_prefix_length(lead[::-1], kept[::-1])
+        first = (
+            shared_prefix_length(lead[: len(lead) - size], kept[: len(kept) - size]) if size else 0
+        )
         starts, ends = (edges[thought] for edges in self._edges())
         return thought[(starts >= first) & ((ends <= len(lead) - size) | (starts >= len(lead)))]
 

@@ -21,14 +21,14 @@ from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.anchors import Anchors, with_anchors
 from sirchat.text.reply_marks import (
-    IN_REPLIES,
-    KEYS,
+    REASONING_KEYS,
+    REPLY_CONTROLS,
     Marks,
     Switches,
     find_marks,
     find_switches,
-    paired,
-    shared,
+    paired_controls,
+    shared_prefix_length,
 )
 from sirchat.text.reply_parts import ReplyStream
 from sirchat.text.template_sandbox import render
@@ -49,15 +49,15 @@ _PLAIN = (
 _THOUGHT = re.compile(r"\s*(<think>)?(.*?)</think>\s*", re.DOTALL)
 
 # Only letters: tokenizers do not merge them with the control token, space or newline after them.
-QUESTION = "qzv"
-ANSWER = "zqxv"
-OTHERS = ("a", "7 b")
+QUESTION_TEXT = "qzv"
+ANSWER_TEXT = "zqxv"
+OTHER_TEXTS = ("a", "7 b")
 
 Message = dict[str, Any]
 
-STUB_QUESTION: Message = {"role": "user", "content": QUESTION}
-STUB_HISTORY: list[Message] = [STUB_QUESTION, {"role": "assistant", "content": ANSWER}]
-_STUB_THOUGHT: Message = STUB_HISTORY[1] | dict.fromkeys(KEYS, "a")
+STUB_QUESTION: Message = {"role": "user", "content": QUESTION_TEXT}
+STUB_HISTORY: list[Message] = [STUB_QUESTION, {"role": "assistant", "content": ANSWER_TEXT}]
+_STUB_THOUGHT: Message = STUB_HISTORY[1] | dict.fromkeys(REASONING_KEYS, "a")
 
 
 @dataclass(frozen=True)
@@ -135,14 +135,14 @@ class Template:
         """
         shown = not system or self._shows(system)
         ids = self._first_turn_ids(system, content, shown)
-        others = [self._first_turn_ids(system, other, shown) for other in OTHERS]
+        others = [self._first_turn_ids(system, other, shown) for other in OTHER_TEXTS]
         turn = self._find_content(ids, Role.USER, others, content)
         if not system:
             return None, self._anchored(turn, content)
         start, end = turn.content
         cut = self._system_length(system, turn.ids) or start
-        ids = self._first_turn_ids(system, QUESTION, shown)
-        others = [self._first_turn_ids(other, QUESTION, shown) for other in OTHERS]
+        ids = self._first_turn_ids(system, QUESTION_TEXT, shown)
+        others = [self._first_turn_ids(other, QUESTION_TEXT, shown) for other in OTHER_TEXTS]
         if self._has_made_controls(ids, others):
             return self._opening_of_plain(content, system)
         head = self._find_content(ids, Role.SYSTEM, others, system)
@@ -150,7 +150,7 @@ class Template:
         block = TurnIds(turn.ids[:cut], head.roles[:cut], (0, cut))
         return self._with_round_end(block), self._anchored(rest, content)
 
-    def user(self, content: str, *, after_user: bool = False) -> TurnIds:
+    def user_turn(self, content: str, *, after_user: bool = False) -> TurnIds:
         """The ids of a user turn after the first, and of the header that begins the reply.
 
         `after_user`: it follows another user turn, cut by `followed_by`, and not a reply.
@@ -158,7 +158,7 @@ class Template:
         ids, others = self._later_user(content), self._later_turns
         if after_user:
             with suppress(ModelError):  # some templates refuse this; then as after a reply
-                ids, *others = [self._user_after_user(text) for text in (content, *OTHERS)]
+                ids, *others = [self._user_after_user(text) for text in (content, *OTHER_TEXTS)]
         turn = self._find_content(ids, Role.USER, others, content)
         return self._anchored(turn, content)
 
@@ -175,13 +175,13 @@ class Template:
         end = start + len(kept)
         return TurnIds(turn.ids[:end], turn.roles[:end], turn.content, kept)
 
-    def system(self, content: str) -> TurnIds:
+    def system_turn(self, content: str) -> TurnIds:
         """The ids of a system prompt that follows a reply.
 
         Where the template allows no later system prompt, the ids of its text alone.
         """
         try:
-            ids, *others = (self._later_system(text) for text in (content, *OTHERS))
+            ids, *others = (self._later_system(text) for text in (content, *OTHER_TEXTS))
         except ModelError:
             ids, others = [], [[]]
         turn = self._find_content(ids, Role.SYSTEM, others, content)
@@ -190,7 +190,7 @@ class Template:
         ids = self.as_text(content)
         return self._with_round_end(TurnIds(ids, [Role.SYSTEM] * len(ids), (0, len(ids))))
 
-    def assistant(self, content: str, header: list[int] | None = None) -> TurnIds:
+    def assistant_turn(self, content: str, header: list[int] | None = None) -> TurnIds:
         """The ids of the text of a given reply, without the template's after it.
 
         Before it are those of its header that have not been read: `header` is as in `TurnIds`.
@@ -210,13 +210,13 @@ class Template:
 
         added = [token.content for token in self._tokenizer.added_tokens_decoder.values()]
         source = str(self._tokenizer.chat_template or "")
-        marks = find_marks(rendered, self._control_tokens.marked, source, added)
+        marks = find_marks(rendered, self._control_tokens.delimited, source, added)
         return marks if source else replace(marks, stop="\nUSER:")
 
-    def reply_stream(self, *, is_given: bool = False) -> ReplyStream:
+    def reply_stream(self, *, in_history: bool = False) -> ReplyStream:
         """What divides the ids of a reply into its parts; a given one has a history's header."""
-        if is_given:
-            marks = replace(self.marks, is_open=False)
+        if in_history:
+            marks = replace(self.marks, opens_in_header=False)
             return ReplyStream(self._tokenizer, marks, self._control)
         prompt, kept = self._prompt
         return ReplyStream(self._tokenizer, self.marks, self._control, len(prompt) - kept)
@@ -249,7 +249,7 @@ class Template:
     @property
     def _in_replies(self) -> set[int]:
         """Control tokens that stand in a reply, and do not end it."""
-        inside, known = self.marks.controls | IN_REPLIES, self._tokenizer.added_tokens_decoder
+        inside, known = self.marks.controls | REPLY_CONTROLS, self._tokenizer.added_tokens_decoder
         return {i for i in self._control if known[i].content in inside}
 
     def as_text(self, text: str) -> list[int]:
@@ -260,7 +260,7 @@ class Template:
         """`_reply` of a text; None also if the text would become control tokens."""
         for message in self._told(content):
             usual = self._replies
-            if KEYS[0] in message:
+            if REASONING_KEYS[0] in message:
                 usual = [self._reply(_STUB_THOUGHT) or []]
             ids = self._reply(message)
             if ids is not None and not self._has_made_controls(ids, usual):
@@ -269,13 +269,13 @@ class Template:
 
     def _told(self, content: str) -> list[Message]:
         """Forms of a message with this text of a reply; the template may take reasoning out."""
-        marked, plain = self._control_tokens.marked, _message("assistant", content)
+        marked, plain = self._control_tokens.delimited, _message("assistant", content)
         source, thought = str(self._tokenizer.chat_template or ""), _THOUGHT.match(content)
         if not thought or not (thought[1] or "</think>" in source):
             return [plain]
         rest = content[thought.end() :]
-        if any(key in source for key in KEYS):
-            parts = dict.fromkeys(KEYS, thought[2].strip())
+        if any(key in source for key in REASONING_KEYS):
+            parts = dict.fromkeys(REASONING_KEYS, thought[2].strip())
             return [_message("assistant", rest) | parts, plain]
         return [_message("assistant", _Marked(thought[0] + marked(rest))), plain]
 
@@ -295,7 +295,7 @@ class Template:
 
     @cached_property
     def _replies(self) -> list[list[int]]:
-        return [self._reply(_message("assistant", text)) or [] for text in OTHERS]
+        return [self._reply(_message("assistant", text)) or [] for text in OTHER_TEXTS]
 
     def _after_header(
         self, ids: list[int] | None, content: str, header: list[int] | None
@@ -306,9 +306,9 @@ class Template:
         read alone.
         """
         read = self._prompt[0] if header is None else header
-        usual = self._replies[0][: shared(*self._replies)]
+        usual = self._replies[0][: shared_prefix_length(*self._replies)]
         if ids is not None and ids[: len(read)] == read:
-            rest = usual[len(read) : shared(usual, ids)]
+            rest = usual[len(read) : shared_prefix_length(usual, ids)]
             text = ids[len(read) + len(rest) :]
         else:
             fits = usual[: len(read)] == read
@@ -324,7 +324,7 @@ class Template:
         told, chat = (
             self._render_text([STUB_QUESTION, m, STUB_QUESTION], prompt=True) for m in replies
         )
-        start, _, end = told.partition(ANSWER)
+        start, _, end = told.partition(ANSWER_TEXT)
         fits = chat.startswith(start) and chat[len(start) :].endswith(end)
         return chat[len(start) : len(chat) - len(end)] if fits else content
 
@@ -335,16 +335,16 @@ class Template:
         if asked == other:  # some templates always write it
             with suppress(ModelError):
                 other = self._render([STUB_QUESTION, STUB_QUESTION], prompt=True)
-        start = shared(asked, other)
+        start = shared_prefix_length(asked, other)
         replies = STUB_HISTORY[1], _STUB_THOUGHT
         told = [self._render([STUB_QUESTION, m, STUB_QUESTION], prompt=True) for m in replies]
-        common = min(shared(asked, ids) for ids in told)
+        common = min(shared_prefix_length(asked, ids) for ids in told)
         return asked[start:], max(0, common - start)
 
     @cached_property
     def _closing(self) -> list[int]:
         alone = self._after_answer(self._render(STUB_HISTORY, prompt=False))
-        return alone[: shared(alone, self._followed)]
+        return alone[: shared_prefix_length(alone, self._followed)]
 
     @property
     def _openers(self) -> set[int]:
@@ -353,7 +353,7 @@ class Template:
         Of those before a text only the first: the others may also occur in replies.
         """
         known = self._tokenizer.added_tokens_decoder
-        user, system = self.user(QUESTION), self.system(QUESTION)
+        user, system = self.user_turn(QUESTION_TEXT), self.system_turn(QUESTION_TEXT)
         headers = [turn.ids[: turn.content[0]] for turn in (user, system)]
         openers = {next((i for i in header if i in self._control), None) for header in headers}
         # The reply's own header; marks of reasoning in it, which few call special, may come again.
@@ -370,7 +370,7 @@ class Template:
             *self._render([STUB_QUESTION], prompt=True),
         }
         source = str(self._tokenizer.chat_template or "")  # may name tokens for reasoning or tools
-        within = paired(self.controls.values())
+        within = paired_controls(self.controls.values())
         used |= {i for i, name in self.controls.items() if name in source or name in within}
         return set(self._control - (used - {self._tokenizer.bos_token_id}))
 
@@ -382,15 +382,15 @@ class Template:
 
     @property
     def _control(self) -> frozenset[int]:
-        return self._control_tokens.known
+        return self._control_tokens.token_ids
 
     def _written_texts(self) -> Iterator[str]:
         """What the template writes: its source, and chats, for names that it puts together."""
         yield str(self._tokenizer.chat_template or "")
         chat = [*STUB_HISTORY, STUB_QUESTION]
-        for messages in (chat, [_message("system", QUESTION), *chat]):
+        for messages in (chat, [_message("system", QUESTION_TEXT), *chat]):
             with suppress(ModelError):  # such as for the role `system`
-                if ANSWER not in self._render_text(messages, prompt=True):
+                if ANSWER_TEXT not in self._render_text(messages, prompt=True):
                     self._in_parts = True
                 yield self._render_text(messages, prompt=True)
 
@@ -430,7 +430,7 @@ class Template:
         return template
 
     def _render(self, messages: Sequence[Message], *, prompt: bool) -> list[int]:
-        ids = self._control_tokens.ids(self._render_text(messages, prompt=prompt))
+        ids = self._control_tokens.chat_ids(self._render_text(messages, prompt=prompt))
         begin = self._tokenizer.bos_token_id
         if getattr(self._tokenizer, "adds_bos", None) and ids[:1] != [begin]:
             return [begin, *ids]
@@ -460,7 +460,7 @@ class Template:
     def _marked(self, value: Any) -> Any:
         """A copy of `value` in which marks around control tokens say that these are plain text."""
         if isinstance(value, str):
-            return value if isinstance(value, _Marked) else self._control_tokens.marked(value)
+            return value if isinstance(value, _Marked) else self._control_tokens.delimited(value)
         if isinstance(value, dict):
             marked = {name: self._marked(item) for name, item in value.items()}
             if isinstance(text := marked.get("content"), str):
@@ -479,12 +479,14 @@ class Template:
     @cached_property
     def _answer_ids(self) -> list[int]:
         ids = self._render(STUB_HISTORY, prompt=False)
-        other = self._render([STUB_QUESTION, _message("assistant", ANSWER + " a")], prompt=False)
-        start = shared(self._render([STUB_QUESTION], prompt=False), ids)
-        answer = ids[start : shared(ids, other)]
-        if ANSWER not in self._tokenizer.decode(answer):
+        other = self._render(
+            [STUB_QUESTION, _message("assistant", ANSWER_TEXT + " a")], prompt=False
+        )
+        start = shared_prefix_length(self._render([STUB_QUESTION], prompt=False), ids)
+        answer = ids[start : shared_prefix_length(ids, other)]
+        if ANSWER_TEXT not in self._tokenizer.decode(answer):
             raise ModelError("the chat template does not show the reply's text")
-        while answer[1:] and ANSWER in self._tokenizer.decode(answer[1:]):
+        while answer[1:] and ANSWER_TEXT in self._tokenizer.decode(answer[1:]):
             answer = answer[1:]
         return answer
 
@@ -499,8 +501,8 @@ class Template:
         if self._has_made_controls(ids, others):
             turn = self._find_content(others[0], role, others[1:], content)
             return _replaced(turn, turn.content, self.as_text(content), role)
-        start = min(shared(ids, other) for other in others)
-        tail = min(shared(ids[::-1], other[::-1]) for other in others)
+        start = min(shared_prefix_length(ids, other) for other in others)
+        tail = min(shared_prefix_length(ids[::-1], other[::-1]) for other in others)
         end = max(start, len(ids) - tail)
         roles = [role if start <= i < end else Role.TEMPLATE for i in range(len(ids))]
         return TurnIds(ids, roles, (start, end))
@@ -514,7 +516,7 @@ class Template:
 
     def _opening_of_plain(self, content: str, system: str) -> tuple[TurnIds, TurnIds]:
         """The opening, with a system prompt of which the template makes control tokens."""
-        block, rest = self.opening(content, OTHERS[0])
+        block, rest = self.opening(content, OTHER_TEXTS[0])
         assert block is not None
         start = block.roles.index(Role.SYSTEM)
         place = start, start + block.roles.count(Role.SYSTEM)
@@ -533,17 +535,17 @@ class Template:
 
     def _shows(self, system: str) -> bool:
         """Whether the template writes all of the system prompt; some refuse, drop or cut it."""
-        system = system if system.strip() else ANSWER  # a blank one could not be seen
+        system = system if system.strip() else ANSWER_TEXT  # a blank one could not be seen
         try:
             chat = self._render_text([_message("system", system), STUB_QUESTION], prompt=True)
         except ModelError:
             return False
-        prompt = "".join(self._control_tokens.marked(system).split())  # blanks may be changed
-        return prompt in "".join(chat.split()) and QUESTION in chat
+        prompt = "".join(self._control_tokens.delimited(system).split())  # blanks may be changed
+        return prompt in "".join(chat.split()) and QUESTION_TEXT in chat
 
     @cached_property
     def _later_turns(self) -> list[list[int]]:
-        return [self._later_user(text) for text in OTHERS]
+        return [self._later_user(text) for text in OTHER_TEXTS]
 
     def _later_user(self, content: str) -> list[int]:
         ids = self._render([*STUB_HISTORY, _message("user", content)], prompt=True)
@@ -569,7 +571,7 @@ class Template:
         """How many of the first `ids` are the system prompt's; 0 if it is in the user's turn."""
         try:
             block = self._render([_message("system", system)], prompt=False)
-            other = self._render([_message("system", QUESTION)], prompt=False)
+            other = self._render([_message("system", QUESTION_TEXT)], prompt=False)
         except ModelError:
             return 0
         return len(block) if block != other and ids[: len(block)] == block else 0

@@ -17,10 +17,10 @@ from typing import IO
 
 from sirchat.errors import UsageError, did_you_mean
 
-MOST_FILE_BYTES = 2**20  # of a file that can be put into a message
-MOST_FILES = 100  # of a folder or a pattern that can be put into a message
+MAX_FILE_BYTES = 2**20  # of a file that can be put into a message
+MAX_FILES = 100  # of a folder or a pattern that can be put into a message
 _MOST_NAMES = 20_000  # that are looked at for a pattern with `**`
-MOST_DATA_BYTES = 2**31  # of a file with the data of a study or a training
+MAX_DATA_BYTES = 2**31  # of a file with the data of a study or a training
 
 _FENCE = re.compile(r" {0,3}(?P<fence>`{3,}(?=[^`]*$)|~{3,})")
 # How files that are no text begin, what they are, and what helps.
@@ -48,7 +48,7 @@ def expand_path(name: str) -> Path:
 
 
 def read_regular(path: Path) -> bytes:
-    """The contents of a data file of at most `MOST_DATA_BYTES`.
+    """The contents of a data file of at most `MAX_DATA_BYTES`.
 
     Raises OSError if it is larger, or can't be read, or is a device or a pipe, which may never end.
     """
@@ -56,9 +56,9 @@ def read_regular(path: Path) -> bytes:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "a device or a pipe, not a regular file")
-        data = file.read(MOST_DATA_BYTES + 1) if status.st_size <= MOST_DATA_BYTES else b""
-        if max(status.st_size, len(data)) > MOST_DATA_BYTES:
-            raise OSError(errno.EFBIG, f"too large; allowed: up to {MOST_DATA_BYTES:,} bytes")
+        data = file.read(MAX_DATA_BYTES + 1) if status.st_size <= MAX_DATA_BYTES else b""
+        if max(status.st_size, len(data)) > MAX_DATA_BYTES:
+            raise OSError(errno.EFBIG, f"too large; allowed: up to {MAX_DATA_BYTES:,} bytes")
         return data
 
 
@@ -79,15 +79,15 @@ def load_text_files(name: str) -> dict[str, str]:
     """
     if not (os.path.isdir(expand_path(name)) or (is_missing(name) and has_magic(name))):
         return {name: load_text_file(name)}
-    found = sorted(islice(matching_files(name), MOST_FILES + 1))
+    found = sorted(islice(matching_files(name), MAX_FILES + 1))
     size, hint = 0, "name a part, such as 'src/*.py'"
     for path in found:
         with suppress(OSError):  # it is gone meanwhile
             size += os.path.getsize(path)
-    if len(found) > MOST_FILES:
-        raise UsageError(f"{name} has more than {MOST_FILES} files", hint=hint)
-    if size > MOST_FILE_BYTES:
-        told = f"{name} has {size:,} bytes; allowed: up to {MOST_FILE_BYTES:,}"
+    if len(found) > MAX_FILES:
+        raise UsageError(f"{name} has more than {MAX_FILES} files", hint=hint)
+    if size > MAX_FILE_BYTES:
+        told = f"{name} has {size:,} bytes; allowed: up to {MAX_FILE_BYTES:,}"
         raise UsageError(told, hint=hint)
     texts = dict[str, str]()
     for path in found:
@@ -132,15 +132,15 @@ def _read_text(name: str) -> str:
         with _open_without_waiting(path) as file:  # a pipe may have taken its place meanwhile
             status = os.fstat(file.fileno())
             _refuse_special(name, status)
-            data = file.read(MOST_FILE_BYTES + 1)
+            data = file.read(MAX_FILE_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError, ValueError):
         raise UsageError(f"there is no file {name}", hint=_hint_for_missing(name)) from None
     except OSError as error:
         raise UsageError(f"{name} can't be read: {error.strerror}") from None
-    if len(data) > MOST_FILE_BYTES:
+    if len(data) > MAX_FILE_BYTES:
         size = max(status.st_size, len(data))
         raise UsageError(
-            f"{name} has {size:,} bytes; allowed: up to {MOST_FILE_BYTES:,}",
+            f"{name} has {size:,} bytes; allowed: up to {MAX_FILE_BYTES:,}",
             hint="put the important part into a smaller file",
         )
     text = decode_text(name, data)

@@ -64,7 +64,7 @@ def local_time(seconds: float) -> datetime:
         return datetime.fromtimestamp(max(0, min(seconds, _LAST)), UTC)
 
 
-def ago(time: float | None, now: float) -> str:
+def time_ago(time: float | None, now: float) -> str:
     """How long before `now` a `time` was, such as `2 days ago`; empty if it is not known."""
     if time is None:
         return ""

@@ -19,15 +19,15 @@ from sirchat.errors import panic_as_model_error
 
 # Classes of transformers that read `tokenizer.json` as it is.
 _GENERAL = ("TokenizersBackend", "PreTrainedTokenizerFast")
-START, END = "\U000f0000", "\U000f0001"  # the marks, which are those of transformers
-SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+# The delimiters, which are those of transformers.
+CONTROL_START, CONTROL_END = "\U000f0000", "\U000f0001"
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class FastTokenizer:
     """Turns text into token ids and back, by the `backend` with all added tokens.
 
-    The ids are those of transformers' tokenizer with the same backend.
-    `special` has the texts of special tokens by the names in `SPECIAL`; None if there is none.
+    `special` has the text of each of `SPECIAL_TOKEN_NAMES`; None where the model has no such token.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class FastTokenizer:
         self.adds_bos: bool | None = None  # whether the file says that a text begins with BOS
         self.notices: list[str] = []  # what the user should know about the tokenizer
         self.special_tokens_map = {name: text for name, text in special.items() if text is not None}
-        for name in SPECIAL:
+        for name in SPECIAL_TOKEN_NAMES:
             token = special.get(name)
             setattr(self, name, token)
             setattr(self, f"{name}_id", None if token is None else backend.token_to_id(token))
@@ -104,10 +104,12 @@ def tokenizer_of_folder(folder: Path) -> FastTokenizer | None:
     odd = ("add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces")
     if about.get("tokenizer_class") not in _GENERAL or any(about.get(name) for name in odd):
         return None
-    special = {name: _text(about.get(name)) for name in SPECIAL}
+    special = {name: _text(about.get(name)) for name in SPECIAL_TOKEN_NAMES}
     if (path := folder / "special_tokens_map.json").exists():
         named = json.loads(path.read_text("utf-8"))
-        if any(named.get(name) and _text(named[name]) != special[name] for name in SPECIAL):
+        if any(
+            named.get(name) and _text(named[name]) != special[name] for name in SPECIAL_TOKEN_NAMES
+        ):
             return None
         about |= named
     template = about.get("chat_template")
@@ -159,19 +161,21 @@ class ControlTokens:
         special |= added.keys() & set(tokenizer.all_special_ids)
         # Indented lines of a template have added tokens that stand for runs of blanks.
         used = {i for i in found & added.keys() if added[i].content.strip(" \t\r\n▁")}
-        self.known = frozenset(special | used)
-        self.texts = [added[i].content for i in sorted(self.known)]
+        self.token_ids = frozenset(special | used)
+        self.texts = [added[i].content for i in sorted(self.token_ids)]
         any_text = _any_of(self.texts)
         self._control = re.compile(any_text)
-        self._marked = re.compile(f"{START}({any_text}){END}|[{START}{END}]")
+        self._marked = re.compile(
+            f"{CONTROL_START}({any_text}){CONTROL_END}|[{CONTROL_START}{CONTROL_END}]"
+        )
         self._line_end = self._usual_ids("\n")
 
-    def marked(self, text: str) -> str:
+    def delimited(self, text: str) -> str:
         """Return `text` with marks around its control tokens; older marks in it are removed."""
-        text = text.replace(START, "").replace(END, "")
-        return self._control.sub(f"{START}\\g<0>{END}", text)
+        text = text.replace(CONTROL_START, "").replace(CONTROL_END, "")
+        return self._control.sub(f"{CONTROL_START}\\g<0>{CONTROL_END}", text)
 
-    def ids(self, chat: str) -> list[int]:
+    def chat_ids(self, chat: str) -> list[int]:
         """Turn a rendered chat whose texts were marked into token ids.
 
         One mark of a pair can remain, if the template cuts a text.
@@ -185,16 +189,16 @@ class ControlTokens:
                 ids += self._ids_inside(piece, self._usual_ids)
                 continue
             plain = self._ids_inside(piece, self._plain_ids)
-            if not self.known.isdisjoint(plain):  # a word of the vocabulary, made by its merges
+            if not self.token_ids.isdisjoint(plain):  # a word of the vocabulary, made by its merges
                 letters = (self._ids_inside(letter, self._plain_ids) for letter in piece)
-                plain = [i for letter in letters for i in letter if i not in self.known]
+                plain = [i for letter in letters for i in letter if i not in self.token_ids]
             ids += plain
         return ids
 
     def text_ids(self, text: str) -> list[int]:
         """The ids of a text without a template; none of them is a control token."""
-        ids = self.ids(self.marked(text))
-        if self.known.isdisjoint(ids):
+        ids = self.chat_ids(self.delimited(text))
+        if self.token_ids.isdisjoint(ids):
             return ids
         # The tokenizer changes letters before it looks for added tokens: the text is cut in one.
         half = len(text) // 2

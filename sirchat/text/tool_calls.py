@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from sirchat.text.call_forms import (
-    CLOSE,
+    CALL_CLOSE,
+    CALL_OPEN,
     FUNCTION,
     JSON,
-    OPEN,
     Schemas,
-    begins_call,
-    marked_calls,
-    other_calls,
+    begins_non_json_call,
+    control_token_calls,
+    non_json_calls,
 )
 from sirchat.text.text_file import without_surrogates
 
 PYTHON = "<|python_tag|>"  # before the calls of some Llamas
 
 # In JSON in tags: where a text begins or ends; the tag that ends it, unless in a text; an escape.
-_MARKS = re.compile(rf'"|{CLOSE}|\\.', re.DOTALL)
+_MARKS = re.compile(rf'"|{CALL_CLOSE}|\\.', re.DOTALL)
 _BARE = ('{"name"', '[{"name"', FUNCTION)  # how calls without tags begin
 _FENCE, _FENCED = "```json", re.compile(r"```json\s*(.*?)\s*```", re.DOTALL)  # as some write it
 _HALF_TAG = re.compile(r"<[^<>\s]*\Z")
@@ -50,15 +50,13 @@ class ToolCall:
 
 
 class CallParser:
-    """Separates the calls of tools in a reply from its text, while the reply is generated.
+    """Separates tool calls from the text of a reply while it is generated.
 
-    Either calls stand in tags, as Hermes and Qwen write each, or the whole reply consists of
-    calls, as with Llama; then it may stand between the fences of a code block.
-
-    A call without tags must be of a tool in `names`, which may have the schemas of parameters, too.
-    `number` is that of the next call, from which its id is made. A call of a tool in `known` ends
-    before an argument that is not known. With `only_one`, the reply ends after its first call;
-    `is_cut` is whether this left out text or calls.
+    Calls stand in tags, as Hermes and Qwen write each, or the whole reply consists of calls, as
+    with Llama, perhaps between the fences of a code block; then they must be of tools in `names`,
+    which may map them to the schemas of their parameters. Ids of calls count from `number`.
+    `known_arguments`: by tool, those after which an unknown argument ends the call. With
+    `single_call`, the reply ends after its first call; `is_cut` says whether that left out more.
     """
 
     def __init__(
@@ -66,17 +64,17 @@ class CallParser:
         names: Collection[str],
         number: int,
         *,
-        only_one: bool = False,
-        known: Mapping[str, Collection[str]] | None = None,
+        single_call: bool = False,
+        known_arguments: Mapping[str, Collection[str]] | None = None,
     ) -> None:
         self._names = names
         self._schemas: Schemas = {name: {} for name in names}
         if isinstance(names, Mapping):
             self._schemas = names
-        self._known = known or {}
+        self._known_arguments = known_arguments or {}
         self._bare = (*_BARE, *(f"[{name}(" for name in names))
         self._number = number
-        self._only_one = only_one
+        self._single_call = single_call
         self.is_cut = False
         self._waiting = ""
         # Up to where in the call that waits its end was sought, and whether that is in a text.
@@ -88,7 +86,7 @@ class CallParser:
     @property
     def has_ended(self) -> bool:
         """Whether the reply must end: it has a call, and it may have only one."""
-        return self._only_one and bool(self.calls)
+        return self._single_call and bool(self.calls)
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
         """Add a piece of the reply; returns new text outside calls, and new complete calls."""
@@ -101,15 +99,15 @@ class CallParser:
         shown = "".join(iter(self._next, None))
         return shown, self.calls[before:]
 
-    def holds(self, text: str) -> bool:
+    def hold_back(self, text: str) -> bool:
         """Whether `text` of calls is held back, since they stand between control tokens."""
-        if self._marked == "" and text.startswith(OPEN):
+        if self._marked == "" and text.startswith(CALL_OPEN):
             self._marked = None  # they have tags
         if self._marked is not None:
             self._marked += text
         return self._marked is not None
 
-    def rest(self, lead: str = "", *, is_short: bool = False) -> tuple[str, list[ToolCall]]:
+    def finish(self, lead: str = "", *, is_short: bool = False) -> tuple[str, list[ToolCall]]:
         """The text and the calls that were held back, at the reply's end.
 
         `lead` stands before the names of calls.
@@ -121,27 +119,27 @@ class CallParser:
             return "", []
         shown, left = self.push("")[0], self._waiting
         is_call = False
-        if left.lstrip().startswith(OPEN):
-            is_call = self._add(left.lstrip().removeprefix(OPEN))
+        if left.lstrip().startswith(CALL_OPEN):
+            is_call = self._add(left.lstrip().removeprefix(CALL_OPEN))
         elif not self._has_begun:
             is_call = self._add(left.strip(), is_tagged=False)
         if is_call or (self.calls and not left.strip()):
             left = ""
-        if self._marked and not self.read(self._marked, lead) and not is_short:
+        if self._marked and not self.parse_marked(self._marked, lead) and not is_short:
             left += self._marked
         begun = left.strip()
         written = begun.removeprefix(PYTHON).strip()
         is_bare = not self._has_begun and _begins(written, self._bare)
-        if is_short and begun and (is_bare or _begins(begun, (OPEN,))):
+        if is_short and begun and (is_bare or _begins(begun, (CALL_OPEN,))):
             left = ""
         return shown + left, self.calls[before:]
 
-    def read(self, marked: str, lead: str) -> list[ToolCall]:
+    def parse_marked(self, marked: str, lead: str) -> list[ToolCall]:
         """The calls in `marked`, a text with control tokens; none if it has others.
 
         `lead` stands before each name, if names are not in the JSON of the calls.
         """
-        calls: list[Any] = marked_calls(marked, self._schemas)
+        calls: list[Any] = control_token_calls(marked, self._schemas)
         before, marked = len(self.calls), marked.lstrip()
         if marked.startswith(PYTHON):  # code, or JSON that stands alone
             self._add(marked)
@@ -166,7 +164,7 @@ class CallParser:
         if self.has_ended:
             return None
         text = self._waiting
-        lead, tag, inside = text.partition(OPEN)
+        lead, tag, inside = text.partition(CALL_OPEN)
         if tag:
             if before := lead.rstrip():
                 return self._take(len(before))
@@ -176,13 +174,13 @@ class CallParser:
             inner = self._inside(inside)
             if inner is None:
                 return None
-            end = len(lead) + len(OPEN) + len(inner) + len(CLOSE)
+            end = len(lead) + len(CALL_OPEN) + len(inner) + len(CALL_CLOSE)
             if not self._add(inner):
                 return self._take(end)
             self._waiting = text[end:].lstrip()
             return ""
         half = _HALF_TAG.search(text)  # blanks before a call are not shown
-        is_tag = half and OPEN.startswith(half[0])
+        is_tag = half and CALL_OPEN.startswith(half[0])
         return self._take(len(text[: half.start() if half and is_tag else None].rstrip())) or None
 
     def _take(self, size: int) -> str:
@@ -191,36 +189,38 @@ class CallParser:
 
     def _inside(self, text: str) -> str | None:
         """What stands in the tags of the call that waits; None if it has no end yet."""
-        if begins_call(text):
-            while (end := text.find(CLOSE, self._tried)) >= 0:
-                if other_calls(text[:end], self._schemas):
+        if begins_non_json_call(text):
+            while (end := text.find(CALL_CLOSE, self._tried)) >= 0:
+                if non_json_calls(text[:end], self._schemas):
                     self._tried = 0
                     return text[:end]
                 self._tried = end + 1
-            call, _, others = text.partition(CLOSE)
-            if OPEN not in others:
+            call, _, others = text.partition(CALL_CLOSE)
+            if CALL_OPEN not in others:
                 return None
             self._tried = 0  # the next call begins: this is none
             return call
-        if CLOSE not in text:
+        if CALL_CLOSE not in text:
             return None
         while mark := _MARKS.search(text, self._tried):
-            if mark[0] == CLOSE and not self._is_in_text:
+            if mark[0] == CALL_CLOSE and not self._is_in_text:
                 self._tried = 0
                 return text[: mark.start()]
             self._is_in_text ^= mark[0] == '"'
             self._tried = mark.end()
-        self._tried = max(self._tried, len(text) - len(CLOSE))  # half a mark may stand at the end
+        self._tried = max(
+            self._tried, len(text) - len(CALL_CLOSE)
+        )  # half a mark may stand at the end
         return None
 
     def _ends_before_unknown(self) -> bool:
         """Whether what waits is a call with an unknown argument; its known ones are then added."""
-        written = self._waiting.lstrip().removeprefix(OPEN)
-        named = re.match(r'\s*\{"name": "([\w-]+)"', written) if self._known else None
-        if named is None or named[1] not in self._known:
+        written = self._waiting.lstrip().removeprefix(CALL_OPEN)
+        named = re.match(r'\s*\{"name": "([\w-]+)"', written) if self._known_arguments else None
+        if named is None or named[1] not in self._known_arguments:
             return False
         keys = re.finditer(r',\s*"([^"\\]*)"\s*:', written[named.end() + 1 :])
-        unknown = (key.start() for key in keys if key[1] not in self._known[named[1]])
+        unknown = (key.start() for key in keys if key[1] not in self._known_arguments[named[1]])
         ends = [named.end() + 1 + start for start in unknown]
         return any(self._add(written[:end] + "}}") for end in ends[:1])
 
@@ -231,7 +231,7 @@ class CallParser:
         if fenced := _FENCED.fullmatch(left):
             left = fenced[1]
         is_word = not is_tagged and left in self._schemas  # a tool's name alone
-        values: list[Any] = [] if is_word else other_calls(left, self._schemas)
+        values: list[Any] = [] if is_word else non_json_calls(left, self._schemas)
         left = "" if values else left
         while left:
             try:
@@ -241,7 +241,7 @@ class CallParser:
             values += value if isinstance(value, list) else [value]
             left = left[end:].lstrip().removeprefix(";").lstrip()
         for call in values:
-            if is_deep(call):
+            if is_too_deep(call):
                 return False
             arguments = isinstance(call, dict) and call.get("arguments", call.get("parameters"))
             name = call.get("name", call.get("tool_name")) if isinstance(call, dict) else None
@@ -256,7 +256,7 @@ class CallParser:
             made = without_surrogates(json.dumps(arguments, ensure_ascii=False))
             text = json.dumps(json.loads(made))
             calls.append(ToolCall(call_id(self._number + len(calls)), name, text))
-        if self._only_one and len(calls) > 1:
+        if self._single_call and len(calls) > 1:
             calls, self.is_cut = calls[:1], True
         self._number += len(calls)
         self.calls += calls
@@ -293,7 +293,7 @@ def calls_as_text(content: str, functions: Iterable[dict[str, Any]]) -> str:
     return "\n".join([content, *written] if content else written)
 
 
-def with_calls(content: str, calls: object) -> str:
+def append_calls(content: str, calls: object) -> str:
     """A reply's text with the `tool_calls` of a message in the shape of OpenAI's API."""
     functions = list[dict[str, Any]]()
     for call in calls if isinstance(calls, list) else ():
@@ -313,7 +313,7 @@ def results_from_json(text: str) -> list[dict[str, str]]:
     ]
 
 
-def is_deep(value: Any) -> bool:
+def is_too_deep(value: Any) -> bool:
     """Whether a JSON value is nested too deeply to be passed on."""
     level = [value]
     for _ in range(_DEEPEST):
@@ -337,4 +337,4 @@ def _parse_arguments(arguments: str) -> Any:
         value = JSON.decode(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError):
         return arguments
-    return arguments if is_deep(value) else value
+    return arguments if is_too_deep(value) else value

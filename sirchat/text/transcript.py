@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Literal, get_args
 
 from sirchat.errors import TranscriptError, UsageError, did_you_mean
 from sirchat.text.text_file import without_surrogates
-from sirchat.text.tool_calls import with_calls
+from sirchat.text.tool_calls import append_calls
 
 RoleName = Literal["system", "user", "assistant", "tool"]
 Line = tuple[int, str]  # number (from 1), text without the newline
@@ -29,13 +29,16 @@ _KEYS = ("conversations", "messages")  # of the list of messages in a ShareGPT o
 _PREFIX = re.compile(r"(user|assistant|system): ?(.*)", re.IGNORECASE)
 # Maximum size of a line, in bytes, and of a JSON document, in characters; parsed JSON can take
 # fifty times as much memory.
-MOST_BYTES = 2**22
+MAX_LINE_BYTES = 2**22
 _OBJECT = re.compile(r'\s*(?:\[\s*)?\{\s*"[^"\\]*"\s*:')
 _BRACKETS = re.compile(r"\s*\[?\s*\{?\s*")  # with which an object may begin in a later line
 _AS_TEXT = 'a message is {"role": ..., "content": ...}; --format lines reads it as text'
 # Control characters that `json` does not escape, and those that change the direction of writing.
 _CONTROLS = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-OPEN, CLOSE = "<think>\n", "\n</think>\n\n"  # around the reasoning of a reply written as one text
+THINK_OPEN, THINK_CLOSE = (
+    "<think>\n",
+    "\n</think>\n\n",
+)  # around the reasoning of a reply written as one text
 # The reasoning with its tags; if the template wrote `<think>`, the reply has the end tag alone.
 _TAGS = re.compile(r"\A\s*+(?:<think>)?+(?:(?!<think>).)*?</think>|\A\s*<think>.*", re.DOTALL)
 
@@ -109,12 +112,12 @@ def write_jsonl(turns: Iterable[TranscriptTurn], stream: BinaryIO) -> None:
         stream.write(terminal_safe_json(record).encode() + b"\n")
 
 
-def tagged(thinking: str, answer: str) -> str:
+def join_reasoning(thinking: str, answer: str) -> str:
     """A reply as one text, with its reasoning, if it has some, in tags."""
-    return f"{OPEN}{thinking}{CLOSE}{answer}" if thinking else answer
+    return f"{THINK_OPEN}{thinking}{THINK_CLOSE}{answer}" if thinking else answer
 
 
-def split_tagged(text: str) -> tuple[str, str]:
+def split_reasoning(text: str) -> tuple[str, str]:
     """The reasoning of a reply, which stands in tags at its beginning, or ""; and the answer."""
     if (found := _TAGS.match(text)) is None:
         return "", text
@@ -136,10 +139,12 @@ def terminal_safe_json(value: object, indent: int | None = None) -> str:
 
 def _numbered(stream: BinaryIO, name: str) -> Iterator[Line]:
     # readline returns as soon as a line is complete, also from a pipe; read would wait.
-    lines = iter(lambda: stream.readline(MOST_BYTES + 1), b"")
+    lines = iter(lambda: stream.readline(MAX_LINE_BYTES + 1), b"")
     for number, raw in enumerate(lines, start=1):
-        if len(raw) > MOST_BYTES:
-            raise _error(name, number, f"the line is too long; allowed: up to {MOST_BYTES:,} bytes")
+        if len(raw) > MAX_LINE_BYTES:
+            raise _error(
+                name, number, f"the line is too long; allowed: up to {MAX_LINE_BYTES:,} bytes"
+            )
         if b"\0" in raw:
             raise _error(name, number, "not text: it contains NUL bytes")
         if number == 1:
@@ -306,7 +311,7 @@ def _turn(message: object, name: str, line: int, place: str = "") -> TranscriptT
     except ValueError as error:
         raise _error(name, line, f'{place}"{content_key}" {error}') from None
     if calls:
-        content = with_calls(content, calls)
+        content = append_calls(content, calls)
     return TranscriptTurn(roles[role], content, line)
 
 
@@ -331,9 +336,9 @@ def _limited(lines: Iterable[Line], name: str) -> Iterator[Line]:
     size = 0
     for number, text in lines:
         size += len(text) + 1
-        if size > MOST_BYTES:
+        if size > MAX_LINE_BYTES:
             raise TranscriptError(
-                f"{name}, line {number}: too long; allowed: {MOST_BYTES:,} characters of JSON",
+                f"{name}, line {number}: too long; allowed: {MAX_LINE_BYTES:,} characters of JSON",
                 hint="JSON Lines, one message in each line, has no limit",
             )
         yield number, text

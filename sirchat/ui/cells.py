@@ -7,9 +7,10 @@ scripts. The panel replaces them; a reply stays as it is written.
 from __future__ import annotations
 
 import unicodedata
+from bisect import bisect_right
 from collections.abc import Iterable
 from functools import lru_cache
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Final, NamedTuple
 
 from rich.cells import cached_cell_len, cell_len, get_character_cell_size
@@ -19,49 +20,47 @@ from rich.text import Text
 
 from sirchat.ui.text import displayable
 
-# Drawn under a combining mark that follows no letter, and in place of a spacing mark.
-COMBINING_BASE: Final = "◌"
-NEWLINE_SIGN: Final = "⏎"
-TAB_SIGN: Final = "→"
+COMBINING_BASE: Final = "◌"  # drawn under a mark that follows no letter, and for a spacing mark
+_NEWLINE_SIGN: Final = "⏎"
+_TAB_SIGN: Final = "→"
 
-_UNKNOWN = "\ufffd"
-_NON_JOINER = "\u200c"
-_VIRAMA = 9  # its combining class
+_REPLACEMENT_CHARACTER = "\ufffd"
+_ZERO_WIDTH_NON_JOINER = "\u200c"
+_VIRAMA_CLASS = 9  # the combining class of a virama
 
 
 class StyledRun(NamedTuple):
-    """A piece of text to draw in one style."""
-
     text: str
     style: Style
 
 
 def known_width_line(text: str) -> str:
-    """A token's text as one line of known width. Nothing is cached: erased text leaves memory."""
+    """A token's text as one line whose width is the same in all terminals."""
+    # Not cached: erased text must leave memory.
     if text.isascii() and text.isprintable():
         return text
-    return replace_unsafe_widths(displayable(text))
+    return with_known_widths(displayable(text))
 
 
 def quote_token(text: str) -> str:
-    """A token's text between double quotes, so that the user sees its spaces."""
+    """A token's text in double quotes, which show its spaces."""
     return f'"{known_width_line(text)}"'
 
 
-def replace_unsafe_widths(text: str) -> str:
+def with_known_widths(text: str) -> str:
     """Replace each character whose width differs between terminals."""
-    safe: list[str] = []
-    for char in map(_safe, text):
-        bare = not safe or safe[-1][-1] in f" {NEWLINE_SIGN}"
-        if char and bare and not get_character_cell_size(char[0]):
-            safe.append(COMBINING_BASE)
-        if char:
-            safe.append(char)
-    return "".join(safe)
+    glyphs: list[str] = []
+    for glyph in map(_known_width_glyph, text):
+        has_base = bool(glyphs) and glyphs[-1][-1] not in f" {_NEWLINE_SIGN}"
+        if glyph and not has_base and not get_character_cell_size(glyph[0]):
+            glyphs.append(COMBINING_BASE)
+        if glyph:
+            glyphs.append(glyph)
+    return "".join(glyphs)
 
 
 def clear_width_cache() -> None:
-    """Empty the cache in which the library rich keeps texts with their widths: after `/erase`."""
+    """Empty rich's cache of texts and their widths, which may have erased text."""
     cached_cell_len.cache_clear()
 
 
@@ -70,45 +69,47 @@ def cut(text: str, width: int) -> str:
     if cell_len(text) <= width:
         return text
     end = '…"' if text.endswith('"') else "…"
-    return _split(text, max(0, width - len(end)))[0] + end[:width]
+    widths = list(accumulate(map(get_character_cell_size, text)))
+    # A combining mark, which takes no cell, stays with its letter.
+    return text[: bisect_right(widths, max(0, width - len(end)))] + end[:width]
 
 
 def join_runs(runs: Iterable[StyledRun]) -> Text:
-    """Join runs to one line; those of the same style become one piece, which takes fewer bytes."""
+    """Join runs to one line; neighbours of one style become one piece, which takes fewer bytes."""
     line = Text(no_wrap=True, overflow="ignore")
-    for style, parts in groupby(runs, key=lambda part: part.style):
-        line.append("".join(part.text for part in parts), style or None)
+    for style, same_style in groupby(runs, key=lambda run: run.style):
+        line.append("".join(run.text for run in same_style), style or None)
     return line
 
 
 def wrap_runs(runs: Iterable[StyledRun], width: int) -> list[Text]:
-    """Break runs into lines of at most `width` cells: after a space, or within a long word."""
+    """Wrap runs to lines of at most `width` cells, after a space or within a long word."""
     text = join_runs(runs)
     return list(text.wrap(Console(), max(width, 2), overflow="fold", no_wrap=False)) if text else []
 
 
 @lru_cache(maxsize=8192)
-def _safe(char: str) -> str:
+def _known_width_glyph(char: str) -> str:
     """What is drawn for one character: itself, a replacement of known width, or "" (nothing)."""
     code, category = ord(char), unicodedata.category(char)
     if char in "\n\u2028\u2029":
-        return NEWLINE_SIGN
+        return _NEWLINE_SIGN
     if char == "\t":
-        return TAB_SIGN
+        return _TAB_SIGN
     if 0x1F1E6 <= code <= 0x1F1FF:  # half of a flag, shown as its letter
         return chr(code - 0x1F1E6 + ord("A"))
-    if category in ("Cc", "Cf") or _modifies(code):
+    if category in ("Cc", "Cf") or _is_modifier(code):
         return ""
     if category in ("Cn", "Cs"):
-        return _UNKNOWN
+        return _REPLACEMENT_CHARACTER
     if category == "Mc" or code == 0x1171E:
         return COMBINING_BASE
-    if unicodedata.combining(char) == _VIRAMA:  # would join its neighbours into one glyph
-        return char + _NON_JOINER
+    if unicodedata.combining(char) == _VIRAMA_CLASS:  # would join its neighbours into one glyph
+        return char + _ZERO_WIDTH_NON_JOINER
     return char
 
 
-def _modifies(code: int) -> bool:
+def _is_modifier(code: int) -> bool:
     """Whether it is a variation selector or a skin tone."""
     return (
         0xFE00 <= code <= 0xFE0F
@@ -116,13 +117,3 @@ def _modifies(code: int) -> bool:
         or 0x180B <= code <= 0x180F
         or 0x1F3FB <= code <= 0x1F3FF
     )
-
-
-def _split(text: str, width: int) -> tuple[str, str]:
-    """Split a text after at most `width` cells; a combining mark stays with its letter."""
-    used = 0
-    for index, char in enumerate(text):
-        used += get_character_cell_size(char)
-        if used > width:
-            return text[:index], text[index:]
-    return text, ""

@@ -251,7 +251,7 @@ def describe_memory(session: Session) -> str:
         f" ({format_bytes(size)})"
         for bits, (tokens, size) in sorted(tiers.items(), key=lambda tier: -(tier[0] or 99))
     ]
-    if lost := session.ledger.lost_count:
+    if lost := session.ledger.rereadable_count:
         parts.append(f"{pluralize(lost, 'token')} as text alone")
     devices = list[str]()
     for memory in session.memory:

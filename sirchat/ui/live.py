@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console, Group, RenderableType
 
 from sirchat.chat.events import Delta, Event, Evicted, Notice, Reading, Returned, TurnDone
-from sirchat.chat.evicted_text import evicted_words, latest_words
+from sirchat.chat.evicted_text import evicted_words, surprising_words
 from sirchat.chat.panel_snapshot import Snapshot
 from sirchat.chat.plain_reply import TaggedText, calls_tools, describe_excess
 from sirchat.chat.session import Session
@@ -114,7 +114,7 @@ class LiveView:
             if new.part == "answer" or not self._hides_reasoning:
                 self._stream(self._text.push(replace(new, text=text)))
             return
-        tokens = self._session.state.reply.tokens_out
+        tokens = self._session.state.last_reply_stats.tokens_out
         self._reply.push(text, tokens, is_reasoning=new.part == "thinking")
         if self._is_due():  # checked before anything slow: this runs for every token
             self._draw_in_time()
@@ -167,7 +167,7 @@ class LiveView:
                 self._note(how)
         if self._session.profile.panel == "turn" and not self._screen.is_plain:
             theme, width, snapshot = self._screen.theme, self._screen.width, self._snapshot()
-            evicted = latest_words(self._session, gone, snapshot.rows)
+            evicted = surprising_words(self._session, gone, snapshot.rows)
             self._screen.show(draw_compact_panel(snapshot, theme, width, evicted=evicted))
 
     def _note(self, text: str) -> None:
@@ -219,7 +219,7 @@ class LiveView:
             snapshot = self._snapshot()
             if self._evicted_positions:
                 latest = sorted(self._evicted_positions)
-                words = latest_words(self._session, latest, snapshot.rows)
+                words = surprising_words(self._session, latest, snapshot.rows)
                 self._evicted_words = words or self._evicted_words
                 self._evicted_positions = []
             evicted = self._evicted_words

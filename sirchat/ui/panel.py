@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Final, NamedTuple
 
 from rich.cells import cell_len
@@ -20,11 +20,11 @@ from rich.text import Text
 from sirchat.chat.events import TokenRow
 from sirchat.chat.panel_snapshot import HeldShare, Snapshot
 from sirchat.chat.statements import StatedFact
-from sirchat.chat.words import is_mark, split_words, without_template
+from sirchat.chat.words import is_punctuation, split_words, without_template
 from sirchat.config.values import format_number
 from sirchat.ui.cells import StyledRun, cut, join_runs, known_width_line, wrap_runs
 from sirchat.ui.tables import (
-    NOTHING_HELD_GLYPH,
+    NOTHING_HELD,
     bin_label,
     draw_histogram,
     draw_turns,
@@ -34,14 +34,12 @@ from sirchat.ui.tables import (
 from sirchat.ui.text import displayable_line, restored_from_bits
 from sirchat.ui.theme import BUCKET_LIMITS, ROLE_NAMES, Theme
 
-# Of the compact panel:
-_ROWS = 3  # most rows of held text
+_MAX_WORD_LINES = 3  # lines of held words in the compact panel
 _ONLY_MARKS: Final = "only punctuation and the marks between messages"
-# Of the large panel:
-_LONGEST_BARS = 80  # columns of the histogram
-_MARGIN = 13  # width of the column with a turn's number and role
-# Whose tokens the budget holds, and the signs of their segments in the bar.
-_SEGMENTS: Final = {
+_MAX_HISTOGRAM_COLUMNS = 80
+_LABEL_COLUMNS = 13  # in the large panel, for a turn's number and role
+# Whose tokens the budget holds, and the sign of each in the bar.
+_OWNERS: Final = {
     "user": ("yours", "█"),
     "assistant": ("the model's", "▓"),
     "system": ("system prompt", "▒"),
@@ -50,7 +48,7 @@ _SEGMENTS: Final = {
     "recalled": ("recalled", "▚"),
     "template": ("format", "░"),
 }
-_SINK, _PIN, _RECALLED = ("⟨", "⟩"), ("⟦", "⟧"), ("⟪", "⟫")
+_BRACKETS: Final = {"sink": ("⟨", "⟩"), "pinned": ("⟦", "⟧"), "recalled": ("⟪", "⟫")}  # by flag
 
 
 def draw_compact_panel(
@@ -59,96 +57,99 @@ def draw_compact_panel(
     """Draw the compact panel; `evicted` are words that were just evicted, shown struck out."""
     width -= 1  # a full row would make some terminals wrap
     lines = [
-        _title(snapshot, theme, width),
-        _gauge(snapshot, theme, width),
-        _strip(snapshot.turns, theme, width),
+        _title_line(snapshot, theme, width),
+        _fill_line(snapshot, theme, width),
+        _turns_line(snapshot.turns, theme, width),
         _evicted_next_line(snapshot, theme, width),
-        *_strongest_words(snapshot, theme, width),
     ]
     if evicted:
-        lines.insert(4, _evicted(evicted, theme, width))
-    return Group(*lines)
+        lines.append(_just_evicted_line(evicted, theme, width))
+    return Group(*lines, *_strongest_words(snapshot, theme, width))
 
 
 def draw_prompt_panel(
-    snapshot: Snapshot, facts: Sequence[StatedFact], theme: Theme, width: int, rows: int = 2
+    snapshot: Snapshot, facts: Sequence[StatedFact], theme: Theme, width: int, max_rows: int = 2
 ) -> RenderableType:
     """Draw the panel above the prompt: what the budget holds, and what is left of what you said.
 
-    Facts that a later message may replace come last. Each list has at most so many rows.
+    Each list takes at most `max_rows` rows. Facts that a later message may replace come last.
     """
     width -= 1  # a full row would make some terminals wrap
-    current = sorted(facts, key=lambda fact: fact.newer is None)[::-1]
-    parts = {
-        "held, of what you told": [fact for fact in current if fact.held == fact.tokens],
-        "held in part": [fact for fact in current if 0 < fact.held < fact.tokens],
-        "evicted, of what you told": [fact for fact in current if not fact.held],
+    facts = sorted(facts, key=lambda fact: fact.newer is None)[::-1]
+    whole = [fact for fact in facts if fact.held == fact.tokens]
+    partly = [fact for fact in facts if 0 < fact.held < fact.tokens]
+    evicted = [fact for fact in facts if not fact.held]
+    lists = {
+        "held, of what you told": _quoted(whole) or ["none whole"] * bool(facts),
+        "held in part": _quoted(partly),
+        "evicted, of what you told": _quoted(evicted),
+        "recalled for the last reply alone": _recalled_sentences(snapshot),
     }
-    lines = [_segments(snapshot, theme, width)]
-    if current and not parts["held, of what you told"]:
-        lines += _listed("held, of what you told", ["none whole"], theme, width)
-    for name, found in parts.items():
-        if texts := [f'"{fact.left or fact.text}"' for fact in found]:
-            lines += _listed(name, texts, theme, width, rows=rows)
-    if told := _told(snapshot):
-        lines += _listed("recalled for the last reply alone", told, theme, width, rows=rows)
+    lines = [_budget_line(snapshot, theme, width)]
+    for name, texts in lists.items():
+        lines += _list_lines(name, texts, theme, width, max_rows)
     leaving = snapshot.leaving_words
-    whose = {role: _joined(w for w in leaving if leaving[w] == role) for role in _SEGMENTS}
-    if text := "; ".join(f"{_SEGMENTS[role][0]}: {of}" for role, of in whose.items() if of):
-        name, _, text = text.partition(": ")
-        lines += _listed(f"evicted next, {name}", [text], theme, width)
-    return Group(*lines)
+    by_owner = [
+        f"{name}: {words}"
+        for owner, (name, _) in _OWNERS.items()
+        if (words := _join_words(word for word in leaving if leaving[word] == owner))
+    ]
+    name, _, words = "; ".join(by_owner).partition(": ")
+    return Group(*lines, *_list_lines(f"evicted next, {name}", [words] * bool(words), theme, width))
 
 
-def _segments(snapshot: Snapshot, theme: Theme, width: int) -> Text:
-    """A row with the budget as a bar of segments, and how many tokens each has."""
+def _quoted(facts: Iterable[StatedFact]) -> list[str]:
+    return [f'"{fact.left or fact.text}"' for fact in facts]
+
+
+def _budget_line(snapshot: Snapshot, theme: Theme, width: int) -> Text:
+    """The budget as a bar with a segment for each owner of tokens, and how many each has."""
     styles = {"user": theme.user, "assistant": theme.model, "system": theme.system}
-    known = [
-        (name, sign, styles.get(who, theme.template), count)
-        for who, (name, sign) in _SEGMENTS.items()
-        if (count := snapshot.held_by.get(who, 0))
+    segments = [
+        (sign, name, styles.get(owner, theme.template), count)
+        for owner, (name, sign) in _OWNERS.items()
+        if (count := snapshot.held_by.get(owner, 0))
     ]
     if free := snapshot.budget - snapshot.resident:
-        known.append(("free", "·", theme.empty, free))
-    counts = "  ".join(f"{sign} {name} {count:,}" for name, sign, _, count in known)
-    summary = f" {snapshot.budget:,} tokens: {counts}"
-    cells = max(8, min(width // 3, width - cell_len(summary)))
-    ends = [
-        0,
-        *(
-            round(cells * sum(part[3] for part in known[: n + 1]) / max(1, snapshot.budget))
-            for n in range(len(known))
-        ),
-    ]
+        segments.append(("·", "free", theme.empty, free))
+    legend = "  ".join(f"{sign} {name} {count:,}" for sign, name, _, count in segments)
+    summary = f" {snapshot.budget:,} tokens: {legend}"
+    bar_width = max(8, min(width // 3, width - cell_len(summary)))
+    totals = accumulate((count for *_, count in segments), initial=0)
+    ends = [round(bar_width * total / max(1, snapshot.budget)) for total in totals]
     bar = [
         StyledRun(sign * (end - start), style)
-        for (_, sign, style, _), (start, end) in zip(known, pairwise(ends), strict=True)
+        for (sign, _, style, _), (start, end) in zip(segments, pairwise(ends), strict=True)
     ]
-    return join_runs([*bar, StyledRun(cut(summary, width - cells), theme.secondary)])
+    return join_runs([*bar, StyledRun(cut(summary, width - bar_width), theme.secondary)])
 
 
-def _listed(name: str, texts: Sequence[str], theme: Theme, width: int, rows: int = 1) -> list[Text]:
-    """Rows, at most so many, with as many of the texts as fit, and how many more there are."""
-    name += ": "
-    count, lines, room = 0, [""], width - len(name) - 1  # one cell for a comma
+def _list_lines(
+    name: str, texts: Sequence[str], theme: Theme, width: int, max_rows: int = 1
+) -> list[Text]:
+    """Lines with as many of the texts as fit, and how many more there are; none without texts."""
+    if not texts:
+        return []
+    label = f"{name}: "
+    count, lines, room = 0, [""], width - len(label) - 1  # one cell for a comma
     for text in texts:
         item = known_width_line(displayable_line(text))
-        left = len(texts) - count - 1
-        more = len(f" and {left} more") if left else 0
+        remaining = len(texts) - count - 1
+        reserved = len(f" and {remaining} more") if remaining else 0
         longer = f"{lines[-1]}, {item}" if count else item
-        if cell_len(longer) + (more if len(lines) == rows else 0) <= room:
+        if cell_len(longer) + (reserved if len(lines) == max_rows else 0) <= room:
             lines[-1] = longer
         elif not count:
-            lines[-1] = cut(item, room - more)
-        elif len(lines) < rows:
+            lines[-1] = cut(item, room - reserved)
+        elif len(lines) < max_rows:
             lines[-1] += ","
-            lines.append(cut(item, room - more))
+            lines.append(cut(item, room - reserved))
         else:
             break
         count += 1
-    if left := len(texts) - count:
-        lines[-1] += f" and {left} more"
-    labels = [name, *[" " * len(name)] * (len(lines) - 1)]
+    if remaining := len(texts) - count:
+        lines[-1] += f" and {remaining} more"
+    labels = [label, *[" " * len(label)] * (len(lines) - 1)]
     return [
         join_runs([StyledRun(label, theme.secondary), StyledRun(line, theme.model)])
         for label, line in zip(labels, lines, strict=True)
@@ -157,32 +158,32 @@ def _listed(name: str, texts: Sequence[str], theme: Theme, width: int, rows: int
 
 def draw_full_panel(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
     """Draw the large panel: all held tokens, a histogram of surprisal, and all turns."""
-    inner = width - 4
+    inner_width = width - 4
     sections = [
-        _gauge(snapshot, theme, inner),
-        *_recalled(snapshot, theme, inner),
-        *_legend(theme, inner, recalled=snapshot.recalled > 0),
+        _fill_line(snapshot, theme, inner_width),
+        *_recalled_lines(snapshot, theme, inner_width),
+        *_legend(theme, inner_width, has_recalled=snapshot.recalled > 0),
         Text(),
-        *_held_text(snapshot, theme, inner),
+        *_held_text(snapshot, theme, inner_width),
         Text(),
-        *_statistics(snapshot, theme, inner),
+        *_statistics(snapshot, theme, inner_width),
     ]
     return Panel(
         Group(*sections),
-        title=join_runs([StyledRun(_headline(snapshot), theme.heading)]),
+        title=join_runs([StyledRun(_title(snapshot), theme.heading)]),
         title_align="left",
         border_style=theme.empty,
         width=width,
     )
 
 
-def _headline(snapshot: Snapshot) -> str:
+def _title(snapshot: Snapshot) -> str:
     name = " · ".join((snapshot.policy, f"decay {format_number(snapshot.decay)}", snapshot.model))
     return known_width_line(displayable_line(name))
 
 
-def _gauge(snapshot: Snapshot, theme: Theme, width: int) -> Text:
-    """A row with a bar that shows how full the cache is, and as many token counts as fit."""
+def _fill_line(snapshot: Snapshot, theme: Theme, width: int) -> Text:
+    """A bar that shows how full the cache is, and as many token counts as fit."""
     counts = [
         f"{snapshot.resident:,}/{snapshot.budget:,} held",
         f"{snapshot.seen:,} seen",
@@ -194,37 +195,38 @@ def _gauge(snapshot: Snapshot, theme: Theme, width: int) -> Text:
         counts.pop(1)
     summary = cut("  ".join(counts), width - 2)
     bar_width = min(max(width // 3, 8), width - len(summary) - 2)
-    full = round(bar_width * min(1.0, snapshot.resident / max(1, snapshot.budget)))
-    bar = [StyledRun("━" * full, theme.filled), StyledRun("─" * (bar_width - full), theme.empty)]
-    return join_runs([*bar, StyledRun(f"  {summary}", theme.secondary)])
+    filled = round(bar_width * min(1.0, snapshot.resident / max(1, snapshot.budget)))
+    return join_runs(
+        [
+            StyledRun("━" * filled, theme.filled),
+            StyledRun("─" * (bar_width - filled), theme.empty),
+            StyledRun(f"  {summary}", theme.secondary),
+        ]
+    )
 
 
-def _gap(evicted: int, left_out: int, following: str, theme: Theme) -> list[StyledRun]:
-    """The mark for missing tokens before the text `following`; empty if none are missing.
-
-    It is `⋯n` for n evicted tokens, or else `…` for tokens that are held, but left out here.
-    """
-    mark = f"⋯{evicted}" if evicted > 0 else "…" if left_out > 0 else ""
-    if mark and following[:1].isdigit():  # separates the count from a digit of the text
+def _gap_mark(evicted: int, unshown: int, next_text: str, theme: Theme) -> list[StyledRun]:
+    """The mark for tokens missing before `next_text`: `⋯n` for n evicted, or else `…` for held."""
+    mark = f"⋯{evicted}" if evicted > 0 else "…" if unshown > 0 else ""
+    if mark and next_text[:1].isdigit():  # separates the count from a digit of the text
         mark += "·"
     return [StyledRun(mark, theme.gap)] if mark else []
 
 
-def _title(snapshot: Snapshot, theme: Theme, width: int) -> Text:
-    """Policy, decay, model and speed."""
+def _title_line(snapshot: Snapshot, theme: Theme, width: int) -> Text:
     speed = f"{snapshot.speed:,.0f} tok/s" if snapshot.speed > 0 else ""
-    name = cut(_headline(snapshot), width - len(speed) - 10)
+    title = cut(_title(snapshot), width - len(speed) - 10)
     rule = StyledRun("──", theme.empty)
-    runs = [rule, StyledRun(f" {name} ", theme.secondary), rule]
+    runs = [rule, StyledRun(f" {title} ", theme.secondary), rule]
     if speed:
         runs += [StyledRun(f" {speed} ", theme.secondary), rule]
     return join_runs(runs)
 
 
-def _strip(turns: Sequence[HeldShare], theme: Theme, width: int) -> Text:
+def _turns_line(turns: Sequence[HeldShare], theme: Theme, width: int) -> Text:
     """One cell per turn, which shows the share of it that is held; the oldest may be left out."""
-    gone = sum(1 for turn in turns if turn.tokens and held_share_glyph(turn) == NOTHING_HELD_GLYPH)
-    summary = f"  {gone:,} wholly evicted" if gone else ""
+    evicted = sum(bool(turn.tokens) and held_share_glyph(turn) == NOTHING_HELD for turn in turns)
+    summary = f"  {evicted:,} wholly evicted" if evicted else ""
     room = width - len("turns ") - len(summary)
     left_out = ""
     if len(turns) > room:
@@ -237,31 +239,29 @@ def _strip(turns: Sequence[HeldShare], theme: Theme, width: int) -> Text:
 
 
 def _evicted_next_line(snapshot: Snapshot, theme: Theme, width: int) -> Text:
-    """A line with the words that are evicted next; if there are none, how many tokens have room."""
-    free = snapshot.budget - snapshot.resident
+    """The words that are evicted next; if there are none, how many tokens there is room for."""
+    text = f"room for {snapshot.budget - snapshot.resident:,} tokens"
     if count := len(snapshot.evicted_next):
-        words = _joined(snapshot.leaving_words) or _ONLY_MARKS
+        words = _join_words(snapshot.leaving_words) or _ONLY_MARKS
         text = f"{count:,} of {snapshot.resident:,} are evicted next: {words}"
-    else:
-        text = f"room for {free:,} tokens"
     return join_runs([StyledRun(cut(text, width), theme.secondary)])
 
 
-def _evicted(words: Sequence[str], theme: Theme, width: int) -> Text:
+def _just_evicted_line(words: Sequence[str], theme: Theme, width: int) -> Text:
     label = "evicted: "
-    text = cut(_joined(words), width - len(label))
+    text = cut(_join_words(words), width - len(label))
     return join_runs([StyledRun(label, theme.secondary), StyledRun(text, theme.evicted)])
 
 
-def _joined(words: Iterable[str]) -> str:
+def _join_words(words: Iterable[str]) -> str:
     return ", ".join(filter(None, map(known_width_line, words)))
 
 
 class _Word(NamedTuple):
-    """A held word; `slot` is the index of its first token among all held tokens."""
+    """A held word."""
 
     first: TokenRow
-    slot: int
+    slot: int  # index of its first token among all held tokens
     runs: list[StyledRun]
     score: float
 
@@ -275,61 +275,64 @@ def _strongest_words(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]
             slots[rows[0].position],
             [StyledRun(known_width_line(row.text), theme.token_style(row)) for row in rows],
             # Punctuation is not counted: a word of nothing else comes last.
-            max((row.rank_key for row in rows if not is_mark(row.text)), default=-math.inf),
+            max((row.rank_key for row in rows if not is_punctuation(row.text)), default=-math.inf),
         )
         for rows in split_words(without_template(snapshot.rows))
     ]
-    most = _ROWS * width // 2  # a word takes two cells at least
-    ranked = sorted(words, key=lambda word: -word.score)[:most]
+    max_words = _MAX_WORD_LINES * width // 2  # a word takes two cells at least
+    ranked = sorted(words, key=lambda word: -word.score)[:max_words]
 
     def lines(count: int) -> list[Text]:
-        chosen = sorted(ranked[:count], key=lambda word: word.slot)
-        return wrap_runs(_with_gaps(chosen, snapshot, theme), width)
+        in_order = sorted(ranked[:count], key=lambda word: word.slot)
+        return wrap_runs(_with_gaps(in_order, snapshot, theme), width)
 
-    count = bisect_right(range(1, len(ranked) + 1), _ROWS, key=lambda count: len(lines(count)))
-    return lines(max(1, count))[:_ROWS]
+    counts = range(1, len(ranked) + 1)
+    fitting = bisect_right(counts, _MAX_WORD_LINES, key=lambda count: len(lines(count)))
+    return lines(max(1, fitting))[:_MAX_WORD_LINES]
 
 
 def _with_gaps(words: Iterable[_Word], snapshot: Snapshot, theme: Theme) -> Iterator[StyledRun]:
     """The words in their styles, each turn's after its speaker, with marks for missing tokens."""
-    position = slot = turn = -1
-    for first, at, runs, _ in words:
-        unseen = at - slot - 1
-        evicted = first.position - position - 1 - unseen
+    position = slot = turn = -1  # of the token before
+    for first, first_slot, runs, _ in words:
+        unshown = first_slot - slot - 1
+        evicted = first.position - position - 1 - unshown
         if first.turn == turn:
-            yield from _gap(evicted, unseen, runs[0].text, theme)
+            yield from _gap_mark(evicted, unshown, runs[0].text, theme)
             yield runs[0]
         else:  # a message begins: held tokens that are not shown need no mark
-            yield from _gap(evicted, 0, "", theme)
+            yield from _gap_mark(evicted, 0, "", theme)
             if position >= 0 or evicted > 0:
                 yield StyledRun(" ", theme.gap)
-            name = known_width_line(ROLE_NAMES.get(first.role, first.role))
-            yield StyledRun(f"{name}: ", theme.role_style(first.role) + theme.gap)
+            speaker = known_width_line(ROLE_NAMES.get(first.role, first.role))
+            yield StyledRun(f"{speaker}: ", theme.role_style(first.role) + theme.gap)
             yield runs[0]._replace(text=runs[0].text.removeprefix(" "))
         yield from runs[1:]
         turn = first.turn
-        position, slot = first.position + len(runs) - 1, at + len(runs) - 1
-    unseen = snapshot.resident - slot - 1
-    yield from _gap(snapshot.seen - position - 1 - unseen, unseen, "", theme)
+        position, slot = first.position + len(runs) - 1, first_slot + len(runs) - 1
+    unshown = snapshot.resident - slot - 1
+    yield from _gap_mark(snapshot.seen - position - 1 - unshown, unshown, "", theme)
 
 
-def _told(snapshot: Snapshot) -> list[str]:
+def _recalled_sentences(snapshot: Snapshot) -> list[str]:
     """The sentences that were recalled, that of most tokens first, and who said each."""
-    turns = sorted(snapshot.recalled_turns, key=lambda turn: -turn.tokens)
-    names = {share.index: ROLE_NAMES.get(share.role, share.role) for share in snapshot.turns}
-    whose = {turn.turn: names.get(turn.turn, "") + restored_from_bits(turn.bits) for turn in turns}
-    return [f'{whose[turn.turn]}: "{turn.text}"'.lstrip(": ") for turn in turns if turn.text]
+    speakers = {share.index: ROLE_NAMES.get(share.role, share.role) for share in snapshot.turns}
+    return [
+        f'{speakers.get(turn.turn, "")}{restored_from_bits(turn.bits)}: "{turn.text}"'.lstrip(": ")
+        for turn in sorted(snapshot.recalled_turns, key=lambda turn: -turn.tokens)
+        if turn.text
+    ]
 
 
-def _recalled(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
+def _recalled_lines(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
     """A line with the sentences that were recalled, or else the words that found them."""
-    if told := _told(snapshot):
-        return _listed("recalled for this round", told, theme, width)
+    if sentences := _recalled_sentences(snapshot):
+        return _list_lines("recalled for this round", sentences, theme, width)
     words = list(dict.fromkeys(word for turn in snapshot.recalled_turns for word in turn.words))
-    return _listed("recalled by the words", words, theme, width) if words else []
+    return _list_lines("recalled by the words", words, theme, width)
 
 
-def _legend(theme: Theme, width: int, *, recalled: bool) -> list[Text]:
+def _legend(theme: Theme, width: int, *, has_recalled: bool) -> list[Text]:
     """Lines that explain the panel's colours and marks."""
     space = StyledRun("  ", theme.secondary)
     runs = [StyledRun("how much a token surprised the model, in nats: ", theme.secondary)]
@@ -340,10 +343,10 @@ def _legend(theme: Theme, width: int, *, recalled: bool) -> list[Text]:
         runs += [StyledRun(name, style), space]
     runs += [StyledRun("⋯7", theme.gap)]
     runs.append(StyledRun(": 7 tokens were evicted here  ", theme.secondary))
-    marks = [(_SINK, "sink"), (_PIN, "pinned"), *([(_RECALLED, "recalled")] if recalled else [])]
-    for (opening, closing), name in marks:
-        runs += [StyledRun(opening, theme.bracket), StyledRun(name, theme.secondary)]
-        runs += [StyledRun(closing, theme.bracket), space]
+    for flag, (opening, closing) in _BRACKETS.items():
+        if flag != "recalled" or has_recalled:
+            runs += [StyledRun(opening, theme.bracket), StyledRun(flag, theme.secondary)]
+            runs += [StyledRun(closing, theme.bracket), space]
     runs.append(StyledRun("template", theme.template))
     return wrap_runs(runs, width)
 
@@ -352,43 +355,45 @@ def _held_text(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
     """Lines with the text of all held tokens: one block for each turn that has some."""
     lines: list[Text] = []
     roles = {turn.index: turn.role for turn in snapshot.turns}
-    gaps = _gaps(snapshot)
-    rows = list(zip(snapshot.rows, gaps[:-1], strict=True))
-    parts = groupby(rows, lambda row: (row[0].turn, row[0].position < snapshot.prompt))
-    blocks = [(*part, list(block)) for part, block in parts]
-    for number, (turn, is_prompt, block) in enumerate(blocks):
-        runs = list(_block(block, theme))
-        if number == len(blocks) - 1:
-            runs += _gap(gaps[-1], 0, "", theme)
-        label = _label(turn, "system" if is_prompt else roles.get(turn, ""), theme)
+    *evicted_before, evicted_last = _evicted_between(snapshot)
+    last_mark = _gap_mark(evicted_last, 0, "", theme)
+    rows = zip(snapshot.rows, evicted_before, strict=True)
+    blocks = [
+        (turn, is_prompt, list(block))
+        for (turn, is_prompt), block in groupby(
+            rows, lambda row: (row[0].turn, row[0].position < snapshot.prompt)
+        )
+    ]
+    for number, (turn, is_prompt, block) in enumerate(blocks, 1):
+        runs = list(_turn_runs(block, theme))
+        if number == len(blocks):
+            runs += last_mark
+        label = _turn_label(turn, "system" if is_prompt else roles.get(turn, ""), theme)
         blank = Text(" " * label.cell_len, no_wrap=True, overflow="ignore")
-        for index, line in enumerate(wrap_runs(runs, width - _MARGIN)):
+        for index, line in enumerate(wrap_runs(runs, width - _LABEL_COLUMNS)):
             lines.append((blank if index else label).copy().append_text(line))
-    if not blocks:
-        return [
-            join_runs([StyledRun("nothing held", theme.secondary), *_gap(gaps[-1], 0, "", theme)])
-        ]
-    return lines
+    return lines or [join_runs([StyledRun("nothing held", theme.secondary), *last_mark])]
 
 
-def _gaps(snapshot: Snapshot) -> list[int]:
+def _evicted_between(snapshot: Snapshot) -> list[int]:
     """The number of evicted tokens before each held token, and, at the end, after the last."""
-    pairs = [(-1, -1)]  # position and slot
-    pairs += zip((row.position for row in snapshot.rows), snapshot.slots, strict=True)
-    pairs.append((snapshot.seen, snapshot.resident))
-    return [(b - a) - (slot_b - slot_a) for (a, slot_a), (b, slot_b) in pairwise(pairs)]
+    positions = [-1, *(row.position for row in snapshot.rows), snapshot.seen]
+    slots = [-1, *snapshot.slots, snapshot.resident]
+    # As many tokens are evicted before a held one as its position is ahead of its slot.
+    evicted = [position - slot for position, slot in zip(positions, slots, strict=True)]
+    return [after - before for before, after in pairwise(evicted)]
 
 
-def _block(rows: Sequence[tuple[TokenRow, int]], theme: Theme) -> Iterator[StyledRun]:
+def _turn_runs(rows: Sequence[tuple[TokenRow, int]], theme: Theme) -> Iterator[StyledRun]:
     """One turn's held tokens, each with the number of evicted tokens before it, in their styles."""
     opened: tuple[str, str] | None = None
     for row, evicted in rows:
-        brackets = _brackets(row)
+        brackets = next((pair for flag, pair in _BRACKETS.items() if flag in row.flags), None)
         if opened and (brackets != opened or evicted):
             yield StyledRun(opened[1], theme.bracket)
             opened = None
         text = known_width_line(row.text)
-        yield from _gap(evicted, 0, text, theme)
+        yield from _gap_mark(evicted, 0, text, theme)
         if brackets and not opened:
             yield StyledRun(brackets[0], theme.bracket)
         opened = brackets
@@ -397,20 +402,11 @@ def _block(rows: Sequence[tuple[TokenRow, int]], theme: Theme) -> Iterator[Style
         yield StyledRun(opened[1], theme.bracket)
 
 
-def _brackets(row: TokenRow) -> tuple[str, str] | None:
-    if "sink" in row.flags:
-        return _SINK
-    if "pinned" in row.flags:
-        return _PIN
-    return _RECALLED if "recalled" in row.flags else None
-
-
-def _label(turn: int, role: str, theme: Theme) -> Text:
-    number, name = f"{turn:>4} ", cut(known_width_line(ROLE_NAMES.get(role, role)), _MARGIN - 6)
-    label = join_runs(
-        [StyledRun(cut(number, 6), theme.secondary), StyledRun(name, theme.role_style(role))]
-    )
-    label.pad_right(_MARGIN - label.cell_len)
+def _turn_label(turn: int, role: str, theme: Theme) -> Text:
+    name = cut(known_width_line(ROLE_NAMES.get(role, role)), _LABEL_COLUMNS - 6)
+    runs = [StyledRun(cut(f"{turn:>4} ", 6), theme.secondary)]
+    label = join_runs([*runs, StyledRun(name, theme.role_style(role))])
+    label.pad_right(_LABEL_COLUMNS - label.cell_len)
     return label
 
 
@@ -418,6 +414,7 @@ def _statistics(snapshot: Snapshot, theme: Theme, width: int) -> list[Renderable
     sections: list[RenderableType] = []
     if snapshot.histogram is not None:
         threshold = snapshot.threshold if snapshot.unit == "nats" else None
-        bars = draw_histogram(snapshot.histogram, threshold, theme, min(width, _LONGEST_BARS))
+        bars_width = min(width, _MAX_HISTOGRAM_COLUMNS)
+        bars = draw_histogram(snapshot.histogram, threshold, theme, bars_width)
         sections += [section_title("surprise", theme, width), *bars, Text()]
     return [*sections, section_title("turns", theme, width), draw_turns(snapshot.turns, theme)]

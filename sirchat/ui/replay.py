@@ -134,16 +134,21 @@ def _events(
             fed = following is not None and following.role == "assistant"
             with InterruptFlag() as interrupted:
                 if fed:
-                    yield from session.read_question(turn.content, interrupted, before="assistant")
+                    yield from session.read_question(
+                        turn.content, interrupted, next_role="assistant"
+                    )
                 else:
                     yield from session.ask(turn.content, interrupted)
             _stop_if(interrupted)
         elif turn.role == "tool" and options.feed:
             call = calls.pop(0) if calls else ToolCall(call_id(turn.line), "tool", "{}")
-            before, question = following.role if following is not None else None, session.last_said
+            before, question = (
+                following.role if following is not None else None,
+                session.undoable_message,
+            )
             with InterruptFlag() as interrupted:
                 yield from read_result(
-                    session, call, turn.content, question, interrupted, before=before
+                    session, call, turn.content, question, interrupted, next_role=before
                 )
             _stop_if(interrupted)
         elif options.feed:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 
-from sirchat.chat.model_defaults import follows_model
+from sirchat.chat.model_defaults import budget_follows_model
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import write_default_setting
 from sirchat.errors import SettingError
@@ -138,7 +138,7 @@ def _read_while_loading(
             entry.prompt.abort(error)
 
     with entry.ctrl_c.interruptible():
-        return entry.prompt.read(meanwhile=begin_above_the_prompt)
+        return entry.prompt.read(background=begin_above_the_prompt)
 
 
 def explain_toy_model(screen: Screen) -> None:
@@ -234,7 +234,7 @@ class SessionLoader:
 def _toolbar(profile: Profile, loader: SessionLoader) -> str:
     *_, name = profile.model.rstrip("/").rpartition("/")
     parts = [displayable_line(name), displayable_line(profile.policy)]
-    if not follows_model(profile, profile.model):
+    if not budget_follows_model(profile, profile.model):
         parts.append(f"budget {profile.budget:,}")
     return " · ".join([*parts, displayable_line(loader.step) or "loading"])
 

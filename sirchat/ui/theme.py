@@ -37,7 +37,7 @@ Shades = tuple[Style, ...]
 
 @dataclass(frozen=True)
 class Theme:
-    """The styles for one kind of background, such as a dark one."""
+    """The styles for a dark or light background, or without colours."""
 
     name: str
     tokens: tuple[Shades, ...]  # for each bucket of surprisal
@@ -63,26 +63,26 @@ class Theme:
         ]
 
     def role_style(self, role: str) -> Style:
-        """The style of a turn's label; `role` is the role of the turn's speaker, such as "user"."""
+        """The style of the label of a turn by this role, such as "user"."""
         roles = {"system": self.system, "user": self.user, "assistant": self.model}
         return roles.get(role, self.secondary)
 
 
 def surprisal_bucket(surprisal: float) -> int:
-    """Index of the bucket (range between two of the `BUCKET_LIMITS`) for a surprisal in nats."""
+    """Index of the bucket into which a surprisal, in nats, falls."""
     return bisect_right(BUCKET_LIMITS, surprisal, hi=len(BUCKET_LIMITS) - 1)
 
 
 def decay_intensity(surprisal: float, decayed: float) -> int:
-    """0 (strong), 1 (fading) or 2 (faint), by the share of surprisal that is left after decay."""
+    """0 (strong), 1 (fading) or 2 (faint), by the share of surprisal left after decay."""
     share_left = decayed / surprisal if surprisal > 0 else 1.0
     return next(i for i, least in enumerate(INTENSITY_LIMITS) if share_left >= least)
 
 
 def find_theme(name: str, environ: Mapping[str, str], *, is_light: bool = False) -> Theme:
-    """The theme "dark", "light" or "none"; for "auto", the variable COLORFGBG decides.
+    """The theme "dark", "light" or "none"; "auto" follows COLORFGBG, or else `is_light`.
 
-    Where it is not set, `is_light` does. Raises ValueError for any other name.
+    Raises ValueError for any other name.
     """
     if name == "auto":
         background = environ.get("COLORFGBG", "")
@@ -97,8 +97,7 @@ def _colour(number: int, weights: str = "") -> Style:
     return Style.parse(f"color({number}) {weights}")
 
 
-def _ramp(*buckets: tuple[int, int, int]) -> tuple[Shades, ...]:
-    """The styles of the buckets, from the colours of their intensities: strong, fading, faint."""
+def _bucket_shades(*buckets: tuple[int, int, int]) -> tuple[Shades, ...]:
     weights = ("", "", "", "bold", "bold underline")
     return tuple(
         tuple(_colour(number, weight) for number in numbers)
@@ -106,19 +105,19 @@ def _ramp(*buckets: tuple[int, int, int]) -> tuple[Shades, ...]:
     )
 
 
-def _weights(style: Style) -> Shades:
+def _colourless_shades(style: Style) -> Shades:
     return style, style, style + Style(dim=True)
 
 
-def _coloured(name: str, *buckets: tuple[int, int, int], **colours: int) -> Theme:
+def _colour_theme(name: str, *buckets: tuple[int, int, int], **colours: int) -> Theme:
     styles = {part: _colour(colour) for part, colour in colours.items()}
     styles["evicted"] += Style(strike=True)
-    return Theme(name, _ramp(*buckets), **styles, system=styles["bracket"])
+    return Theme(name, _bucket_shades(*buckets), **styles, system=styles["bracket"])
 
 
 # Of 256 colours, those whose hues stay apart on a terminal with 16, and whose contrast with black,
 # or white, is at least 4.5. Grey 243 has it with both, for where nobody knows the background.
-_DARK = _coloured(
+_DARK = _colour_theme(
     "dark",
     *((248, 245, 243), (117, 38, 31), (113, 71, 34), (222, 178, 136), (209, 173, 131)),
     secondary=243,
@@ -129,7 +128,7 @@ _DARK = _coloured(
     bracket=141,
     user=44,
 )
-_LIGHT = _coloured(
+_LIGHT = _colour_theme(
     "light",
     *((240, 242, 243), (19, 26, 63), (22, 28, 29), (58, 94, 130), (88, 124, 131)),
     secondary=243,
@@ -143,11 +142,11 @@ _LIGHT = _coloured(
 _NONE = Theme(
     name="none",
     tokens=(
-        _weights(Style(dim=True)),
-        _weights(Style()),
-        _weights(Style(underline=True)),
-        _weights(Style(bold=True)),
-        _weights(Style(bold=True, underline=True)),
+        _colourless_shades(Style(dim=True)),
+        _colourless_shades(Style()),
+        _colourless_shades(Style(underline=True)),
+        _colourless_shades(Style(bold=True)),
+        _colourless_shades(Style(bold=True, underline=True)),
     ),
     secondary=Style(dim=True),
     heading=Style(),

@@ -27,10 +27,10 @@ import torch
 from attacking import MANY, attack
 from random_encoders import random_encoder
 from shadow import WatchedModel, check, follow, logits_gap, shadow_of, watching
-from sirchat.chat.rereading import copied
-from sirchat.chat.retry import retry_under
+from sirchat.chat.rereading import copy_session
+from sirchat.chat.retry import retry_with_settings
 from sirchat.chat.session import Session
-from sirchat.chat.state import Reply, reply_at_end
+from sirchat.chat.state import GeneratedReply, last_generated_reply
 from sirchat.config.profile import Profile
 from sirchat.errors import SirchatError
 from sirchat.memory.ledger import Role
@@ -112,7 +112,7 @@ class Talk:
     ) -> None:
         self.model, self.folder, self.leader = WatchedModel.of(model), folder, leader
         self.theta = float(model.module.config.rope_parameters["rope_theta"])
-        self.reply: Reply | None = None
+        self.reply: GeneratedReply | None = None
         self.left: list[tuple[Session, list[Any]]] = []  # chats that went on as branches
         self._use(Session(self.model, profile))
 
@@ -144,7 +144,7 @@ class Talk:
     def ask(self, text: str, stop: int = 0, attempt: int = 0) -> None:
         reply = self.leader.reply if self.leader else None
         list(self.chat.ask(text, Stop(stop), attempt=attempt, reply=reply))
-        self.reply = reply_at_end(self.chat.ledger, self.chat.turns)
+        self.reply = last_generated_reply(self.chat.ledger, self.chat.turns)
 
     def read(self, text: str, reply: str) -> None:
         list(self.chat.read_user(text))
@@ -154,14 +154,14 @@ class Talk:
         attempt = 0 if text else self.chat.state.attempt + 1
         if self.leader is None:
             list(self.chat.retry(text=text))
-            self.reply = reply_at_end(self.chat.ledger, self.chat.turns)
+            self.reply = last_generated_reply(self.chat.ledger, self.chat.turns)
             return
-        text = text or self.chat.last_said
+        text = text or self.chat.undoable_message
         self.chat.undo(keep_pins=True)
         self.ask(text, attempt=attempt)
 
-    def retry_under(self, updates: dict[str, Any]) -> None:
-        list(retry_under(self.chat, updates, lambda _: ""))
+    def retry_with_settings(self, updates: dict[str, Any]) -> None:
+        list(retry_with_settings(self.chat, updates, lambda _: ""))
 
     def switch(self, updates: dict[str, Any]) -> None:
         self.chat.switch("/set", **updates)
@@ -204,7 +204,7 @@ class Talk:
         """Go on with a copy; the chat itself stays as it is."""
         if not self.chat.seen:
             return
-        before, other = digest(self.chat), copied(self.chat)
+        before, other = digest(self.chat), copy_session(self.chat)
         assert other is not None
         assert_same(digest(other), before, "branch")
         follow(other, shadow_of(self.chat))
@@ -349,7 +349,7 @@ def act(random: Random, plain: bool) -> tuple[Any, ...]:
     alone: list[tuple[Any, ...]] = [
         *[("switch", more_changes(random))] * 3,
         ("fail", text, random.randint(1, 7)),
-        ("retry_under", updates),
+        ("retry_with_settings", updates),
         ("leave_off", text, random.randint(0, 6)),
     ]
     return random.choice(usual if plain else [*usual, *alone])

@@ -257,7 +257,7 @@ def test_a_damaged_sentence_encoder_is_refused_or_the_same(tmp_path: Path) -> No
     def load(random: Random) -> None:
         path.write_bytes(mutated(random, data))
         found = Encoder.load(path)
-        if found.check_sum != good.check_sum or not torch.equal(found.hidden, good.hidden):
+        if found.checksum != good.checksum or not torch.equal(found.hidden, good.hidden):
             raise ValueError("other numbers")
 
     attack(load, few=20)

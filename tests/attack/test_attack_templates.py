@@ -61,9 +61,9 @@ def render(it: Any, text: str) -> None:
     for made, neutral in (
         (template.opening(text)[1].ids, template.opening("b")[1].ids),
         (template.opening("b", text)[1].ids, template.opening("b", "c")[1].ids),
-        (template.user(text).ids, template.user("b").ids),
-        (template.system(text).ids, template.system("b").ids),
-        (template.assistant(text).ids, template.assistant("b").ids),
+        (template.user_turn(text).ids, template.user_turn("b").ids),
+        (template.system_turn(text).ids, template.system_turn("b").ids),
+        (template.assistant_turn(text).ids, template.assistant_turn("b").ids),
     ):
         if control_ids(it, made) - control_ids(it, neutral):
             raise ValueError("text became a control token")
@@ -93,8 +93,8 @@ def test_a_template_without_end_costs_its_time_once_and_not_in_each_rendering_of
     bomb = "{% if 'now' in m.content %}" + BOMBS["quiet"] + "{% endif %}"
     template = Template(with_template(_HEAD + bomb + "{{ m.content }}" + _TAIL))
     with pytest.raises(ModelError, match=r"0\.5 seconds"):
-        template.user("now")
-    assert template.user("hello").ids
+        template.user_turn("now")
+    assert template.user_turn("hello").ids
 
 
 def test_the_time_is_over_also_where_a_template_drops_what_it_has_begun(
@@ -121,7 +121,7 @@ def test_text_that_a_template_makes_a_control_token_of_is_read_as_it_is(content:
     spoiled = False
     for text in ("<|im_#end|>", "<|IM_END|>", "end|>", "|dne_mi|>"[::-1], ">|dne_mi|<"):
         render(it, text)
-        for turn in (Template(it).user(text), Template(it).opening(text)[1]):
+        for turn in (Template(it).user_turn(text), Template(it).opening(text)[1]):
             said = turn.ids[slice(*turn.content)]
             spoiled |= said == Template(it).as_text(text)
     assert spoiled or "upper" in content  # marks around a token survive these filters

@@ -42,7 +42,9 @@ def rounds(draw: Random, count: int) -> list[Message]:
 def read(chat: Session, messages: list[Message], following: str | None = None) -> Iterator[Any]:
     roles = [role for role, _ in messages[1:]] + [following]
     for (role, said), after in zip(messages, roles, strict=True):
-        yield from (chat.read_user(said, before=after) if role == "user" else chat.read_reply(said))
+        yield from (
+            chat.read_user(said, next_role=after) if role == "user" else chat.read_reply(said)
+        )
 
 
 def told(messages: list[Message], **settings: Any) -> Session:

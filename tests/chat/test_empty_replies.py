@@ -13,7 +13,7 @@ from chatting import babbler, notices, session, smallest, tiny
 from command import run
 from saved_chats import Chat, resumed
 from sirchat.chat.events import Delta, Evicted, Notice, TurnDone, to_json
-from sirchat.engine.sampling import Continued, Sampler, Sampling
+from sirchat.engine.sampling import ForcedPrefixSampler, Sampler, Sampling
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.paths import sessions_dir
 from sirchat.saved.session_list import list_sessions
@@ -25,7 +25,9 @@ IT = tiny().tokenizer
 
 
 def says(monkeypatch: pytest.MonkeyPatch, ids: list[int]) -> None:
-    monkeypatch.setattr("sirchat.chat.settings.Sampler", lambda *_: Continued(ids, Sampling()))
+    monkeypatch.setattr(
+        "sirchat.chat.settings.Sampler", lambda *_: ForcedPrefixSampler(ids, Sampling())
+    )
 
 
 @pytest.mark.parametrize(

@@ -73,10 +73,10 @@ def test_every_turn_that_lost_something_is_listed_with_what_it_lost() -> None:
 
 def test_of_a_wholly_evicted_message_all_words_are_listed_also_those_held_elsewhere() -> None:
     chat = session(tiny(), **SINK)
-    list(chat.read_question("I live at 12 Heron Street.", before="assistant"))
+    list(chat.read_question("I live at 12 Heron Street.", next_role="assistant"))
     for told in ("Yes.", "Good.", "Well.", "So you live in 12 Heron Street."):
         list(chat.read_reply(told))
-        list(chat.read_question("And my name is Anna, as you know.", before="assistant"))
+        list(chat.read_question("And my name is Anna, as you know.", next_role="assistant"))
     whole = next(evicted_turns(chat))
     assert "12 Heron Street" in "".join(row.text for row in chat.snapshot().rows)
     assert (whole.held, set(whole.words)) == (0, {"I", "live", "at", "12", "Heron", "Street"})

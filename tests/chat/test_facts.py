@@ -19,8 +19,8 @@ from chatting import session, smollm2, tiny
 from drawing import NONE, lines
 from sirchat.chat import statements
 from sirchat.chat.session import Session
-from sirchat.chat.statements import Said, StatedFact
-from sirchat.chat.summary import left_out_of
+from sirchat.chat.statements import StatedFact, StatementCache
+from sirchat.chat.summary import omitted_facts
 from sirchat.models.model import LoadedModel
 from sirchat.ui.commands import Commands
 from sirchat.ui.saved_chat import SavedChat
@@ -85,9 +85,9 @@ def test_of_a_fact_that_is_held_in_part_it_says_what_is_left() -> None:
 
 def test_vectors_are_those_of_reading_and_a_resumed_chat_makes_them_again() -> None:
     chat = chat_of(*FACTS)
-    assert set(chat._said.vectors) == set(FACTS)
+    assert set(chat._statement_cache.vectors) == set(FACTS)
     read = [fact.text for fact in chat.facts()]
-    chat._said = Said()
+    chat._statement_cache = StatementCache()
     assert [fact.text for fact in chat.facts()] == read == FACTS
 
 
@@ -110,7 +110,7 @@ def test_facts_are_looked_for_once_after_each_change(monkeypatch: pytest.MonkeyP
         calls.clear()
         shown = [chat.facts() for _ in range(3)]
         assert len(calls) == 1
-        chat._said.found = (None, [])
+        chat._statement_cache.found = (None, [])
         assert shown == [chat.facts()] * 3
 
 
@@ -155,7 +155,7 @@ def test_what_corrects_a_fact_is_listed_though_the_encoder_takes_it_for_no_fact(
     chat = chat_of(*said)
     every = "sirchat.models.encoder.Encoder.is_kind"
     monkeypatch.setattr(every, lambda self, kind, vectors: torch.arange(len(vectors)) < 1)
-    monkeypatch.setattr(statements, "SAME_THING", -2)
+    monkeypatch.setattr(statements, "SAME_SUBJECT_COSINE", -2)
     assert [(fact.text, fact.newer_text) for fact in chat.facts()] == [said, (said[1], "")]
     assert [fact.text for fact in chat.facts("wrong")] == [said[1]]
 
@@ -165,7 +165,7 @@ def all_near(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every sentence is a fact, and near every other one."""
     every = "sirchat.models.encoder.Encoder.is_kind"
     monkeypatch.setattr(every, lambda self, kind, vectors: torch.ones(len(vectors)) > 0)
-    monkeypatch.setattr("sirchat.chat.statements.SAME_THING", -2.0)
+    monkeypatch.setattr("sirchat.chat.statements.SAME_SUBJECT_COSINE", -2.0)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_of_a_sentence_that_tells_two_things_one_may_be_replaced(
     assert [fact.newer_text for fact in facts] == [newer, ""]
     how = "newer in part" if is_in_part else "newer"
     assert f'held; {how}: "{newer}"' in lines(draw_facts(facts, 0.0, NONE), 200)[1]
-    (left_out,) = left_out_of(facts, newer)
+    (left_out,) = omitted_facts(facts, newer)
     corrected = "corrected in part" if is_in_part else "corrected"
     assert left_out.text.endswith(f'"{older}" ({corrected})')
 

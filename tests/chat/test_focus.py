@@ -14,9 +14,9 @@ from random_encoders import random_encoder
 from sirchat.chat.events import Event, Recalled, TurnDone
 from sirchat.chat.session import Session
 from sirchat.models.model import LoadedModel
-from sirchat.recall.passage_search import FLOOR
-from sirchat.recall.recall import NEAR, NewTurn
-from sirchat.recall.word_index import LESS
+from sirchat.recall.passage_search import MIN_SCORE
+from sirchat.recall.recall import MIN_SHARE_OF_BEST, NewTurn
+from sirchat.recall.word_index import DISCOUNT
 
 TOLD, ASKED = "Our zebra is called Quixbert.", "Who is our zebra Quixbert?"
 TALK = ("What a rainy day it is.", "Tell me a joke.", "The bus was late again.", "How are you?")
@@ -40,7 +40,7 @@ def asking(focus: str = "on") -> LoadedModel:
 def told(budget: int = 1024, focus: str = "on") -> Session:
     chat = session(asking(focus), policy="sink", budget=budget, recall="on", max_new_tokens=8)
     for text in (TOLD, *TALK * 4):
-        list(chat.read_user(text, before="assistant"))
+        list(chat.read_user(text, next_role="assistant"))
         list(chat.read_reply("Fine, thank you."))
     return chat
 
@@ -123,22 +123,26 @@ def test_a_model_that_uses_its_whole_context_says_no_and_a_number_says_yes() -> 
 def test_passages_that_fit_much_less_than_the_best_are_left_out() -> None:
     chat = told()
     for text in ("A zebra ran.", "He has a zebra and a dog."):
-        list(chat.read_user(text, before="assistant"))
+        list(chat.read_user(text, next_role="assistant"))
         list(chat.read_reply("Fine, thank you."))
     chat.recall.update()
-    turn = chat.template.user(ASKED)
+    turn = chat.template.user_turn(ASKED)
     found = chat.recall.find(NewTurn(turn.ids, turn.roles), 1000)
-    scores = chat.recall.search.scores(found.message)
-    near = {number for number, score in enumerate(scores) if score >= NEAR * found.best}
+    scores = chat.recall.search.scores(found.query)
+    near = {
+        number
+        for number, score in enumerate(scores)
+        if score >= MIN_SHARE_OF_BEST * found.best_score
+    }
     assert found.is_question
     assert set(found.passages) == near
-    assert (scores[[n not in near for n in range(len(scores))]] >= LESS * FLOOR).any()
+    assert (scores[[n not in near for n in range(len(scores))]] >= DISCOUNT * MIN_SCORE).any()
 
 
 def test_without_an_encoder_a_number_says_yes_for_questions() -> None:
     chat = session(babbler(), policy="sink", budget=1024, recall="words", max_new_tokens=8)
     for text in (TOLD, *TALK * 4):
-        list(chat.read_user(text, before="assistant"))
+        list(chat.read_user(text, next_role="assistant"))
         list(chat.read_reply("Fine."))
     every = set(range(chat.seen))
     assert held_in_reply(chat, ASKED)[0] >= every
@@ -153,7 +157,7 @@ def test_under_a_policy_that_evicts_nothing_there_is_no_focus() -> None:
     for model in (asking(), babbler()):
         chat = session(model, policy="full", recall="on", focus=32, max_new_tokens=8)
         for text in (TOLD, *TALK):
-            list(chat.read_user(text, before="assistant"))
+            list(chat.read_user(text, next_role="assistant"))
             list(chat.read_reply("Fine."))
         every = set(range(chat.seen))
         assert held_in_reply(chat, ASKED)[0] >= every

@@ -14,11 +14,11 @@ from by_heart import SHAPES
 from by_heart import tokenizer as tokenizer_of
 from chatting import ids_of, session, smallest
 from sirchat.chat.events import Delta, Event
-from sirchat.chat.rereading import read_whole
+from sirchat.chat.rereading import reread_session
 from sirchat.chat.session import Session
-from sirchat.chat.state import Reply
+from sirchat.chat.state import GeneratedReply
 from sirchat.models.model import LoadedModel
-from sirchat.text.transcript import split_tagged, tagged
+from sirchat.text.transcript import join_reasoning, split_reasoning
 from template_shapes import HEADERS, with_template
 
 MANY = int(os.environ.get("SIRCHAT_ATTACK", "1"))
@@ -56,7 +56,7 @@ def read(chat: Session, messages: list[Message]) -> None:
     roles = [message["role"] for message in messages[1:]]
     for message, following in zip(messages, [*roles, None], strict=True):
         if message["role"] == "user":
-            list(chat.read_user(message["content"], before=following))
+            list(chat.read_user(message["content"], next_role=following))
         elif message["role"] == "assistant":
             list(chat.read_reply(message["content"]))
 
@@ -87,14 +87,14 @@ def test_a_history_is_read_as_the_template_writes_it(name: str, seed: int) -> No
     assert ids_of(chat) == wanted, messages
     for message in messages:  # the session stores reasoning apart, without its blanks
         if message["role"] == "assistant":
-            message["content"] = tagged(*split_tagged(message["content"]))
-    assert ids_of(read_whole(chat)) == whole(model(name).tokenizer, messages)
+            message["content"] = join_reasoning(*split_reasoning(message["content"]))
+    assert ids_of(reread_session(chat)) == whole(model(name).tokenizer, messages)
 
 
 @pytest.mark.parametrize(("most", "finish"), [(2, "interrupt"), (99, "stop")])
 def test_a_given_reply_that_is_interrupted_says_so(most: int, finish: str) -> None:
     chat, said = session(), list[Event]()
-    given = Reply(tuple(chat.model.tokenizer.encode("Hello there, and welcome.")), "stop")
+    given = GeneratedReply(tuple(chat.model.tokenizer.encode("Hello there, and welcome.")), "stop")
 
     def stops() -> bool:
         return sum(isinstance(event, Delta) for event in said) > most

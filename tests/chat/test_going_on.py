@@ -12,7 +12,7 @@ from sirchat.chat.events import Delta, Notice, TurnDone, Undone
 from sirchat.chat.plain_reply import PlainReply
 from sirchat.chat.retry import go_on
 from sirchat.chat.session import Session
-from sirchat.chat.state import CUT, undo_depth
+from sirchat.chat.state import UNFINISHED, undo_depth
 from sirchat.engine.sampling import Sampler
 from sirchat.errors import ContextFullError, UndoError, UsageError
 
@@ -66,7 +66,7 @@ def test_after_another_message_the_last_reply_goes_on() -> None:
     chat = told(8)
     list(chat.ask("blue"))
     chat.undo()
-    assert chat.turns[-1].finish in CUT
+    assert chat.turns[-1].finish in UNFINISHED
     (done,) = (event for event in go_on(chat) if isinstance(event, TurnDone))
     assert done.tokens_out == 16
 

@@ -63,7 +63,7 @@ def chat(name: str, *texts: str, **settings: Any) -> Session:
 
 
 def state(of: Session) -> list[Tensor]:
-    return tensors(of.save().state)
+    return tensors(of.engine.save().state)
 
 
 def tensors(layers: CacheState) -> list[Tensor]:
@@ -147,7 +147,7 @@ def copied(talk: Session) -> Session:
     """The same chat in another session."""
     made = Session(talk.model, talk.profile)
     received = talk.ledger.attention.checkpoint(np.arange(talk.seen))
-    made.load(talk.save(), talk.state, talk.engine.store.copy_key_values(), received)
+    made.load(talk.engine.save(), talk.state, talk.engine.store.copy_key_values(), received)
     return made
 
 

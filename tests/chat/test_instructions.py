@@ -13,8 +13,8 @@ import sirchat.lab.training
 from chatting import babbler, notices, session, smollm2
 from saved_chats import Chat
 from sirchat.chat.events import Evicted, Notice, Restored, TurnDone
-from sirchat.chat.rereading import read_whole, rewind
-from sirchat.chat.retry import retry_under
+from sirchat.chat.rereading import reread_session, rewind
+from sirchat.chat.retry import retry_with_settings
 from sirchat.chat.rule_forms import is_rule, preference_in
 from sirchat.chat.session import Session
 from sirchat.errors import SettingError
@@ -79,7 +79,7 @@ def test_a_message_that_is_answered_again_stays_unpinned_unless_it_is_pinned_aga
     for _ in range(2):
         chat.pin("turn 2", pinned=False)
         list(chat.retry())
-        list(retry_under(chat, {"temperature": 0.5}, lambda _: "warmer"))
+        list(retry_with_settings(chat, {"temperature": 0.5}, lambda _: "warmer"))
         assert not pinned(chat)
         chat.pin("turn 2")
         list(chat.retry())
@@ -103,12 +103,12 @@ def test_undo_and_retry_tell_the_users_pins_from_rules() -> None:
     chat.pin(f'"{RULE}"')  # now it is the user's choice
     chat.undo()
     assert [at.tolist() for at in chat.ledger.rules()] == [rule.tolist()]
-    assert not chat.ledger.own_pins(0).size
+    assert not chat.ledger.pins_except_rules(0).size
     chat.pin("last")
-    before = chat.ledger.own_pins(0).tolist()
+    before = chat.ledger.pins_except_rules(0).tolist()
     list(chat.retry())
-    list(retry_under(chat, {"temperature": 0.5}, lambda _: "warmer"))
-    assert chat.ledger.own_pins(0).tolist() == before
+    list(retry_with_settings(chat, {"temperature": 0.5}, lambda _: "warmer"))
+    assert chat.ledger.pins_except_rules(0).tolist() == before
     assert not chat.ledger.rules()
     list(chat.retry(text="Hello."))  # another message has none of these pins
     assert not chat.ledger.pinned_positions.size
@@ -121,7 +121,7 @@ def test_of_a_rule_that_is_erased_nothing_stays() -> None:
     chat.pin("turn 0", pinned=False)
     chat.pin("turn 2", pinned=False)
     chat.erase("sentence")
-    assert chat.state.unpinned == {(0, "Hello."), (2, "Call me Priya from now on.")}
+    assert chat.state.unpinned_sentences == {(0, "Hello."), (2, "Call me Priya from now on.")}
 
 
 def test_a_policy_without_pins_pins_nothing() -> None:
@@ -171,7 +171,7 @@ def test_a_rule_that_was_unpinned_stays_so_when_it_is_answered_again_in_a_resume
     again = session(telling(), policy="sink", budget=128)
     with SessionStore.open(find_session(folder, "last")) as store:
         resume_session(again, store, rebuild=rebuild)
-        again = again if again.undo_points else read_whole(again)
+        again = again if again.undo_points else reread_session(again)
     assert not notices(list(again.retry()))
     assert not pinned(again)
 
@@ -248,7 +248,7 @@ def test_undo_and_another_message_bring_back_a_rule_that_was_let_go(back: Any) -
 
 def test_rules_in_turns_with_given_replies_are_pinned() -> None:
     chat = plain_chat()
-    list(chat.read_question(RULE, before="assistant"))
+    list(chat.read_question(RULE, next_role="assistant"))
     list(chat.read_reply("Fine."))
     assert pinned(chat) == RULE
 
@@ -301,7 +301,7 @@ def test_where_the_user_pinned_much_a_new_rule_lets_no_older_one_go() -> None:
     assert RULE in pinned(chat)
 
 
-@pytest.mark.parametrize("again", [read_whole, "rewind"])
+@pytest.mark.parametrize("again", [reread_session, "rewind"])
 def test_rules_stay_rules_when_the_chat_is_read_again(again: Any) -> None:
     chat = plain_chat(budget=240)
     ask(chat, f"Hello. {RULE}")

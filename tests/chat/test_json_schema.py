@@ -18,7 +18,7 @@ from saved_chats import Chat, completions, refusal
 from sirchat.chat.events import Called
 from sirchat.chat.retry import go_on
 from sirchat.chat.tool_loop import ChatTool
-from sirchat.engine.sampling import Allowed, Sampler, Sampling
+from sirchat.engine.sampling import Sampler, Sampling, TokenFilter
 from sirchat.errors import SettingError
 from sirchat.text.json_schema import load_schema
 from sirchat.text.reply_marks import Marks
@@ -169,7 +169,7 @@ def test_with_tools_replies_are_calls_or_json(
     encode = tool_tiny().tokenizer.encode
     begun = [encode(text, add_special_tokens=False) for text in ("<tool_call>", '"')]
 
-    def sampler(sampling: Sampling, attempt: int, allowed: Allowed | None) -> Sampler:
+    def sampler(sampling: Sampling, attempt: int, allowed: TokenFilter | None) -> Sampler:
         assert allowed is not None
         first = begun.pop(0)
 
@@ -200,7 +200,7 @@ def test_with_tools_replies_are_calls_or_json(
 def test_a_model_that_always_reasons_first_is_refused_before_the_message_is_read(
     file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sirchat.text.template.Template.marks", Marks(is_open=True))
+    monkeypatch.setattr("sirchat.text.template.Template.marks", Marks(opens_in_header=True))
     chat = session(tiny(), json_schema=file)
     with pytest.raises(SettingError, match="begins every reply with reasoning"):
         list(chat.ask("Hello."))

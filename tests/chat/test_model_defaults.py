@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 from chatting import tiny
 from command import run
-from sirchat.chat.model_defaults import SOUND, sampling_in_words, with_model_defaults
+from sirchat.chat.model_defaults import FALLBACK_SAMPLING, sampling_in_words, with_model_defaults
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import Layer, merge_layers
 from sirchat.models.model import LoadedModel
@@ -70,7 +70,7 @@ def test_without_sound_settings_in_the_files_sampling_is_sound(
     for name, value in said.items():
         setattr(config, name, value)
     monkeypatch.setattr(model.module, "generation_config", config)
-    assert drawing(with_model_defaults(profile(), model)) == SOUND
+    assert drawing(with_model_defaults(profile(), model)) == FALLBACK_SAMPLING
 
 
 def test_a_tiny_temperature_in_the_files_is_the_likeliest_token(
@@ -140,5 +140,5 @@ def test_a_chat_says_which_settings_it_took() -> None:
     from sirchat.paths import tiny_model_dir
 
     done = run("--json", "--model", str(tiny_model_dir()))
-    assert f'"temperature": {SOUND["temperature"]}' in done.stdout.splitlines()[0]
+    assert f'"temperature": {FALLBACK_SAMPLING["temperature"]}' in done.stdout.splitlines()[0]
     assert '"temperature": 0.0' in run("--json").stdout.splitlines()[0]

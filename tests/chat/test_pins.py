@@ -13,7 +13,7 @@ from drawing import NONE
 from recorder import drawn
 from saved_chats import Chat
 from sirchat.chat.events import Notice, Pinned, Restored
-from sirchat.chat.rereading import read_whole, repinned_note
+from sirchat.chat.rereading import repinned_note, reread_session
 from sirchat.chat.session import Session
 from sirchat.chat.tool_loop import Toolbox
 from sirchat.errors import SettingError, UsageError
@@ -170,9 +170,9 @@ def test_pins_that_are_evicted_when_the_text_is_read_again_are_told() -> None:
     assert told in notes
     assert not pinned_text(chat)
     chat.pin("Oslo")
-    assert repinned_note(read_whole(chat)).endswith(" pinned again")
+    assert repinned_note(reread_session(chat)).endswith(" pinned again")
     chat.switch("/set", archive="off")
-    assert repinned_note(read_whole(chat)) == (
+    assert repinned_note(reread_session(chat)) == (
         "0 tokens that you had pinned are pinned again; 1 is not: pins take at most half of the "
         "budget, and what is no longer archived can't be pinned"
     )
@@ -230,7 +230,7 @@ def test_why_ranks_as_a_count_over_all_tokens_does() -> None:
 
 def test_without_an_archive_evicted_tokens_cannot_be_pinned() -> None:
     chat = full_of_talk(archive="off")
-    assert {token.state for token in chat.why("7351")} == {"gone"}
+    assert {token.state for token in chat.why("7351")} == {"not_stored"}
     with pytest.raises(UsageError):
         chat.pin("7351")
 

@@ -12,7 +12,7 @@ from held_rows import contents, same, state
 from sirchat.chat.events import TurnDone
 from sirchat.chat.retry import settings_for_full
 from sirchat.chat.session import Session
-from sirchat.chat.state import reply_at_end
+from sirchat.chat.state import last_generated_reply
 from sirchat.chat.tool_loop import Toolbox
 from sirchat.engine.sampling import Sampler
 from sirchat.errors import SettingError, SirchatError, UndoError, UsageError
@@ -94,7 +94,7 @@ def test_the_cache_is_as_if_the_usual_settings_had_given_the_reply(
     sayings = ["red " * 30, "green " * 20, "red and blue " * 10]
     chat, plain = (told(*sayings, model=babbler(), policy=policy, **small) for _ in range(2))
     retried(chat, words)
-    reply = reply_at_end(chat.ledger, chat.turns)
+    reply = last_generated_reply(chat.ledger, chat.turns)
     assert reply is not None
     ids = iter(reply.ids)
     with monkeypatch.context() as patch:

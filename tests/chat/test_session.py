@@ -21,7 +21,7 @@ from sirchat.chat.events import (
     TurnDone,
     to_json,
 )
-from sirchat.chat.rereading import copied
+from sirchat.chat.rereading import copy_session
 from sirchat.engine.reader import Reader
 from sirchat.errors import ContextFullError, SettingError
 
@@ -252,7 +252,7 @@ def test_positions_can_be_switched_before_the_first_turn_and_after_undoing_it() 
     chat.undo()
     chat.switch("/set", positions="cache")
     fresh = session(babbler(), max_new_tokens=4, budget=64)
-    assert chat.save().unknown_surprisal == fresh.save().unknown_surprisal
+    assert chat.engine.save().unknown_surprisal == fresh.engine.save().unknown_surprisal
     for each in (chat, fresh):
         list(each.ask("How are you?"))
     assert chat.snapshot().rows == fresh.snapshot().rows
@@ -261,7 +261,7 @@ def test_positions_can_be_switched_before_the_first_turn_and_after_undoing_it() 
 def test_a_copy_of_a_session_goes_on_alike_even_if_nothing_was_read() -> None:
     chat = session(babbler(), max_new_tokens=4, budget=64)
     for text in ("Hello.", "How are you?"):
-        copy = copied(chat)
+        copy = copy_session(chat)
         assert copy is not None
         for each in (chat, copy):
             list(each.ask(text))

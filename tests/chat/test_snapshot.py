@@ -12,7 +12,7 @@ from attacking import MANY
 from chatting import babbler, session, tiny
 from held_rows import Count
 from sirchat.chat.events import Evicted
-from sirchat.chat.panel_snapshot import EDGES
+from sirchat.chat.panel_snapshot import SURPRISAL_EDGES
 from sirchat.chat.session import Session
 
 _POLICIES = ("window", "sink", "entropy", "random", "interval", "reservoir", "anchor")
@@ -65,7 +65,7 @@ def test_a_snapshot_equals_a_count_over_the_events(policy: str, seed: int) -> No
         (view.histogram.evicted, sorted(count.gone)),
     ):
         known = [s for p in positions if (s := count.tokens[p].surprisal) is not None]
-        bins = [sum(low <= s < high for s in known) for low, high in pairwise(EDGES)]
+        bins = [sum(low <= s < high for s in known) for low, high in pairwise(SURPRISAL_EDGES)]
         assert list(counts) == bins
 
 

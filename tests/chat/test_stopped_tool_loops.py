@@ -19,7 +19,7 @@ import pytest
 from chatting import ids_of, session
 from saved_chats import saved_and_resumed
 from sirchat.chat.events import Delta, Event
-from sirchat.chat.rereading import copied, read_whole, rewind
+from sirchat.chat.rereading import copy_session, reread_session, rewind
 from sirchat.chat.session import Session
 from sirchat.text.transcript import parse_transcript
 from sirchat.ui.exporting import _markdown, export_chat
@@ -63,7 +63,7 @@ def state_of(chat: Session) -> dict[str, Any]:
         "roles": ledger.column("role").tolist(),
         "held": ledger.held_positions.tolist(),
         "pinned": ledger.pinned_positions.tolist(),
-        "tools": chat.state.tools,
+        "tools": chat.state.tools_json,
         "pending": chat.state.pending_ids,
     }
 
@@ -101,7 +101,7 @@ def test_a_chat_that_ends_within_the_loop_goes_on_as_if_it_had_not_been_saved(
         script(monkeypatch, [call(city="Rome", days=40), "So it is."])
         list(chat.ask("Go on.", tools=[weather]))
     assert state_of(again) == state_of(kept)
-    assert set(kept.ledger.pinned_positions.tolist()) <= set(kept.state.system)
+    assert set(kept.ledger.pinned_positions.tolist()) <= set(kept.state.system.positions)
     for _ in range(2):
         kept.undo()
     assert state_of(kept) == before
@@ -116,9 +116,9 @@ def test_what_is_read_again_has_calls_and_results_and_keeps_no_pin(
     for question in (ASKED, "And in Rome?"):
         script(monkeypatch, replies(Random(seed)))
         list(chat.ask(question, tools=[weather]))
-    whole, branch = read_whole(chat), copied(chat)
+    whole, branch = reread_session(chat), copy_session(chat)
     assert turns_of(whole) == turns_of(chat)
-    said = chat.seen - chat.state.system.stop  # by tools, too
+    said = chat.seen - chat.state.system.positions.stop  # by tools, too
     for read in (ids_of, lambda one: one.ledger.column("role").tolist()):
         assert read(whole)[-said:] == read(chat)[-said:]
     assert branch is not None
@@ -127,11 +127,11 @@ def test_what_is_read_again_has_calls_and_results_and_keeps_no_pin(
     assert rewind(branch, 1)
     chat.undo()
     assert turns_of(branch) == turns_of(chat)
-    assert set(branch.ledger.pinned_positions.tolist()) <= set(branch.state.system)
+    assert set(branch.ledger.pinned_positions.tolist()) <= set(branch.state.system.positions)
     for one in (chat, branch):
         script(monkeypatch, [call(city="Bern", days=40), "So it is."])
         list(one.ask("Go on.", tools=[weather]))
-        assert set(one.ledger.pinned_positions.tolist()) <= set(one.state.system)
+        assert set(one.ledger.pinned_positions.tolist()) <= set(one.state.system.positions)
     assert turns_of(branch) == turns_of(chat)
 
 
@@ -154,5 +154,5 @@ def test_an_exported_chat_is_read_as_it_was(
     fed = calling("full")
     replay(fed, turns, Screen(out, out), ReplayOptions(feed=True))
     assert turns_of(fed) == turns_of(chat)
-    said = ids_of(chat)[chat.state.system.stop :]
+    said = ids_of(chat)[chat.state.system.positions.stop :]
     assert ids_of(fed)[-len(said) :] == said

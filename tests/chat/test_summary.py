@@ -11,11 +11,11 @@ import pytest
 from chatting import babbler, notices, session, tiny
 from sirchat.chat.events import Notice
 from sirchat.chat.pinned_summary import PREFIX, last_user_message, pin_summary, undo_summaries
-from sirchat.chat.rereading import read_whole
+from sirchat.chat.rereading import reread_session
 from sirchat.chat.session import Session
-from sirchat.chat.state import reply_at_end
+from sirchat.chat.state import last_generated_reply
 from sirchat.chat.statements import StatedFact
-from sirchat.chat.summary import left_out_of, make_summary
+from sirchat.chat.summary import make_summary, omitted_facts
 from sirchat.errors import SettingError, UsageError
 from sirchat.models.model import LoadedModel
 from sirchat.recall.word_index import words_of
@@ -36,7 +36,7 @@ def told(model: LoadedModel | None = None, after: int = 12, **settings: Any) -> 
 
 def state(chat: Session) -> tuple[Any, ...]:
     """All of a session: ledger, keys and values, text, undo points, settings."""
-    saved, rows = chat.save(), chat.engine.store.copy_key_values()
+    saved, rows = chat.engine.save(), chat.engine.store.copy_key_values()
     assert rows is not None
     assert saved.logits is not None
     columns = [saved.rows[name] for name in saved.rows.dtype.names or ()]
@@ -47,7 +47,7 @@ def state(chat: Session) -> tuple[Any, ...]:
         deepcopy(chat.state),
         [(point.text, point.turns) for point in chat.undo_points],
         chat.profile,
-        reply_at_end(chat.ledger, chat.turns),
+        last_generated_reply(chat.ledger, chat.turns),
         chat.recall.scores,
         chat.attention_paid(len(chat.turns) - 1),
     )
@@ -143,7 +143,7 @@ def test_only_a_summary_is_taken_for_one_even_after_the_chat_was_read_again() ->
     chat = told(after=2)
     list(pin_summary(chat, "Mill Lane."))
     list(chat.read_user(PREFIX + "this is no summary."))
-    again = read_whole(chat)
+    again = reread_session(chat)
     assert [turn.is_summary for turn in again.turns] == [turn.is_summary for turn in chat.turns]
     for each in (chat, again):
         assert last_user_message(each) == PREFIX + "this is no summary."
@@ -183,13 +183,15 @@ def test_what_was_corrected_is_not_summed_up_and_what_is_left_out_is_named() -> 
     text = make_summary(chat, chat.facts())
     assert "Actually, my cat is called Momo." in text
     assert "Zebedee" not in text, "neither as it was told, nor as the model repeated it"
-    (notice,) = left_out_of(chat.facts(), text)
+    (notice,) = omitted_facts(chat.facts(), text)
     line = notice.text
     assert '"My cat is called Zebedee." (corrected)' in line
     for fact in chat.facts():
         assert (fact.text in text) != (fact.text in line)
-    assert [one.text.count('"') for one in left_out_of(chat.facts(), "")] == [2 * len(chat.facts())]
-    assert not list(left_out_of(chat.facts(), " ".join(fact.text for fact in chat.facts())))
+    assert [one.text.count('"') for one in omitted_facts(chat.facts(), "")] == [
+        2 * len(chat.facts())
+    ]
+    assert not list(omitted_facts(chat.facts(), " ".join(fact.text for fact in chat.facts())))
 
 
 MEETING = ("My meeting is on Monday at ten.", "The meeting moved to Tuesday.")
@@ -214,7 +216,7 @@ def test_a_reply_with_one_word_of_a_corrected_fact_is_summed_up_if_it_is_about_s
     list(chat.read_reply(reply))
     facts = [StatedFact(0, told[0], None, 9, 9, 0, told[1]), StatedFact(0, told[1], None, 9, 9)]
     assert (reply in make_summary(chat, facts)) == is_true
-    assert f'"{told[0]}" (corrected)' in next(left_out_of(facts, told[1])).text
+    assert f'"{told[0]}" (corrected)' in next(omitted_facts(facts, told[1])).text
 
 
 def test_a_summary_reads_the_words_of_each_sentence_and_each_corrected_fact_once(

@@ -16,7 +16,7 @@ from chatting import ids_of, notices, session, smallest, tiny
 from saved_chats import saved_and_resumed
 from sirchat.chat.events import Delta, Evicted
 from sirchat.chat.session import Session
-from sirchat.chat.state import Reply
+from sirchat.chat.state import GeneratedReply
 from sirchat.engine.sampling import Sampler
 from sirchat.memory.ledger import Role
 from sirchat.models.model import wrap_model
@@ -116,7 +116,7 @@ def test_of_a_reply_in_several_messages_only_the_reasoning_goes() -> None:
     after = "<|channel|>final<|message|>Yes."
     thought = f"<|channel|>analysis<|message|>Why?<|end|>{begin}"
     ids = tokenizer(shape).encode(thought + kept + thought + after, add_special_tokens=False)
-    list(chat.ask("Hi.", reply=Reply(tuple(ids), "stop")))
+    list(chat.ask("Hi.", reply=GeneratedReply(tuple(ids), "stop")))
     assert (chat.turns[1].text, chat.turns[1].thinking) == ("Wait.\n\nYes.", "Why?\n\nWhy?")
     assert _held(chat) == kept + after
 
@@ -234,6 +234,6 @@ def test_a_reply_that_the_template_opens_with_reasoning_has_none_if_that_is_off(
         "{% endif %}{% if enable_thinking is defined",
     )
     chat = _switchable(source)
-    assert chat.template.marks.is_open
+    assert chat.template.marks.opens_in_header
     chat.switch("/set", reasoning="off")
-    assert not chat.template.marks.is_open
+    assert not chat.template.marks.opens_in_header

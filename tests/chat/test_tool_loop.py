@@ -132,7 +132,7 @@ def test_a_call_is_done_refused_or_changed_as_is_decided(monkeypatch: pytest.Mon
 
 
 def test_a_model_that_only_calls_comes_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sirchat.chat.tool_loop.MOST_CALLS", 3)
+    monkeypatch.setattr("sirchat.chat.tool_loop.MAX_CALLS_PER_MESSAGE", 3)
     script(monkeypatch, [call(city="Oslo")] * 5)
     chat = calling()
     events = ask(chat)
@@ -162,26 +162,26 @@ def test_tools_are_told_in_the_middle_of_a_chat_and_taken_back(
     list(chat.ask("hello"))
     before = ids_of(chat)
     ask(chat)
-    told = "".join(row.text for row in chat.tokens(chat.state.system))
+    told = "".join(row.text for row in chat.tokens(chat.state.system.positions))
     assert told.startswith("<|system|>Be kind.\n\n# Tools\n")
     assert '"name": "weather"' in told
     list(chat.ask("bye"))
-    said = "".join(row.text for row in chat.tokens(chat.state.system))
+    said = "".join(row.text for row in chat.tokens(chat.state.system.positions))
     assert said == "Be kind."
     chat.undo()
     chat.undo()
-    assert (chat.state.tools == "") is (ids_of(chat) == before)
+    assert (chat.state.tools_json == "") is (ids_of(chat) == before)
 
 
 def test_a_turn_with_a_given_reply_leaves_the_tools_told(monkeypatch: pytest.MonkeyPatch) -> None:
     script(monkeypatch, [call(city="Oslo"), "Cold."])
     chat = calling(system="Be kind.")
     ask(chat)
-    told, before = chat.state.tools, chat.state.system
-    list(chat.read_question("Thanks.", before="assistant"))
+    told, before = chat.state.tools_json, chat.state.system.positions
+    list(chat.read_question("Thanks.", next_role="assistant"))
     list(chat.read_reply("Bye."))
-    assert chat.state.tools == told != ""
-    assert chat.state.system == before
+    assert chat.state.tools_json == told != ""
+    assert chat.state.system.positions == before
 
 
 def test_a_model_whose_template_takes_no_tools_is_told_by_a_text(
@@ -284,7 +284,7 @@ def test_results_of_fifty_budgets_never_overflow_and_come_back_when_asked(
                     assert codes[number] in held[-1]
                     assert "Depot report begins" in held[-1], number
     assert chat.seen > CALLS * budget * share // 2
-    assert not chat.state.heads
+    assert not chat.state.result_pins
 
 
 def test_a_transcript_feeds_calls_and_results() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from command import run
 from sirchat.cli import main
-from sirchat.memory.archive_folder import ArchiveFolder, sweep
+from sirchat.memory.archive_folder import ArchiveFolder, remove_stale_folders
 from warm_python import warm_python
 
 
@@ -89,13 +89,13 @@ def test_a_sweep_removes_what_nobody_holds(tmp_path: Path) -> None:
     outside.mkdir(exist_ok=True)
     (outside / "kept").touch()
     (tmp_path / "planted").symlink_to(outside)
-    sweep(tmp_path)
+    remove_stale_folders(tmp_path)
     assert not gone.exists()
     assert (held.path / "one").exists()
     assert (outside / "kept").exists()
     held.remove()
     assert [file.name for file in tmp_path.iterdir()] == ["planted"]
-    sweep(tmp_path / "nowhere")
+    remove_stale_folders(tmp_path / "nowhere")
 
 
 class _Terminal(io.StringIO):

@@ -12,10 +12,10 @@ import torch
 from sirchat.models import products
 from sirchat.models.load import load_model
 from sirchat.models.packed import (
-    ANY_ROWS,
+    UNLIMITED_ROWS,
     Int4Linear,
     MatmulMethod,
-    four_bit_block,
+    int4_block_rows,
     set_matmul_method,
 )
 
@@ -30,7 +30,7 @@ def main(name: str, file: str, how: Any) -> None:
     if how == "own":
         products.build_library(library := Path(file).with_suffix(".so"))
         products.load_library(library)
-        set_matmul_method(model.module, MatmulMethod(own=ANY_ROWS))
+        set_matmul_method(model.module, MatmulMethod(max_native_rows=UNLIMITED_ROWS))
     cache, found, start = model.new_cache(len(IDS)), list[torch.Tensor](), 0
     for count in CHUNKS:
         found.append(model.forward(IDS[start : start + count], cache).float())
@@ -40,7 +40,7 @@ def main(name: str, file: str, how: Any) -> None:
     np.savez(
         file,
         logits=torch.cat(found).numpy(),
-        block=four_bit_block(),
+        block=int4_block_rows(),
         weights=sum(layer.in_features * layer.out_features for layer in layers),
         size=sum(buffer.nbytes for layer in layers for buffer in layer.buffers()),
     )

@@ -264,18 +264,18 @@ def test_anchors_stand_behind_sentences_or_rounds() -> None:
     each = Template(tokenizer, Anchors("ac", "round", 2048))
     assert each.closing == [end, 2048]
     assert each.stop_ids(None) == plain.stop_ids(None)
-    assert each.user("Hi. How are you?") == plain.user("Hi. How are you?")
+    assert each.user_turn("Hi. How are you?") == plain.user_turn("Hi. How are you?")
     system, _ = each.opening("Hi.", "Be kind.")
     assert system is not None
     assert system.ids[-1] == 2048
     every = Template(tokenizer, Anchors("ac", "sentence", 2048))
-    turn = every.user("Hi. How are you?")
+    turn = every.user_turn("Hi. How are you?")
     assert [at for at, one in enumerate(turn.ids) if one == 2048] == [
         at for at, role in enumerate(turn.roles) if role == Role.TEMPLATE and turn.ids[at] == 2048
     ]
-    assert [one for one in turn.ids if one != 2048] == plain.user("Hi. How are you?").ids
+    assert [one for one in turn.ids if one != 2048] == plain.user_turn("Hi. How are you?").ids
     assert turn.ids.count(2048) == 2
-    assert every.assistant("Fine. Thanks.").ids.count(2048) == 2
+    assert every.assistant_turn("Fine. Thanks.").ids.count(2048) == 2
 
 
 @pytest.mark.parametrize(

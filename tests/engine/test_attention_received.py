@@ -101,7 +101,7 @@ def talk(family: str, policy: Policy, decay: float = 0.8, **more: Any) -> tuple[
     engine = Engine(model, settings, seed=3)
     assert policy.attention_stats is not None
     sums = Sums(
-        policy.attention_stats.counted_layers(len(model.rotations)), policy.attention_stats.window
+        policy.attention_stats.recorded_layers(len(model.rotations)), policy.attention_stats.window
     )
     generator = torch.Generator().manual_seed(5)
     sampler = Sampler(Sampling(temperature=1.0))
@@ -179,7 +179,7 @@ def test_tracked_attention_is_right_however_rows_are_held(
 def test_counted_layers_are_evenly_spaced_among_those_without_a_window(
     counted: int, layers: int, sliding: tuple[int, ...], expected: list[int]
 ) -> None:
-    assert AttentionStatsConfig(counted).counted_layers(layers, sliding) == expected
+    assert AttentionStatsConfig(counted).recorded_layers(layers, sliding) == expected
 
 
 @pytest.mark.parametrize("at_a_time", [1, 7])
@@ -202,7 +202,7 @@ def test_a_policy_that_needs_no_attention_has_none_tracked() -> None:
     engine = Engine(model, memory(Sink()))
     usual = model.module.config._attn_implementation
     list(prefill(engine, 40, 0))
-    assert not engine.ledger.attention.is_counted
+    assert not engine.ledger.attention.has_records
     assert model.module.config._attn_implementation == usual
 
 
@@ -217,7 +217,7 @@ def test_tracking_does_not_change_the_logits() -> None:
     assert plain.logits is not None
     assert counting.logits is not None
     assert torch.equal(plain.logits, counting.logits)
-    assert counting.ledger.attention.is_counted
+    assert counting.ledger.attention.has_records
 
 
 def test_undo_restores_the_tracked_attention() -> None:
@@ -337,7 +337,7 @@ def test_a_model_without_attention_weights_is_refused_only_if_a_setting_needs_th
     for number in range(4):
         list(prefill(engine, 23, number))
     assert engine.ledger.held_count <= 48
-    assert not engine.ledger.attention.is_counted
+    assert not engine.ledger.attention.has_records
 
 
 def test_attention_is_tracked_when_the_setting_is_on() -> None:

@@ -124,7 +124,12 @@ def records_of(
             yield from engine.evictor.make_room_for_turn(len(ids), 20, turn)
         elif step == "generate" and engine.logits is not None:
             yield from Generation(
-                engine, SAMPLER, turn, stop_ids=frozenset([7]), max_new_tokens=what, closing=3
+                engine,
+                SAMPLER,
+                turn,
+                stop_ids=frozenset([7]),
+                max_new_tokens=what,
+                closing_tokens=3,
             )
         elif step == "switch":
             yield from engine.evictor.switch(CacheSettings(**what))
@@ -200,7 +205,7 @@ def test_what_is_evicted_does_not_depend_on_how_many_chunks_are_read_at_once(
         return gone, engine.ledger.held_positions.tolist()
 
     at_once = after_some_turns()
-    monkeypatch.setattr("sirchat.engine.engine._AT_ONCE", 1)
+    monkeypatch.setattr("sirchat.engine.engine._MAX_PASS_IDS", 1)
     assert after_some_turns() == at_once
 
 
@@ -341,10 +346,12 @@ def test_only_recent_words_count_as_said_before_and_never_the_templates() -> Non
     asked: list[list[int]] = []
 
     class Asking(Sampler):
-        is_plain = False
+        is_unconstrained = False
 
-        def pick(self, logits: Tensor, said_ids: Callable[[int], list[int]], position: int) -> int:
-            asked.extend(said_ids(count) for count in (0, 2, 64))
+        def pick(
+            self, logits: Tensor, recent_ids: Callable[[int], list[int]], position: int
+        ) -> int:
+            asked.extend(recent_ids(count) for count in (0, 2, 64))
             return 0
 
     engine = Engine(BigramModel(), CacheSettings(Entropy(), budget=64))

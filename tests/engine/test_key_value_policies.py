@@ -91,7 +91,7 @@ def test_a_policy_may_see_the_keys_of_each_layer_and_head_as_the_example_does() 
     wanted = np.sort(np.argsort(total[4:])[-16:] + 4)
     engine.evictor.switch(bounded(votes, budget=20))
     assert engine.ledger.held_positions.tolist() == [*range(4), *wanted]
-    rows = engine.evictor.view_of(np.arange(60))  # most of them archived
+    rows = engine.evictor.view_tokens(np.arange(60))  # most of them archived
     again = talked(bounded(Sink()))
     for layer in range(4):
         kept = again.cache.layer_keys(layer)[0], again.cache.layer_values(layer)[0]
@@ -113,7 +113,7 @@ def test_the_example_of_a_press_scores_as_kvpress_does_in_each_layer_and_head() 
             scores.append(products / products.sum())
     wanted = np.mean(scores, axis=0)
     engine.evictor.switch(bounded(cur, budget=20))
-    rows = engine.evictor.view_of(np.arange(60))  # most of them archived
+    rows = engine.evictor.view_tokens(np.arange(60))  # most of them archived
     assert cur.score(rows).numpy() == pytest.approx(wanted, rel=1e-4)
     best = np.sort(np.argsort(wanted[4:])[-16:] + 4)
     assert engine.ledger.held_positions.tolist() == [*range(4), *best]
@@ -134,7 +134,7 @@ def test_a_policy_may_see_the_attention_of_each_head_as_the_example_of_snapkv_do
         layers = model.module(input_ids=ids[None], output_attentions=True).attentions
     model.module.set_attn_implementation(usual)
     heads = torch.cat(layers)[:, :, -8:].double()  # [L, H, the queries, n]
-    seen = engine.evictor.view(None).head_attention
+    seen = engine.evictor.view_held(None).head_attention
     torch.testing.assert_close(seen, heads.sum(2), rtol=0, atol=1e-5)
     assert (heads.sum(2).std((0, 1)) > 1e-3).any()  # heads differ
     wanted = np.zeros(52)
@@ -173,7 +173,7 @@ def test_attention_of_heads_goes_on_after_other_policies_undo_and_a_resume() -> 
 def test_other_policies_have_no_keys_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sirchat.memory.key_value_store.KeyValueStore.as_read", None)
     engine = talked(bounded(Keydiff(), budget=32))
-    assert engine.evictor.view(None).keys == ()
+    assert engine.evictor.view_held(None).keys == ()
 
 
 def test_a_session_copies_the_held_keys_and_values_of_a_layer() -> None:

@@ -20,7 +20,7 @@ from attacking import attack
 from chatting import babbler
 from held_rows import contents, same
 from shadow import WatchedModel, check, follow, shadow_of, watching
-from sirchat.chat.retry import retry_under, settings_for_full
+from sirchat.chat.retry import retry_with_settings, settings_for_full
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.engine.evictor import Evictor
@@ -156,8 +156,10 @@ class Chat:
 
     def resume(self) -> None:
         """Another session goes on with what is saved of this one, plain also within a round."""
-        again, held = Session(self.model, self.chat.profile), self.chat.save().held
-        again.load(self.chat.save(), self.chat.state, self.chat.engine.store.copy_key_values())
+        again, held = Session(self.model, self.chat.profile), self.chat.engine.save().held
+        again.load(
+            self.chat.engine.save(), self.chat.state, self.chat.engine.store.copy_key_values()
+        )
         follow(again, shadow_of(self.chat))
         self.use(again)
         assert not again.engine.store.placement.has_recall
@@ -167,13 +169,13 @@ class Chat:
         """Another reply under other settings, or with all that was evicted, then the usual ones."""
         self.ask(text)
         updates = settings_for_full(self.chat)[0] if is_full else {"temperature": 1.0}
-        list(retry_under(self.chat, updates, lambda _: ""))
+        list(retry_with_settings(self.chat, updates, lambda _: ""))
         self.check_round()
 
     def save(self) -> None:
         """The file has what is held when the round is over; saving changes nothing."""
         assert self.autosave is not None
-        before, held = digest(self.chat), self.chat.save().held
+        before, held = digest(self.chat), self.chat.engine.save().held
         self.autosave.save()
         assert digest_is(self.chat, before), "changed by saving"
         if (store := self.autosave._store) is not None:
@@ -181,7 +183,8 @@ class Chat:
             assert head is not None
             assert head.held.tolist() == held.tolist()
             assert (
-                store.rows(ROW)["token_id"].tolist() == self.chat.save().rows["token_id"].tolist()
+                store.rows(ROW)["token_id"].tolist()
+                == self.chat.engine.save().rows["token_id"].tolist()
             )
 
     def branch(self) -> None:
@@ -199,7 +202,7 @@ class Chat:
         with SessionStore.open(path) as store:
             resume_session(again, store)
         assert not again.engine.store.placement.has_recall
-        assert again.ledger.held_positions.tolist() == self.chat.save().held.tolist()
+        assert again.ledger.held_positions.tolist() == self.chat.engine.save().held.tolist()
         assert [turn.text for turn in again.turns] == [turn.text for turn in self.chat.turns]
 
     def within(self, text: str, name: str, *given: Any) -> None:

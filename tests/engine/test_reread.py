@@ -34,12 +34,12 @@ def told(model: LoadedModel | None = None, **settings: Any) -> Session:
 def reopened(chat: Session) -> Session:
     """The chat as it is after a crash: of evicted tokens, ids alone are saved."""
     again = Session(chat.model, chat.profile)
-    again.load(chat.save(), deepcopy(chat.state), None)
+    again.load(chat.engine.save(), deepcopy(chat.state), None)
     return again
 
 
 def lost_of(chat: Session) -> np.ndarray[Any, np.dtype[np.int64]]:
-    return np.flatnonzero(chat.ledger.column("state") == State.GONE)
+    return np.flatnonzero(chat.ledger.column("state") == State.NOT_STORED)
 
 
 def keys_and_values(model: LoadedModel, ids: list[int], last: int) -> list[Tensor]:
@@ -90,7 +90,7 @@ def test_a_lost_passage_can_be_pinned_and_the_chat_says_once_that_it_is_read_aga
 ) -> None:
     chat = reopened(told()) if why == "not saved" else told(archive_limit="40KiB")
     assert len(lost_of(chat)) > 40
-    assert {rank.state for rank in chat.why("pelican")} == {"lost"}
+    assert {rank.state for rank in chat.why("pelican")} == {"rereadable"}
     ranks = chat.ledger.column("surprisal").copy()
     events = chat.restore("pelican", around=4)
     assert len(notices(events)) == 1
@@ -107,7 +107,7 @@ def test_recall_finds_what_is_lost_and_the_chat_says_once_that_it_is_read_again(
     chat = told(budget=96, recall="words", archive_limit=limit)
     list(chat.ask("blue " * 60))
     chat = chat if is_full else reopened(chat)
-    assert {rank.state for rank in chat.why("pelican")} == {"lost"}
+    assert {rank.state for rank in chat.why("pelican")} == {"rereadable"}
     events = list(chat.read_user("Is it a pelican?"))
     (came,) = [event for event in events if isinstance(event, Recalled)]
     assert "pelican" in "".join(row.text for row in chat.tokens(came.positions))
@@ -144,4 +144,4 @@ def test_a_message_before_which_a_token_was_held_that_is_lost_is_not_undone_with
 def test_without_an_archive_nothing_is_read_again() -> None:
     chat = told(archive="off")
     chat.engine.evictor.reread(np.arange(chat.seen))
-    assert {rank.state for rank in chat.why("pelican")} == {"gone"}
+    assert {rank.state for rank in chat.why("pelican")} == {"not_stored"}

@@ -353,7 +353,7 @@ def test_reachable_tokens_are_those_that_a_scan_of_all_finds(
             case 3:
                 chat.switch("test", system=f"You are number {n}.")
         ledger = chat.ledger
-        is_gone = ledger.column("state") == State.GONE
+        is_gone = ledger.column("state") == State.NOT_STORED
         is_excluded = ledger.column("flags") & Flag.EXCLUDED != 0
         expected = np.flatnonzero(~(is_gone | is_excluded))
         assert chat.engine.store.reachable().tolist() == expected.tolist()

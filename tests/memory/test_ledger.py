@@ -106,7 +106,7 @@ def check(ledger: Ledger, rows: list[dict[str, Any]], held: list[int]) -> None:
     for name in ("token_id", "surprisal", "role", "flags", "turn", "round"):
         assert ledger.column(name).tolist() == [row[name] for row in rows]
     for position in range(len(rows)):
-        there = State.HELD if position in held else State.GONE
+        there = State.HELD if position in held else State.NOT_STORED
         assert ledger.column("state")[position] == there
     view = ledger.held(sinks=2, protected=np.zeros(len(held), bool))
     assert view.position.tolist() == held

@@ -82,7 +82,7 @@ class Held:
                 np.array([draw.random() < 0.7 for _ in range(held)], bool),
             )
             kept, leaving = (torch.from_numpy(np.flatnonzero(one)) for one in (is_kept, ~is_kept))
-            expected = cache.first_written(leaving, self.positions[~is_kept])
+            expected = cache.first_written_rows(leaving, self.positions[~is_kept])
             cache.keep(kept, leaving, left.append)
             assert same(left[0], expected)
             self.stored = expected if len(expected) else self.stored
@@ -122,7 +122,7 @@ def test_rows_in_one_tensor_have_the_bits_of_those_in_buffers_apart(
             for one in every:
                 one.do(step, seed)
             rows, positions = torch.arange(len(apart.positions)), apart.positions
-            expected, *found = (one.cache.first_written(rows, positions) for one in every)
+            expected, *found = (one.cache.first_written_rows(rows, positions) for one in every)
             assert all(same(one, expected) for one in found)
             assert apart.cache.pool is None
             for cache in (one.cache for one in pooled):
@@ -164,7 +164,7 @@ def test_layers_that_differ_have_buffers_apart(
         assert size == tensor.buffer.nbytes == tensor.buffer.untyped_storage().nbytes()
     kept = torch.tensor([0, 2, 5])
     cache.keep(kept)
-    found = cache.first_written(torch.arange(3), np.arange(3))
+    found = cache.first_written_rows(torch.arange(3), np.arange(3))
     assert all(map(torch.equal, found.tensors, [one[0, :, kept] for one in rows]))
     for number, tensor in enumerate(cache._tensors):
         view = (cache.layer_keys, cache.layer_values)[number % 2](number // 2)
@@ -213,7 +213,7 @@ def test_what_moves_on_a_gpu_is_copied_to_it_and_from_it_at_once(
         assert again == {"upload": 1}
         with counted() as recall:
             store.place(Placement(np.array([0, 1, 4, 6, *range(9, 20)])))
-        saved = cache.first_written(torch.arange(15), ledger.held_positions.copy()).to("cpu")
+        saved = cache.first_written_rows(torch.arange(15), ledger.held_positions.copy()).to("cpu")
         with counted() as resume:
             cache.replace(saved)
         if layers is LAYERS:

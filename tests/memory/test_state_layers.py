@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from families import HYBRIDS, build
-from sirchat.memory.cache import LayerRotation, layer_numbers
+from sirchat.memory.cache import LayerRotation, row_layer_indices
 from sirchat.memory.hub_cache import HubCache, layer_kinds
 from sirchat.models.probe import cache_argument
 
@@ -26,7 +26,7 @@ def model(name: str) -> Any:
 
 def new_cache(name: str) -> HubCache:
     kinds = layer_kinds(model(name).config)
-    return HubCache([LayerRotation(None)] * len(layer_numbers(kinds)), 64, kinds=kinds)
+    return HubCache([LayerRotation(None)] * len(row_layer_indices(kinds)), 64, kinds=kinds)
 
 
 @torch.inference_mode()

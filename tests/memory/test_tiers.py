@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from chatting import babbler, session, tiny
 from saved_chats import Chat, resumed
 from sirchat.chat.events import Recalled
-from sirchat.chat.rereading import copied
+from sirchat.chat.rereading import copy_session
 from sirchat.chat.session import Session
 from sirchat.memory.archive import SEGMENT_ROWS, Archive
 from sirchat.memory.key_values import KeyValues
@@ -167,7 +167,7 @@ def test_a_far_lower_limit_takes_work_in_proportion_to_the_segments(
     assert calls[160] < 5 * calls[40]
 
 
-@pytest.mark.parametrize("failing", ["lowered", "Segment"])
+@pytest.mark.parametrize("failing", ["quantized", "Segment"])
 def test_memory_that_is_full_while_tokens_go_down_loses_none(
     monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
@@ -269,7 +269,7 @@ def test_a_chat_stays_within_the_limit_and_stats_say_what_the_store_holds() -> N
         assert sum(size for _, size in found.values()) <= LIMIT
         said = " ".join(chat.do("/stats").split())
         shown = dict(re.findall(r"([\d,]+) tokens? (exact|in 8 bits|in 4 bits|as text)", said))
-        is_text = chat.session.ledger.column("state") == State.GONE
+        is_text = chat.session.ledger.column("state") == State.NOT_STORED
         is_text &= chat.session.ledger.column("flags") & Flag.ERASED == 0
         expected = {name: tokens for name, (tokens, _) in found.items()}
         expected |= {"as text": int(is_text.sum())} if is_text.any() else {}
@@ -309,7 +309,7 @@ def test_a_resumed_chat_has_the_same_tokens_in_the_same_tiers(
     saving.close()
     again, was_saved = resumed(tmp_path, saving.id)
     assert was_saved
-    for other in (copied(chat), again):
+    for other in (copy_session(chat), again):
         assert other is not None
         assert other.engine.store.archived().tolist() == at.tolist()
         bits = other.engine.store.archive.bits(at)
@@ -352,7 +352,7 @@ def test_a_chat_knows_what_came_from_fewer_bits_also_while_and_after_the_archive
     assert again.profile.archive == "off"
     for one in (chat, again):
         assert one.engine.store.archive.bits(held).tolist() == bits.tolist()
-        gone = np.flatnonzero(one.ledger.column("state") == State.GONE)
+        gone = np.flatnonzero(one.ledger.column("state") == State.NOT_STORED)
         assert not one.engine.store.archive.bits(gone).any()
     list(chat.ask("And?"))
     list(chat.switch("/set", archive="ram"))
@@ -375,5 +375,5 @@ def test_a_limit_that_holds_no_token_is_said_to(own_home: Path) -> None:
     assert re.search(r"archive_limit 200 holds no token: one takes [\d,]+ bytes; of", told)
     chat.say(*["I live in Rome.", "Tell me a joke.", "What is a tree?", "I like cats."] * 2)
     states = {rank.state for rank in chat.session.why("turn 0")}
-    assert "lost" in states, "only its text is kept"
+    assert "rereadable" in states, "only its text is kept"
     assert "archived" not in states

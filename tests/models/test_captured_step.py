@@ -28,7 +28,7 @@ from sirchat.engine.types import CacheSettings
 from sirchat.errors import ModelError
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.policies.entropy import Entropy
-from sirchat.models.captured_step import CapturedStep, Likeliest, TokenRun, capture_first
+from sirchat.models.captured_step import CapturedStep, DeviceRun, LikeliestToken, capture_first
 from sirchat.models.llama_step import LlamaStep
 from sirchat.models.model import LoadedModel, wrap_model
 
@@ -73,7 +73,7 @@ def test_a_step_reads_as_the_model_does(kind: str) -> None:
     held = torch.arange(ours.length)
     for mine, yours in zip(ours.as_read(held), theirs.as_read(held), strict=True):
         close(mine, yours)
-    first = [cache.first_written(held, held.numpy()).tensors for cache in (ours, theirs)]
+    first = [cache.first_written_rows(held, held.numpy()).tensors for cache in (ours, theirs)]
     for mine, yours in zip(*first, strict=True):
         close(mine, yours)
 
@@ -90,7 +90,7 @@ def test_a_batch_reads_in_each_conversation_what_it_reads_alone() -> None:
             one, state = step.read(5 + at, cache.length, cache)
             close(logits[at], one[0])
             close(states[at], state[0])
-    most = Likeliest.of_rows(logits)[1]
+    most = LikeliestToken.of_rows(logits)[1]
     assert most.id == int(logits[1].argmax())
     assert most.surprisal == pytest.approx(float(-torch.log_softmax(logits[1], -1).max()))
 
@@ -177,7 +177,7 @@ def test_neither_a_step_nor_a_choice_waits_for_the_device() -> None:
             prefill(engine, IDS)
             choice = device_choice(Sampler(sampling), step)
             assert choice is not None
-            run = TokenRun(step, engine.cache, choice, lambda encoder_output: None)
+            run = DeviceRun(step, engine.cache, choice, lambda readings: None)
             assert engine.logits is not None
             run.begin(engine.logits, len(IDS), IDS)
             run.resume(run.result().id, len(IDS), IDS)

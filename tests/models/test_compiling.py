@@ -16,12 +16,12 @@ from native_library import built_library, has_library
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
 from sirchat.models import compiling, products, shape
-from sirchat.models.compiling import compiled_in_words, make_library, use_compiled
+from sirchat.models.compiling import describe_decode_step, ensure_library, use_compiled
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.load import load_model, load_model_of
 from sirchat.models.model import LoadedModel
 from sirchat.models.packed import matmul_method_of
-from sirchat.models.processor import own_rows
+from sirchat.models.processor import max_native_rows
 from sirchat.models.products import library_name
 from sirchat.paths import compiled_dir
 
@@ -72,7 +72,7 @@ def test_the_first_start_compiles_it_and_the_first_reply_and_later_starts_have_i
     for _ in range(2):
         model = load_model_of(Profile(model="tiny", device="cpu", compile="auto"))
         assert step_of(model).native is not None
-        assert compiled_in_words(model) == "yes"
+        assert describe_decode_step(model) == "yes"
         assert lines(copying) == 1
     (made,) = compiled_dir().iterdir()
     assert made.stat().st_mode & 0o777 == 0o600
@@ -90,17 +90,17 @@ def test_packed_weights_are_multiplied_by_it(copying: Path) -> None:
         use_compiled(model, how)
         method = matmul_method_of(model.module)
         assert method is not None
-        assert method.own == (own_rows() if how == "auto" else 0)
+        assert method.max_native_rows == (max_native_rows() if how == "auto" else 0)
 
 
 def test_several_threads_and_processes_compile_it_once(copying: Path) -> None:
-    threads = [threading.Thread(target=make_library) for _ in range(4)]
+    threads = [threading.Thread(target=ensure_library) for _ in range(4)]
     for one in threads:
         one.start()
     for one in threads:
         one.join()
     assert lines(copying) == 1
-    assert make_library() == ""
+    assert ensure_library() == ""
 
 
 def test_auto_does_not_wait_for_ever_for_a_slow_compiler(
@@ -111,7 +111,7 @@ def test_auto_does_not_wait_for_ever_for_a_slow_compiler(
     compiler = Path(os.environ["CXX"])
     text = compiler.read_text().replace("\n", f"\nuntil [ -e {go} ]; do sleep 0.05; done\n", 1)
     compiler.write_text(text, encoding="utf-8")
-    slow = threading.Thread(target=make_library)
+    slow = threading.Thread(target=ensure_library)
     slow.start()
     try:
         while not list(compiled_dir().glob("making-*")):
@@ -130,8 +130,8 @@ def test_a_damaged_library_is_made_again(
     copying: Path, library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # as in a process that has not loaded it yet
-    monkeypatch.setattr(products, "has_own_products", lambda: False)
-    assert make_library() == ""
+    monkeypatch.setattr(products, "has_native_products", lambda: False)
+    assert ensure_library() == ""
     (path,) = compiled_dir().iterdir()
     content = path.read_bytes()
     for damaged in (content[: len(content) // 2], content[:4000] + b"x" + content[4001:], b""):
@@ -151,8 +151,8 @@ def test_a_damaged_library_that_can_not_be_deleted_is_not_used(
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(products, "has_own_products", lambda: False)
-    assert make_library() == ""
+    monkeypatch.setattr(products, "has_native_products", lambda: False)
+    assert ensure_library() == ""
     (path,) = compiled_dir().iterdir()
     path.write_bytes(b"")
     model = small()
@@ -166,7 +166,7 @@ def test_a_damaged_library_that_can_not_be_deleted_is_not_used(
 def test_what_others_could_have_written_is_not_loaded_and_doctor_says_so(
     copying: Path, whose: str
 ) -> None:
-    assert make_library() == ""
+    assert ensure_library() == ""
     (path,) = compiled_dir().iterdir()
     changed, mode = (path, 0o600) if whose == "file" else (path.parent, 0o700)
     changed.chmod(mode | 0o020)
@@ -174,7 +174,7 @@ def test_what_others_could_have_written_is_not_loaded_and_doctor_says_so(
     try:
         use_compiled(model, "auto")
         assert step_of(model).native is None
-        assert "could have been changed by others" in compiled_in_words(model)
+        assert "could have been changed by others" in describe_decode_step(model)
         with pytest.raises(ModelError, match=r"--compile on: .*changed by others"):
             use_compiled(model, "on")
     finally:
@@ -189,7 +189,7 @@ def test_what_can_not_be_compiled_is_tried_once_and_auto_goes_on_without(
     model = small()
     for _ in range(2):
         use_compiled(model, "auto")
-        said = compiled_in_words(model)
+        said = describe_decode_step(model)
         assert "no: compiling fails: step.cpp:1: error: no such thing (delete " in said
     assert lines(log) == 1
     with pytest.raises(ModelError, match="--compile on: compiling fails"):
@@ -210,7 +210,7 @@ def test_what_may_not_recur_is_no_reason_not_to_try_again(
 ) -> None:
     log = compile_by(monkeypatch, own_home, f'echo half > "$out"; {script}')
     for count in (1, 2):
-        assert said in make_library()
+        assert said in ensure_library()
         assert lines(log) == count
     assert not list(compiled_dir().iterdir())
 
@@ -222,7 +222,7 @@ def test_without_a_compiler_auto_goes_on_and_on_says_so(
     model = small()
     use_compiled(model, "auto")
     assert step_of(model).native is None
-    assert compiled_in_words(model).startswith("no: there is no C++ compiler")
+    assert describe_decode_step(model).startswith("no: there is no C++ compiler")
     with pytest.raises(ModelError, match="--compile on: there is no C"):
         use_compiled(model, "on")
 
@@ -249,12 +249,12 @@ def test_the_first_compiler_that_is_there_is_used(
 def test_a_library_with_wrong_products_is_not_tried_again(
     copying: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "has_own_products", lambda: False)
+    monkeypatch.setattr(products, "has_native_products", lambda: False)
     monkeypatch.setattr(products, "_TOLERANCE", 0.0)
     model = small()
     use_compiled(model, "auto")
     assert step_of(model).native is None
-    assert "err by" in compiled_in_words(model)
+    assert "err by" in describe_decode_step(model)
     assert lines(copying) == 1
 
 
@@ -269,7 +269,7 @@ def test_what_killed_processes_and_older_versions_left_is_deleted(copying: Path)
     for age in range(12):  # libraries of other compilers
         (compiled_dir() / f"step-{age:02}.so").touch()
         os.utime(compiled_dir() / f"step-{age:02}.so", (time.time() - age,) * 2)
-    assert make_library() == ""
+    assert ensure_library() == ""
     newest = {f"step-{age:02}.so" for age in range(7)}
     left = {path.name for path in compiled_dir().iterdir()}
     assert left == {"making-young", library_name(), *newest}

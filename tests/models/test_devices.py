@@ -133,7 +133,9 @@ def talk(model: LoadedModel) -> list[Any]:
     told: list[Any] = []
 
     def note() -> None:
-        told.append(([turn.text for turn in chat.turns], chat.save().held.tolist(), rows_of(chat)))
+        told.append(
+            ([turn.text for turn in chat.turns], chat.engine.save().held.tolist(), rows_of(chat))
+        )
 
     def say(text: str) -> None:
         list(chat.ask(text))
@@ -161,7 +163,7 @@ def talk(model: LoadedModel) -> list[Any]:
     chat.erase("Lisbon")
     note()
     again = Session(model, chat.profile)
-    seen = chat.save()
+    seen = chat.engine.save()
     again.load(
         seen,
         chat.state,
@@ -360,7 +362,7 @@ def test_a_plan_fills_devices_or_gives_them_equally_much(
     plan: str, folder: Path, simulation: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sirchat.models.device_map.free_memory", lambda: 10**10)
-    model = load_model(str(folder), device_map=plan, dtype="float32", rows=48)
+    model = load_model(str(folder), device_map=plan, dtype="float32", cache_rows=48)
     where = [str(one) for one in model.row_devices]
     assert where == sorted(where)
     assert where.count(SIM_0) == (4 if plan == "auto" else 2)
@@ -426,7 +428,7 @@ def test_the_cache_of_layers_on_disk_has_room_on_the_first_device(
     """Here the cache of the four layers takes more than both devices and main memory have."""
     monkeypatch.setattr("sirchat.models.device_map.free_memory", lambda: 0)
     with pytest.raises(SirchatError, match="does not fit, not even with its layers on disk"):
-        load_model(str(folder), device_map="auto", dtype="float32", rows=2000)
+        load_model(str(folder), device_map="auto", dtype="float32", cache_rows=2000)
 
 
 def test_a_layer_on_disk_has_room_on_the_first_device(

@@ -84,7 +84,7 @@ def test_an_engine_keeps_them_however_it_reads() -> None:
     model, ids = encoding("llama"), IDS
     engine = wanting(model)
     prefill(engine, ids[:20])
-    engine.reader.look_ahead(ids[20:24])
+    engine.reader.precompute(ids[20:24])
     for token_id in ids[20:]:
         prefill(engine, [token_id])
     generate(engine, 12)

@@ -102,7 +102,7 @@ def test_the_cache_and_the_archive_take_what_a_chat_allocates() -> None:
     cache = model.new_cache(1024)
     model.forward([1], cache)
     cache.commit(1)
-    row = cache.first_written(torch.arange(1), np.arange(1))
+    row = cache.first_written_rows(torch.arange(1), np.arange(1))
     said = fit(tiny_model_dir()).choices[0]
     assert said.caches[1024] == cache.nbytes
     assert said.archive == 10_000 * row.nbytes

@@ -129,10 +129,10 @@ def test_runs_of_blanks_are_words_that_come_first_and_are_never_control() -> Non
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert [tokenizer.backend_tokenizer.id_to_token(i) for i in ids] == tokens
         assert tokenizer.decode(ids) == text.replace("▁", " ")
-        turn = Template(tokenizer).user(text + ".")
+        turn = Template(tokenizer).user_turn(text + ".")
         shown = tokenizer.decode(turn.ids[slice(*turn.content)])
         assert shown == text.replace("▁", " ") + "."
-    assert tokenizer.convert_tokens_to_ids("▁▁") in Template(tokenizer).user("a  b").ids
+    assert tokenizer.convert_tokens_to_ids("▁▁") in Template(tokenizer).user_turn("a  b").ids
 
 
 def test_control_tokens_keep_their_ids_whatever_letters_they_have() -> None:
@@ -238,8 +238,8 @@ def test_a_chat_begins_with_one_bos_if_the_file_or_its_template_says_so(
         template = Template(tokenizer)
         head, first = template.opening("hello", "hell")
         assert head is not None
-        ids = [*head.ids, *first.ids, *template.assistant("he").ids, *template.closing]
-        ids += template.user("ll").ids
+        ids = [*head.ids, *first.ids, *template.assistant_turn("he").ids, *template.closing]
+        ids += template.user_turn("ll").ids
         assert ids[: adds or writes] == [bos] * (adds or writes)
         assert ids.count(bos) == (adds or writes)
         assert template.opening("hello")[1].ids.count(bos) == (adds or writes)

@@ -94,7 +94,7 @@ def new_graph(device: torch.device) -> tuple[Any, AbstractContextManager[Any]]:
 
 def rows_of(cache: BoundedCache, rows: Tensor) -> list[Tensor]:
     """All rows, as read and as first written."""
-    return [*cache.as_read(rows), *cache.first_written(rows, rows.numpy()).tensors]
+    return [*cache.as_read(rows), *cache.first_written_rows(rows, rows.numpy()).tensors]
 
 
 def close(ours: Tensor, theirs: Tensor) -> None:
@@ -152,7 +152,7 @@ def test_a_step_waits_for_no_device(name: str) -> None:
     usual = model.new_cache(8)
     model.forward(ids_of(5), usual)
     usual.commit(5)
-    rows = usual.first_written(torch.arange(5), np.arange(5))
+    rows = usual.first_written_rows(torch.arange(5), np.arange(5))
     expected = model.forward([7], usual)
     with simulated_devices() as (device, _):
         move(model.module, device)

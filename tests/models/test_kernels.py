@@ -197,7 +197,7 @@ def test_an_id_is_drawn_as_torch_draws_it_or_left_to_the_host() -> None:
         min_p = float(numbers.uniform(0.01, 0.4)) if at % 5 == 0 else 0.0
         number, likeliest = torch.tensor(numbers.random(1)), scores.topk(min(1024, size))
         given = (scores, *likeliest, number, top_k, top_p, min_p, 1e-4)
-        (expected, is_right), (found, is_sure) = draw(*given), kernels.draw(*given)
+        (expected, is_right), (found, is_sure) = draw(*given), kernels.draw_token(*given)
         assert bool(is_sure) == bool(is_right)
         assert not is_right or found == expected
         undecided += not is_right
@@ -210,13 +210,13 @@ def test_the_likeliest_id_is_noted_with_its_surprisal() -> None:
     logits[[40, 4000]] = 9.0  # of equal ones, the first
     results, slot = torch.zeros(2, 3, dtype=torch.float64), torch.ones(1, dtype=torch.int64)
     numbers, drawn = torch.zeros(5, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    kernels.note(kernels.likeliest(logits), results, slot, numbers, drawn, reads=True)
+    kernels.store_choice(kernels.block_maxima(logits), results, slot, numbers, drawn, reads=True)
     nats = float(-torch.log_softmax(logits, -1)[40])
     assert results[1].tolist() == pytest.approx([40, nats, 1])
     assert numbers[:, 0].tolist() == [40, 1, 1, 0, 0]
     assert drawn == 1
     logits[7] = torch.nan
-    kernels.note(kernels.likeliest(logits), results, slot, numbers, drawn, reads=False)
+    kernels.store_choice(kernels.block_maxima(logits), results, slot, numbers, drawn, reads=False)
     assert results[1, 2] == 0
     assert numbers[0] == 0  # an id that the next step can read
     assert numbers[1:, 0].tolist() == [1, 1, 0, 0]

@@ -33,7 +33,7 @@ def learns(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Learns:
 
     Returns the file into which each process writes its id.
     """
-    monkeypatch.setattr(learning, "_LEAST_LAYERS", 1)
+    monkeypatch.setattr(learning, "_MIN_LAYERS", 1)
     python, ids = own_home / "python", own_home / "ids"
 
     def prepare(line: str) -> Path:
@@ -130,7 +130,7 @@ def test_nothing_starts_where_it_can_t_be(
 ) -> None:
     ids = learns("true")
     if why == "small":
-        monkeypatch.setattr(learning, "_LEAST_LAYERS", 24)
+        monkeypatch.setattr(learning, "_MIN_LAYERS", 24)
     elif why == "no memory":
         monkeypatch.setattr(learning, "free_memory", lambda: 2**30)
     elif why == "learned meanwhile":

@@ -64,19 +64,19 @@ def test_a_matrix_has_the_bits_of_torch(
     order, native = torch.randperm(rows), NativePacking(library)
     assert native.can_read(tensor)
     q, scale = quantize_int8(unpack_floats(tensor)[order])
-    made = native.eight(tensor, order, torch.empty)
+    made = native.pack_eight_bits(tensor, order, torch.empty)
     assert torch.equal(made.q, q)
     assert torch.equal(made.scale, scale)
     if kind in FIVE_BIT:
-        own = native.five(tensor, order, torch.empty)
+        own = native.pack_five_bits(tensor, order, torch.empty)
         assert torch.equal(own.unpacked(torch.float32).T, unpack_floats(tensor)[order])
     if kind not in FOUR_BIT:
         return
     for layout in LAYOUTS:
         for module in (blocks, packed):
-            monkeypatch.setattr(module, "four_bit_layout", lambda layout=layout: layout)
-        wanted = Int4Linear.of_nibbles(*(part[order] for part in split_four_bit(tensor)))
-        four = native.four(tensor, order, torch.empty)
+            monkeypatch.setattr(module, "int4_layout", lambda layout=layout: layout)
+        wanted = Int4Linear.from_nibbles(*(part[order] for part in split_four_bit(tensor)))
+        four = native.pack_four_bits(tensor, order, torch.empty)
         assert torch.equal(four.packed, wanted.packed)
         assert torch.equal(four.scales, wanted.scales)
 
@@ -102,7 +102,7 @@ def test_a_file_of_five_bits_is_read_and_mapped_in_these_with_its_own_values(
 
     def bits_without_the_library() -> set[int]:
         with monkeypatch.context() as patch:
-            patch.setattr(load, "library_when_made", lambda: None)
+            patch.setattr(load, "wait_for_library", lambda: None)
             plain = load_model(str(path), device="cpu", compiles=True)
         wait_for_the_writer()
         return {one.bits for one in plain.module.modules() if isinstance(one, PackedLinear)}

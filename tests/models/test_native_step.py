@@ -28,13 +28,13 @@ from sirchat.models import products
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.decoder import Decoder
 from sirchat.models.model_config import DecoderConfig
-from sirchat.models.native_step import MOST, NativeStep
+from sirchat.models.native_step import MAX_BATCH, NativeStep
 from sirchat.models.packed import (
     GROUP,
     Int8Linear,
     MatmulMethod,
     PackedLinear,
-    four_bit_block,
+    int4_block_rows,
     set_matmul_method,
 )
 from sirchat.models.packing import pack_module
@@ -84,7 +84,7 @@ def made(kind: str, bits: int | None, dtype: torch.dtype, seed: int, **sizes: An
     module.tie_weights()
     if bits is not None:
         pack_module(module, bits)
-        set_matmul_method(module, MatmulMethod(own=2**30))
+        set_matmul_method(module, MatmulMethod(max_native_rows=2**30))
     return module.eval()
 
 
@@ -182,8 +182,8 @@ def oracle(module: Any, ids: list[int], dtype: torch.dtype) -> tuple[Tensor, lis
         attention, network = layer.self_attn, layer.mlp
         h = attended(attention, normed(x, layer.input_layernorm), module, dtype)
         added, after = product(h, attention.o_proj), layer.post_attention_layernorm
-        x = x + (normed(added, after) if layer.has_more_norms else added)
-        before = layer.pre_feedforward_layernorm if layer.has_more_norms else after
+        x = x + (normed(added, after) if layer.has_post_norms else added)
+        before = layer.pre_feedforward_layernorm if layer.has_post_norms else after
         h = normed(x, before)
         gate, up = product(h, network.gate_proj), product(h, network.up_proj)
         gate = (
@@ -192,7 +192,7 @@ def oracle(module: Any, ids: list[int], dtype: torch.dtype) -> tuple[Tensor, lis
             else gate.sigmoid() * gate
         )
         added = product(gate * up, network.down_proj)
-        x = x + (normed(added, layer.post_feedforward_layernorm) if layer.has_more_norms else added)
+        x = x + (normed(added, layer.post_feedforward_layernorm) if layer.has_post_norms else added)
         states.append(x[-1])
     return product(normed(x[-1:], module.model.norm), module.lm_head)[0], states
 
@@ -269,10 +269,10 @@ def test_a_token_has_the_same_bits_alone_among_others_and_with_any_number_of_thr
 ) -> None:
     weights, bits, _ = STORED[data.draw(st.sampled_from(sorted(STORED)))]
     kind = data.draw(st.sampled_from(["qwen2", "gemma3_text"]))
-    sizes = {"vocab_size": 3 * four_bit_block() + 90, "intermediate_size": 32 * 40}
+    sizes = {"vocab_size": 3 * int4_block_rows() + 90, "intermediate_size": 32 * 40}
     module = made(kind, bits, weights, data.draw(st.integers(0, 99)), **sizes)
     step = native(library, module, data.draw(st.sampled_from(TYPES)), 2)
-    held = [1, 140, *data.draw(st.lists(st.integers(1, 40), max_size=MOST + 3))]
+    held = [1, 140, *data.draw(st.lists(st.integers(1, 40), max_size=MAX_BATCH + 3))]
     chats = [Conversation(step, module, some_ids(count)) for count in held]
     tokens = [(10 + at, chat.cache.length, chat.cache) for at, chat in enumerate(chats)]
     alone = [

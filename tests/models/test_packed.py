@@ -58,11 +58,11 @@ def test_four_bits_multiply_like_the_weights_that_they_stand_for(
     scale, minimum = torch.rand(192, 3) * 0.1, -torch.rand(192, 3)
     weight = (q.view(192, 3, 32) * scale[..., None] + minimum[..., None]).view(192, 96)
     bias, x = torch.randn(192).to(dtype), torch.randn(2, rows, 96).to(dtype)
-    found = Int4Linear.of_values(q, scale, minimum, bias)(x)
+    found = Int4Linear.from_values(q, scale, minimum, bias)(x)
     assert (found.dtype, found.shape) == (dtype, (2, rows, 192))
     assert relative(found, x.float() @ weight.T + bias.float()) < 0.01
     assert (
-        relative(Int4Linear.of_values(q, scale, minimum).unpacked().T, weight) < 0.004
+        relative(Int4Linear.from_values(q, scale, minimum).unpacked().T, weight) < 0.004
     )  # bfloat16
 
 
@@ -145,7 +145,7 @@ def _counted_unpacking(kind: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def random_layer(kind: Any) -> Any:
     weight = torch.randn(64, 96)
     if kind is Int4Linear:
-        return Int4Linear.of_values(*quantize_int4(weight))
+        return Int4Linear.from_values(*quantize_int4(weight))
     return Int8Linear(*quantize_int8(weight))
 
 
@@ -154,7 +154,7 @@ def random_layer(kind: Any) -> Any:
 def test_several_passes_unpack_the_weights_once_if_they_are_not_too_many(
     kind: Any, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sirchat.models.packed.MOST_UNPACKED", most)
+    monkeypatch.setattr("sirchat.models.packed.MAX_UNPACKED_BYTES", most)
     layer, x = random_layer(kind), torch.randn(3, 40, 96)
     wanted, calls = [layer(one) for one in x], _counted_unpacking(kind, monkeypatch)
     for _ in range(2):
@@ -175,7 +175,12 @@ def test_many_rows_are_multiplied_by_weights_of_the_type_that_is_fast_here(
     kind: Any, dtype: Unpacked
 ) -> None:
     layer, x = random_layer(kind), torch.randn(40, 96)
-    set_matmul_method(layer, MatmulMethod(dtype, few_4=8, few_8=8, few=8))
+    set_matmul_method(
+        layer,
+        MatmulMethod(
+            dtype, max_kernel_rows_4bit=8, max_kernel_rows_8bit=8, max_kernel_rows_shared=8
+        ),
+    )
     exact = layer.unpacked(torch.float64)
     exact = exact if kind is Int4Linear else exact * layer.scale.double()
     assert relative(layer(x), x.double() @ exact) < (1e-6 if dtype == "float32" else 0.01)
@@ -189,7 +194,12 @@ def test_many_passes_arrange_the_weights_once_and_compute_the_same(
     kind: Any, dtype: Unpacked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer, x = random_layer(kind), torch.randn(12, 40, 96)
-    set_matmul_method(layer, MatmulMethod(dtype, few_4=8, few_8=8, few=8))
+    set_matmul_method(
+        layer,
+        MatmulMethod(
+            dtype, max_kernel_rows_4bit=8, max_kernel_rows_8bit=8, max_kernel_rows_shared=8
+        ),
+    )
     wanted, calls = [layer(one) for one in x], list[int]()
     arrange = torch.ops.mkldnn._reorder_linear_weight
 
@@ -306,8 +316,8 @@ def test_on_processors_without_avx512_four_bits_are_packed_as_their_kernel_needs
     chosen = "four_bits_multiply_like or (stays_packed and Q4_1)"
     code = f"""
 import pytest, sys
-from sirchat.models.packed import four_bit_block
-assert four_bit_block() == 32
+from sirchat.models.packed import int4_block_rows
+assert int4_block_rows() == 32
 sys.exit(pytest.main([{__file__!r}, "-q", "-n0", "-pno:cacheprovider", "-k", {chosen!r}]))
 """
     run_with("avx2", code)
@@ -332,13 +342,13 @@ def test_pairs_of_rows_are_packed_as_on_arm() -> None:
 import torch
 from sirchat.models import packed
 from sirchat.models.packed import Int4GpuLinear, Int4Linear
-assert packed.four_bit_layout() == (32, True)
+assert packed.int4_layout() == (32, True)
 q = torch.randint(0, 16, (192, 96), dtype=torch.uint8)
 scale, minimum, x = torch.rand(192, 3) * 0.1, -torch.rand(192, 3), torch.randn(3, 96)
-layer, plain = (kind.of_values(q, scale, minimum) for kind in (Int4Linear, Int4GpuLinear))
+layer, plain = (kind.from_values(q, scale, minimum) for kind in (Int4Linear, Int4GpuLinear))
 found, wanted = layer(x), x @ plain.unpacked(torch.float32)
 assert (found - wanted).norm() / wanted.norm() < 0.01
-again = Int4Linear.of_nibbles(plain.nibbles.view(192, 3, 16), scale, minimum)
+again = Int4Linear.from_nibbles(plain.nibbles.view(192, 3, 16), scale, minimum)
 assert torch.equal(again.packed, layer.packed) and torch.equal(again.scales, layer.scales)
 assert torch.equal(layer.unpacked(), plain.unpacked())
 for row in range(0, 192, 2):  # a byte for each pair of rows and each column

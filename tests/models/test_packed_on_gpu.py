@@ -66,7 +66,7 @@ def relative(found: Tensor, wanted: Tensor) -> float:
 
 
 def random_four_bits(rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Values q, scales and minima as `Int4Linear.of_values` takes them."""
+    """Values q, scales and minima as `Int4Linear.from_values` takes them."""
     q = torch.randint(0, 16, (rows, columns), dtype=torch.uint8)
     groups = rows, columns // 32
     return q, torch.rand(groups) * 0.1, -torch.rand(groups)
@@ -74,7 +74,7 @@ def random_four_bits(rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def test_each_byte_has_two_weights_and_each_group_a_scale_and_a_zero() -> None:
     q, scale, minimum = random_four_bits(3, 64)
-    layer = Int4GpuLinear.of_values(q, scale, minimum)
+    layer = Int4GpuLinear.from_values(q, scale, minimum)
     weights = layer.unpacked(torch.float32).T
     zero = (minimum + 8 * scale).bfloat16()
     assert (layer.nibbles.dtype, layer.scales.dtype) == (torch.uint8, torch.bfloat16)
@@ -97,13 +97,13 @@ def test_the_weights_are_those_of_a_cpu_to_the_last_bit(kind: str, dtype: torch.
     here: Int4Linear
     if kind == "int4":
         given = quantize_int4(torch.randn(128, 256))
-        here, there = Int4Linear.of_values(*given), Int4GpuLinear.of_values(*given)
+        here, there = Int4Linear.from_values(*given), Int4GpuLinear.from_values(*given)
     else:
         _, values, size = BLOCKS[kind]
         blocks = np.random.default_rng(0).integers(0, 128, (128 * 256 // values, size), np.uint8)
         blocks[:, 1], blocks[:, 3] = 30, 30  # else the floats of the blocks may not be numbers
         taken = split_four_bit(GgufTensor((128, 256), kind, blocks.reshape(-1)))
-        here, there = Int4Linear.of_nibbles(*taken), Int4GpuLinear.of_nibbles(*taken)
+        here, there = Int4Linear.from_nibbles(*taken), Int4GpuLinear.from_nibbles(*taken)
     assert torch.equal(here.unpacked(dtype), there.unpacked(dtype))
 
 
@@ -117,7 +117,7 @@ def test_rows_are_multiplied_in_their_type_with_a_part_of_the_weights_at_a_time(
     weight, bias = torch.randn(50, 96), torch.randn(50).to(dtype)  # 50: no multiple of any block
     layer: PackedLinear
     if bits == 4:
-        layer = Int4GpuLinear.of_values(*quantize_int4(weight), bias)
+        layer = Int4GpuLinear.from_values(*quantize_int4(weight), bias)
         exact = layer.unpacked(torch.float64)
     else:
         layer = Int8Linear(*quantize_int8(weight), bias)
@@ -127,7 +127,7 @@ def test_rows_are_multiplied_in_their_type_with_a_part_of_the_weights_at_a_time(
     assert (found.shape, found.dtype, found.device) == ((2, rows, 50), dtype, gpu)
     error = 1e-6 if dtype == torch.float32 else 0.006
     assert relative(found, x.double() @ exact + bias.double()) < error
-    few = layer.multiply_few(x[0].to(gpu, torch.bfloat16))
+    few = layer.multiply_packed(x[0].to(gpu, torch.bfloat16))
     assert relative(few, x[0].double() @ exact) < 0.006
 
 
@@ -138,7 +138,7 @@ def test_large_sums_of_whole_numbers_stay_finite_in_float16(gpu: torch.device) -
 
 
 def test_joined_layers_share_their_rows() -> None:
-    parts = [Int4GpuLinear.of_values(*random_four_bits(rows, 64)) for rows in (40, 10, 10)]
+    parts = [Int4GpuLinear.from_values(*random_four_bits(rows, 64)) for rows in (40, 10, 10)]
     wanted, x, start = [part.unpacked() for part in parts], torch.randn(3, 64), 0
     joined = Int4GpuLinear.join_layers(parts)
     for part in parts:

@@ -310,7 +310,7 @@ def test_the_longest_unused_go_first_and_what_a_killed_writer_left(
     paths = [written(tmp_path / name, seed=at) for at, name in enumerate("abc")]
     loaded(paths[0])
     size = the_file().stat().st_size
-    monkeypatch.setattr(prepared, "_MOST", 5 * size // 2)
+    monkeypatch.setattr(prepared, "_MAX_FOLDER_BYTES", 5 * size // 2)
     left = prepared_dir() / f"1234{prepared.UNFINISHED_SUFFIX}"
     left.write_bytes(b"half")
     loaded(paths[1])
@@ -322,6 +322,6 @@ def test_the_longest_unused_go_first_and_what_a_killed_writer_left(
     loaded(paths[2])
     assert {file.model for file in prepared_files()} == {str(paths[0]), str(paths[2])}
     assert not left.exists()
-    monkeypatch.setattr(prepared, "_MOST", size // 2)
+    monkeypatch.setattr(prepared, "_MAX_FOLDER_BYTES", size // 2)
     loaded(paths[1])
     assert {file.model for file in prepared_files()} == {str(paths[0]), str(paths[2])}

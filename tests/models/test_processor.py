@@ -14,25 +14,25 @@ from command import run
 from sirchat.config.profile import Profile
 from sirchat.models import processor
 from sirchat.models.load import load_model, load_model_of
-from sirchat.models.packed import ANY_ROWS, MatmulMethod, matmul_method_of
-from sirchat.models.processor import Features, fastest_method, features, own_rows
+from sirchat.models.packed import UNLIMITED_ROWS, MatmulMethod, matmul_method_of
+from sirchat.models.processor import Features, fastest_method, max_native_rows, processor_features
 
 pytestmark = pytest.mark.usefixtures("own_home")
 
 AVX2, AVX512 = Features("AVX2", False, False), Features("AVX512", False, False)
 BFLOAT16, AMX = Features("AVX512", True, False), Features("AVX512", True, True)
-IN_FLOAT32 = MatmulMethod("float32", 64, 32, 32, ANY_ROWS)
+IN_FLOAT32 = MatmulMethod("float32", 64, 32, 32, UNLIMITED_ROWS)
 
 
 @pytest.mark.parametrize(
     ("found", "method"),
     [
-        (BFLOAT16, MatmulMethod("bfloat16", 32, 8, 8, ANY_ROWS)),
+        (BFLOAT16, MatmulMethod("bfloat16", 32, 8, 8, UNLIMITED_ROWS)),
         (AMX, MatmulMethod("bfloat16", 32, 8, 8, 64)),
-        (AVX512, MatmulMethod("float32", 64, 64, 64, ANY_ROWS)),
+        (AVX512, MatmulMethod("float32", 64, 64, 64, UNLIMITED_ROWS)),
         (AVX2, IN_FLOAT32),
         (Features("DEFAULT", False, False), IN_FLOAT32),  # as on ARM without bfloat16
-        (Features("DEFAULT", True, False), MatmulMethod("bfloat16", 32, 8, 8, ANY_ROWS)),
+        (Features("DEFAULT", True, False), MatmulMethod("bfloat16", 32, 8, 8, UNLIMITED_ROWS)),
     ],
 )
 def test_the_features_decide_how_packed_weights_are_multiplied(
@@ -40,12 +40,14 @@ def test_the_features_decide_how_packed_weights_are_multiplied(
 ) -> None:
     """These were the fastest ways where all were measured: AVX2, AVX-512 with and without BF16."""
     assert fastest_method(found) == method
-    monkeypatch.setattr(processor, "features", lambda: found)
-    for has_tiles, own in ((False, method.own), (True, ANY_ROWS)):
-        monkeypatch.setattr(processor, "has_tiles", lambda has=has_tiles: has)
-        assert own_rows() == own
+    monkeypatch.setattr(processor, "processor_features", lambda: found)
+    for has_matrix_units, own in ((False, method.max_native_rows), (True, UNLIMITED_ROWS)):
+        monkeypatch.setattr(processor, "has_matrix_units", lambda has=has_matrix_units: has)
+        assert max_native_rows() == own
     model = load_model("tiny", device="cpu", quantize="int4")
-    assert matmul_method_of(model.module) == method._replace(own=0), "products.cpp is not loaded"
+    assert matmul_method_of(model.module) == method._replace(max_native_rows=0), (
+        "products.cpp is not loaded"
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,7 +73,7 @@ def test_features_are_those_that_torch_and_onednn_may_use(
     monkeypatch.setattr(processor, "has_fast_bfloat16", lambda: "onednn" in answers)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", most)
-    assert features() == wanted
+    assert processor_features() == wanted
 
 
 def test_the_cache_of_packed_weights_has_two_bytes_a_number_or_what_is_set() -> None:

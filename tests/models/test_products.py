@@ -22,14 +22,14 @@ from sirchat.models import products
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.packed import (
-    ANY_ROWS,
     GROUP,
+    UNLIMITED_ROWS,
     Int4Linear,
     Int5Linear,
     Int8Linear,
     MatmulMethod,
-    four_bit_block,
-    has_tiles,
+    has_matrix_units,
+    int4_block_rows,
     set_matmul_method,
 )
 from sirchat.models.surprisal import surprisal_of_states
@@ -57,8 +57,8 @@ def four_bits(rows: int, columns: int, seed: int) -> Int4Linear:
     made = torch.Generator().manual_seed(seed)
     q = torch.randint(0, 16, (rows, columns), generator=made)
     scale, minimum = (torch.rand(2, rows, columns // GROUP, generator=made) * 2 - 1).unbind()
-    layer = Int4Linear.of_values(q.to(torch.uint8), scale, minimum * 8)
-    set_matmul_method(layer, MatmulMethod(own=2**30))
+    layer = Int4Linear.from_values(q.to(torch.uint8), scale, minimum * 8)
+    set_matmul_method(layer, MatmulMethod(max_native_rows=2**30))
     return layer
 
 
@@ -66,7 +66,7 @@ def five_bits(rows: int, columns: int, seed: int) -> Int5Linear:
     made, rows = torch.Generator().manual_seed(seed), rows // 16 * 16
     packed = torch.randint(0, 256, (rows, columns // 8 * 5), generator=made, dtype=torch.uint8)
     layer = Int5Linear(packed, torch.randn(rows, columns // GROUP, generator=made).half())
-    set_matmul_method(layer, MatmulMethod(own=2**30))
+    set_matmul_method(layer, MatmulMethod(max_native_rows=2**30))
     return layer
 
 
@@ -74,7 +74,7 @@ def eight_bits(rows: int, columns: int, seed: int) -> Int8Linear:
     made = torch.Generator().manual_seed(seed)
     q = torch.randint(-127, 128, (rows, columns), generator=made)
     layer = Int8Linear(q.to(torch.int8), torch.randn(rows, generator=made).bfloat16())
-    set_matmul_method(layer, MatmulMethod(own=2**30))
+    set_matmul_method(layer, MatmulMethod(max_native_rows=2**30))
     return layer
 
 
@@ -91,7 +91,7 @@ def exact_weights(layer: Any) -> Tensor:
 @settings(max_examples=20 * ATTACK)
 @given(st.data())
 def test_products_err_only_by_the_rounding_of_the_rows(data: Any) -> None:
-    block, seed = four_bit_block(), data.draw(st.integers(0, 99))
+    block, seed = int4_block_rows(), data.draw(st.integers(0, 99))
     columns = 32 * data.draw(st.integers(1, 9))
     layer: Any
     if data.draw(st.booleans()):
@@ -109,7 +109,7 @@ def test_products_err_only_by_the_rounding_of_the_rows(data: Any) -> None:
 
 @pytest.fixture(scope="module")
 def tiles(library: Path) -> None:
-    if not has_tiles():
+    if not has_matrix_units():
         pytest.skip("needs matrix units (AMX)")
 
 
@@ -118,7 +118,7 @@ def tiles(library: Path) -> None:
 def test_of_many_rows_tiles_round_numbers_and_weights_to_bfloat16_alone(
     tiles: None, data: Any
 ) -> None:
-    block, seed = four_bit_block(), data.draw(st.integers(0, 99))
+    block, seed = int4_block_rows(), data.draw(st.integers(0, 99))
     columns, rows = 32 * data.draw(st.integers(1, 40)), data.draw(st.integers(33, 100))
     layer: Any
     if data.draw(st.booleans()):
@@ -134,7 +134,7 @@ def test_of_many_rows_tiles_round_numbers_and_weights_to_bfloat16_alone(
 
 @pytest.mark.parametrize("make", ALL)
 def test_a_row_has_the_same_bits_among_any_number_of_many(tiles: None, make: Any) -> None:
-    layer, x = make(5 * four_bit_block(), 160, 7), torch.randn(100, 160)
+    layer, x = make(5 * int4_block_rows(), 160, 7), torch.randn(100, 160)
     left, right = torch.randn(2, 64, 64).bfloat16()  # multiplied by tiles of torch
     of_torch, wanted = left @ right, layer(x)
     for some in (slice(33), slice(60, 100), slice(1, 98)):
@@ -168,7 +168,7 @@ def test_tiles_tell_the_surprisal_of_any_vocabulary(
 def test_a_row_has_the_same_bits_alone_among_others_and_with_any_number_of_threads(
     rows: int, make: Any
 ) -> None:
-    layer, x = make(5 * four_bit_block(), 160, rows), torch.randn(rows, 160)
+    layer, x = make(5 * int4_block_rows(), 160, rows), torch.randn(rows, 160)
     alone = torch.cat([layer(row[None]) for row in x])
     assert torch.equal(layer(x), alone)
     assert torch.equal(layer(x[1:]), alone[1:])
@@ -184,7 +184,7 @@ def test_a_row_has_the_same_bits_alone_among_others_and_with_any_number_of_threa
 @pytest.mark.parametrize("rows", [3, 40])
 @pytest.mark.parametrize("make", ALL)
 def test_what_is_no_number_stays_none(make: Any, rows: int) -> None:
-    layer, x = make(four_bit_block(), 64, 0), torch.randn(rows, 64)
+    layer, x = make(int4_block_rows(), 64, 0), torch.randn(rows, 64)
     x[0, 5], x[2, 40] = torch.nan, torch.inf
     found = layer(x).isfinite()
     assert found[1].all()
@@ -192,10 +192,10 @@ def test_what_is_no_number_stays_none(make: Any, rows: int) -> None:
     assert not found[2].any()
 
 
-@pytest.mark.parametrize(("own", "size"), [(ANY_ROWS, 384), (64, 1000), (0, 1000)])
+@pytest.mark.parametrize(("own", "size"), [(UNLIMITED_ROWS, 384), (64, 1000), (0, 1000)])
 def test_passes_are_small_where_they_take_no_longer(own: int, size: int) -> None:
     model = packed()
-    set_matmul_method(model.module, MatmulMethod(own=own))
+    set_matmul_method(model.module, MatmulMethod(max_native_rows=own))
     reader = Reader(model, model.new_cache(8), Ledger())
     assert reader.pass_size(1000, is_observed=False) == size
     assert reader.pass_size(7, is_observed=False) == 7
@@ -211,7 +211,7 @@ def test_a_damaged_library_is_not_loaded(library: Path, tmp_path: Path) -> None:
         path = tmp_path / "damaged.so"
         path.write_bytes(damaged)
         with pytest.raises(products.DamagedProgramError):
-            products.refuse_damaged(path)
+            products.check_digest(path)
 
 
 @pytest.mark.skipif(ATTACK == 1, reason="builds the library once more")
@@ -220,7 +220,7 @@ def test_processors_without_avx512_have_it_too(tmp_path: Path) -> None:
 from pathlib import Path
 from sirchat.models import packed, products
 flags, path = products._flags(), Path({str(tmp_path)!r}) / "products.so"
-assert packed.four_bit_block() == 32
+assert packed.int4_block_rows() == 32
 products._flags = lambda: [*flags, "-mno-avxvnni"]
 products.build_library(path)
 products.load_library(path)  # which compares it with torch's products

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from real_tokenizers import REAL, gguf_header, original, unpacked
 from sirchat.models.gguf.vocabulary import load_tokenizer
 from sirchat.models.load import tokenizer_by_transformers
-from sirchat.recall.word_index import telling_by
+from sirchat.recall.word_index import word_weights
 from sirchat.text.template import Template
 from sirchat.text.tokenizer import tokenizer_of_folder
 from template_shapes import template
@@ -126,9 +126,9 @@ def test_no_text_is_refused_and_none_becomes_control(real: Read) -> None:
         def found(ids: list[int], control: set[int] = control) -> list[int]:
             return [i for i in ids if i in control]
 
-        usual, first = found(made.user("a").ids), found(made.opening("a")[1].ids)
+        usual, first = found(made.user_turn("a").ids), found(made.opening("a")[1].ids)
         for text in texts(real, MANY):
-            turn = made.user(text)
+            turn = made.user_turn(text)
             assert found(turn.ids) == usual
             assert found(made.opening(text)[1].ids) == first
             if text in LANGUAGES:
@@ -138,7 +138,7 @@ def test_no_text_is_refused_and_none_becomes_control(real: Read) -> None:
 
 def test_its_frequent_words_tell_nothing_and_the_others_do(real: Read) -> None:
     for ours in real.ours:
-        telling = telling_by(ours)
+        telling = word_weights(ours)
         assert not any(telling(word) for word in ("the", "and", "of", "in", "to"))
         assert all(telling(word) for word in ("name", "time", "work", "fox", "gate", "dentist"))
         assert telling("and") < telling("name") < telling("dentist")

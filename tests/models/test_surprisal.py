@@ -133,11 +133,11 @@ def test_elsewhere_too_only_some_rows_have_all_their_logits_in_memory() -> None:
         assert live.most < 4 * 256 * vocabulary
 
 
-@pytest.mark.parametrize("rows_per_pass", [1, 7, 10**6])
-def test_nothing_evicted_every_surprisal_is_that_of_one_long_read(rows_per_pass: int) -> None:
+@pytest.mark.parametrize("max_pass_ids", [1, 7, 10**6])
+def test_nothing_evicted_every_surprisal_is_that_of_one_long_read(max_pass_ids: int) -> None:
     model = loaded("llama")
     engine = Engine(model, CacheSettings(Entropy(), budget=256))
-    engine.reader.rows_per_pass = rows_per_pass
+    engine.reader.max_pass_ids = max_pass_ids
     shown: list[float] = []
     for turn in (0, 2):
         prefill(engine, some_ids(45, turn), turn)
@@ -171,12 +171,12 @@ def test_evictions_do_not_touch_the_surprisal_of_the_next_token(
     np.testing.assert_allclose(engine.ledger.column("surprisal")[1:], expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("rows_per_pass", [1, 2, 10**6])
+@pytest.mark.parametrize("max_pass_ids", [1, 2, 10**6])
 @pytest.mark.parametrize("count", [1, 2, 9, 200])
-def test_the_first_token_ranks_as_its_chunks_maximum(rows_per_pass: int, count: int) -> None:
+def test_the_first_token_ranks_as_its_chunks_maximum(max_pass_ids: int, count: int) -> None:
     model = BigramModel()
     engine = Engine(model, CacheSettings(Entropy(), budget=64, sinks=0))  # chunks of 16
-    engine.reader.rows_per_pass = rows_per_pass
+    engine.reader.max_pass_ids = max_pass_ids
     prefill(engine, some_ids(count))
     nats = engine.ledger.column("surprisal")
     assert np.isnan(nats[0])

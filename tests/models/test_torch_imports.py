@@ -11,13 +11,13 @@ pytestmark = pytest.mark.slow  # each imports torch anew
 
 BEGIN = """
 import importlib.util, os, sys, threading
-from sirchat.models.torch_imports import _NEED_ALL, defer_parts_of_torch
+from sirchat.models.torch_imports import _NEED_WHOLE_TORCH, defer_parts_of_torch
 defer_parts_of_torch()
-(finder,) = (one for one in sys.meta_path if hasattr(one, "import_the_rest"))
+(finder,) = (one for one in sys.meta_path if hasattr(one, "import_deferred"))
 LEFT_OUT = ("torch._meta_registrations", "torch.export")
 
 def left_out():
-    return [name for name in LEFT_OUT if type(sys.modules.get(name)).__name__ == "_Later"]
+    return [name for name in LEFT_OUT if type(sys.modules.get(name)).__name__ == "_DeferredModule"]
 
 def all_is_there():
     import torch
@@ -32,7 +32,7 @@ def all_is_there():
 # Each case runs in a process of its own, forked after the import.
 FORKED = """
 import torch
-assert left_out() == list(LEFT_OUT), "was torch updated? try it, then change _VERSION"
+assert left_out() == list(LEFT_OUT), "was torch updated? try it, then change _TESTED_VERSION"
 assert "torch._decomp" not in sys.modules
 for case in sys.argv[1:]:
     if (child := os.fork()) == 0:
@@ -62,8 +62,8 @@ assert slope.shape == torch.func.jacfwd(torch.sin)(drawn).diagonal().shape
 # No thread that holds an import's lock then waits for one that waits for this lock.
 IN_ORDER = """
 before = set(sys.modules)
-finder.import_the_rest()
-new = [name for name in set(sys.modules) - before if name.startswith(_NEED_ALL)]
+finder.import_deferred()
+new = [name for name in set(sys.modules) - before if name.startswith(_NEED_WHOLE_TORCH)]
 assert new and all(name.startswith("torch.export.") for name in new), new
 """
 
@@ -126,5 +126,6 @@ def test_a_chat_does_not_need_them_and_all_is_there_once_one_is_used() -> None:
 
 
 def test_another_version_of_torch_is_imported_as_a_whole() -> None:
-    older = "import sirchat.models.torch_imports as ours; ours._VERSION = '2.12.'; import torch\n"
+    older = "import sirchat.models.torch_imports as ours\n"
+    older += "ours._TESTED_VERSION = '2.12.'; import torch\n"
     run(program=f"{older}assert not left_out()\nall_is_there()")

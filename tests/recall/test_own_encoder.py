@@ -48,17 +48,17 @@ def test_passages_and_messages_have_the_vectors_of_their_text(
     np.testing.assert_allclose(passages.vectors.astype(np.float32), expected, atol=1e-3)
     turn = chat.template.opening("Which vehicle is mine?")[1]
     found = chat.recall.find(NewTurn(turn.ids, turn.roles), 40)
-    assert found.message.vector is not None
-    asked = own.vectors([found.message.text])[0].numpy()
-    np.testing.assert_allclose(found.message.vector, asked, atol=1e-5)
-    assert len(found.message.vector) == SIZE
+    assert found.query.vector is not None
+    asked = own.vectors([found.query.text])[0].numpy()
+    np.testing.assert_allclose(found.query.vector, asked, atol=1e-5)
+    assert len(found.query.vector) == SIZE
 
 
 @pytest.mark.usefixtures("own_home")
 def test_a_resumed_chat_never_compares_vectors_of_another_encoder(own: SentenceEncoder) -> None:
     usual = with_question(babbler(), SIZE)  # vectors of the same length
     other = replace(usual, sentence_encoder=own)
-    assert usual.passage_encoder.check_sum != other.passage_encoder.check_sum
+    assert usual.passage_encoder.checksum != other.passage_encoder.checksum
     chat = session(usual, max_new_tokens=8, recall="meaning")
     list(chat.ask("My name is Anna. I live in Rome."))
     again = saved_and_resumed(chat, session(other, recall="meaning"))
@@ -83,7 +83,7 @@ def test_a_chat_resumed_with_its_first_encoder_finds_old_passages_by_words() -> 
     turn = again.template.opening("Where does my sister live?")[1]
     found = again.recall.find(NewTurn(turn.ids, turn.roles), 40)
     texts = [passages.texts(again.ledger, at, at + 1)[0] for at in found.passages]
-    assert found.message.vector is not None
+    assert found.query.vector is not None
     assert "My sister Anna lives in Rome" in texts[0]
 
 
@@ -93,7 +93,7 @@ def test_a_missing_encoder_is_named_before_the_model_is_loaded(own: SentenceEnco
         load_model_of(named)
     there = load_model_of(Profile(compile="off", recall_encoder=own.name))
     assert there.sentence_encoder is not None
-    assert there.sentence_encoder.check_sum == own.check_sum
+    assert there.sentence_encoder.checksum == own.checksum
     assert load_model_of(Profile(compile="off")).sentence_encoder is None
 
 

@@ -19,14 +19,14 @@ from chatting import babbler
 from sirchat.memory.ledger import Flag, Ledger, Role
 from sirchat.recall import passage_search, word_index
 from sirchat.recall.passage_search import (
-    FEW,
+    MAX_FULL_SCORE_PASSAGES,
+    PassageQuery,
     PassageSearch,
-    Sought,
-    asked_spans,
     best_first,
+    query_spans,
 )
-from sirchat.recall.passages import LEAST, MOST, Passages, divided
-from sirchat.recall.word_index import LESS, WordIndex, letter_groups, telling_by, words_of
+from sirchat.recall.passages import MAX_PASSAGE_TOKENS, MIN_PASSAGE_TOKENS, Passages, divided
+from sirchat.recall.word_index import DISCOUNT, WordIndex, letter_groups, word_weights, words_of
 from sirchat.text.detokenizer import TokenTexts
 
 TEXTS = [
@@ -77,7 +77,7 @@ def same(one: PassageSearch, other: PassageSearch, text: str = "Who has walnut t
     arrays = all(
         np.array_equal(mine[name], theirs[name], equal_nan=name == "vectors") for name in mine
     )
-    message = Sought((text,))
+    message = PassageQuery((text,))
     return arrays and np.array_equal(one.scores(message), other.scores(message))
 
 
@@ -85,8 +85,8 @@ def same(one: PassageSearch, other: PassageSearch, text: str = "Who has walnut t
 def test_passages_are_all_of_a_text_in_order_and_none_is_long(pieces: list[str]) -> None:
     spans = divided(pieces)
     assert [at for start, end in spans for at in range(start, end)] == list(range(len(pieces)))
-    assert all(end - start <= MOST for start, end in spans)
-    assert all(end - start >= LEAST for start, end in spans[:-1])
+    assert all(end - start <= MAX_PASSAGE_TOKENS for start, end in spans)
+    assert all(end - start >= MIN_PASSAGE_TOKENS for start, end in spans[:-1])
 
 
 def test_a_passage_ends_with_its_sentence_but_not_with_a_title_or_in_a_number() -> None:
@@ -127,7 +127,7 @@ def test_what_is_erased_is_in_no_vector_and_found_by_no_word() -> None:
     ledger = Ledger()
     read(ledger, TEXTS)
     made = search(ledger)
-    message = Sought(("walnut",))
+    message = PassageQuery(("walnut",))
     which = np.flatnonzero(made.scores(message) > 1)
     assert len(which)
     rows = made.passages.rows
@@ -191,7 +191,7 @@ def bm25(said: Sequence[tuple[str, int]], sentence: str) -> list[float]:
     every = range(blocks[-1] + 1)
     sizes = [counted(block, [sum(each.values()) for each in terms]) for block in every]
     mean = sum(sizes) / len(sizes)
-    telling, found = telling_by(babbler().tokenizer), [0.0] * len(said)
+    telling, found = word_weights(babbler().tokenizer), [0.0] * len(said)
     weights = dict[str, float]()
     for word in words_of(sentence):
         groups = letter_groups(word)
@@ -217,7 +217,7 @@ def bm25(said: Sequence[tuple[str, int]], sentence: str) -> list[float]:
     asked=st.sampled_from(["Who buys walnut tables?", "Is Lisbon rainy?", "Priya", "and"]),
 )
 def test_words_are_scored_as_bm25_is_defined(said: list[tuple[str, int]], asked: str) -> None:
-    turn, passages, index = 0, list[tuple[str, int]](), WordIndex(telling_by(babbler().tokenizer))
+    turn, passages, index = 0, list[tuple[str, int]](), WordIndex(word_weights(babbler().tokenizer))
     for text, step in said:
         turn += step
         passages.append((text, turn))
@@ -226,7 +226,7 @@ def test_words_are_scored_as_bm25_is_defined(said: list[tuple[str, int]], asked:
 
 
 def test_each_sentence_counts_by_itself() -> None:
-    index = WordIndex(telling_by(babbler().tokenizer))
+    index = WordIndex(word_weights(babbler().tokenizer))
     for number, text in enumerate(TEXTS):
         index.add(text, number)
     both = index.scores(["Who is Priya?", "Tables of walnut."])
@@ -259,28 +259,31 @@ class Ranked:
 
 @pytest.mark.parametrize("blank", [" ", ""])
 def test_words_that_are_frequent_in_the_language_tell_nothing(blank: str) -> None:
-    telling = telling_by(Ranked(blank))
+    telling = word_weights(Ranked(blank))
     assert telling("and") == 0
     assert telling("quixbert") == telling("3") == 1  # its rank says nothing of a digit
-    ranks = math.log((40_000 - 256) / word_index.COMMON), math.log(49_152 / word_index.COMMON)
+    ranks = (
+        math.log((40_000 - 256) / word_index.COMMON_WORD_RANK),
+        math.log(49_152 / word_index.COMMON_WORD_RANK),
+    )
     assert telling("walnut") == pytest.approx(ranks[0] / ranks[1])
     assert 0 < telling("which") < telling("time") < telling("walnut")
 
 
 def test_words_of_grammar_tell_nothing_by_themselves_but_count_beside_others() -> None:
-    index = WordIndex(telling_by(Ranked()))
+    index = WordIndex(word_weights(Ranked()))
     turns = ["Which of these walnuts?", "Which way?", "I like walnuts."]
     for number, text in enumerate(turns):
         index.add(text, 3 * number)  # of turns that are not beside each other
         index.add("So it goes.", 3 * number + 1)
         index.add("So it went.", 3 * number + 2)
-    assert not index.telling_words("And which? Would there really be something?")
+    assert not index.informative_words("And which? Would there really be something?")
     assert not index.scores(["And?"]).any()
     both, alone = index.scores(["Which walnuts?"]), index.scores(["Walnuts!"])
     assert both[0] > alone[0]
     assert both[6] == pytest.approx(alone[6])
     assert both[3] < min(both[0], both[6])
-    assert index.telling_words("And which walnut?") == ["walnut"]
+    assert index.informative_words("And which walnut?") == ["walnut"]
 
 
 def test_a_score_is_z_by_words_and_z_by_meaning() -> None:
@@ -302,14 +305,17 @@ def test_a_score_is_z_by_words_and_z_by_meaning() -> None:
 
     fits = [max(0.0, one) for one in z(cosines, sum(cosines) / len(cosines), 0.1)]
     by_meaning = made.index.with_block(np.array(fits))
-    chance = passage_search.CHANCE
+    chance = passage_search.CHANCE_SCORE
     by_words = np.array(
-        [max(0.0, one - chance) for one in z(words.tolist(), 0.0, passage_search.NATS)]
+        [
+            max(0.0, one - chance)
+            for one in z(words.tolist(), 0.0, passage_search.MIN_WORD_DEVIATION)
+        ]
     )
     assert by_words.max() > 0 == by_words.min()
-    scores = made.scores(Sought(("walnut",), vector))
+    scores = made.scores(PassageQuery(("walnut",), vector))
     assert scores == pytest.approx(by_words + by_meaning, abs=2e-2)
-    assert made.scores(Sought(("walnut",))) == pytest.approx(by_words)
+    assert made.scores(PassageQuery(("walnut",))) == pytest.approx(by_words)
 
 
 def test_passages_without_a_vector_are_found_by_words_alone() -> None:
@@ -318,8 +324,8 @@ def test_passages_without_a_vector_are_found_by_words_alone() -> None:
     made = search(ledger)
     vector = made.passages.vectors[0].astype(np.float32)
     made.passages.vectors[:] = np.nan
-    message = Sought(("walnut",), vector)
-    assert made.scores(message) == pytest.approx(made.scores(Sought(("walnut",))), abs=0.1)
+    message = PassageQuery(("walnut",), vector)
+    assert made.scores(message) == pytest.approx(made.scores(PassageQuery(("walnut",))), abs=0.1)
 
 
 def test_what_the_model_wrote_itself_comes_after_what_was_told() -> None:
@@ -329,7 +335,7 @@ def test_what_the_model_wrote_itself_comes_after_what_was_told() -> None:
     read(ledger, ["I am called Priya Quixbert.", "Fine.", other, other, "Who is Priya Quixbert?"])
     read(ledger, ["You are called Priya Ashton Quixbert."], 5)
     made = search(ledger)
-    message = Sought(("Who is Priya Quixbert?",))
+    message = PassageQuery(("Who is Priya Quixbert?",))
     wrote = np.flatnonzero(made.passages.rows["turn"] == 5)
     told = np.flatnonzero(made.passages.rows["turn"] == 0)
     given, own = made.scores(message), made.scores(message, [1, 3, 5])
@@ -352,8 +358,8 @@ def test_what_was_told_in_several_messages_is_found_before_much_of_a_long_one() 
             taken = Counter(turns[order].tolist())
             worth = {
                 n: scores[n]
-                * LESS ** max(0, taken[turns[n]] + 1 - FEW)
-                / math.sqrt(max(1, sizes[turns[n]] / FEW))
+                * DISCOUNT ** max(0, taken[turns[n]] + 1 - MAX_FULL_SCORE_PASSAGES)
+                / math.sqrt(max(1, sizes[turns[n]] / MAX_FULL_SCORE_PASSAGES))
                 for n in left
             }
             order.append(max(left, key=worth.__getitem__))
@@ -364,7 +370,7 @@ def test_what_was_told_in_several_messages_is_found_before_much_of_a_long_one() 
 def test_of_a_long_message_its_questions_are_looked_for() -> None:
     pieces = [*["A long line of a file.\n"] * 9, *"Where is my train? Here is a file:", "\n"]
     pieces += [*"It is a file with many words.\n"] * 9
-    asked = ["".join(pieces[slice(*one)]) for one in asked_spans(pieces)]
+    asked = ["".join(pieces[slice(*one)]) for one in query_spans(pieces)]
     assert len(asked) == 1
     assert "Where is my train?" in asked[0]
 

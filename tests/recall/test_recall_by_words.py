@@ -13,7 +13,7 @@ from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.errors import SettingError
-from sirchat.recall.passage_search import FLOOR
+from sirchat.recall.passage_search import MIN_SCORE
 from sirchat.ui.commands import Commands
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
@@ -94,7 +94,7 @@ def test_words_that_carry_nothing_find_nothing(asked: str) -> None:
     list(one.read_user(asked))
     assert not one.recall.scores
     assert one.recall.found is not None
-    assert one.recall.found.best < FLOOR
+    assert one.recall.found.best_score < MIN_SCORE
 
 
 def test_of_a_long_turn_the_sentence_with_the_word_comes_back() -> None:
@@ -121,7 +121,7 @@ def test_what_is_left_of_a_sentence_with_erased_words_does_not_come_back(
         one.erase("sesame seeds")
     if when == "after a resume":
         other = Session(one.model, one.profile)
-        other.load(one.save(), one.state, one.engine.store.copy_key_values())
+        other.load(one.engine.save(), one.state, one.engine.store.copy_key_values())
         one = other
     text = "".join(row.text for row in one.tokens(recalled(one, "Allergic? Quixbert?").positions))
     assert "allergic" not in text
@@ -158,7 +158,7 @@ def test_a_sentence_beside_an_erased_one_is_whole(retriever: str, erased: str, s
     one.erase(erased)
     tell(one, *["What a rainy day it is.", "Tell me a joke."] * 4)
     other = Session(one.model, one.profile)
-    other.load(one.save(), one.state, one.engine.store.copy_key_values())
+    other.load(one.engine.save(), one.state, one.engine.store.copy_key_values())
     for chat in (one, other):
         events = list(chat.read_user("Which brother is Quixbert?"))
         came = [one for one in events if isinstance(one, Recalled)]

@@ -11,7 +11,7 @@ import torch
 from held_rows import contents, same
 from recall_rounds import as_if_at_zero, find, memory, restore, some_ids, talked
 from session_files import columns
-from sirchat.engine.budget import most_recalled
+from sirchat.engine.budget import recall_limit
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import TurnRef
 from sirchat.memory.key_values import KeyValues
@@ -65,7 +65,7 @@ def searched(engine: Engine, model: LoadedModel, ids: list[int]) -> tuple[KeyVal
     list(engine.prefill(ids, [Role.USER] * len(ids), TurnRef(99, 99)))
     slots = np.flatnonzero(engine.ledger.held_positions >= start)
     held = engine.ledger.held_positions
-    ours = engine.cache.first_written(torch.from_numpy(slots), held[slots])
+    ours = engine.cache.first_written_rows(torch.from_numpy(slots), held[slots])
     archived = np.flatnonzero(engine.ledger.column("state")[:start] == State.ARCHIVED)
     theirs = engine.store.archive.fetch(archived)
     engine.undo(checkpoint)
@@ -95,7 +95,7 @@ def test_the_papers_query_is_the_recent_window_and_reads_nothing(retriever: str)
     engine, model = talked(memory(retriever=retriever, query="recent"), rounds=5)
     held = engine.ledger.held_positions
     slots = np.flatnonzero(held >= 4)
-    ours = engine.cache.first_written(torch.from_numpy(slots), held[slots])
+    ours = engine.cache.first_written_rows(torch.from_numpy(slots), held[slots])
     archived = np.flatnonzero(engine.ledger.column("state") == State.ARCHIVED)
     theirs = engine.store.archive.fetch(archived)
     passes = engine.cache.length
@@ -122,13 +122,13 @@ def test_a_search_leaves_everything_as_it_was(retriever: str) -> None:
 
 
 def test_recall_leaves_the_conversation_room_to_read() -> None:
-    assert most_recalled(200, 1020) == 200
-    assert most_recalled(200, 124) == 116
-    assert most_recalled(200, 16) == 8
-    assert most_recalled(200, 8) == 0
-    assert most_recalled(None, 1020) == 400
-    assert most_recalled(None, 252) == 188
-    assert most_recalled(None, 100) == 36
+    assert recall_limit(200, 1020) == 200
+    assert recall_limit(200, 124) == 116
+    assert recall_limit(200, 16) == 8
+    assert recall_limit(200, 8) == 0
+    assert recall_limit(None, 1020) == 400
+    assert recall_limit(None, 252) == 188
+    assert recall_limit(None, 100) == 36
     engine, _ = talked(memory("sink", 40, n=200), rounds=3)
     assert [engine.evictor.recall_room(incoming) for incoming in (0, 16, 30)] == [28, 12, 0]
 

@@ -141,7 +141,7 @@ def test_what_is_pinned_while_recalled_stays_after_an_undo_that_keeps_pins() -> 
 
 def test_a_system_prompt_that_is_pinned_while_recalled_is_held_whole_from_then_on() -> None:
     chat = recalling(system=FACT, pin_system=False)
-    prompt = np.asarray(chat.state.system)
+    prompt = np.asarray(chat.state.system.positions)
     assert not np.isin(prompt, chat.ledger.held_positions).all()
     chat.switch("/set", pin_system=True)
     assert_held_for_two_turns(chat, prompt)

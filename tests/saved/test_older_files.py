@@ -57,15 +57,15 @@ def test_an_older_chat_goes_on_with_the_same_rows_pins_and_next_reply(
             session = Session(MODELS[model](), saved_profile(store))
             resume_session(session, store)
         assert [[turn.role, turn.text] for turn in session.turns] == expected["turns"]
-        rows, flags = session.save().rows, session.ledger.column("flags")
+        rows, flags = session.engine.save().rows, session.ledger.column("flags")
         assert session.seen == expected["seen"]
-        assert session.save().held.tolist() == expected["held"]
+        assert session.engine.save().held.tolist() == expected["held"]
         assert session.ledger.pinned_positions.tolist() == expected["pinned"]
         assert np.flatnonzero(flags & Flag.EXCLUDED).tolist() == expected["excluded"]
         assert {name: crc32(rows[name].tobytes()) for name in expected["rows"]} == expected["rows"]
     assert path.stat().st_mtime_ns == before  # a chat that is only looked at is no newer
     assert answer(list(session.ask("Where does Anna live now?"))) == expected["next"]
-    assert session.save().held.tolist() == expected["held_after"]
+    assert session.engine.save().held.tolist() == expected["held_after"]
 
 
 def test_an_older_chat_is_saved_on_with_its_pins(folder: Path) -> None:

@@ -64,7 +64,7 @@ def test_after_a_crash_a_chat_has_the_first_written_keys_of_what_it_had_evicted(
     before = chat.session.engine.store.archived()
     lost = np.setdiff1d(before, again.engine.store.archived())
     assert len(lost) < MIN_FILE_TOKENS
-    assert set(again.ledger.column("state")[lost]) <= {State.GONE}
+    assert set(again.ledger.column("state")[lost]) <= {State.NOT_STORED}
     assert is_equal(
         again.engine.store.archive.fetch(again.engine.store.archived()),
         chat.session.engine.store.archive.fetch(again.engine.store.archived()),
@@ -169,7 +169,7 @@ def test_a_damaged_file_is_ignored_and_deleted(chat: Chat, folder: Path) -> None
     chat.crash()
     again, _ = resumed(folder, only(folder))
     assert not {first, second} & {*files(folder)}
-    lost = again.ledger.column("state") == State.GONE
+    lost = again.ledger.column("state") == State.NOT_STORED
     assert lost.sum() >= 2 * MIN_FILE_TOKENS
 
 
@@ -201,7 +201,7 @@ def test_over_the_limit_the_newest_are_kept_and_the_oldest_are_read_again(
     chat.crash()
     again, _ = resumed(folder, only(folder))
     assert again.engine.store.archived().min() > MIN_FILE_TOKENS
-    assert {rank.state for rank in again.why("Anna")} == {"lost"}
+    assert {rank.state for rank in again.why("Anna")} == {"rereadable"}
 
 
 def test_over_the_limit_of_the_archive_what_is_evicted_is_saved_as_before(
@@ -226,7 +226,7 @@ def test_a_branch_and_a_copy_have_their_own_files(chat: Chat, folder: Path) -> N
     copy.close()
     chat.do("/branch other")
     chat.crash()
-    branch = chat.saved_chat._saving.id
+    branch = chat.saved_chat._autosave.id
     assert len({ident, copy.id, branch}) == 3
     remove_session(folder / f"{ident}.sqlite")
     for one in (copy.id, branch):

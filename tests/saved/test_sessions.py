@@ -65,7 +65,7 @@ def resumed(folder: Path, model: LoadedModel) -> Session:
 
 def state(chat: Session) -> dict[str, Any]:
     """Everything that the next turn depends on, and everything shown except times."""
-    logits = chat.save().logits
+    logits = chat.engine.save().logits
     assert logits is not None
     view = chat.snapshot()
     end = chat.closing_event()
@@ -235,7 +235,7 @@ def test_too_many_keys_and_values_are_saved_for_the_held_rows_alone(
     again = resumed(folder, babbler())
     kept = again.engine.store.copy_key_values()
     assert kept is not None
-    assert kept.positions.tolist() == chat.save().held.tolist()
+    assert kept.positions.tolist() == chat.engine.save().held.tolist()
     assert again.snapshot().rows == chat.snapshot().rows
     for each in (chat, again):
         list(each.ask("and on"))

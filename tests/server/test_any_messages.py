@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from chatting import hub_tokenizer
 from sirchat.config.profile import Profile
 from sirchat.engine.generation import Generation, step
-from sirchat.engine.sampling import Continued, Sampling
+from sirchat.engine.sampling import ForcedPrefixSampler, Sampling
 from sirchat.server.conversation import History, ServedConversation
 from sirchat.server.fields import make_request
 from sirchat.server.parts import ReplyOptions
@@ -92,7 +92,9 @@ def reply(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the model always give the same reply."""
     ids = tool_tiny().tokenizer
     written = [*ids.encode(REPLY, add_special_tokens=False), ids.eos_token_id]
-    monkeypatch.setattr("sirchat.chat.settings.Sampler", lambda *_: Continued(written, Sampling()))
+    monkeypatch.setattr(
+        "sirchat.chat.settings.Sampler", lambda *_: ForcedPrefixSampler(written, Sampling())
+    )
 
 
 def ask(

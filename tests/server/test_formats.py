@@ -22,7 +22,7 @@ from json_replies import PERSON, check_person
 from real_tokenizers import unpacked
 from serving import Served, assistant, refusal, said, served, told, user
 from sirchat.chat.formats import ModelFormats
-from sirchat.engine.sampling import Allowed, Sampler, Sampling
+from sirchat.engine.sampling import Sampler, Sampling, TokenFilter
 from sirchat.server.fields import RequestError, make_request
 from sirchat.server.formats import reply_format
 from sirchat.server.requests import ChatRequest
@@ -89,7 +89,7 @@ def test_a_format_that_can_t_be_kept_is_refused(
         patch.setitem(sys.modules, "llguidance", None)
         error = refusal(server.post(ASKED, response_format=form))
         assert "pip install 'sirchat[server]'" in error["message"]
-    monkeypatch.setattr("sirchat.text.template.Template.marks", Marks(is_open=True))
+    monkeypatch.setattr("sirchat.text.template.Template.marks", Marks(opens_in_header=True))
     asked = [user("Something that was not asked before.")]
     assert "reasoning" in refusal(server.post(asked, response_format=form))["message"]
 
@@ -166,7 +166,7 @@ _NODE = {
 }
 
 
-def _write(form: Allowed, choose: random.Random, ends: Any, tokenizer: Any) -> str | None:
+def _write(form: TokenFilter, choose: random.Random, ends: Any, tokenizer: Any) -> str | None:
     """What a model may say in a format, which ends as soon as it can; None if it goes on long."""
     ids: list[int] = []
     closers = tokenizer.convert_tokens_to_ids(['"', "}", "]"])

@@ -156,11 +156,11 @@ def test_calls_between_control_tokens_are_read_in_their_form(lead: str, marked: 
     for count in (1, 2):
         told = _TOLD[:count]
         text = "".join(marked.format(name, json.dumps(given)) for name, given in told)
-        calls = CallParser({"weather", "time"}, 3).read(text, lead)
+        calls = CallParser({"weather", "time"}, 3).parse_marked(text, lead)
         assert [(call.name, json.loads(call.arguments)) for call in calls] == told
         assert [call.id for call in calls] == ["call00003", "call00004"][:count]
-    assert CallParser({"weather"}, 0).read(marked.format("weather", "{"), lead) == []
-    assert len(CallParser({"weather"}, 0, only_one=True).read(text, lead)) == 1
+    assert CallParser({"weather"}, 0).parse_marked(marked.format("weather", "{"), lead) == []
+    assert len(CallParser({"weather"}, 0, single_call=True).parse_marked(text, lead)) == 1
 
 
 @pytest.fixture(scope="module")

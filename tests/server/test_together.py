@@ -17,7 +17,7 @@ from chatting import babbler
 from serving import Served, served
 from sirchat.chat.session import Session
 from sirchat.engine.reader import Reader
-from sirchat.engine.sampling import Allowed
+from sirchat.engine.sampling import TokenFilter
 from sirchat.models.decode_step import DecodeStep
 from sirchat.server.conversation import History
 from sirchat.server.fields import RequestError
@@ -153,7 +153,7 @@ def test_if_the_shared_pass_fails_each_reply_reads_its_own_token(
 def test_a_reply_that_fails_or_has_no_client_any_more_leaves_the_others_alone(
     passes: list[int],
 ) -> None:
-    def failing(session: Session) -> Allowed:
+    def failing(session: Session) -> TokenFilter:
         def allowed(picked: Sequence[int]) -> Tensor:
             if len(picked) > 3:
                 raise RuntimeError
@@ -198,7 +198,7 @@ def test_a_long_message_holds_up_a_reply_by_one_chunk_for_each_token(
 def test_a_conversation_that_left_memory_is_freed_though_its_request_is_still_known() -> None:
     known, sessions = list[WaitingReply](), list[weakref.ref[Session]]()
 
-    def note(session: Session) -> Allowed:
+    def note(session: Session) -> TokenFilter:
         sessions.append(weakref.ref(session))
         return anything
 

@@ -243,7 +243,7 @@ def test_calls_are_found_however_the_reply_is_divided(
     for start, end in zip([0, *cuts], [*cuts, len(reply)], strict=True):
         more, new = parser.push(reply[start:end])
         shown, found = shown + more, [*found, *new]
-    more, new = parser.rest()
+    more, new = parser.finish()
     assert shown + more == text
     assert [*found, *new] == parser.calls
     assert [call.id for call in parser.calls] == [f"call{n:05}" for n in range(7, 7 + calls)]
@@ -258,7 +258,7 @@ def test_text_before_a_call_is_shown_at_once() -> None:
 
 
 def test_a_call_ends_before_an_argument_that_is_not_known() -> None:
-    parser = CallParser({"weather"}, 0, only_one=True, known={"weather": ("city",)})
+    parser = CallParser({"weather"}, 0, single_call=True, known_arguments={"weather": ("city",)})
     said = '{"name": "weather", "arguments": {"city": "Os, \\"a\\": lo", "wind": {"speed'
     for char in f"<tool_call>\n{said}":
         parser.push(char)

@@ -164,7 +164,7 @@ def test_arguments_of_a_call_are_strict_json_of_an_object(
         parser, text = CallParser({"weather"}, 0), ""
         for at in range(0, len(reply), size):
             text += parser.push(reply[at : at + size])[0]
-        text += parser.rest()[0]
+        text += parser.finish()[0]
         if arguments is None:
             assert (text.split("<")[1:], parser.calls) == (reply.split("<")[1:], [])
             continue
@@ -179,7 +179,7 @@ def test_half_a_call_is_never_a_text(size: int, bare: bool) -> None:
     written = CALL[12:-13] if bare else f"Wait.\n{CALL}"
     half = written[: size + (0 if bare else 7)]
     parser = CallParser({"weather"}, 0)
-    shown = parser.push(half)[0] + parser.rest(is_short=True)[0]
+    shown = parser.push(half)[0] + parser.finish(is_short=True)[0]
     if parser.calls:  # it was whole, but for its end
         assert json.loads(parser.calls[0].arguments) == {"city": "Oslo"}
     assert shown.strip() == ("" if bare else "Wait.")

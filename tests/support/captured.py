@@ -47,9 +47,9 @@ def captured(model: LoadedModel, **options: Any) -> Iterator[CapturedStep]:
     """Within this block, the model decodes with the captured step that this yields."""
     body = LlamaStep(model.module, "torch", model.encoder.layers)
     step = CapturedStep(body, model.device, captures=True, encoder=model.encoder, **options)
-    vars(step)["draws"] = True
+    vars(step)["can_draw"] = True
     kernels = ModuleType("sirchat.models.kernels")
-    vars(kernels).update(draw=draw)
+    vars(kernels).update(draw_token=draw)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sirchat.models.captured_step.CudaGraph", StandIn)
         patch.setitem(sys.modules, kernels.__name__, kernels)

@@ -10,7 +10,7 @@ from pathlib import Path
 from chatting import tiny
 from forked_command import ForkedCommand
 from sirchat.chat.session import Session
-from sirchat.memory.archive_folder import sweep
+from sirchat.memory.archive_folder import remove_stale_folders
 from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import list_sessions
@@ -53,7 +53,7 @@ class CommandHome:
                     resume_session(Session(tiny(), saved_profile(store)), store)
         archives = self.folder / "data" / "archives"
         if is_killed:
-            sweep(archives)
+            remove_stale_folders(archives)
             left = list(archives.glob("*/*"))
         else:
             left = [*archives.glob("*"), *(self.folder / "tmp").iterdir()]

@@ -13,7 +13,7 @@ from rich.segment import Segment
 from rich.style import Style
 
 from sirchat.chat.events import TokenRow
-from sirchat.chat.panel_snapshot import EDGES, HeldShare, Histogram, Snapshot
+from sirchat.chat.panel_snapshot import SURPRISAL_EDGES, HeldShare, Histogram, Snapshot
 from sirchat.chat.words import without_template, words_at
 from sirchat.ui.theme import find_theme
 
@@ -113,7 +113,7 @@ def snapshot_folder(tokens: list[tuple[TokenRow, bool]], roles: list[str]) -> Sn
                 for row, stays in tokens
                 if stays is wanted and row.surprisal is not None and low <= row.surprisal < high
             )
-            for low, high in pairwise(EDGES)
+            for low, high in pairwise(SURPRISAL_EDGES)
         )
         for wanted in (True, False)
     ]

@@ -15,7 +15,7 @@ def draw(
     min_p: float,
     around: float,
 ) -> tuple[Tensor, Tensor]:
-    """What `kernels.draw` returns: an id, int64 [1], and whether it is right, bool [1]."""
+    """What `kernels.draw_token` returns: an id, int64 [1], and whether it is right, bool [1]."""
     count = len(values)
     chances = (values.double() - values[0]).exp()  # relative to the likeliest
     total = (scores.double() - values[0]).exp().sum()

@@ -77,7 +77,7 @@ def stub_session(panel: str = "live", text: str = "held", **settings: Any) -> An
     )
     return SimpleNamespace(
         profile=Profile(panel=panel, **settings),  # type: ignore[arg-type]
-        state=SimpleNamespace(reply=SimpleNamespace(tokens_out=0)),
+        state=SimpleNamespace(last_reply_stats=SimpleNamespace(tokens_out=0)),
         budget=64,
         seen=1,
         snapshot=lambda strongest=None: view,
@@ -104,7 +104,7 @@ def show_reply(
         for i, chunk in enumerate(chunks):
             if i in changes:
                 terminal.resize(*changes[i])
-            session.state.reply.tokens_out += 1
+            session.state.last_reply_stats.tokens_out += 1
             for piece in splitter.push(chunk, is_end=i + 1 == len(chunks)):
                 view.show(Delta(piece.text, piece.part))
 

@@ -34,7 +34,7 @@ def state(chat: Session) -> tuple[Any, ...]:
     rows = [(row.position, row.id, row.score, row.flags) for row in chat.snapshot().rows]
     end = chat.closing_event()
     counts = (end.turns, end.seen, end.resident, end.tokens_out)
-    logits = chat.save().logits
+    logits = chat.engine.save().logits
     return rows, counts, None if logits is None else logits.tolist()
 
 
@@ -71,7 +71,7 @@ def keep_rows(ledger: Ledger, rows: Sequence[int] | Tensor) -> list[int]:
     held = ledger.held_positions.copy()
     kept = held[np.asarray(rows, np.int64)]
     gone = np.setdiff1d(held, kept)
-    ledger.hold(Placement(kept), gone, held[:0], State.GONE)
+    ledger.hold(Placement(kept), gone, held[:0], State.NOT_STORED)
     return [int(position) for position in gone]
 
 

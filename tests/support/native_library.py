@@ -13,7 +13,7 @@ from sirchat.models.model import LoadedModel
 from sirchat.models.native_step import NativeStep
 
 _BUILT = Path(__file__).parents[2] / ".pytest_cache" / "built"
-CAN_BUILD = bool(shape.compiler() and products.suits_processor())
+CAN_BUILD = bool(shape.compiler() and products.supports_processor())
 has_library = pytest.mark.skipif(
     not CAN_BUILD, reason="needs a C++ compiler and AVX2, AVX-512 or 64-bit ARM"
 )

@@ -16,7 +16,7 @@ from sirchat.memory.ledger import Role
 from sirchat.memory.policies import policy_class
 from sirchat.memory.rope import Rotation
 from sirchat.models.model import LoadedModel
-from sirchat.recall.recall import SearchResult, best_of, search
+from sirchat.recall.recall import SearchResult, best_tokens, search
 
 
 def memory(policy: str = "sink", budget: int = 66, **options: object) -> CacheSettings:
@@ -69,5 +69,7 @@ def as_if_at_zero(given: KeyValues, tensor: int, rotation: Rotation | None) -> T
 
 def restore(engine: Engine, found: SearchResult, incoming: int) -> None:
     """Restore the best of the tokens found, for a turn of so many ids."""
-    best = best_of(found, engine.evictor.recall_room(incoming), np.zeros(engine.ledger.seen, bool))
+    best = best_tokens(
+        found, engine.evictor.recall_room(incoming), np.zeros(engine.ledger.seen, bool)
+    )
     engine.evictor.begin_recall(best.positions, incoming=incoming, scores=best.scores.numpy())

@@ -167,7 +167,7 @@ def _failing(cache: BoundedCache) -> Iterator[None]:
 def _note_rows(cache: BoundedCache, rows: Positions, stream: Positions) -> None:
     """Note the rows numbered `rows` [k], just written, which have the positions `stream` [k]."""
     shadow: Shadow = cache.shadow  # type: ignore[attr-defined]
-    first = cache.first_written(torch.from_numpy(rows), rows)
+    first = cache.first_written_rows(torch.from_numpy(rows), rows)
     written = torch.stack(first.tensors)
     assert torch.equal(torch.stack(cache.as_read(torch.from_numpy(rows))), written)
     for number, (at, place) in enumerate(
@@ -195,7 +195,7 @@ def watching() -> Iterator[None]:
                 one.surprisal = -float(torch.log_softmax(before.double(), -1)[token_id])
                 one.behind = float(before.max() - before[token_id])
             shadow.tokens[seen + at] = one
-        ahead = self._ahead is not None and len(self._ahead.ids) > 1
+        ahead = self._precomputed is not None and len(self._precomputed.ids) > 1
         observed: bool = self.cache.is_observed  # type: ignore[attr-defined]
         plain = not (ahead or observed or packed._SHARED.get() is not None)
         last = LastPass(chunk.ids, start, self.cache.absolute_positions, held, plain)
@@ -206,7 +206,9 @@ def watching() -> Iterator[None]:
 
     def add_reread(self: KeyValueStore, rows: KeyValues) -> None:
         shadow: Shadow = self.cache.shadow  # type: ignore[attr-defined]
-        assert len(self.lost(rows.positions)) == len(rows.positions), "read again, but not lost"
+        assert len(self.rereadable(rows.positions)) == len(rows.positions), (
+            "read again, but not lost"
+        )
         for number, at in enumerate(rows.positions.tolist()):
             written = torch.stack([one[:, number] for one in rows.tensors])
             shadow.rows[at] = int(rows.written_at[number]), written
@@ -245,7 +247,7 @@ def check(chat: Session, theta: float) -> None:
     stored = archive.positions
     assert not len(stored) or stored[-1] < seen, "the archive has a row that was undone"
     if len(held):
-        _check_rows(shadow, cache.first_written(torch.arange(len(held)), held), "held")
+        _check_rows(shadow, cache.first_written_rows(torch.arange(len(held)), held), "held")
         _check_keys(chat, shadow, held, theta)
     if len(stored):
         _check_rows(shadow, archive.fetch(stored), "archived")

@@ -27,7 +27,7 @@ def saying(text: str) -> Callable[..., int]:
     ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
     said: dict[int, int] = {}
 
-    def pick(self: Any, logits: Any, said_ids: Callable[[int], list[int]], position: int) -> int:
+    def pick(self: Any, logits: Any, recent_ids: Callable[[int], list[int]], position: int) -> int:
         time.sleep(SECONDS)
         said[id(self)] = said.get(id(self), -1) + 1
         return int(ids[said[id(self)] % len(ids)])

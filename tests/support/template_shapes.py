@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from chatting import tiny
 from native_library import read_in_native_code
-from sirchat.engine.sampling import Continued, Sampling
+from sirchat.engine.sampling import ForcedPrefixSampler, Sampling
 from sirchat.models.model import LoadedModel, wrap_model
 
 _CORPUS = [
@@ -172,5 +172,5 @@ def script(monkeypatch: pytest.MonkeyPatch, replies: Sequence[str]) -> None:
     ids = tool_tiny().tokenizer
     left = [[*ids.encode(text, add_special_tokens=False), ids.eos_token_id] for text in replies]
     monkeypatch.setattr(
-        "sirchat.chat.settings.Sampler", lambda *_: Continued(left.pop(0), Sampling())
+        "sirchat.chat.settings.Sampler", lambda *_: ForcedPrefixSampler(left.pop(0), Sampling())
     )

@@ -18,7 +18,7 @@ def lines() -> Iterator[str]:
     model = load_model("tiny")
     chat = Session(model, Profile(model="tiny", budget=40, temperature=0, max_new_tokens=8))
     list(chat.ask(TOLD))
-    sent: TurnIds = chat.template.user(ASKED)
+    sent: TurnIds = chat.template.user_turn(ASKED)
     yield f"{'text':8}{ASKED!r}"
     yield f"{'ids':8}{' '.join(map(str, sent.ids))}; of the message: {sent.content}"
     before = chat.seen

@@ -42,8 +42,8 @@ def test_in_a_turn_anchors_have_the_template_role_and_nothing_else_changes(per: 
     plain = Template(tiny().tokenizer)
     turns = Template(tiny().tokenizer, Anchors("ac", per, ANCHOR))
     for one, other in (
-        (turns.user(TEXT), plain.user(TEXT)),
-        (turns.assistant(TEXT), plain.assistant(TEXT)),
+        (turns.user_turn(TEXT), plain.user_turn(TEXT)),
+        (turns.assistant_turn(TEXT), plain.assistant_turn(TEXT)),
         (turns.opening(TEXT)[1], plain.opening(TEXT)[1]),
     ):
         kept = [(i, r) for i, r in zip(one.ids, one.roles, strict=True) if i != ANCHOR]

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sirchat.text.reply_marks import CONTROL, Marks, plain
+from sirchat.text.reply_marks import CONTROL, Marks, without_delimiters
 from sirchat.text.reply_parts import PartSplitter
-from sirchat.text.tokenizer import END, START
+from sirchat.text.tokenizer import CONTROL_END, CONTROL_START
 from sirchat.text.tool_calls import CallParser
 
 MANY = int(os.environ.get("SIRCHAT_ATTACK", 1))
@@ -95,12 +95,14 @@ def lfm2(*calls: Any) -> str:
         f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
         for name, given in calls
     ]
-    start, end = (f"{START}<|tool_call_{side}|>{END}" for side in ("start", "end"))
+    start, end = (f"{CONTROL_START}<|tool_call_{side}|>{CONTROL_END}" for side in ("start", "end"))
     return f"{start}[{', '.join(told)}]{end}"
 
 
 def gemma4(*calls: Any) -> str:
-    opening, closing = (f"{START}{mark}{END}" for mark in ("<|tool_call>", "<tool_call|>"))
+    opening, closing = (
+        f"{CONTROL_START}{mark}{CONTROL_END}" for mark in ("<|tool_call>", "<tool_call|>")
+    )
     told = (f"{opening}call:{name}{_braces(given)}{closing}" for name, given in calls)
     return "".join(told)
 
@@ -111,7 +113,7 @@ def _braces(value: Any) -> str:
         return "{" + ",".join(f"{key}:{_braces(of)}" for key, of in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ",".join(map(_braces, value)) + "]"
-    quote = f'{START}<|"|>{END}'
+    quote = f'{CONTROL_START}<|"|>{CONTROL_END}'
     return f"{quote}{value}{quote}" if isinstance(value, str) else json.dumps(value)
 
 
@@ -131,7 +133,9 @@ def each(before: str, between: str, after: str) -> Callable[..., str]:
 
 def spelled(text: str) -> str:
     """The text with private-use characters around its control tokens."""
-    return re.sub(r"<\|\w+\|>|<｜[^<>]+｜>|\[[A-Z_]+\]", f"{START}\\g<0>{END}", text)
+    return re.sub(
+        r"<\|\w+\|>|<｜[^<>]+｜>|\[[A-Z_]+\]", f"{CONTROL_START}\\g<0>{CONTROL_END}", text
+    )
 
 
 def marks(call: str = "", call_lead: str = "") -> Marks:
@@ -155,7 +159,7 @@ FORMS: dict[str, tuple[Callable[..., str], Marks]] = {
     "glm": (lambda *calls: "\n".join(pairs(*call) for call in calls), marks()),
     "llama, in tags of functions": (in_tags_of_functions, marks()),
     "lfm2": (lfm2, marks(call="<|tool_call_start|>")),
-    "gemma 4": (gemma4, Marks(call=f"{START}<|tool_call>{END}")),
+    "gemma 4": (gemma4, Marks(call=f"{CONTROL_START}<|tool_call>{CONTROL_END}")),
     "mistral": (
         lambda *calls: spelled("[TOOL_CALLS]") + listed(*calls), marks(call="[TOOL_CALLS]")
     ),
@@ -208,9 +212,11 @@ def read(parser: CallParser, pieces: list[str], marks: Marks) -> str:
     parts, shown = PartSplitter(marks, ["<|tool_call>"]), ""
     for number, piece in enumerate(pieces):
         for said in parts.push(piece, is_end=number == len(pieces) - 1):
-            if said.part != "thinking" and not (said.part == "call" and parser.holds(said.text)):
+            if said.part != "thinking" and not (
+                said.part == "call" and parser.hold_back(said.text)
+            ):
                 shown += parser.push(said.text)[0]
-    return shown + parser.rest(plain(marks.call_lead))[0]
+    return shown + parser.finish(without_delimiters(marks.call_lead))[0]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -226,7 +232,7 @@ def test_calls_come_back_however_a_reply_is_divided(form: str, data: st.DataObje
     lead = data.draw(st.sampled_from(leads))
     reply = lead + write(*calls)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(reply)), max_size=6)))
-    cuts = [at for at in cuts if reply[:at].count(START) == reply[:at].count(END)]
+    cuts = [at for at in cuts if reply[:at].count(CONTROL_START) == reply[:at].count(CONTROL_END)]
     pieces = [reply[a:b] for a, b in zip([0, *cuts], [*cuts, len(reply)], strict=True)]
     parser = CallParser(SCHEMAS, 0)
     shown = read(parser, pieces, marks)
@@ -238,7 +244,7 @@ def test_calls_come_back_however_a_reply_is_divided(form: str, data: st.DataObje
 def test_names_of_tools_and_arguments_need_not_be_pythons(form: Callable[..., str]) -> None:
     calls = [("get-weather.now", {"from": "Oslo (from='x')", "class": -1, "a": [True, None]})]
     parser = CallParser({"get-weather.now": {}}, 0)
-    mark = form(*calls).partition(END)[0] + END
+    mark = form(*calls).partition(CONTROL_END)[0] + CONTROL_END
     assert read(parser, [form(*calls)], Marks(call=mark)) == ""
     assert found(parser) == calls
 
@@ -270,7 +276,7 @@ def test_names_of_tools_and_arguments_need_not_be_pythons(form: Callable[..., st
 )  # fmt: skip
 def test_what_is_a_call_and_what_is_text(reply: str, calls: Any) -> None:
     parser = CallParser(SCHEMAS, 0)
-    shown = parser.push(reply)[0] + parser.rest()[0]
+    shown = parser.push(reply)[0] + parser.finish()[0]
     assert found(parser) == calls
     assert shown == ("" if calls else reply)
 
@@ -292,14 +298,14 @@ def test_a_call_that_is_none_does_not_hold_back_those_after_it() -> None:
 )
 def test_half_a_call_of_a_reply_that_was_cut_is_no_text(reply: str) -> None:
     parser = CallParser(SCHEMAS, 0)
-    assert parser.push(reply)[0] + parser.rest(is_short=True)[0] == ""
+    assert parser.push(reply)[0] + parser.finish(is_short=True)[0] == ""
     assert not parser.calls
 
 
 @pytest.mark.parametrize("reply", ["we", "weather", "time", "time\n", "time\nThe tool", "see time"])
 def test_a_reply_that_was_cut_in_or_after_the_name_of_a_tool_is_text(reply: str) -> None:
     parser = CallParser(SCHEMAS, 0)
-    assert parser.push(reply)[0] + parser.rest(is_short=True)[0] == reply
+    assert parser.push(reply)[0] + parser.finish(is_short=True)[0] == reply
 
 
 @pytest.mark.parametrize(
@@ -313,7 +319,7 @@ def test_a_text_that_begins_like_a_call_is_shown_at_once(reply: str) -> None:
     shown = [parser.push(char)[0] for char in reply]
     assert "".join(shown) == reply
     assert shown[:9].count("") < 9
-    assert parser.rest() == ("", [])
+    assert parser.finish() == ("", [])
 
 
 @pytest.mark.parametrize(
@@ -335,7 +341,7 @@ def test_long_calls_take_no_long_time(text: str) -> None:
     parser, start = CallParser(SCHEMAS, 0), time.process_time()
     for at in range(0, len(text), 4):
         parser.push(text[at : at + 4])
-    parser.rest()
+    parser.finish()
     assert time.process_time() - start < 10
     assert len(parser.calls) == text.count("city")
 
@@ -352,13 +358,13 @@ def test_a_tag_that_is_named_in_a_text_is_shown_as_it_is_written() -> None:
     parser, reply = CallParser(SCHEMAS, 0), "Put them in <tools> please, or in <tool"
     shown = parser.push(reply)[0]
     assert shown == reply.removesuffix(" <tool")
-    assert shown + parser.push("> now.")[0] + parser.rest()[0] == f"{reply}> now."
+    assert shown + parser.push("> now.")[0] + parser.finish()[0] == f"{reply}> now."
     parser, call = CallParser(SCHEMAS, 0), "<tool_call>nonsense</tool_call>"
-    assert parser.push(f"So:\n\n {call} ")[0] + parser.rest()[0] == f"So:\n\n {call} "
+    assert parser.push(f"So:\n\n {call} ")[0] + parser.finish()[0] == f"So:\n\n {call} "
 
 
 def test_text_after_a_call_between_control_tokens_is_none_of_it() -> None:
-    parser, mark = CallParser(SCHEMAS, 0), f"{START}<|tool_call_start|>{END}"
+    parser, mark = CallParser(SCHEMAS, 0), f"{CONTROL_START}<|tool_call_start|>{CONTROL_END}"
     call = f"{mark}[weather(city='Oslo', hot=true)]{mark.replace('start', 'end')}"
     read(parser, [f"{call}Checking.{call}"], Marks(call=mark))
     assert found(parser) == [("weather", {"city": "Oslo", "hot": True})] * 2
@@ -383,8 +389,8 @@ def test_text_after_a_call_between_control_tokens_is_none_of_it() -> None:
 )  # fmt: skip
 def test_python_that_is_not_only_calls_of_tools_is_none(marked: str) -> None:
     parser = CallParser(SCHEMAS, 0)
-    assert parser.read(marked, "") == []
-    shown = parser.push(marked)[0] + parser.rest()[0]
+    assert parser.parse_marked(marked, "") == []
+    shown = parser.push(marked)[0] + parser.finish()[0]
     assert (shown, parser.calls) == (marked, [])
 
 
@@ -402,6 +408,6 @@ def test_python_that_is_not_only_calls_of_tools_is_none(marked: str) -> None:
 def test_no_call_of_several_vanishes(reply: str) -> None:
     calls = [("weather", {"city": city}) for city in ("Oslo", "Rome")]
     parser, marked = CallParser(SCHEMAS, 0), CallParser(SCHEMAS, 0)
-    assert parser.push(reply)[0] + parser.rest()[0] == ""
-    marked.read(reply, "")
+    assert parser.push(reply)[0] + parser.finish()[0] == ""
+    marked.parse_marked(reply, "")
     assert found(parser) == found(marked) == calls

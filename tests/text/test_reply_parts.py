@@ -13,13 +13,13 @@ from jinja2.exceptions import TemplateError
 
 from by_heart import SHAPES
 from by_heart import tokenizer as shaped
-from sirchat.text.reply_marks import KNOWN_MARKS, Marks, find_marks, plain
+from sirchat.text.reply_marks import REASONING_MARKS, Marks, find_marks, without_delimiters
 from sirchat.text.reply_parts import PartSplitter
 from sirchat.text.template import Template
 from sirchat.text.template_sandbox import render
-from sirchat.text.tokenizer import END, START
+from sirchat.text.tokenizer import CONTROL_END, CONTROL_START
 from sirchat.text.tool_calls import CallParser
-from sirchat.text.transcript import split_tagged
+from sirchat.text.transcript import split_reasoning
 from template_shapes import template, with_template
 
 COUNT = int(os.environ.get("SIRCHAT_ATTACK", "100"))
@@ -43,7 +43,7 @@ FOUND: dict[str, tuple[str, dict[str, Any]]] = {
     "after the last question": (chatml(_LAST + "{% endif %}\n{{ m.content }}"), THINK),
     "opened by the header": (
         chatml(_LAST + "{% endif %}\n{{ m.content }}", "<think>\n"),
-        THINK | {"is_open": True},
+        THINK | {"opens_in_header": True},
     ),
     "closed by the header": (
         chatml(_LAST + "{% endif %}{{ m.content }}", "<think>\n\n</think>\n\n"),
@@ -51,11 +51,11 @@ FOUND: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "an empty thought in history": (
         chatml("<think>{{ m.reasoning_content or '' }}</think>{{ m.content }}", "<think>"),
-        THINK | {"is_open": True, "kept": "</think>", "answer": "</think>"},
+        THINK | {"opens_in_header": True, "history_lead": "</think>", "answer": "</think>"},
     ),
     "another name": (
         chatml("<a:b>{{ m.thinking }}</a:b>\n{{ m.content }}"),
-        {"opening": "<a:b>", "closing": "</a:b>", "kept": "<a:b></a:b>\n"},
+        {"opening": "<a:b>", "closing": "</a:b>", "history_lead": "<a:b></a:b>\n"},
     ),
     "control tokens": (
         chatml("{% if m.reasoning %}<|a|>{{ m.reasoning }}<|/a|>{% endif %}{{ m.content }}"),
@@ -66,7 +66,11 @@ FOUND: dict[str, tuple[str, dict[str, Any]]] = {
             "{% if m.reasoning %}{{ m.reasoning }}\n[BEGIN ANSWER]\n{% endif %}{{ m.content }}",
             "My steps:\n",
         ),
-        {"opening": "<|im_start|>assistant"[-1:], "closing": "[BEGIN ANSWER]", "is_open": True},
+        {
+            "opening": "<|im_start|>assistant"[-1:],
+            "closing": "[BEGIN ANSWER]",
+            "opens_in_header": True,
+        },
     ),
     "tokens around the answer, too": (
         chatml(
@@ -74,7 +78,7 @@ FOUND: dict[str, tuple[str, dict[str, Any]]] = {
             "<|START_TEXT|>{{ m.content }}<|END_TEXT|>"
         ),
         {"opening": "<|START_THINKING|>", "closing": "<|END_THINKING|>"}
-        | {"answer": "<|START_TEXT|>", "kept": "<|START_TEXT|>"},
+        | {"answer": "<|START_TEXT|>", "history_lead": "<|START_TEXT|>"},
     ),
     "parts of a content": (
         chatml(
@@ -94,7 +98,7 @@ FOUND: dict[str, tuple[str, dict[str, Any]]] = {
         "<|end|>{% endif %}<|begin|>{{ m.role }}<|content|>{{ m.content }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|begin|>assistant{% endif %}",
         {"opening": "<|think|>", "closing": "<|end|><|begin|>assistant", "end": "<|end|>"}
-        | {"answer": "<|content|>", "kept": "<|content|>"},
+        | {"answer": "<|content|>", "history_lead": "<|content|>"},
     ),
     "receivers": (
         "{% for m in messages %}<|start|>{{ m.role }}{% if m.reasoning %} to=self<|message|>"
@@ -102,7 +106,7 @@ FOUND: dict[str, tuple[str, dict[str, Any]]] = {
         "{% if m.role == 'assistant' %} to=user{% endif %}<|message|>{{ m.content }}<|eot|>"
         "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}",
         {"opening": "to=self<|message|>", "closing": "<|eom|><|start|>assistant"}
-        | {"answer": "to=user<|message|>", "kept": " to=user<|message|>"},
+        | {"answer": "to=user<|message|>", "history_lead": " to=user<|message|>"},
     ),
     "harmony": (
         template("harmony"),
@@ -110,7 +114,7 @@ FOUND: dict[str, tuple[str, dict[str, Any]]] = {
             "opening": "<|channel|>analysis<|message|>",
             "closing": "<|end|><|start|>assistant",
             "answer": "<|channel|>final<|message|>",
-            "kept": "<|channel|>final<|message|>",
+            "history_lead": "<|channel|>final<|message|>",
             "end": "<|end|>",
             "call_end": "<|call|>",
             "call_lead": "to=functions.",
@@ -123,7 +127,7 @@ FOUND: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek": (
         template("deepseek"),
         THINK
-        | {"is_open": True}
+        | {"opens_in_header": True}
         | {"call": "<｜tool▁calls▁begin｜>", "call_end": "<｜end▁of▁sentence｜>"}
         | {"call_lead": "<｜tool▁sep｜>"},
     ),
@@ -139,7 +143,7 @@ _CONTROLS = re.compile(
 
 
 def spelled(text: str) -> str:
-    return _CONTROLS.sub(f"{START}\\g<0>{END}", text)
+    return _CONTROLS.sub(f"{CONTROL_START}\\g<0>{CONTROL_END}", text)
 
 
 def marks_of(source: str, added: Sequence[str] = ()) -> Marks:
@@ -157,7 +161,8 @@ def marks_of(source: str, added: Sequence[str] = ()) -> Marks:
 def test_the_marks_are_those_that_the_template_writes(name: str) -> None:
     source, wanted = FOUND[name]
     found = {
-        key: plain(v) if isinstance(v, str) else v for key, v in vars(marks_of(source)).items()
+        key: without_delimiters(v) if isinstance(v, str) else v
+        for key, v in vars(marks_of(source)).items()
     }
     del found["call_sample"]  # it is no mark
     if name == "words":  # its opening is the end of the header: it is never written again
@@ -165,10 +170,10 @@ def test_the_marks_are_those_that_the_template_writes(name: str) -> None:
     assert {key: value for key, value in found.items() if value} == wanted
 
 
-@pytest.mark.parametrize("pair", KNOWN_MARKS)
+@pytest.mark.parametrize("pair", REASONING_MARKS)
 def test_marks_that_the_tokenizer_alone_has_are_known(pair: tuple[str, str]) -> None:
     marks = marks_of(chatml(), pair)
-    assert (plain(marks.opening), plain(marks.closing)) == pair
+    assert (without_delimiters(marks.opening), without_delimiters(marks.closing)) == pair
 
 
 @pytest.mark.parametrize(
@@ -186,17 +191,17 @@ def test_calls_of_a_mark_that_the_tokenizer_alone_has_are_in_the_reply(
     it = with_template(template("chatml"), "chatml")
     it.add_special_tokens({"additional_special_tokens": [mark, "<|tool_call_end|>"]})
     made = Template(it)
-    assert plain(made.marks.call) == mark
+    assert without_delimiters(made.marks.call) == mark
     assert it.convert_tokens_to_ids(mark) not in made.stop_ids(None)
     stream, parser = made.reply_stream(), CallParser(["weather"], 0)
     for one in it.encode(f"Wait.{mark}{call}", add_special_tokens=False):
         held = [piece.text for piece in stream.push_id(one) if piece.part == "call"]
-        assert all(map(parser.holds, held))
-    assert parser.rest(made.marks.call_lead)[0] == ""
+        assert all(map(parser.hold_back, held))
+    assert parser.finish(made.marks.call_lead)[0] == ""
     assert [(one.name, one.arguments) for one in parser.calls] == [("weather", '{"city": "Oslo"}')]
     stream = made.reply_stream()
     said = f"Wait.{mark}{call}"
-    stream.divide(it.encode(said, add_special_tokens=False))
+    stream.push_ids(it.encode(said, add_special_tokens=False))
     assert [name for _, name in stream.bounds] == ["answer", "call"]
 
 
@@ -301,13 +306,15 @@ def divided(marks: Marks, text: str, hidden: Sequence[str] = ()) -> list[tuple[s
 
     def add(part: str, text: str, *, is_new: bool) -> None:
         written = re.sub(
-            f"{START}(.*?){END}", lambda m: "" if part != "call" and m[1] in hidden else m[1], text
+            f"{CONTROL_START}(.*?){CONTROL_END}",
+            lambda m: "" if part != "call" and m[1] in hidden else m[1],
+            text,
         )
         if written := written.lstrip() if is_new else written:
             gap = "\n\n" if is_new and any(name == part for name, _ in parts) else ""
             parts.append((part, gap + written))
 
-    part, is_new, is_first = "", marks.is_open, True
+    part, is_new, is_first = "", marks.opens_in_header, True
     while text:
         if not part:
             rest = text.lstrip()
@@ -323,8 +330,8 @@ def divided(marks: Marks, text: str, hidden: Sequence[str] = ()) -> list[tuple[s
             ]
             if begin and rest.startswith((begin, "to=")) and stop in rest:
                 head = rest[: rest.index(stop) + len(stop)]
-                words = re.sub(f"{START}.*?{END}", " ", head).split()
-                told = re.sub(f"{START}.*?{END}", " ", marks.opening).split()
+                words = re.sub(f"{CONTROL_START}.*?{CONTROL_END}", " ", head).split()
+                told = re.sub(f"{CONTROL_START}.*?{CONTROL_END}", " ", marks.opening).split()
                 name = "thinking" if set(words) & set(told) else "answer"
                 name = "call" if any(word.startswith("to=") for word in words) else name
                 name = {marks.opening: "thinking", marks.answer: "answer"}.get(head, name)
@@ -333,7 +340,7 @@ def divided(marks: Marks, text: str, hidden: Sequence[str] = ()) -> list[tuple[s
             if name == "between":
                 text, is_new = rest[size:], True
                 continue
-            part = name or ("thinking" if marks.is_open and is_first else "answer")
+            part = name or ("thinking" if marks.opens_in_header and is_first else "answer")
             is_new = (is_new or bool(size)) and part != "call"
             text = text if part == "answer" and not is_new else rest
             text = text[size:] if part != "call" else text
@@ -344,7 +351,7 @@ def divided(marks: Marks, text: str, hidden: Sequence[str] = ()) -> list[tuple[s
             marked[marks.end] = "" if part == "thinking" else "end"
         if part == "answer":
             again = {marks.opening: "thinking", marks.call: "call"}
-            marked |= {m: name for m, name in again.items() if m.startswith(START)}
+            marked |= {m: name for m, name in again.items() if m.startswith(CONTROL_START)}
             marked[marks.stop] = "end"
         marked.pop("", None)
         places = [(text.index(m), -len(m), m) for m in marked if m in text]
@@ -375,7 +382,7 @@ _WORDS = (
 
 def some_reply(random: random.Random, marks: Marks) -> str:
     texts = [text for text in vars(marks).values() if isinstance(text, str) and text]
-    texts += [text[: random.randint(1, len(text))] for text in texts if START not in text]
+    texts += [text[: random.randint(1, len(text))] for text in texts if CONTROL_START not in text]
     texts += [
         spelled(token) for token in ("<|other|>", "<tool_call>", "<|message|>", "<|channel|>")
     ]
@@ -394,14 +401,19 @@ def test_a_reply_is_divided_in_the_same_way_however_it_is_cut(name: str) -> None
         for cuts in (0, 1, 3, len(text)):
             splitter, before, given = PartSplitter(marks, ["<|other|>"]), 0, []
             # A control token comes whole.
-            places = [m.end() for m in re.finditer(f"{START}[^{END}]*{END}|.", text, re.DOTALL)]
+            places = [
+                m.end()
+                for m in re.finditer(
+                    f"{CONTROL_START}[^{CONTROL_END}]*{CONTROL_END}|.", text, re.DOTALL
+                )
+            ]
             for at in [*sorted(chance.choices(places or [0], k=cuts)), len(text)]:
                 given += splitter.push(text[before:at])
                 before = at
             given += splitter.push("", is_end=True)
             assert joined([(one.part, one.text) for one in given]) == wanted, repr(text)
             assert [one.end for one in given] == sorted(one.end for one in given)
-            assert all(one.end <= len(plain(text)) for one in given)
+            assert all(one.end <= len(without_delimiters(text)) for one in given)
 
 
 @pytest.mark.parametrize(
@@ -418,10 +430,10 @@ def test_a_reply_is_divided_in_the_same_way_however_it_is_cut(name: str) -> None
     ],
 )
 def test_a_reply_that_is_read_is_divided_by_tags(reply: str, thinking: str, answer: str) -> None:
-    assert split_tagged(reply) == (thinking, answer)
-    pieces = PartSplitter(Marks("<think>", "</think>", is_open=reply.startswith("so"))).push(
-        reply, is_end=True
-    )
+    assert split_reasoning(reply) == (thinking, answer)
+    pieces = PartSplitter(
+        Marks("<think>", "</think>", opens_in_header=reply.startswith("so"))
+    ).push(reply, is_end=True)
     said = joined([(piece.part, piece.text) for piece in pieces])
     assert (said.get("thinking", ""), said.get("answer", "")) == (thinking, answer)
 

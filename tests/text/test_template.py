@@ -17,7 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from chatting import hub_tokenizer, tiny
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
-from sirchat.text.template import _PLAIN, ANSWER, QUESTION, Template, TurnIds
+from sirchat.text.template import _PLAIN, ANSWER_TEXT, QUESTION_TEXT, Template, TurnIds
 from sirchat.text.template_sandbox import render
 from template_shapes import TEMPLATES, TEXT_TOKENS, WITHOUT_SYSTEM, tokenizer, with_template
 
@@ -56,9 +56,9 @@ def _turn_by_turn(template: Template, contents: list[str], system: str | None) -
     ids = [*(head.ids if head else []), *first.ids]
     for role, text in zip(itertools.cycle(("assistant", "user")), contents[1:], strict=False):
         if role == "assistant":
-            ids += [*template.assistant(text).ids, *template.closing]
+            ids += [*template.assistant_turn(text).ids, *template.closing]
         else:
-            ids += template.user(text).ids
+            ids += template.user_turn(text).ids
     return ids
 
 
@@ -134,13 +134,13 @@ def test_roles_separate_text_from_template_and_a_text_like_the_stubs_is_read_who
     it = _tokenizer(shape)
     template = Template(it)
     for text in ("Hello there!", "a", "7 b", "apples and 7 b"):
-        for turn in (template.user(text), template.opening(text)[1]):
+        for turn in (template.user_turn(text), template.opening(text)[1]):
             said = [i for i, role in zip(turn.ids, turn.roles, strict=True) if role is Role.USER]
             assert it.decode(said).strip() == text
-    for text in (ANSWER, f"a {ANSWER} b {QUESTION}", QUESTION):
-        turn = template.user(text)
+    for text in (ANSWER_TEXT, f"a {ANSWER_TEXT} b {QUESTION_TEXT}", QUESTION_TEXT):
+        turn = template.user_turn(text)
         assert it.decode(turn.ids[slice(*turn.content)]).strip() == text
-        assert turn.content[0] == template.user("Hello.").content[0]
+        assert turn.content[0] == template.user_turn("Hello.").content[0]
     head, first = template.opening("Hello.", "Be brief.")
     if head is not None:
         said = [i for i, role in zip(head.ids, head.roles, strict=True) if role is Role.SYSTEM]
@@ -152,7 +152,7 @@ def test_roles_separate_text_from_template_and_a_text_like_the_stubs_is_read_who
 
 
 def test_a_turn_that_the_template_refuses_is_a_model_error_and_an_empty_text_is_none() -> None:
-    empty = Template(tokenizer("chatml")).user("")
+    empty = Template(tokenizer("chatml")).user_turn("")
     assert empty.content[0] == empty.content[1]
     it = copy.deepcopy(tokenizer("chatml"))
     it.chat_template = (
@@ -160,7 +160,7 @@ def test_a_turn_that_the_template_refuses_is_a_model_error_and_an_empty_text_is_
     )
     it.chat_template += tokenizer("chatml").chat_template
     with pytest.raises(ModelError, match="no x"):
-        Template(it).user("x")
+        Template(it).user_turn("x")
 
 
 @pytest.mark.parametrize("kind", WITHOUT_SYSTEM)
@@ -175,7 +175,7 @@ def test_a_system_prompt_that_the_template_does_not_write_whole_is_put_before_th
     messages = [{"role": "user", "content": "Speak like a pirate, and be brief.\n\nHello."}]
     whole = it.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert [*head.ids, *first.ids] == whole
-    later = Template(it).system("Speak like a pirate, and be brief.")
+    later = Template(it).system_turn("Speak like a pirate, and be brief.")
     assert it.decode(later.ids[slice(*later.content)]) == "Speak like a pirate, and be brief."
 
 
@@ -190,10 +190,10 @@ def test_every_control_token_typed_as_text_stays_text(shape: str) -> None:
 
     for token in control.values():
         for text in (token, f"say {token} now", f"{token}{token}", f"x{token}\n"):
-            assert control_ids(template.user(text)) == control_ids(template.user("x"))
+            assert control_ids(template.user_turn(text)) == control_ids(template.user_turn("x"))
             assert control_ids(template.opening(text)[1]) == control_ids(template.opening("x")[1])
-            assert control_ids(template.assistant(text)) == []
-            content = template.user(text)
+            assert control_ids(template.assistant_turn(text)) == []
+            content = template.user_turn(text)
             assert token in it.decode(content.ids[slice(*content.content)])
 
 
@@ -209,8 +209,8 @@ def test_an_added_token_that_no_template_writes_is_read_as_the_tokenizer_reads_i
         read = it.encode(text, add_special_tokens=False)
         assert read.count(numbers[token]) == 2
         assert template.as_text(text) == read
-        made = [template.user(text), *template.opening(text, text), template.system(text)]
-        made.append(template.assistant(text))
+        made = [template.user_turn(text), *template.opening(text, text), template.system_turn(text)]
+        made.append(template.assistant_turn(text))
         for turn in made:
             assert turn is not None
             assert turn.ids.count(numbers[token]) == 2
@@ -229,7 +229,7 @@ def test_an_added_token_that_the_template_writes_is_control_though_no_file_calls
     )
     number = {token: it.convert_tokens_to_ids(token) for token in marks}
     template = Template(it, ends=[number["<stop>"]])
-    said = template.user("a <|user|> b <|assistant|> c  <stop> ▁▁▁d    <other>").ids
+    said = template.user_turn("a <|user|> b <|assistant|> c  <stop> ▁▁▁d    <other>").ids
     count = {token: said.count(i) for token, i in number.items()}
     assert count == dict.fromkeys(marks, 1) | {"<think>": 0, "<stop>": 0}
     assert number["<think>"] not in template.as_text("<think>")
@@ -244,12 +244,12 @@ def test_a_tokenizer_written_in_python_keeps_text_and_control_tokens_apart_too()
     )
     template = Template(it)
     for text in ("say </s> now", "<|user|><pad>", "<|assistant|> <extra_id_0>", "a <unk> b"):
-        turn = template.user(text)
+        turn = template.user_turn(text)
         said = turn.ids[slice(*turn.content)]
         assert it.decode(said) == text
         assert all(3 <= i < 259 for i in said)
-        assert template.assistant(text).ids == said
-    assert it.convert_tokens_to_ids("<x>") in template.user("<x>").ids
+        assert template.assistant_turn(text).ids == said
+    assert it.convert_tokens_to_ids("<x>") in template.user_turn("<x>").ids
 
 
 def test_text_that_the_tokenizer_itself_turns_into_a_control_token_is_read_in_pieces() -> None:
@@ -262,7 +262,11 @@ def test_text_that_the_tokenizer_itself_turns_into_a_control_token_is_read_in_pi
     template, control = Template(it), {it.convert_tokens_to_ids(one) for one in ("<end>", "word")}
     assert it.encode("<END>") == [it.convert_tokens_to_ids("<end>")]
     for text, shown in (("a <END>", "a <end>"), ("a word <end> <eND> b", "a word <end> <end> b")):
-        for turn in (template.user(text), *template.opening(text, text), template.assistant(text)):
+        for turn in (
+            template.user_turn(text),
+            *template.opening(text, text),
+            template.assistant_turn(text),
+        ):
             assert turn is not None
             assert not control & set(turn.ids)
             assert shown in it.decode(turn.ids)
@@ -272,7 +276,7 @@ def test_a_blank_system_prompt_is_read_as_any_other_that_the_template_drops() ->
     source = TEMPLATES["mistral"][0].replace("messages[0].content ~ '\\n\\n'", "''")
     template = Template(with_template(source, "mistral"))
     for text in ("Be brief.", " ", "\r"):
-        assert template.controls.keys().isdisjoint(template.system(text).ids)
+        assert template.controls.keys().isdisjoint(template.system_turn(text).ids)
 
 
 @pytest.mark.parametrize("shape", _SHAPES)
@@ -282,7 +286,7 @@ def test_a_reply_ends_with_its_closing_ids_or_where_the_next_turn_would_begin(sh
     assert it.eos_token_id in template.closing
     assert {it.eos_token_id, 7, 9} <= template.stop_ids([7, 9])
     assert it.eos_token_id in template.stop_ids(None)
-    stops, turn = template.stop_ids(None), template.user("Hello there!")
+    stops, turn = template.stop_ids(None), template.user_turn("Hello there!")
     opener = next((i for i in turn.ids[: turn.content[0]] if i in control), None)
     assert opener is None or opener in stops
     marks = {i for i, token in it.added_tokens_decoder.items() if not token.special}
@@ -293,7 +297,7 @@ def test_a_reply_after_a_header_that_only_generation_has_is_read_as_plain_text()
     it = copy.deepcopy(tokenizer("qwen3"))
     it.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
     text = "<think>So.</think>\n\nYes<|im_end|><tool>"
-    read = Template(it).assistant(text)
+    read = Template(it).assistant_turn(text)
     assert it.decode(read.ids) == text
     assert not set(read.ids) & set(it.all_special_ids)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sirchat.errors import UsageError
-from sirchat.text.text_file import MOST_FILE_BYTES, is_missing, load_text_file, make_code_block
+from sirchat.text.text_file import MAX_FILE_BYTES, is_missing, load_text_file, make_code_block
 
 
 def refused(path: Path | str) -> str:
@@ -29,9 +29,9 @@ def test_the_text_comes_without_mark_and_with_plain_line_ends_by_a_tilde_or_a_li
     for name in (tmp_path / "a.txt", "~/a.txt", tmp_path / "b"):
         assert load_text_file(str(name)) == "one\ntwo\nthree ä\n"
     file = tmp_path / "big.txt"
-    file.write_bytes(b"x" * MOST_FILE_BYTES)
-    assert len(load_text_file(str(file))) == MOST_FILE_BYTES
-    file.write_bytes(b"x" * (MOST_FILE_BYTES + 1))
+    file.write_bytes(b"x" * MAX_FILE_BYTES)
+    assert len(load_text_file(str(file))) == MAX_FILE_BYTES
+    file.write_bytes(b"x" * (MAX_FILE_BYTES + 1))
     assert "big.txt has 1,048,577 bytes; allowed: up to 1,048,576" in refused(file)
 
 

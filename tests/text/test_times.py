@@ -5,7 +5,7 @@ from datetime import datetime
 
 import pytest
 
-from sirchat.text.times import ago, local_time, time_range
+from sirchat.text.times import local_time, time_ago, time_range
 
 NOW = datetime(2026, 11, 26, 15, 30).timestamp()  # a Thursday
 
@@ -72,9 +72,9 @@ def test_a_time_is_known_in_any_zone_and_at_any_clock(
 
 def test_how_long_ago() -> None:
     steps = (5, 90, 3 * 3600, 20 * 3600, 86_400 * 3)
-    said = [ago(NOW - seconds, NOW) for seconds in steps]
+    said = [time_ago(NOW - seconds, NOW) for seconds in steps]
     assert said == ["just now", "1 minute ago", "3 hours ago", "yesterday", "3 days ago"]
-    assert ago(None, NOW) == ""
+    assert time_ago(None, NOW) == ""
 
 
 def test_turns_of_a_time_are_those_that_began_then() -> None:

@@ -13,7 +13,7 @@ from by_heart import tokenizer as tokenizer_of
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.other_templates import ToolTemplate
-from sirchat.text.template import ANSWER, TurnIds
+from sirchat.text.template import ANSWER_TEXT, TurnIds
 from template_shapes import TEXT_TOKENS, WEATHER, tokenizer, tool_tokenizer
 
 TOOLS = json.dumps([WEATHER])
@@ -60,9 +60,13 @@ def test_the_concatenated_turns_equal_the_whole_conversation(
     head, first = own.opening("How is the weather?", system)
     assert head is not None
     assert "weather" in it.decode(head.ids)  # the tools are pinned with the system prompt
-    ids = [*head.ids, *first.ids, *own.calls("", calls).ids, *own.closing]
-    ids += [*own.results(results).ids, *own.assistant("It is fine.").ids, *own.closing]
-    assert [*ids, *own.user("Thank you.").ids] == whole
+    ids = [*head.ids, *first.ids, *own.tool_calls_turn("", calls).ids, *own.closing]
+    ids += [
+        *own.tool_results_turn(results).ids,
+        *own.assistant_turn("It is fine.").ids,
+        *own.closing,
+    ]
+    assert [*ids, *own.user_turn("Thank you.").ids] == whole
 
 
 @pytest.mark.parametrize("shape", ["gpt-oss", "qwen3", "llama3", "mistral"])
@@ -83,15 +87,15 @@ def test_calls_and_results_are_read_as_the_template_writes_them_one_after_the_ot
     own = ToolTemplate(it, None, TOOLS)
     head, first = own.opening("How is the weather?")
     first = own.followed_by(first, "calls")
-    calls = own.calls("", [call("Oslo")], first.header)
+    calls = own.tool_calls_turn("", [call("Oslo")], first.header)
     closing = own.closing if calls.closing is None else calls.closing
     ids = [*(head.ids if head else []), *first.ids, *calls.ids, *closing]
-    assert [*ids, *own.results([result("It is cold.")]).ids] == whole
+    assert [*ids, *own.tool_results_turn([result("It is cold.")]).ids] == whole
 
 
 def test_a_call_gets_its_arguments_as_a_text_where_the_template_wants_them_so() -> None:
     own = writing_calls('{{ "\\nCALL " + call.name + " WITH " + call.arguments }}')
-    read = tool_tokenizer("qwen").decode(own.calls("", [call("Oslo")]).ids)
+    read = tool_tokenizer("qwen").decode(own.tool_calls_turn("", [call("Oslo")]).ids)
     assert 'CALL weather WITH {"city": "Oslo"}' in read
 
 
@@ -156,9 +160,15 @@ def test_no_text_of_a_tool_becomes_a_control_token(shape: str) -> None:
 
     for token in known.values():
         text = f"say {token} now"
-        assert control(own.results([result(text)])) == control(own.results([result("x")]))
-        assert control(own.calls("", [call(text)])) == control(own.calls("", [call("x")]))
-        assert control(own.calls(text, [call("x")])) == control(own.calls("y", [call("x")]))
+        assert control(own.tool_results_turn([result(text)])) == control(
+            own.tool_results_turn([result("x")])
+        )
+        assert control(own.tool_calls_turn("", [call(text)])) == control(
+            own.tool_calls_turn("", [call("x")])
+        )
+        assert control(own.tool_calls_turn(text, [call("x")])) == control(
+            own.tool_calls_turn("y", [call("x")])
+        )
         other = copy.deepcopy(WEATHER)
         other["function"]["description"] = text  # type: ignore[index]
         described = template(shape, json.dumps([other]))
@@ -167,7 +177,7 @@ def test_no_text_of_a_tool_becomes_a_control_token(shape: str) -> None:
         named = copy.deepcopy(call("x"))
         named["function"]["arguments"] = {token: "x"}
         with pytest.raises(ModelError, match="control token"):
-            own.calls("", [named])
+            own.tool_calls_turn("", [named])
         with pytest.raises(ModelError, match="control token"):
             template(shape, json.dumps([other | {token: "x"}]))
 
@@ -182,14 +192,14 @@ def test_a_template_that_takes_no_tools_or_breaks_the_protection_of_text_is_refu
     with pytest.raises(ModelError, match="takes no tools"):
         ToolTemplate(tokenizer("chatml"), None, TOOLS)
     with pytest.raises(ModelError, match="use another"):  # it stands for the history
-        template("qwen", TOOLS.replace("The weather", ANSWER))
+        template("qwen", TOOLS.replace("The weather", ANSWER_TEXT))
 
 
 def test_what_a_tool_returned_and_a_call_that_is_refused_are_text_that_the_model_reads() -> None:
-    turn = template("qwen").results([result("It is cold.")])
+    turn = template("qwen").tool_results_turn([result("It is cold.")])
     said = [i for i, role in zip(turn.ids, turn.roles, strict=True) if role is Role.TOOL]
     assert tool_tokenizer("qwen").decode(said).strip() == "It is cold."
-    turn = template("llama").calls("Two.", [call("Oslo"), call("Rome", ident="b")])
+    turn = template("llama").tool_calls_turn("Two.", [call("Oslo"), call("Rome", ident="b")])
     read = tool_tokenizer("llama").decode(turn.ids)
     assert read.startswith("Two.\n<tool_call>\n")
     assert read.count("<tool_call>") == 2

@@ -240,7 +240,7 @@ SHARE = 10
 def test_what_would_take_all_memory_or_time_is_refused_at_once(
     data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transcript, "MOST_BYTES", transcript.MOST_BYTES // SHARE)
+    monkeypatch.setattr(transcript, "MAX_LINE_BYTES", transcript.MAX_LINE_BYTES // SHARE)
     tracemalloc.start()
     begun = time.process_time()
     try:

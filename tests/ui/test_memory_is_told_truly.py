@@ -196,7 +196,7 @@ class Talk:
         if not (match := re.search(r"” (\d+) tokens?(?:, (\d+) of them were evicted)?", shown)):
             return
         self.by_hand = True
-        came = (self.held - before) & set(self.chat.session.state.asked)
+        came = (self.held - before) & set(self.chat.session.state.restored_by_user)
         self.claim(int(match[2] or 0) == len(came) <= int(match[1]), shown)
         self.claim(shown.startswith("restored") == bool(came), shown)
         aside = re.findall(r"(\d+) others? steps? aside", shown)
@@ -280,8 +280,8 @@ class Talk:
                 again = any(other.text == one.text for other in facts[number + 1 :])
                 if is_gone and not again:
                     self.claim(sentence != one.text, f"/summarize keeps what was corrected: {one}")
-        if hasattr(summary, "left_out_of"):
-            line = "".join(one.text for one in summary.left_out_of(stated, text))
+        if hasattr(summary, "omitted_facts"):
+            line = "".join(one.text for one in summary.omitted_facts(stated, text))
             named = QUOTED.findall(line)
             self.claim(all(one not in text and one in typed for one in named), line)
             missing = {one.text for one in facts if one.text not in text}

@@ -15,7 +15,7 @@ from drawing import NONE, lines
 from fake_terminal import FakeTerminal
 from saved_chats import Chat
 from sirchat.chat.events import TurnDone
-from sirchat.chat.evicted_text import EvictedText
+from sirchat.chat.evicted_text import EvictedTurn
 from sirchat.chat.pinned_summary import pin_summary
 from sirchat.chat.session import Session
 from sirchat.chat.tool_loop import read_result
@@ -105,9 +105,9 @@ def test_a_turn_that_lost_no_word_is_counted_but_not_listed(
     chat = Chat()
     chat.say("One.")
     turns = [
-        EvictedText(0, "user", 9, 3, ("Rome",)),
-        EvictedText(1, "assistant", 4, 2, ()),
-        EvictedText(2, "user", 5, 0, ()),
+        EvictedTurn(0, "user", 9, 3, ("Rome",)),
+        EvictedTurn(1, "assistant", 4, 2, ()),
+        EvictedTurn(2, "user", 5, 0, ()),
     ]
     monkeypatch.setattr("sirchat.ui.commands.evicted_turns", lambda session: iter(turns))
     shown = chat.do("/evicted")

@@ -37,16 +37,16 @@ from drawing import (
     styles,
 )
 from sirchat.chat.events import TokenRow
-from sirchat.chat.panel_snapshot import EDGES, HeldShare, Histogram, Snapshot
+from sirchat.chat.panel_snapshot import SURPRISAL_EDGES, HeldShare, Histogram, Snapshot
 from sirchat.ui.cells import (
     COMBINING_BASE,
     StyledRun,
     known_width_line,
-    replace_unsafe_widths,
+    with_known_widths,
     wrap_runs,
 )
 from sirchat.ui.panel import draw_compact_panel, draw_full_panel
-from sirchat.ui.tables import draw_histogram, draw_tokens, format_number
+from sirchat.ui.tables import draw_histogram, draw_tokens, format_three_digits
 from sirchat.ui.theme import BUCKET_LIMITS, Theme, decay_intensity, find_theme, surprisal_bucket
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -141,7 +141,7 @@ def test_any_text_keeps_panels_straight_and_controls_no_terminal(
 
 
 def test_histogram_counts_what_has_a_colour_and_marks_the_threshold() -> None:
-    assert EDGES[1:] == BUCKET_LIMITS
+    assert SURPRISAL_EDGES[1:] == BUCKET_LIMITS
     held, evicted = (5, 0, 1, 0, 200), (900, 1, 0, 0, 0)
     drawn = draw_histogram(Histogram(held, evicted), 2.25, DARK, 60)
     bars = [line.plain for line in drawn[1:]]
@@ -229,7 +229,7 @@ def test_layout_loses_nothing_and_cuts_no_character(texts: list[str], width: int
 def test_every_shown_character_has_the_same_width_everywhere() -> None:
     for code in (*range(0x20, 0x32000, 1 if MANY else 5), *range(0xE0000, 0xE0200), 0x10FFFD):
         char = chr(code)
-        text = replace_unsafe_widths(f"a{char}b") + replace_unsafe_widths(f"字{char}{char}क")
+        text = with_known_widths(f"a{char}b") + with_known_widths(f"字{char}{char}क")
         assert wcswidth(text) == cell_len(text), f"U+{code:04X}"
 
 
@@ -343,7 +343,7 @@ def test_a_compact_panel_cuts_what_is_too_long_for_its_rows() -> None:
     [(8.72e3, "8,720"), (999.9, "1,000"), (0.12345, "0.123"), (243, "243"), (2.5e12, "2.50e+12")],
 )
 def test_three_digits_of_a_score_are_read_without_an_exponent(score: float, shown_as: str) -> None:
-    assert format_number(score) == shown_as
+    assert format_three_digits(score) == shown_as
 
 
 # --- styles

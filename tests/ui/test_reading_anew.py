@@ -15,7 +15,7 @@ import pytest
 from chatting import random_model
 from saved_chats import SAYINGS, Chat
 from sirchat.chat.pinned_summary import pin_summary
-from sirchat.chat.rereading import PinnedText, copied, read_again
+from sirchat.chat.rereading import PinnedText, copy_session, read_again
 from sirchat.chat.session import Session
 from sirchat.chat.state import Turn
 from sirchat.chat.summary import make_summary
@@ -194,7 +194,7 @@ def test_what_is_left_of_a_sentence_is_told_nowhere(way: Way, other: str, folder
     chat.do("/erase sesame seeds --yes")
     chat.do("/erase live --yes")
     session, _ = way(chat, other, folder)
-    sessions = [session, copied(session)]
+    sessions = [session, copy_session(session)]
     if way is by_undo_at_once:
         sessions.append(left_and_resumed(chat).session)
     for one in sessions:
@@ -234,8 +234,8 @@ def test_a_message_sent_again_has_no_more_than_what_is_left(prompt: str | None, 
     chat.do("/erase sesame seeds --yes")
     session = make_undoable(chat.session, chat.screen, chat.saved_chat)
     for _ in range(2):
-        list(session.retry(text=session.last_said + more if more else None))
-        assert "I am allergic to ." in session.last_said
+        list(session.retry(text=session.undoable_message + more if more else None))
+        assert "I am allergic to ." in session.undoable_message
         assert "Quixbert bakes" in told(session)
         assert "allergic" not in told(session)
     session.undo()

@@ -126,7 +126,7 @@ def test_what_was_restored_from_an_undone_message_is_forgotten() -> None:
     chat.do('/recall "Luna"')
     for _ in range(5):
         chat.do("/undo")
-    assert not chat.session.state.asked
+    assert not chat.session.state.restored_by_user
     chat.say("Tell me a joke.", "My cat is called Tom.")
 
 

@@ -104,7 +104,7 @@ def _show_again(
         for number, delta in enumerate(deltas):
             if number == small_at:
                 terminal.resize(8, 60)
-            chat.state.reply.tokens_out += 1
+            chat.state.last_reply_stats.tokens_out += 1
             view.show(delta)
             seen.append("\n".join(lines_of(terminal.screen)))
     return seen

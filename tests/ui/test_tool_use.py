@@ -20,7 +20,7 @@ from sirchat.text.tool_calls import ToolCall
 from sirchat.tools.config import ToolFlags
 from sirchat.ui.replay import print_reply
 from sirchat.ui.screen import Screen
-from sirchat.ui.tool_use import ToolUse, run_tools_command, tools_of
+from sirchat.ui.tool_use import ToolUse, run_tools_command, use_tools
 from template_shapes import script, tool_tiny
 from tool_server import HOSTILE, named_servers, scripted, scripted_server, servers_file, tool
 
@@ -194,7 +194,7 @@ def test_a_tool_that_is_gone_is_not_called(chosen: Callable[..., Asked]) -> None
     each.call("listless")
     with pytest.raises(SirchatError, match="the server snow has no tool weather any more"):
         each.call("weather", city="Oslo")
-    assert "snow__weather" not in each.use.told
+    assert "snow__weather" not in each.use.tools_json
 
 
 @pytest.mark.parametrize("is_same", [True, False])
@@ -204,7 +204,7 @@ def test_a_tool_that_was_gone_is_allowed_only_as_it_was(tmp_path: Path, is_same:
     each.use.begin()
     assert each.call("read") == ""
     comes_back = each.use.tools["snow__read"]
-    servers = each.use._servers
+    servers = each.use._tool_servers
     with patch.object(servers, "tools", return_value=[]), pytest.raises(SirchatError, match="more"):
         each.call("read")
     assert "snow__read" not in each.use.tools
@@ -330,8 +330,8 @@ def test_a_command_shows_all_that_the_model_reads_of_a_tool(
     assert "snow__two" not in said
     run_tools_command(asked.chat, "on snow")
     for names in (["snow__one", "snow__two"], ["snow__two"]):  # the first that is on tells of all
-        assert asked.use.told.count("Call one before two.") == 1
-        told = json.loads(asked.use.told)
+        assert asked.use.tools_json.count("Call one before two.") == 1
+        told = json.loads(asked.use.tools_json)
         assert [each["function"]["name"] for each in told] == names
         assert told[0]["function"]["description"].endswith("\n\nCall one before two.")
         if len(names) == 2:
@@ -360,7 +360,7 @@ def test_a_script_calls_only_what_is_allowed(
     script(monkeypatch, [f"<tool_call>\n{json.dumps(called)}\n</tool_call>", "So."])
     out, err = io.StringIO(), io.StringIO()
     screen, chat = Screen(out, err), session(tool_tiny(), policy="full", max_new_tokens=90)
-    with tools_of(ToolFlags.of(str(servers_file(tmp_path)), allow), chat, screen):
+    with use_tools(ToolFlags.of(str(servers_file(tmp_path)), allow), chat, screen):
         print_reply(chat, "How is it?", screen, as_json=False)
     if allow:
         assert out.getvalue() == "So.\n"

@@ -154,7 +154,7 @@ def test_an_interrupt_while_the_chat_is_read_anew_leaves_it_as_it_was(
 def test_after_a_resume_the_last_message_can_be_answered_again_or_changed(folder: Path) -> None:
     chat = _gone_on(temperature=0.0)
     with pytest.raises(UndoError):
-        _ = chat.session.last_said
+        _ = chat.session.undoable_message
     session = make_undoable(chat.session, chat.screen, chat.saved_chat)
     assert f"{session.seen:,} tokens of earlier messages were read again" in chat.out.getvalue()
     before = [(turn.role, turn.text) for turn in chat.session.turns]

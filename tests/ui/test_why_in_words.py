@@ -46,7 +46,7 @@ def test_a_word_that_is_held_is_said_to_be_with_how_many_rank_above() -> None:
     match = re.fullmatch(above, _said(chat, "Anna"))
     assert match
     assert int(match[1]) == min(rank.rank or 99 for rank in chat.why("Anna")) - 1
-    ranks = [replace(rank, leaves=True) for rank in chat.why("tree")]
+    ranks = [replace(rank, is_evicted_next=True) for rank in chat.why("tree")]
     assert "is held, but will be evicted next: " in explain_state(ranks, "tree", "entropy")
     assert "what ranks lower is pinned, or among the newest" in explain_state(
         ranks, "tree", "entropy"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sirchat.chat.model_defaults import SOUND
+from sirchat.chat.model_defaults import FALLBACK_SAMPLING
 from sirchat.chat.settings import build_engine
 from sirchat.engine.engine import Engine
 from sirchat.engine.generation import Generation
@@ -142,7 +142,7 @@ def bench_decode(
     if isinstance(step, DecodeStep) and step.native is not None:
         compiled = "decode with the compiled step against without"
         yield compare(compiled, ours, lambda: _uncompiled(step, ours()), options)
-    sampled = partial(ours, sampling=Sampling(**SOUND))
+    sampled = partial(ours, sampling=Sampling(**FALLBACK_SAMPLING))
     yield compare("decode with a chat's default sampling against greedy", sampled, ours, options)
     yield compare(f"prefill{other}", reading, lambda: _bare_prefill(plain, options), options)
     small = replace(options, cache=max(64, options.cache // 4))

@@ -10,7 +10,7 @@ import torch
 
 from sirchat import __version__
 from sirchat.models.devices import physical_cores
-from sirchat.models.processor import cpuinfo, processor
+from sirchat.models.processor import cpuinfo, processor_name
 
 # CPU instruction sets that make matrix products and attention faster, the newest first
 _FEATURES = ("amx_tile", "avx512_fp16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2")
@@ -23,7 +23,7 @@ def machine() -> dict[str, Any]:
     """
     said = cpuinfo("flags", "Features").split()
     return {
-        "processor": processor(),
+        "processor": processor_name(),
         "features": [one for one in _FEATURES if one in said],
         "capability": torch.backends.cpu.get_cpu_capability(),
         "cores": physical_cores(set(range(torch.get_num_threads()))),

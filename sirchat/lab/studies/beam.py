@@ -188,7 +188,7 @@ class ReadChat:
         more = {"budget": budget, "recall_n": max(counts), "focus": "off"}
         with trial(session, "eval", more):
             for question in self.questions():
-                turn = session.template.user(question.text)
+                turn = session.template.user_turn(question.text)
                 for count in counts if question.sources else ():
                     room = max(0, count - len(pinned))
                     chosen = recall.find(NewTurn(turn.ids, turn.roles), room).result.positions
@@ -280,7 +280,7 @@ class Beam(Grid):
         for user, reply in chat.rounds:
             if session.seen >= self.limit:
                 break
-            list(session.read_question(user, before="assistant"))
+            list(session.read_question(user, next_role="assistant"))
             list(session.read_reply(reply))
         return ReadChat(session, chat, int(session.turns[0].role == "system"))
 

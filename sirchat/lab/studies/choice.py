@@ -67,7 +67,7 @@ def choose(session: Session, question: Question, scoring: Scoring) -> int | None
 
 def _scores(session: Session, question: Question) -> Sequence[ContinuationScore]:
     """Read a question in the session; returns a score for each of its replies."""
-    list(session.read_user(question.text, before="assistant"))
+    list(session.read_user(question.text, next_role="assistant"))
     if len(question.replies) == 1:
         return [ContinuationScore((0,), (0.0,), True)]
     return session.score_continuations(question.replies)

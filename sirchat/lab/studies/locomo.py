@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sirchat.chat.events import TurnDone
-from sirchat.chat.retry import temporarily
+from sirchat.chat.retry import temporary_settings
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
@@ -95,7 +95,7 @@ class ReadTalk:
             budget = max(session.profile.budget, most + _QUESTION)
             # The question itself may be answered from fewer tokens (focus): all n are measured.
             more = {"budget": budget, "recall": name, "recall_n": most, "focus": "off"}
-            with temporarily(session, "eval", more):
+            with temporary_settings(session, "eval", more):
                 held = session.ledger.held_positions.copy()
                 for question in questions:
                     missing = [np.setdiff1d(one, held) for one in self.evidence(question)]
@@ -137,7 +137,7 @@ def recalled_positions(session: Session, text: str, counts: Sequence[int]) -> di
     """
     recall = session.recall
     if retriever(session.profile.recall).finds_passages:  # which fill the room: no rank says how
-        turn = session.template.user(text)
+        turn = session.template.user_turn(text)
         recall.update()
         return {n: recall.find(NewTurn(turn.ids, turn.roles), n).result.positions for n in counts}
     list(session.read_user(text))

@@ -142,7 +142,7 @@ class Perplexity(Grid):
             for user, reply in talk:
                 read_round(session, user, reply)
                 if session.seen >= self.limit:
-                    return np.array(session.save().rows["surprisal"][: self.limit])
+                    return np.array(session.engine.save().rows["surprisal"][: self.limit])
         raise SettingError(
             f"data {self.data!r} has only {session.seen:,} tokens", hint="lower --limit"
         )

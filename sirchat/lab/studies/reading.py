@@ -33,16 +33,16 @@ def whole_round(template: Template, user: str, reply: str, *, first: bool = Fals
 
     `first` says whether the round is the first of the conversation.
     """
-    user_turn = template.opening(user)[1] if first else template.user(user)
+    user_turn = template.opening(user)[1] if first else template.user_turn(user)
     user_turn = template.followed_by(user_turn, "assistant")
-    reply_turn, closing = template.assistant(reply, user_turn.header), template.closing
+    reply_turn, closing = template.assistant_turn(reply, user_turn.header), template.closing
     roles = [*user_turn.roles, *reply_turn.roles, *[Role.TEMPLATE] * len(closing)]
     return TurnIds([*user_turn.ids, *reply_turn.ids, *closing], roles, user_turn.content)
 
 
 def read(session: Session, user: str, reply: str) -> None:
     """Read a user turn and the given reply in a session; nothing is generated."""
-    list(session.read_user(user, before="assistant"))
+    list(session.read_user(user, next_role="assistant"))
     list(session.read_reply(reply))
 
 

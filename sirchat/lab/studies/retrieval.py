@@ -385,7 +385,7 @@ class Privacy(NumberedStudy):
         if n:
             settings = {"budget": self.base + n, "recall": self.profile.recall, "recall_n": n}
         session.switch("eval", **settings)
-        list(session.read_user(one.question, before="assistant"))
+        list(session.read_user(one.question, next_role="assistant"))
         (scored,) = session.score_continuations([one.answer])
         session.undo()
         quiz = generated.question(Random(f"privacy/{self.profile.seed}/{key}"), 5, "")

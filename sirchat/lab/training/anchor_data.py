@@ -144,7 +144,7 @@ class Writer:
                 system = one.text
             elif one.role == "user":
                 if ids:
-                    turn = template.user(one.text)
+                    turn = template.user_turn(one.text)
                 else:
                     block, turn = template.opening(one.text, system)
                     add(block.ids if block else [])
@@ -152,7 +152,7 @@ class Writer:
                 add(turn.ids)
                 header = turn.header
             elif one.role == "assistant" and ids:
-                reply = template.assistant(one.text, header)
+                reply = template.assistant_turn(one.text, header)
                 add([*reply.ids, *template.closing], ANSWER_WEIGHT)
         return self._document(ids, weight)
 

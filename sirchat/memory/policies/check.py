@@ -76,7 +76,7 @@ def _random_rows(case: int, policy: Policy) -> tuple[HeldRows, int]:
         )
         ledger.apply_decay(0.9)
         at, stays = ledger.held_positions.copy(), random.random(ledger.held_count) < 0.8
-        ledger.hold(Placement(at[stays]), at[~stays], at[:0], State.GONE)
+        ledger.hold(Placement(at[stays]), at[~stays], at[:0], State.NOT_STORED)
     sinks = 4 if policy.honours_sinks else 0
     at = ledger.held_positions
     protected = (at < sinks) | (at >= ledger.seen - 3)

@@ -10,7 +10,7 @@ from torch import Tensor
 from sirchat.memory.attention import AttentionStatsConfig
 from sirchat.memory.held_rows import HeldRows, KeyValueStat
 from sirchat.memory.policies.base import RecentScorePolicy
-from sirchat.memory.policies.scores import attention_or_usual
+from sirchat.memory.policies.scores import attention_or_median
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class H2o(RecentScorePolicy):
         return ("value_norm",) if self.values else ()
 
     def score(self, rows: HeldRows) -> Tensor:
-        received = attention_or_usual(rows.attention)
+        received = attention_or_median(rows.attention)
         if self.values:
             received = received * rows.value_norm
         return received / (rows.seen - rows.position) if self.lifetime else received

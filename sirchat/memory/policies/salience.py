@@ -12,8 +12,8 @@ from torch import Tensor
 from sirchat.memory.held_rows import HeldRows, Role
 from sirchat.memory.policies.base import RecentScorePolicy
 from sirchat.memory.policies.scores import (
+    log_product,
     neighbour_factor,
-    product_of,
     template_factor,
     word_factor,
 )
@@ -63,4 +63,4 @@ class Salience(RecentScorePolicy):
         return factors
 
     def score(self, rows: HeldRows) -> Tensor:
-        return product_of(self.log_factors(rows))
+        return log_product(self.log_factors(rows))

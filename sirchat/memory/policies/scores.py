@@ -17,7 +17,7 @@ from torch import Tensor
 from sirchat.memory.held_rows import HeldRows, Role
 
 NEIGHBOUR_SHARE = 0.5  # least share of the score of a token beside it
-LONGEST_WORD = 8  # tokens; a longer word, as in scripts without blanks, is divided
+MAX_WORD_TOKENS = 8  # tokens; a longer word, as in scripts without blanks, is divided
 
 _MIN_ROUNDS, _MAX_ROUNDS = 4, 16  # earlier rounds that a round is compared with
 _THRESHOLD = 1.5  # times the mean surprisal of these rounds
@@ -25,29 +25,29 @@ _TOP_TOKENS = 8  # tokens of a round whose surprisals are summed, so that length
 _MIN_FACTOR = 0.1
 
 
-def product_of(log_factors: dict[str, Tensor]) -> Tensor:
+def log_product(log_factors: dict[str, Tensor]) -> Tensor:
     """The product of factors by name; NaN becomes -inf."""
     total = torch.stack([factor.double() for factor in log_factors.values()]).sum(0)
     return total.masked_fill(total.isnan(), -math.inf)
 
 
-def or_usual(values: Tensor, if_none: float = 0.0) -> Tensor:
+def fill_nan_with_median(values: Tensor, if_none: float = 0.0) -> Tensor:
     """The values as float64, each NaN replaced by the median of the others, or by `if_none`."""
     usual = values.double().nanmedian().nan_to_num(if_none)
     return values.double().nan_to_num(usual.item())
 
 
-def attention_or_usual(received: Tensor) -> Tensor:
-    """Attention received, as `or_usual`: 0 stands for a token read while none was recorded.
+def attention_or_median(received: Tensor) -> Tensor:
+    """Attention received [n]; the median for a token that was read while none was recorded (0).
 
     Any other token has received some, at least from its own query.
     """
-    return or_usual(received.masked_fill(received == 0, math.nan), if_none=1.0)
+    return fill_nan_with_median(received.masked_fill(received == 0, math.nan), if_none=1.0)
 
 
 def word_factor(log_values: Tensor, rows: HeldRows) -> Tensor:
     """The factor that turns each token's value into the sum of the values of its word."""
-    return log_sum_by_word(log_values, words_of(rows)) - log_values
+    return log_sum_by_word(log_values, word_numbers(rows)) - log_values
 
 
 def template_factor(rows: HeldRows) -> Tensor:
@@ -57,7 +57,7 @@ def template_factor(rows: HeldRows) -> Tensor:
 
 def neighbour_factor(log_factors: dict[str, Tensor], rows: HeldRows) -> Tensor:
     """The factor that raises each token's score to half of that of the token before and after."""
-    total = product_of(log_factors)
+    total = log_product(log_factors)
     is_adjacent = torch.diff(rows.position) == 1  # [n - 1]
     lent = torch.where(is_adjacent, 0.0, -math.inf) + math.log(NEIGHBOUR_SHARE)
     raised = total.clone()
@@ -66,13 +66,13 @@ def neighbour_factor(log_factors: dict[str, Tensor], rows: HeldRows) -> Tensor:
     return torch.where(total.isinf(), 0.0, raised - total)
 
 
-def words_of(rows: HeldRows) -> Tensor:
+def word_numbers(rows: HeldRows) -> Tensor:
     """The number of the word of each token, a run of tokens that follow each other; from 0."""
     is_adjacent = torch.diff(rows.position, prepend=rows.position[:1] - 2) == 1
     starts = ~(rows.continues_word & is_adjacent)
     at = torch.arange(len(rows))
     first = torch.where(starts, at, 0).cummax(0).values
-    starts |= (at - first) % LONGEST_WORD == 0
+    starts |= (at - first) % MAX_WORD_TOKENS == 0
     return starts.long().cumsum(0) - 1
 
 

@@ -21,7 +21,7 @@ from sirchat.models.packed import (
     Int4Linear,
     Int5Linear,
     Int8Linear,
-    four_bit_layout,
+    int4_layout,
 )
 
 # In eight bytes: 1 in each; bit 0 to bit 7, one in each; what brings each of them up to bit 7.
@@ -48,9 +48,9 @@ def split_four_bit(tensor: GgufTensor) -> FourBit:
     """Split a four-bit matrix of a GGUF file into its values, scales and minima, without loss."""
     rows, columns = tensor.shape
     blocks = torch.from_numpy(np.array(tensor.blocks))  # [b, bytes of a block]
-    taken = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q4_K": _q4_k}[tensor.type](blocks)
+    split = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q4_K": _q4_k}[tensor.type](blocks)
     groups = (rows, columns // GROUP)
-    return FourBit(taken.nibbles.reshape(*groups, -1), *(x.reshape(groups) for x in taken[1:]))
+    return FourBit(split.nibbles.reshape(*groups, -1), *(x.reshape(groups) for x in split[1:]))
 
 
 class NativePacking:
@@ -72,32 +72,32 @@ class NativePacking:
     @staticmethod
     def can_read(tensor: GgufTensor) -> bool:
         """Whether it can pack a matrix in eight bits, and one of four bits in four, too."""
-        return tensor.type in _SPLITS
+        return tensor.type in _SPLITTERS
 
-    def four(self, tensor: GgufTensor, order: Tensor, empty: Empty) -> Int4Linear:
+    def pack_four_bits(self, tensor: GgufTensor, order: Tensor, empty: Empty) -> Int4Linear:
         """Pack a four-bit matrix without loss; `empty` makes the tensors for it."""
         rows, columns = tensor.shape
         packed = empty((rows, columns // 2), dtype=torch.uint8)
         scales = empty((columns // GROUP, rows, 2), dtype=torch.bfloat16)
-        where = packed.data_ptr(), scales.data_ptr(), torch.get_num_threads()
-        self._four(*_source(tensor, order), *four_bit_layout(), *where)
+        target = packed.data_ptr(), scales.data_ptr(), torch.get_num_threads()
+        self._four(*_source(tensor, order), *int4_layout(), *target)
         return Int4Linear(packed, scales)
 
-    def five(self, tensor: GgufTensor, order: Tensor, empty: Empty) -> Int5Linear:
+    def pack_five_bits(self, tensor: GgufTensor, order: Tensor, empty: Empty) -> Int5Linear:
         """Pack a matrix of Q5_0 without loss; `empty` makes the tensors for it."""
         rows, columns = tensor.shape
         packed = empty((rows, columns // 8 * 5), dtype=torch.uint8)
         scales = empty((rows, columns // GROUP), dtype=torch.float16)
-        where = packed.data_ptr(), scales.data_ptr(), torch.get_num_threads()
-        self._five(*_source(tensor, order), *where)
+        target = packed.data_ptr(), scales.data_ptr(), torch.get_num_threads()
+        self._five(*_source(tensor, order), *target)
         return Int5Linear(packed, scales)
 
-    def eight(self, tensor: GgufTensor, order: Tensor, empty: Empty) -> Int8Linear:
+    def pack_eight_bits(self, tensor: GgufTensor, order: Tensor, empty: Empty) -> Int8Linear:
         """Round a matrix as `quantize_int8` does; `empty` makes the tensors for it."""
         q = empty(tensor.shape, dtype=torch.int8)
         scale = empty((len(q),), dtype=torch.bfloat16)
-        where = q.data_ptr(), scale.data_ptr(), torch.get_num_threads()
-        self._eight(*_source(tensor, order), *where)
+        target = q.data_ptr(), scale.data_ptr(), torch.get_num_threads()
+        self._eight(*_source(tensor, order), *target)
         return Int8Linear(q, scale)
 
 
@@ -113,8 +113,8 @@ def unpack_floats(tensor: GgufTensor) -> Tensor:
         kind = np.float32 if tensor.type == "F32" else np.float16
         return torch.from_numpy(np.array(tensor.data).view(kind)).reshape(tensor.shape)
     blocks = np.array(tensor.blocks)
-    if (split := _SPLITS.get(tensor.type)) is None:
-        return torch.from_numpy(_by_package(tensor.type, blocks)).reshape(tensor.shape)
+    if (split := _SPLITTERS.get(tensor.type)) is None:
+        return torch.from_numpy(_unpack_by_package(tensor.type, blocks)).reshape(tensor.shape)
     q, scale, minimum = split(torch.from_numpy(blocks))
     floats = q.float().view(*scale.shape, -1).mul_(scale[..., None])
     if minimum is not None:
@@ -122,14 +122,14 @@ def unpack_floats(tensor: GgufTensor) -> Tensor:
     return floats.view(tensor.shape)
 
 
-def _by_package(kind: str, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
+def _unpack_by_package(kind: str, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Unpack blocks of the rarer formats."""
     from gguf import quants
 
     # Not by `dequantize`, which makes a call for each 16 blocks.
-    of_kind = getattr(quants, kind)
-    of_kind.init_grid()
-    floats: NDArray[np.float32] = of_kind.dequantize_blocks(blocks)
+    unpacker = getattr(quants, kind)
+    unpacker.init_grid()
+    floats: NDArray[np.float32] = unpacker.dequantize_blocks(blocks)
     return floats
 
 
@@ -141,46 +141,45 @@ class _Split(NamedTuple):
     minimum: Tensor | None = None  # float32 [b, g]
 
 
-def _half(blocks: Tensor, at: int) -> Tensor:
-    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()  # [b, 1]
+def _read_float16(blocks: Tensor, offset: int) -> Tensor:
+    return blocks[:, offset : offset + 2].contiguous().view(torch.float16).float()  # [b, 1]
 
 
-def _words(blocks: Tensor, start: int, end: int, run: int = 32) -> Tensor:
+def _read_words(blocks: Tensor, start: int, end: int, run: int = 32) -> Tensor:
     """Bytes of blocks in runs of `run` bytes, as int64 [b, runs, run / 8]."""
     # Operations on eight bytes at once, without strides, are several times as fast.
     return blocks[:, start:end].contiguous().view(torch.int64).view(len(blocks), -1, run // 8)
 
 
-def _fields(words: Tensor, width: int, to: int = 0) -> Tensor:
+def _split_bits(words: Tensor, width: int, to: int = 0) -> Tensor:
     """Cut each byte into fields of `width` bits, the lowest one first, which move to bit `to`.
 
     The result is uint8 [b, runs, 8 / width, run].
     """
-    at = range(0, 8, width)
-    moved = [words >> bit - to if bit > to else words << to - bit for bit in at]
+    moved = [words >> bit - to if bit > to else words << to - bit for bit in range(0, 8, width)]
     mask = ((1 << width) - 1 << to) * _ONES
     return torch.stack(moved, 2).bitwise_and_(mask).view(torch.uint8)
 
 
-def _fifth_bits(blocks: Tensor, at: int) -> Tensor:
+def _spread_fifth_bits(blocks: Tensor, offset: int) -> Tensor:
     """The 32 bits of four bytes as the fifth bits of 32 weights, [b, 1, 2, 16]."""
-    copies = blocks[:, at : at + 4].long() * _ONES  # eight copies of each byte
+    copies = blocks[:, offset : offset + 4].long() * _ONES  # eight copies of each byte
     # Keep one bit in each copy; if it is set, the sum has the highest bit of its byte.
     high = copies.bitwise_and_(_DIAGONAL).add_(_UP_TO_HIGHEST) >> 3
     return high.bitwise_and_(0x10 * _ONES).view(torch.uint8).view(-1, 1, 2, 16)
 
 
 def _q4_0(blocks: Tensor) -> FourBit:
-    scale = _half(blocks, 0)
+    scale = _read_float16(blocks, 0)
     return FourBit(blocks[:, 2:], scale, -8 * scale)
 
 
 def _q4_1(blocks: Tensor) -> FourBit:
-    return FourBit(blocks[:, 4:], _half(blocks, 0), _half(blocks, 2))
+    return FourBit(blocks[:, 4:], _read_float16(blocks, 0), _read_float16(blocks, 2))
 
 
 def _q4_k(blocks: Tensor) -> FourBit:
-    words = _words(blocks, 16, 144).view(-1, 4, 2, 2)  # of two groups of 32: low, high
+    words = _read_words(blocks, 16, 144).view(-1, 4, 2, 2)  # of two groups of 32: low, high
     nibbles = torch.empty_like(words)
     for group, shift in enumerate((0, 4)):
         first, second = (words >> shift).bitwise_and_(0xF * _ONES).unbind(2)  # halves of a group
@@ -190,7 +189,7 @@ def _q4_k(blocks: Tensor) -> FourBit:
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Scales and minima, [b, 8] each, of Q4_K and Q5_K: six-bit multiples of a block's floats."""
-    low, high, mixed = _three_words(blocks, 4)
+    low, high, mixed = _read_three_words(blocks, 4)
     scale = low & 0x3F3F3F3F, mixed & 0xF0F0F0F | low >> 2 & 0x30303030
     minimum = high & 0x3F3F3F3F, mixed >> 4 & 0xF0F0F0F | high >> 2 & 0x30303030
     q = torch.stack((*scale, *minimum), -1).view(torch.uint8).view(-1, 2, 8)
@@ -199,69 +198,76 @@ def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return found.contiguous(), subtracted.contiguous()
 
 
-def _three_words(blocks: Tensor, at: int) -> Tensor:
+def _read_three_words(blocks: Tensor, offset: int) -> Tensor:
     """Twelve bytes of each block, which hold its groups' scales, as int32 [3, b]."""
-    return blocks[:, at : at + 12].contiguous().view(torch.int32).T.contiguous()
+    return blocks[:, offset : offset + 12].contiguous().view(torch.int32).T.contiguous()
 
 
 def _split_q4_0(blocks: Tensor) -> _Split:
-    return _Split(_fields(_words(blocks, 2, 18, 16), 4).view(torch.int8).sub_(8), _half(blocks, 0))
+    return _Split(
+        _split_bits(_read_words(blocks, 2, 18, 16), 4).view(torch.int8).sub_(8),
+        _read_float16(blocks, 0),
+    )
 
 
 def _split_q4_1(blocks: Tensor) -> _Split:
-    return _Split(_fields(_words(blocks, 4, 20, 16), 4), _half(blocks, 0), _half(blocks, 2))
+    return _Split(
+        _split_bits(_read_words(blocks, 4, 20, 16), 4),
+        _read_float16(blocks, 0),
+        _read_float16(blocks, 2),
+    )
 
 
 def _split_q5_0(blocks: Tensor) -> _Split:
-    q = _fifth_bits(blocks, 2).bitwise_or_(_fields(_words(blocks, 6, 22, 16), 4))
-    return _Split(q.view(torch.int8).sub_(16), _half(blocks, 0))
+    q = _spread_fifth_bits(blocks, 2).bitwise_or_(_split_bits(_read_words(blocks, 6, 22, 16), 4))
+    return _Split(q.view(torch.int8).sub_(16), _read_float16(blocks, 0))
 
 
 def _split_q5_1(blocks: Tensor) -> _Split:
-    q = _fifth_bits(blocks, 4).bitwise_or_(_fields(_words(blocks, 8, 24, 16), 4))
-    return _Split(q, _half(blocks, 0), _half(blocks, 2))
+    q = _spread_fifth_bits(blocks, 4).bitwise_or_(_split_bits(_read_words(blocks, 8, 24, 16), 4))
+    return _Split(q, _read_float16(blocks, 0), _read_float16(blocks, 2))
 
 
 def _split_q8_0(blocks: Tensor) -> _Split:
-    return _Split(blocks[:, 2:].contiguous().view(torch.int8), _half(blocks, 0))
+    return _Split(blocks[:, 2:].contiguous().view(torch.int8), _read_float16(blocks, 0))
 
 
 def _split_q2_k(blocks: Tensor) -> _Split:
     scale, minimum = blocks[:, :16] & 15, blocks[:, :16] >> 4
-    q = _fields(_words(blocks, 16, 80), 2)
-    return _Split(q, scale * _half(blocks, 80), minimum * -_half(blocks, 82))
+    q = _split_bits(_read_words(blocks, 16, 80), 2)
+    return _Split(q, scale * _read_float16(blocks, 80), minimum * -_read_float16(blocks, 82))
 
 
 def _split_q3_k(blocks: Tensor) -> _Split:
-    q = _fields(_words(blocks, 0, 32), 1, 2)  # [b, 1, 8, 32]
-    q |= _fields(_words(blocks, 32, 96), 2).view_as(q)
-    first, second, high = _three_words(blocks, 96)
+    q = _split_bits(_read_words(blocks, 0, 32), 1, 2)  # [b, 1, 8, 32]
+    q |= _split_bits(_read_words(blocks, 32, 96), 2).view_as(q)
+    first, second, high = _read_three_words(blocks, 96)
     low = (first, second, first >> 4, second >> 4)
     upper = (high << 4, high << 2, high, high >> 2)
     words = [a & 0xF0F0F0F | b & 0x30303030 for a, b in zip(low, upper, strict=True)]
     scale = torch.stack(words, -1).view(torch.int8).sub_(32)  # [b, 16]
-    return _Split(q.view(torch.int8).sub_(4), scale * _half(blocks, 108))
+    return _Split(q.view(torch.int8).sub_(4), scale * _read_float16(blocks, 108))
 
 
 def _split_q4_k(blocks: Tensor) -> _Split:
-    return _Split(_fields(_words(blocks, 16, 144), 4), *_scales_and_minima(blocks))
+    return _Split(_split_bits(_read_words(blocks, 16, 144), 4), *_scales_and_minima(blocks))
 
 
 def _split_q5_k(blocks: Tensor) -> _Split:
-    q = _fields(_words(blocks, 16, 48), 1, 4)  # [b, 1, 8, 32]
-    q |= _fields(_words(blocks, 48, 176), 4).view_as(q)
+    q = _split_bits(_read_words(blocks, 16, 48), 1, 4)  # [b, 1, 8, 32]
+    q |= _split_bits(_read_words(blocks, 48, 176), 4).view_as(q)
     return _Split(q, *_scales_and_minima(blocks))
 
 
 def _split_q6_k(blocks: Tensor) -> _Split:
-    q = _fields(_words(blocks, 128, 192), 2, 4)  # [b, 2, 4, 32]
-    q |= _fields(_words(blocks, 0, 128, 64), 4).view_as(q)
+    q = _split_bits(_read_words(blocks, 128, 192), 2, 4)  # [b, 2, 4, 32]
+    q |= _split_bits(_read_words(blocks, 0, 128, 64), 4).view_as(q)
     scale = blocks[:, 192:208].contiguous().view(torch.int8)
-    return _Split(q.view(torch.int8).sub_(32), scale * _half(blocks, 208))
+    return _Split(q.view(torch.int8).sub_(32), scale * _read_float16(blocks, 208))
 
 
 # How blocks of each format are split into values and scales; others are read by the package gguf.
-_SPLITS: dict[str, Callable[[Tensor], _Split]] = {
+_SPLITTERS: dict[str, Callable[[Tensor], _Split]] = {
     "Q4_0": _split_q4_0,
     "Q4_1": _split_q4_1,
     "Q5_0": _split_q5_0,

@@ -24,11 +24,11 @@ from sirchat.models.names import part_names
 
 _SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}  # struct's codes
 _STRING, _ARRAY = 8, 9
-_MOST_DIMENSIONS = 4
-_UNKNOWN = -1  # where a tensor of an unknown type ends
-_MOST, _MOST_FRACTION = 1 << 32, 1e12  # settings of this size or more count as invalid
+_MAX_DIMENSIONS = 4
+_UNKNOWN_END = -1  # where a tensor of an unknown type ends
+_NUMBER_LIMIT, _FRACTION_LIMIT = 1 << 32, 1e12  # settings of this size or more count as invalid
 # Parts of the names of settings that may be fractions.
-_FRACTIONS = ("epsilon", "freq_base", "softcapping", "scale", "factor", "beta", "multiplier")
+_FRACTION_KEYS = ("epsilon", "freq_base", "softcapping", "scale", "factor", "beta", "multiplier")
 
 # For each known tensor type: its number in a file, the weights per block, the bytes per block.
 BLOCKS = {
@@ -59,7 +59,7 @@ BLOCKS = {
     "MXFP4": (39, 32, 17),
 }
 
-_NOT_READ = {40: "NVFP4", 41: "Q1_0", 42: "Q2_0"}  # names of later types, for messages
+_UNREADABLE_TYPES = {40: "NVFP4", 41: "Q1_0", 42: "Q2_0"}  # names of later types, for messages
 
 IMAGE_LAYERS = "vision.block_count"  # the setting of a file with text and image parts in one
 
@@ -67,7 +67,7 @@ IMAGE_LAYERS = "vision.block_count"  # the setting of a file with text and image
 FOUR_BIT = ("Q4_0", "Q4_1", "Q4_K")
 FIVE_BIT = ("Q5_0",)  # `products.cpp` alone multiplies these in five bits
 
-_TYPES = {number: (name, values, size) for name, (number, values, size) in BLOCKS.items()}
+_FORMATS = {number: (name, weights, size) for name, (number, weights, size) in BLOCKS.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,17 +118,17 @@ class GgufFile:
         }
 
     @cached_property
-    def largest(self) -> int:
+    def largest_dimension(self) -> int:
         """The largest size that a tensor has in any dimension."""
         return max((max(tensor.shape, default=0) for tensor in self.tensors.values()), default=0)
 
-    def number(self, key: str, *, may_be_0: bool = False) -> int | float:
+    def number(self, key: str, *, may_be_zero: bool = False) -> int | float:
         """A setting that is a positive number, whole if it is a size; raises ModelError if not."""
         value: Any = self.settings.get(key)
-        is_whole = not any(part in key for part in _FRACTIONS)
+        is_whole = not any(part in key for part in _FRACTION_KEYS)
         is_number = type(value) is int or (type(value) is float and not is_whole)
-        most = _MOST if is_whole else 1 if key.endswith("epsilon") else _MOST_FRACTION
-        is_usable = is_number and (0 < value < most or (may_be_0 and value == 0))
+        most = _NUMBER_LIMIT if is_whole else 1 if key.endswith("epsilon") else _FRACTION_LIMIT
+        is_usable = is_number and (0 < value < most or (may_be_zero and value == 0))
         kind = "a whole number" if is_whole else "a number"
         self.require(is_usable, key, f"{kind} above 0, below {most:,}")
         return int(value) if is_whole else float(value)
@@ -155,7 +155,7 @@ class GgufFile:
 
 def is_count(value: object) -> TypeGuard[int]:
     """Whether a setting is a whole number, 0 or more, of a sensible size."""
-    return type(value) is int and 0 <= value < _MOST
+    return type(value) is int and 0 <= value < _NUMBER_LIMIT
 
 
 def parse_gguf(path: Path, *, with_text_lists: bool = True) -> GgufFile:
@@ -167,28 +167,30 @@ def parse_gguf(path: Path, *, with_text_lists: bool = True) -> GgufFile:
     file = _parse_part(path, with_text_lists)
     count = file.metadata.get("split.count", 1)
     if count in (0, 1):
-        return _of_text(file)
+        return _without_media_tensors(file)
     paths = [path.with_name(name) for name in part_names(path.name)]
-    if missing := [one.name for one in paths if not one.is_file()]:
+    if missing := [part.name for part in paths if not part.is_file()]:
         raise ModelError(f"{path} is one of {count} parts; missing: {', '.join(missing)}")
-    parts = [file if one == path else _parse_part(one, with_text_lists) for one in paths]
+    parts = [file if part == path else _parse_part(part, with_text_lists) for part in paths]
     tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
     numbers = [(part.metadata.get("split.no"), part.metadata.get("split.count")) for part in parts]
     total = file.metadata.get("split.tensors.count", len(tensors))
-    if numbers != [(at, len(paths)) for at in range(len(paths))] or len(tensors) != total:
+    if numbers != [(index, len(paths)) for index in range(len(paths))] or len(tensors) != total:
         raise ModelError(
             f"{path} is one of {count} parts, but not of those files: {len(tensors)} of {total} "
             "tensors are there",
             hint="the parts must be named NAME-00001-of-00003.gguf, and so on",
         )
-    mapped = tuple(one for part in parts for one in part.mapped)
-    return _of_text(GgufFile(parts[0].metadata, tensors, mapped))
+    mapped = tuple(mapping for part in parts for mapping in part.mapped)
+    return _without_media_tensors(GgufFile(parts[0].metadata, tensors, mapped))
 
 
-def _of_text(file: GgufFile) -> GgufFile:
+def _without_media_tensors(file: GgufFile) -> GgufFile:
     """The file without the tensors of its part for images, and of one for sound beside it."""
-    others = ("v.", "mm.", "a.") if IMAGE_LAYERS in file.settings else ()
-    tensors = {name: one for name, one in file.tensors.items() if not name.startswith(others)}
+    prefixes = ("v.", "mm.", "a.") if IMAGE_LAYERS in file.settings else ()
+    tensors = {
+        name: tensor for name, tensor in file.tensors.items() if not name.startswith(prefixes)
+    }
     return replace(file, tensors=tensors)
 
 
@@ -200,12 +202,12 @@ def _parse_part(path: Path, with_text_lists: bool) -> GgufFile:
         raise ModelError(f"{path} can't be read: {error}") from error
     reader = _Reader(path, mapped, with_text_lists)
     try:
-        return reader.file()
+        return reader.read_file()
     except (struct.error, UnicodeDecodeError, OverflowError) as error:
-        raise reader.broken(str(error)) from error
+        raise reader.invalid_file(str(error)) from error
 
 
-class _Entry(NamedTuple):
+class _TensorEntry(NamedTuple):
     name: str
     shape: tuple[int, ...]
     type: int  # a number of `BLOCKS`
@@ -214,132 +216,145 @@ class _Entry(NamedTuple):
 
 class _Reader:
     def __init__(self, path: Path, mapped: mmap.mmap, with_text_lists: bool) -> None:
-        self._path, self._mapped, self._at = path, mapped, 0
+        self._path, self._mapped, self._offset = path, mapped, 0
         self._size = len(mapped)
         self._with_lists_of_text = with_text_lists
 
-    def broken(self, why: str) -> ModelError:
+    def invalid_file(self, why: str) -> ModelError:
         return ModelError(
             f"{self._path} is not a valid GGUF file: {why}",
             hint="the file may be incomplete: compare its size with that of the original",
         )
 
-    def file(self) -> GgufFile:
+    def read_file(self) -> GgufFile:
         if self._mapped[:4] != b"GGUF":
             refuse_other_kind(self._path, self._mapped[:64])
-            raise self.broken("it does not begin with GGUF")
-        self._at = 4
-        version = self._scalar("I")
+            raise self.invalid_file("it does not begin with GGUF")
+        self._offset = 4
+        version = self._read_scalar("I")
         if version not in (2, 3):
             is_swapped = version in (2 << 24, 3 << 24)
-            raise self.broken(
+            raise self.invalid_file(
                 "it was written for big-endian machines"
                 if is_swapped
                 else f"its version is {version}, but must be 2 or 3"
             )
-        tensor_count, pairs = self._count(24), self._count(13)
+        tensor_count, pairs = self._read_count(24), self._read_count(13)
         metadata = {}
         for _ in range(pairs):
-            key = self._string()
+            key = self._read_string()
             if key in metadata:
-                raise self.broken(f"it has {key} twice")
-            metadata[key] = self._value(self._scalar("I"))
-        entries = [self._entry() for _ in range(tensor_count)]
+                raise self.invalid_file(f"it has {key} twice")
+            metadata[key] = self._read_value(self._read_scalar("I"))
+        entries = [self._read_entry() for _ in range(tensor_count)]
         alignment = metadata.get("general.alignment", 32)
         if not is_count(alignment) or alignment.bit_count() != 1 or alignment > 1 << 16:
-            raise self.broken(f"alignment {alignment}")
-        start = -(-self._at // alignment) * alignment
-        return GgufFile(metadata, self._tensors(entries, start, alignment), (self._mapped,))
+            raise self.invalid_file(f"alignment {alignment}")
+        start = -(-self._offset // alignment) * alignment
+        return GgufFile(metadata, self._locate_tensors(entries, start, alignment), (self._mapped,))
 
-    def _tensors(self, entries: list[_Entry], start: int, alignment: int) -> dict[str, GgufTensor]:
+    def _locate_tensors(
+        self, entries: list[_TensorEntry], start: int, alignment: int
+    ) -> dict[str, GgufTensor]:
         data, end = np.frombuffer(self._mapped, np.uint8), 0
         tensors, places = dict[str, GgufTensor](), list[TensorSpan]()
         for entry in entries:
-            tensor = tensors[entry.name] = self._tensor(data, start, entry)
+            tensor = tensors[entry.name] = self._locate_tensor(data, start, entry)
             size = tensor.data.nbytes
             places.append(TensorSpan(entry.shape, tensor.type, start + entry.offset, size))
-            if end not in (entry.offset, _UNKNOWN):
-                raise self.broken(f"its tensor {entry.name} does not follow the one before it")
-            is_known = tensor.type in BLOCKS and end != _UNKNOWN
-            end = end + -(-size // alignment) * alignment if is_known else _UNKNOWN
+            if end not in (entry.offset, _UNKNOWN_END):
+                raise self.invalid_file(
+                    f"its tensor {entry.name} does not follow the one before it"
+                )
+            is_known = tensor.type in BLOCKS and end != _UNKNOWN_END
+            end = end + -(-size // alignment) * alignment if is_known else _UNKNOWN_END
         if len(tensors) < len(entries):
-            raise self.broken("it has two tensors of the same name")
+            raise self.invalid_file("it has two tensors of the same name")
         refuse_trailing_zeros(self._path, self._mapped, places)
         return tensors
 
-    def _scalar(self, kind: str) -> Any:
-        (value,) = struct.unpack_from("<" + kind, self._mapped, self._at)
-        self._at += struct.calcsize("<" + kind)
+    def _read_scalar(self, kind: str) -> Any:
+        (value,) = struct.unpack_from("<" + kind, self._mapped, self._offset)
+        self._offset += struct.calcsize("<" + kind)
         return value
 
-    def _count(self, least: int) -> int:
-        """Read the number of entries that follow, of at least `least` bytes each."""
-        count = int(self._scalar("Q"))
-        if count * least > self._size - self._at:
-            raise self.broken(f"it ends before {count:,} entries")
+    def _read_count(self, min_bytes: int) -> int:
+        """Read the number of entries that follow, of at least `min_bytes` bytes each."""
+        count = int(self._read_scalar("Q"))
+        if count * min_bytes > self._size - self._offset:
+            raise self.invalid_file(f"it ends before {count:,} entries")
         return count
 
-    def _string(self) -> str:
-        length = self._count(1)
-        start, self._at = self._at, self._at + length
-        return self._mapped[start : self._at].decode("utf-8")
+    def _read_string(self) -> str:
+        length = self._read_count(1)
+        start, self._offset = self._offset, self._offset + length
+        return self._mapped[start : self._offset].decode("utf-8")
 
-    def _value(self, kind: int) -> Any:
+    def _read_value(self, kind: int) -> Any:
         if kind in _SCALARS:
-            return self._scalar(_SCALARS[kind])
+            return self._read_scalar(_SCALARS[kind])
         if kind == _STRING:
-            return self._string()
+            return self._read_string()
         if kind == _ARRAY:
-            return self._array(self._scalar("I"))
-        raise self.broken(f"it has metadata of the unknown type {kind}")
+            return self._read_array(self._read_scalar("I"))
+        raise self.invalid_file(f"it has metadata of the unknown type {kind}")
 
-    def _array(self, kind: int) -> list[Any]:
+    def _read_array(self, kind: int) -> list[Any]:
         if kind == _STRING and self._with_lists_of_text:
-            return self._texts(self._count(8))
+            return self._read_strings(self._read_count(8))
         if kind == _STRING:
-            self._skip_texts(self._count(8))
+            self._skip_strings(self._read_count(8))
             return []
         if kind not in _SCALARS:  # arrays of arrays are used by no model
-            raise self.broken(f"it has an array of the unknown type {kind}")
+            raise self.invalid_file(f"it has an array of the unknown type {kind}")
         size = struct.calcsize("<" + _SCALARS[kind])
-        count = self._count(size)
-        values = struct.unpack_from(f"<{count}{_SCALARS[kind]}", self._mapped, self._at)
-        self._at += count * size
+        count = self._read_count(size)
+        values = struct.unpack_from(f"<{count}{_SCALARS[kind]}", self._mapped, self._offset)
+        self._offset += count * size
         return list(values)
 
-    def _texts(self, count: int) -> list[str]:
-        # One loop, because calls of `_string` would take three times as long.
-        at, data, length_of, texts = self._at, self._mapped, struct.Struct("<Q").unpack_from, []
+    def _read_strings(self, count: int) -> list[str]:
+        # One loop, because calls of `_read_string` would take three times as long.
+        offset, data, read_length, texts = (
+            self._offset,
+            self._mapped,
+            struct.Struct("<Q").unpack_from,
+            [],
+        )
         for _ in range(count):
-            start = at + 8
-            at = start + length_of(data, at)[0]
-            if at > self._size:
-                raise self.broken(f"it ends before the end of {count:,} texts")
-            texts.append(data[start:at].decode("utf-8"))
-        self._at = at
+            start = offset + 8
+            offset = start + read_length(data, offset)[0]
+            if offset > self._size:
+                raise self.invalid_file(f"it ends before the end of {count:,} texts")
+            texts.append(data[start:offset].decode("utf-8"))
+        self._offset = offset
         return texts
 
-    def _skip_texts(self, count: int) -> None:
-        at, length_of = self._at, struct.Struct("<Q").unpack_from
+    def _skip_strings(self, count: int) -> None:
+        offset, read_length = self._offset, struct.Struct("<Q").unpack_from
         for _ in range(count):  # a length beyond the end of the file fails at the next read
-            at += 8 + length_of(self._mapped, at)[0]
-        self._at = at
+            offset += 8 + read_length(self._mapped, offset)[0]
+        self._offset = offset
 
-    def _entry(self) -> _Entry:
-        name, dimensions = self._string(), self._scalar("I")
-        if dimensions > _MOST_DIMENSIONS:
-            raise self.broken(f"tensor {name} has more than {_MOST_DIMENSIONS} dimensions")
-        shape = tuple(int(self._scalar("Q")) for _ in range(dimensions))[::-1]
-        return _Entry(name, shape, self._scalar("I"), self._scalar("Q"))
+    def _read_entry(self) -> _TensorEntry:
+        name, dimensions = self._read_string(), self._read_scalar("I")
+        if dimensions > _MAX_DIMENSIONS:
+            raise self.invalid_file(f"tensor {name} has more than {_MAX_DIMENSIONS} dimensions")
+        shape = tuple(int(self._read_scalar("Q")) for _ in range(dimensions))[::-1]
+        return _TensorEntry(name, shape, self._read_scalar("I"), self._read_scalar("Q"))
 
-    def _tensor(self, data: NDArray[np.uint8], start: int, entry: _Entry) -> GgufTensor:
+    def _locate_tensor(
+        self, data: NDArray[np.uint8], start: int, entry: _TensorEntry
+    ) -> GgufTensor:
         shape = entry.shape
-        if entry.type not in _TYPES:
-            return GgufTensor(shape, _NOT_READ.get(entry.type, f"type {entry.type}"), data[:0])
-        kind, values, size = _TYPES[entry.type]
-        if not shape or shape[-1] % values:
-            raise self.broken(f"{kind} blocks do not fit the shape {shape}")
-        begin, length = start + entry.offset, prod(shape) // values * size
+        if entry.type not in _FORMATS:
+            return GgufTensor(
+                shape, _UNREADABLE_TYPES.get(entry.type, f"type {entry.type}"), data[:0]
+            )
+        kind, weights, size = _FORMATS[entry.type]
+        if not shape or shape[-1] % weights:
+            raise self.invalid_file(f"{kind} blocks do not fit the shape {shape}")
+        begin, length = start + entry.offset, prod(shape) // weights * size
         if begin + length > self._size:
-            raise self.broken(f"it has {self._size:,} bytes, fewer than its tensors need")
+            raise self.invalid_file(f"it has {self._size:,} bytes, fewer than its tensors need")
         return GgufTensor(shape, kind, data[begin : begin + length])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sirchat.errors import ModelError
 from sirchat.memory.free_memory import trim_memory
 from sirchat.models.decoder import Decoder
-from sirchat.models.gguf.architectures import ARCHITECTURES, Change
+from sirchat.models.gguf.architectures import ARCHITECTURES, Conversion
 from sirchat.models.gguf.blocks import NativePacking, split_four_bit, unpack_floats
 from sirchat.models.gguf.header import BLOCKS, FIVE_BIT, FOUR_BIT, GgufFile, GgufTensor
 from sirchat.models.gguf.translate import config_values, find_target
@@ -25,16 +25,16 @@ from sirchat.models.packed import (
     Int8Linear,
     PackedLinear,
     SharedEmbedding,
-    four_bit_kind,
+    int4_class,
     quantize_int8,
 )
-from sirchat.models.packing import PackedExperts, WeightStore, fuse_projections, has_same_input
+from sirchat.models.packing import PackedExperts, WeightStore, fuse_projections, may_be_joined
 from sirchat.models.progress import Progress, switch_off_bars
 
-_NUMBERS = 2**20  # weights that are unpacked at a time: few calls, little memory
-_MUCH = 2**26  # bytes to read before memory is given back again
+_WEIGHTS_AT_ONCE = 2**20  # weights that are unpacked at a time: few calls, little memory
+_TRIM_AFTER_BYTES = 2**26  # bytes to read before memory is given back again
 _CPU = torch.device("cpu")
-_EXPERT_PARTS: tuple[Change, ...] = ("gate", "up", "down")
+_EXPERT_PARTS: tuple[Conversion, ...] = ("gate", "up", "down")
 
 
 def load_module(
@@ -62,12 +62,12 @@ def load_module(
             raise ModelError(f"the GGUF file's {name} does not fit its header: {error}") from error
         file.release_pages()
         read += tensor.data.nbytes
-        if read >= _MUCH or done == len(file.tensors):
+        if read >= _TRIM_AFTER_BYTES or done == len(file.tensors):
             read = 0
             trim_memory()
         if progress is not None:
             progress("Reading weights", done, len(file.tensors))
-    return loader.finished()
+    return loader.finish()
 
 
 class _Loader:
@@ -87,28 +87,28 @@ class _Loader:
         # A GPU's captured step reads sliding-window layers only by transformers' modules.
         for_hub |= device.type != "cpu" and bool(self._values.get("sliding_window"))
         self._module = empty_module(self._values, dtype, for_hub=for_hub)
-        self._four = four_bit_kind(device)
-        self._store = WeightStore(_most_packed(file) if keep_packed else 0, device)
-        self._waiting = defaultdict[str, dict[Change, Any]](dict)
+        self._four_bit_kind = int4_class(device)
+        self._weight_store = WeightStore(_max_packed_bytes(file) if keep_packed else 0, device)
+        self._waiting = defaultdict[str, dict[Conversion, Any]](dict)
 
     def add(self, name: str, tensor: GgufTensor) -> None:
-        target, change = find_target(name, self._file)
+        target, conversion = find_target(name, self._file)
         if not target:
             return
-        if change in (*_EXPERT_PARTS, "gate and up"):
-            self._add_experts(name, target, change, tensor)
-        elif self._stays_packed(target, tensor):
-            is_alone = not has_same_input(target.removesuffix(".weight"))
-            packed = self._packed(tensor, change, _may_have_few_bits(name), is_alone)
-            _replace(self._module, target, packed, self._dtype, self._store)
+        if conversion in (*_EXPERT_PARTS, "gate and up"):
+            self._add_experts(name, target, conversion, tensor)
+        elif self._can_stay_packed(target, tensor):
+            is_separate = not may_be_joined(target.removesuffix(".weight"))
+            packed = self._pack(tensor, conversion, _may_have_four_bits(name), is_separate)
+            _replace_layer(self._module, target, packed, self._dtype, self._weight_store)
         else:
-            weight = _undo_change(unpack_floats(tensor), change, self._values)
+            weight = _undo_conversion(unpack_floats(tensor), conversion, self._values)
             set_weight(self._module, target, weight.to(self._dtype))
 
-    def finished(self) -> Any:
+    def finish(self) -> Any:
         return finish_module(self._module)
 
-    def _stays_packed(self, target: str, tensor: GgufTensor) -> bool:
+    def _can_stay_packed(self, target: str, tensor: GgufTensor) -> bool:
         if not self._keep_packed or len(tensor.shape) != 2 or BLOCKS[tensor.type][1] == 1:
             return False
         try:
@@ -117,22 +117,22 @@ class _Loader:
             return False  # `set_weight` then raises an error
         return isinstance(layer, nn.Linear | nn.Embedding)
 
-    def _add_experts(self, name: str, target: str, part: Change, tensor: GgufTensor) -> None:
+    def _add_experts(self, name: str, target: str, part: Conversion, tensor: GgufTensor) -> None:
         # Matrices wait until all that are joined, or all of a layer if they stay packed, are there.
         path = target.rpartition(".")[0]
-        if self._keep_packed and len(tensor.shape) == 3 and _can_pack_experts(name, self._file):
+        if self._keep_packed and len(tensor.shape) == 3 and _has_packed_experts(name, self._file):
             waiting = self._waiting[path]
             if part == "gate and up":
-                both = list(self._packed_experts(tensor, 2))
+                both = list(self._pack_experts(tensor, 2))
                 waiting["gate"], waiting["up"] = both[::2], both[1::2]
             else:
-                waiting[part] = list(self._packed_experts(tensor))
+                waiting[part] = list(self._pack_experts(tensor))
             if len(waiting) == len(_EXPERT_PARTS):
                 _replace_experts(self._module, path, self._waiting.pop(path))
             return
         weight = unpack_floats(tensor).to(self._dtype)
-        swaps = ARCHITECTURES[self._file.architecture].swaps_experts
-        if swaps and weight.ndim == 3:
+        is_transposed = ARCHITECTURES[self._file.architecture].transposes_experts
+        if is_transposed and weight.ndim == 3:
             weight = weight.mT.contiguous()  # [E, K, N]
         if part in ("gate", "up"):
             waiting = self._waiting[target]
@@ -140,54 +140,71 @@ class _Loader:
             if len(waiting) < 2:
                 return
             gate, up = waiting["gate"], waiting["up"]
-            weight = torch.stack((gate, up), -1).flatten(-2) if swaps else torch.cat((gate, up), 1)
+            weight = (
+                torch.stack((gate, up), -1).flatten(-2)
+                if is_transposed
+                else torch.cat((gate, up), 1)
+            )
             del self._waiting[target]
         set_weight(self._module, target, weight)
 
-    def _packed_experts(self, tensor: GgufTensor, parts: int = 1) -> Iterator[PackedLinear]:
+    def _pack_experts(self, tensor: GgufTensor, parts: int = 1) -> Iterator[PackedLinear]:
         """Pack each expert's matrix; yields `parts` layers per expert, with equally many rows."""
         rows = -(-tensor.shape[1] // parts) or 1
         for expert in tensor.split_rows(1):
             for matrix in GgufTensor(expert.shape[1:], expert.type, expert.data).split_rows(rows):
-                packed = self._packed(matrix, None, True, True)
-                self._store.move(packed)
+                packed = self._pack(matrix, None, True, True)
+                self._weight_store.move(packed)
                 yield packed
 
-    def _packed(
-        self, tensor: GgufTensor, change: Change | None, may_have_few: bool, is_alone: bool
+    def _pack(
+        self,
+        tensor: GgufTensor,
+        conversion: Conversion | None,
+        may_have_four_bits: bool,
+        is_separate: bool,
     ) -> PackedLinear:
         """Make a packed layer without bias: of the file's bits if it may and can, else of eight.
 
-        `is_alone`: the layer is not joined with others.
+        `is_separate`: the layer is not joined with others.
         """
-        values, most = self._values, _NUMBERS // tensor.shape[1] // 64 * 64 or 64  # rows
-        splits_group = change == "value columns" and values["linear_value_head_dim"] % GROUP
-        has_four = tensor.type in FOUR_BIT and not splits_group and self._four.fits(*tensor.shape)
-        wants_four = may_have_few and has_four
-        native = self._native if change != "value columns" else None
+        values, max_rows = (
+            self._values,
+            _WEIGHTS_AT_ONCE // tensor.shape[1] // 64 * 64 or 64,
+        )  # rows
+        splits_group = conversion == "value columns" and values["linear_value_head_dim"] % GROUP
+        can_have_four_bits = (
+            tensor.type in FOUR_BIT and not splits_group and self._four_bit_kind.fits(*tensor.shape)
+        )
+        gets_four_bits = may_have_four_bits and can_have_four_bits
+        native = self._native if conversion != "value columns" else None
         if native is not None and native.can_read(tensor):
-            order = _undo_change(torch.arange(tensor.shape[0]), change, values).contiguous()
-            pack: Callable[..., PackedLinear] = native.four if wants_four else native.eight
-            if may_have_few and tensor.type in FIVE_BIT and Int5Linear.fits(*tensor.shape):
-                pack = native.five
-            return pack(tensor, order, self._store.empty if is_alone else torch.empty)
-        if wants_four:
-            parts = [tensor] if change is not None else tensor.split_rows(most)
+            order = _undo_conversion(torch.arange(tensor.shape[0]), conversion, values).contiguous()
+            pack: Callable[..., PackedLinear] = (
+                native.pack_four_bits if gets_four_bits else native.pack_eight_bits
+            )
+            if may_have_four_bits and tensor.type in FIVE_BIT and Int5Linear.fits(*tensor.shape):
+                pack = native.pack_five_bits
+            return pack(tensor, order, self._weight_store.empty if is_separate else torch.empty)
+        if gets_four_bits:
+            parts = [tensor] if conversion is not None else tensor.split_rows(max_rows)
             layers = [
-                self._four.of_nibbles(
-                    *(_undo_change(x, change, values) for x in split_four_bit(part))
+                self._four_bit_kind.from_nibbles(
+                    *(_undo_conversion(x, conversion, values) for x in split_four_bit(part))
                 )
                 for part in parts
             ]
-            return layers[0] if len(layers) == 1 else self._four.join_layers(layers)
+            return layers[0] if len(layers) == 1 else self._four_bit_kind.join_layers(layers)
         # At once in its place: a copy of a large layer, such as the head, would take much memory.
-        has_place = is_alone and change is None
-        q = (self._store.empty if has_place else torch.empty)(tensor.shape, dtype=torch.int8)
+        has_place = is_separate and conversion is None
+        q = (self._weight_store.empty if has_place else torch.empty)(tensor.shape, dtype=torch.int8)
         scale = torch.empty(len(q), dtype=torch.bfloat16)
-        for start, part in zip(range(0, len(q), most), tensor.split_rows(most), strict=True):
-            rows = slice(start, start + most)
+        for start, part in zip(
+            range(0, len(q), max_rows), tensor.split_rows(max_rows), strict=True
+        ):
+            rows = slice(start, start + max_rows)
             scale[rows] = quantize_int8(unpack_floats(part), q[rows])[1]
-        return Int8Linear(*(_undo_change(x, change, values) for x in (q, scale)))
+        return Int8Linear(*(_undo_conversion(x, conversion, values) for x in (q, scale)))
 
 
 def empty_module(values: Mapping[str, Any], dtype: torch.dtype, *, for_hub: bool = False) -> Any:
@@ -228,29 +245,31 @@ def _check_sizes(file: GgufFile, values: Mapping[str, Any]) -> None:
             raise ModelError(f"the GGUF file's {name} is {found}; by its header it is {shape}")
 
 
-def _undo_change(weight: Tensor, change: Change | None, values: Mapping[str, Any]) -> Tensor:
+def _undo_conversion(
+    weight: Tensor, conversion: Conversion | None, values: Mapping[str, Any]
+) -> Tensor:
     """Undo the converter's change to a weight, or to other numbers of its rows such as scales."""
-    if change == "plus one":
+    if conversion == "plus one":
         return weight.float() - 1
-    if change in ("query pairs", "key pairs"):
+    if conversion in ("query pairs", "key pairs"):
         heads = values["num_attention_heads"]
-        if change == "key pairs":
+        if conversion == "key pairs":
             heads = values.get("num_key_value_heads", heads)
         pairs = weight.view(heads, -1, 2, *weight.shape[1:])  # [H, D / 2, 2, ...]
         return pairs.transpose(1, 2).reshape(weight.shape)
-    if change == "minus exp":
-        return _grouped(weight.neg().log(), values)
-    if change in ("value rows", "head rows"):
-        return _grouped(weight, values)
-    if change == "qkv values":
+    if conversion == "minus exp":
+        return _group_value_heads(weight.neg().log(), values)
+    if conversion in ("value rows", "head rows"):
+        return _group_value_heads(weight, values)
+    if conversion == "qkv values":
         start = 2 * values["linear_num_key_heads"] * values["linear_key_head_dim"]
-        return torch.cat((weight[:start], _grouped(weight[start:], values)))
-    if change == "value columns" and weight.ndim > 1:
-        return _grouped(weight.transpose(0, 1), values).transpose(0, 1).contiguous()
+        return torch.cat((weight[:start], _group_value_heads(weight[start:], values)))
+    if conversion == "value columns" and weight.ndim > 1:
+        return _group_value_heads(weight.transpose(0, 1), values).transpose(0, 1).contiguous()
     return weight
 
 
-def _grouped(weight: Tensor, values: Mapping[str, Any]) -> Tensor:
+def _group_value_heads(weight: Tensor, values: Mapping[str, Any]) -> Tensor:
     """Reorder the value heads in `weight` [H D, ...]: those of a key head become neighbours."""
     keys = values["linear_num_key_heads"]
     per_key = values["linear_num_value_heads"] // keys
@@ -258,12 +277,12 @@ def _grouped(weight: Tensor, values: Mapping[str, Any]) -> Tensor:
     return heads.transpose(0, 1).reshape(weight.shape)
 
 
-def _may_have_few_bits(name: str) -> bool:
+def _may_have_four_bits(name: str) -> bool:
     # Embeddings and output head get eight.
     return not name.endswith("token_embd.weight") and name != "output.weight"
 
 
-def _can_pack_experts(name: str, file: GgufFile) -> bool:
+def _has_packed_experts(name: str, file: GgufFile) -> bool:
     """Whether all experts' matrices in the layer of the tensor `name` are in blocks."""
     layer = name.rpartition(".ffn_")[0]
     names = (f"{layer}.ffn_{part}_exps.weight" for part in (*_EXPERT_PARTS, "gate_up"))
@@ -271,39 +290,41 @@ def _can_pack_experts(name: str, file: GgufFile) -> bool:
     return all(BLOCKS[part.type][1] > 1 for part in parts)
 
 
-def _most_packed(file: GgufFile) -> int:
+def _max_packed_bytes(file: GgufFile) -> int:
     """An upper bound for the bytes that all packed layers of a GGUF file take in memory."""
     size = 0
     for name, tensor in file.tensors.items():
         if len(tensor.shape) > 1 and BLOCKS[tensor.type][1] > 1:
-            has_four = tensor.type in FOUR_BIT and _may_have_few_bits(name)
+            can_have_four_bits = tensor.type in FOUR_BIT and _may_have_four_bits(name)
             # 32 weights take 20 bytes (four bits each, two bfloat16) or 32 (eight bits)
-            size += prod(tensor.shape) // 32 * (20 if has_four else 32)
+            size += prod(tensor.shape) // 32 * (20 if can_have_four_bits else 32)
             # a row takes 2 more; the beginning of a matrix is aligned
             size += 2 * prod(tensor.shape[:-1]) + 128 * prod(tensor.shape[:-2])
     return size
 
 
-def _replace(
+def _replace_layer(
     module: Any, name: str, packed: PackedLinear, dtype: torch.dtype, store: WeightStore
 ) -> None:
     path = name.removesuffix(".weight")
-    before = module.get_submodule(path)
+    layer = module.get_submodule(path)
     shape = [packed.out_features, packed.in_features]
-    if list(before.weight.shape) != shape:
+    if list(layer.weight.shape) != shape:
         raise ModelError(f"{name} has the shape {shape} in the GGUF file, another one in the model")
-    if isinstance(before, nn.Embedding) and isinstance(packed, Int8Linear):
+    if isinstance(layer, nn.Embedding) and isinstance(packed, Int8Linear):
         store.move(packed)
-        if before is module.get_input_embeddings() and module.config.tie_word_embeddings:
+        if layer is module.get_input_embeddings() and module.config.tie_word_embeddings:
             module.set_output_embeddings(packed)
-        module.set_submodule(path, SharedEmbedding(before, packed, dtype))
+        module.set_submodule(path, SharedEmbedding(layer, packed, dtype))
         return
-    packed.bias = before.bias
+    packed.bias = layer.bias
     module.set_submodule(path, packed)
     fuse_projections(module, path, store)
 
 
-def _replace_experts(module: Any, path: str, layers: Mapping[Change, list[PackedLinear]]) -> None:
+def _replace_experts(
+    module: Any, path: str, layers: Mapping[Conversion, list[PackedLinear]]
+) -> None:
     experts = module.get_submodule(path)
     down = experts.down_proj
     sizes = down.shape[1:][::-1] if experts.is_transposed else down.shape[1:]  # of down: [N, K]
@@ -320,8 +341,8 @@ def set_weight(module: nn.Module, name: str, weight: Tensor) -> None:
     path, _, attribute = name.rpartition(".")
     try:
         owner = module.get_submodule(path)
-        before = getattr(owner, attribute)
-        shape = before.shape
+        layer = getattr(owner, attribute)
+        shape = layer.shape
     except AttributeError:
         raise ModelError(f"the GGUF file has {name}, but the model does not") from None
     if [n for n in shape if n > 1] == [n for n in weight.shape if n > 1]:
@@ -329,4 +350,4 @@ def set_weight(module: nn.Module, name: str, weight: Tensor) -> None:
     if shape != weight.shape:
         shapes = f"{list(weight.shape)}, must be {list(shape)}"
         raise ModelError(f"the GGUF file's {name} is {shapes}")
-    setattr(owner, attribute, nn.Parameter(weight) if isinstance(before, nn.Parameter) else weight)
+    setattr(owner, attribute, nn.Parameter(weight) if isinstance(layer, nn.Parameter) else weight)

@@ -28,10 +28,10 @@ from sirchat.models.packing import PackedExperts
 from sirchat.models.prepared import ALIGNMENT, UNFINISHED_SUFFIX, Header, make_room, read_header
 from sirchat.paths import open_private
 
-_RUN = 64  # words of eight bytes that are summed for the checksum
-_WORDS = 1 << 23  # that are summed at a time
-_PIECE = 1 << 24  # bytes that are written at a time
-_LAST = 5.0  # seconds within which a piece is written, or the disk hangs
+_WORDS_PER_SUM = 64  # words of eight bytes that are summed for the checksum
+_WORDS_AT_ONCE = 1 << 23  # that are summed at a time
+_BYTES_PER_WRITE = 1 << 24  # bytes that are written at a time
+_JOIN_SECONDS = 5.0  # seconds within which a piece is written, or the disk hangs
 WRITER_THREAD = "writer of a prepared file"  # name of a thread
 
 
@@ -45,58 +45,60 @@ class PreparedModel(NamedTuple):
 def map_prepared(path: Path, dtype: torch.dtype) -> PreparedModel:
     """Map a prepared file and make its module; any exception says that the file is damaged."""
     header = read_header(path)
-    size, start = header.manifest + header.weights, len(header.written())
-    whole = torch.from_file(str(path), shared=False, size=start + size, dtype=torch.uint8)
-    if _checksum(path, [whole[start:]]) != header.checksum:
+    start = len(header.encode())
+    weights_start = start + header.manifest_bytes
+    end = weights_start + header.weights_bytes
+    file_bytes = torch.from_file(str(path), shared=False, size=end, dtype=torch.uint8)
+    if _checksum(path, [file_bytes[start:]]) != header.checksum:
         raise ValueError(f"{path.name} is damaged")
     with suppress(OSError):
         os.utime(path)  # the longest unused is deleted first
-    manifest, weights = whole[start : start + header.manifest], whole[start + header.manifest :]
-    said = json.loads(manifest.numpy().tobytes())
+    manifest = json.loads(file_bytes[start:weights_start].numpy().tobytes())
+    weights = file_bytes[weights_start:]
     tensors = [
         weights[begin : begin + count].view(getattr(torch, kind)).view(shape)
-        for begin, count, kind, shape in said["tensors"]
+        for begin, count, kind, shape in manifest["tensors"]
     ]
-    return PreparedModel(_restored(said, tensors, dtype), said["tokenizer"])
+    return PreparedModel(_restore_module(manifest, tensors, dtype), manifest["tokenizer"])
 
 
 def write_prepared(
     path: Path, model: Path, values: Mapping[str, Any], tokenizer: Mapping[str, Any], module: Any
 ) -> Thread | None:
     """Begin to write a prepared file in a thread; None if it has no use."""
-    stored = _Stored(module)
-    said = {"values": values, "tokenizer": tokenizer, **stored.said}
-    if not stored.said["layers"]:
+    stored = _StoredModule(module)
+    manifest = {"values": values, "tokenizer": tokenizer, **stored.manifest}
+    if not stored.manifest["layers"]:
         return None
-    writing = _Writing(path, model, said, stored.parts)
-    writer = Thread(target=writing.run, daemon=True, name=WRITER_THREAD)
+    writer = _PreparedWriter(path, model, manifest, stored.parts)
+    thread = Thread(target=writer.run, daemon=True, name=WRITER_THREAD)
 
     # The end of the process waits for no more than a piece. A daemon that is left to the end of
     # Python can abort it: "terminate called without an active exception".
     def end() -> None:
-        writing.ends.set()
-        writer.join(_LAST)
-        if not writer.is_alive():
-            writing.go_on_in_background()
+        writer.stopping.set()
+        thread.join(_JOIN_SECONDS)
+        if not thread.is_alive():
+            writer.go_on_in_background()
 
     atexit.register(end)
-    writer.start()
-    return writer
+    thread.start()
+    return thread
 
 
-class _Writing:
-    """A prepared file that is written in a thread, until `ends`, and perhaps in a process then."""
+class _PreparedWriter:
+    """Writes a prepared file in a thread until `stopping` is set, then perhaps in a process."""
 
     def __init__(
-        self, path: Path, model: Path, said: Mapping[str, Any], weights: Sequence[Tensor]
+        self, path: Path, model: Path, manifest: Mapping[str, Any], weights: Sequence[Tensor]
     ) -> None:
-        self._path, self._model, self._said, self._weights = path, model, said, weights
-        self.ends, self._lock = Event(), -1
+        self._path, self._model, self._manifest, self._weights = path, model, manifest, weights
+        self.stopping, self._lock = Event(), -1
 
     def run(self) -> None:
-        """Write the file, once no other process writes one, unless that `ends`."""
+        """Write the file once no other process writes one."""
         while (lock := background.lock()) is None:
-            if self.ends.wait(1):
+            if self.stopping.wait(1):
                 return
         self._lock = lock
         if self._write():
@@ -115,34 +117,34 @@ class _Writing:
             try:
                 background.detach_from_parent(self._lock)
                 torch.set_num_threads(1)  # the others are not there
-                self.ends.clear()
+                self.stopping.clear()
                 self._write()
             finally:
                 os._exit(0)
 
     def _write(self) -> bool:
-        """Write the file; False if that `ends` too early."""
-        path, text = self._path, json.dumps(self._said).encode()
-        if json.loads(text) != self._said:
+        """Write the file; False if `stopping` was set before it was whole."""
+        path, text = self._path, json.dumps(self._manifest).encode()
+        if json.loads(text) != self._manifest:
             return True
         text = text.ljust(-(-len(text) // ALIGNMENT) * ALIGNMENT)
         parts = [torch.frombuffer(bytearray(text), dtype=torch.uint8), *self._weights]
         size = sum(map(len, self._weights))
         new = path.with_name(f"{secrets.token_hex(4)}{UNFINISHED_SUFFIX}")
         with suppress(OSError):  # full or read-only: then the next start loads as this one did
-            if self.ends.is_set():
+            if self.stopping.is_set():
                 return False
             if not make_room(path, len(text) + size):
                 return True
             header = Header(str(self._model), len(text), size, _checksum(path, parts))
             try:
                 with open_private(new, "xb") as file:
-                    file.write(header.written())
-                    for part in (one.numpy() for one in parts):
-                        for start in range(0, len(part), _PIECE):
-                            if self.ends.is_set():
+                    file.write(header.encode())
+                    for part in (tensor.numpy() for tensor in parts):
+                        for start in range(0, len(part), _BYTES_PER_WRITE):
+                            if self.stopping.is_set():
                                 raise InterruptedError  # an OSError
-                            file.write(part[start : start + _PIECE])
+                            file.write(part[start : start + _BYTES_PER_WRITE])
                 if sys.platform != "win32":  # there it could not be deleted
                     new.chmod(0o400)  # what shortens a mapped file ends the chats that use it
                 os.replace(new, path)
@@ -153,20 +155,20 @@ class _Writing:
 
 
 def _checksum(path: Path, parts: Iterable[Tensor]) -> str:
-    """A checksum of bytes, in parts of whole runs, for the file at this path alone."""
+    """A checksum of bytes, in parts of whole sums, and of the file's name."""
     # The sums are a 64th of the bytes, and made at the speed of the memory; to hash all of the
     # bytes takes ten times as long.
     digest = hashlib.sha256(path.name.encode())
     for part in parts:
-        for words in torch.split(part.view(torch.int64), _WORDS):
-            digest.update(words.view(-1, _RUN).sum(1).numpy().tobytes())
+        for words in torch.split(part.view(torch.int64), _WORDS_AT_ONCE):
+            digest.update(words.view(-1, _WORDS_PER_SUM).sum(1).numpy().tobytes())
     return digest.hexdigest()
 
 
-class _Stored:
+class _StoredModule:
     """The tensors of a module, each once, and how to make the module of them.
 
-    `parts` are their bytes, each of whole runs; `said` is for the manifest.
+    `parts` are their bytes, each padded to whole sums of `_checksum`; `manifest` is JSON.
     """
 
     def __init__(self, module: Any) -> None:
@@ -184,7 +186,7 @@ class _Stored:
                 layers.append({"path": path, **self._layer(layer, type(layer))})
                 for name in layer.row_dims:
                     plain.pop(f"{path}.{name}")
-        self.said: dict[str, Any] = {
+        self.manifest: dict[str, Any] = {
             "plain": {name: self._number(tensor) for name, tensor in plain.items()},
             "layers": layers,
             "joined": self._joined,
@@ -196,20 +198,20 @@ class _Stored:
         if layer.joined is None:
             tensors = [self._number(getattr(layer, name)) for name in layer.row_dims]
             return {"kind": kind.__name__, "tensors": tensors}
-        whole, (name, dim) = layer.joined[0], next(iter(layer.row_dims.items()))
-        if id(whole) not in self._joins:
-            self._joins[id(whole)] = len(self._joined)
-            self._joined.append(self._layer(whole, type(whole)))
-        first, part = getattr(whole, name), getattr(layer, name)
+        joined_layer, (name, dim) = layer.joined[0], next(iter(layer.row_dims.items()))
+        if id(joined_layer) not in self._joins:
+            self._joins[id(joined_layer)] = len(self._joined)
+            self._joined.append(self._layer(joined_layer, type(joined_layer)))
+        first, part = getattr(joined_layer, name), getattr(layer, name)
         start = (part.storage_offset() - first.storage_offset()) // first.stride(dim)
         return {
             "kind": kind.__name__,
-            "joined": self._joins[id(whole)],
+            "joined": self._joins[id(joined_layer)],
             "rows": [start, layer.out_features],
         }
 
     def _number(self, tensor: Tensor) -> int:
-        """The number of a tensor, whose bytes are added if they are new."""
+        """The number of a tensor; its bytes are added if they are new."""
         flat = tensor.detach().contiguous().view(-1)
         key = (flat.data_ptr(), flat.dtype, tensor.shape)
         if key not in self._numbers or not len(flat):
@@ -218,7 +220,7 @@ class _Stored:
             self._places.append((self._size, flat.nbytes, kind, list(tensor.shape)))
             self._flat.append(flat)
             bytes_ = flat.view(torch.uint8)
-            missing = -len(bytes_) % (8 * _RUN)
+            missing = -len(bytes_) % (8 * _WORDS_PER_SUM)
             if missing:
                 bytes_ = torch.cat((bytes_, bytes_.new_zeros(missing)))
             self.parts.append(bytes_)
@@ -226,33 +228,34 @@ class _Stored:
         return self._numbers[key]
 
 
-def _restored(said: Mapping[str, Any], tensors: list[Tensor], dtype: torch.dtype) -> Any:
+def _restore_module(manifest: Mapping[str, Any], tensors: list[Tensor], dtype: torch.dtype) -> Any:
     """Make the module that a manifest describes, of its tensors."""
-    module = empty_module(said["values"], dtype)
-    for name, number in said["plain"].items():
+    module = empty_module(manifest["values"], dtype)
+    for name, number in manifest["plain"].items():
         set_weight(module, name, tensors[number])
 
-    def layer_of(about: Mapping[str, Any]) -> PackedLinear:
-        is_shared = about["kind"] == SharedEmbedding.__name__
-        kind: type[PackedLinear] = Int8Linear if is_shared else getattr(packed, about["kind"])
-        if "joined" not in about:
-            return kind(*(tensors[number] for number in about["tensors"]))
-        whole = joined[about["joined"]]
+    def make_layer(entry: Mapping[str, Any]) -> PackedLinear:
+        is_shared = entry["kind"] == SharedEmbedding.__name__
+        kind: type[PackedLinear] = Int8Linear if is_shared else getattr(packed, entry["kind"])
+        if "joined" not in entry:
+            return kind(*(tensors[number] for number in entry["tensors"]))
+        joined_layer = joined[entry["joined"]]
         rows = (
-            getattr(whole, name).narrow(dim, *about["rows"]) for name, dim in kind.row_dims.items()
+            getattr(joined_layer, name).narrow(dim, *entry["rows"])
+            for name, dim in kind.row_dims.items()
         )
         layer = kind(*rows)
-        layer.joined = (whole,)
+        layer.joined = (joined_layer,)
         return layer
 
     joined = list[PackedLinear]()
-    joined += [layer_of(about) for about in said["joined"]]
-    layers = {about["path"]: layer_of(about) for about in said["layers"]}
-    shared = {about["path"] for about in said["layers"] if about["kind"] == "SharedEmbedding"}
-    for path in said["experts"]:
+    joined += [make_layer(entry) for entry in manifest["joined"]]
+    layers = {entry["path"]: make_layer(entry) for entry in manifest["layers"]}
+    shared = {entry["path"] for entry in manifest["layers"] if entry["kind"] == "SharedEmbedding"}
+    for path in manifest["experts"]:
         of_experts = {
-            part: [layers.pop(f"{path}.{part}.{at}") for at in range(count)]
-            for part, count in said["experts"][path].items()
+            part: [layers.pop(f"{path}.{part}.{index}") for index in range(count)]
+            for part, count in manifest["experts"][path].items()
         }
         module.set_submodule(path, PackedExperts(module.get_submodule(path), of_experts))
     for path, layer in layers.items():

@@ -18,52 +18,59 @@ _LLAMA_3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-_LENGTH = "original_max_position_embeddings"
+_ORIGINAL_LENGTH = "original_max_position_embeddings"
 # What each kind of scaling takes from the header's keys `rope.scaling.*`, by transformers' names.
-_USED: Mapping[str, Mapping[str, str]] = {
+_PARAMETERS_OF: Mapping[str, Mapping[str, str]] = {
     "none": {},
     "linear": {"factor": "factor"},
     "longrope": {"attn_factor": "attention_factor"},
     "yarn": {
         "factor": "factor",
-        "original_context_length": _LENGTH,
+        "original_context_length": _ORIGINAL_LENGTH,
         "yarn_attn_factor": "attention_factor",
         "yarn_beta_fast": "beta_fast",
         "yarn_beta_slow": "beta_slow",
     },
 }
 # Values with which keys that are not used mean nothing; the others have no effect then.
-_NEUTRAL = {
+_NEUTRAL_VALUES = {
     "factor": (0, 1),
     **dict.fromkeys(("attn_factor", "yarn_attn_factor"), (1,)),
     **dict.fromkeys(("alpha", "yarn_log_multiplier"), (0,)),
     "yarn_ext_factor": (-1,),
 }
-_READ = ("type", "finetuned", *_NEUTRAL, *_USED["yarn"])
-SCALING = {"rope.scale_linear", *(f"rope.scaling.{name}" for name in _READ)}  # all these keys
+_SCALING_NAMES = ("type", "finetuned", *_NEUTRAL_VALUES, *_PARAMETERS_OF["yarn"])
+SCALING_KEYS = {
+    "rope.scale_linear",
+    *(f"rope.scaling.{name}" for name in _SCALING_NAMES),
+}  # all these keys
 
 
-def add_rope_scaling(values: dict[str, Any], file: GgufFile, known: Architecture) -> None:
+def add_rope_scaling(values: dict[str, Any], file: GgufFile, arch: Architecture) -> None:
     """Add to a config's `values` how RoPE is scaled; raises ModelError if it can't be so."""
-    is_long = any(key in file.tensors for key in known.lists)
-    scaling = _scaling(file, known, is_long)
-    values |= {f"{known.scaled}.{name}": one for name, one in scaling.items()}
+    has_long_factors = any(key in file.tensors for key in arch.config_tensors)
+    scaling = _read_scaling(file, arch, has_long_factors)
+    values |= {f"{arch.rope_config}.{name}": one for name, one in scaling.items()}
     size = values.get("head_dim", 0)
-    if is_long:
+    if has_long_factors:
         half = int(size * values.get("partial_rotary_factor", 1)) // 2
-        values |= {name: _factors(file, key, half).tolist() for key, name in known.lists.items()}
-        values[f"{known.scaled}.rope_type"] = "longrope"
-    if known.slowed not in file.tensors:
+        values |= {
+            name: _read_factors(file, key, half).tolist()
+            for key, name in arch.config_tensors.items()
+        }
+        values[f"{arch.rope_config}.rope_type"] = "longrope"
+    if arch.rope_divisors not in file.tensors:
         return
-    slowed = _factors(file, known.slowed, size // 2)
-    factor = float(slowed.max())
+    rope_divisors = _read_factors(file, arch.rope_divisors, size // 2)
+    factor = float(rope_divisors.max())
     # What Llama 3.1 divides the RoPE frequencies by: 1 for fast ones, `factor` for slow ones.
     wave = 2 * np.pi * values["rope_theta"] ** (np.arange(0, size, 2) / size)  # tokens of a turn
     fast = np.clip((8192 / wave - 1) / (4 - 1), 0, 1)
     expected = 1 / ((1 - fast) / max(factor, 1) + fast)
-    if scaling or not np.allclose(slowed, expected, rtol=1e-4):
+    if scaling or not np.allclose(rope_divisors, expected, rtol=1e-4):
         raise ModelError(
-            f"the GGUF file's {known.slowed} does not go with its {file.architecture}.rope keys",
+            f"the GGUF file's {arch.rope_divisors} does not go with its "
+            f"{file.architecture}.rope keys",
             hint="it must be that of Llama 3.1, without another scaling",
         )
     values["rope_parameters"] = {"rope_type": "llama3", "factor": factor, **_LLAMA_3}
@@ -72,41 +79,47 @@ def add_rope_scaling(values: dict[str, Any], file: GgufFile, known: Architecture
 def add_rotated_fraction(values: dict[str, Any], file: GgufFile, size: int) -> None:
     """Add which part of a head of `size` numbers rotates, as a tensor of Gemma 4 says."""
     # The tensor divides the frequencies of the numbers that do not rotate by more than 1e20.
-    numbers = _factors(file, "rope_freqs.weight", size // 2)
+    numbers = _read_factors(file, "rope_freqs.weight", size // 2)
     count = int((numbers == 1).sum())
     values["rope_parameters.full_attention.partial_rotary_factor"] = 2 * count / size
     if not (numbers[:count] == 1).all() or not (numbers[count:] > 1e20).all():
         raise ModelError("the GGUF file's rope_freqs.weight is not of the kind that Gemma 4 has")
 
 
-def _scaling(file: GgufFile, known: Architecture, is_long: bool) -> dict[str, Any]:
+def _read_scaling(file: GgufFile, arch: Architecture, has_long_factors: bool) -> dict[str, Any]:
     """The header's scaling, as parameters of transformers; empty for none.
 
-    `is_long`: there are tensors with factors for long texts.
+    `has_long_factors`: there are tensors with factors for long texts.
     """
-    said, can_scale = file.settings, known.scaled and not known.lists
-    kinds = ("longrope",) if is_long else ("linear", "none", *(("yarn",) if can_scale else ()))
-    kind = said.get("rope.scaling.type", kinds[0])
+    settings, can_scale = file.settings, arch.rope_config and not arch.config_tensors
+    kinds = (
+        ("longrope",) if has_long_factors else ("linear", "none", *(("yarn",) if can_scale else ()))
+    )
+    kind = settings.get("rope.scaling.type", kinds[0])
     file.require(kind in kinds, "rope.scaling.type", " or ".join(kinds))
-    used = _USED[kind] if can_scale or is_long else {}
-    keys = {name: f"rope.scaling.{name}" for name in {**_NEUTRAL, **used}}
-    if keys["factor"] not in said:
+    parameters = _PARAMETERS_OF[kind] if can_scale or has_long_factors else {}
+    keys = {name: f"rope.scaling.{name}" for name in {**_NEUTRAL_VALUES, **parameters}}
+    if keys["factor"] not in settings:
         keys["factor"] = "rope.scale_linear"
-    for name, neutral in _NEUTRAL.items():
-        file.require(name in used or said.get(keys[name], neutral[0]) in neutral, keys[name])
+    for name, neutral in _NEUTRAL_VALUES.items():
+        file.require(
+            name in parameters or settings.get(keys[name], neutral[0]) in neutral, keys[name]
+        )
     # 0 stands for the default.
-    given = {to: keys[name] for name, to in used.items() if said.get(keys[name], 0) != 0}
-    scaling = {to: file.number(key) for to, key in given.items()}
+    nondefault = {
+        to: keys[name] for name, to in parameters.items() if settings.get(keys[name], 0) != 0
+    }
+    scaling = {to: file.number(key) for to, key in nondefault.items()}
     if kind == "none" or (kind == "linear" and scaling.get("factor", 1) == 1):
         return {}
     if kind == "yarn":
-        file.require(said.get("rope.freq_base", 2) > 1, "rope.freq_base", "above 1")
-        defaults = {"factor": 1.0, _LENGTH: said["context_length"]}
+        file.require(settings.get("rope.freq_base", 2) > 1, "rope.freq_base", "above 1")
+        defaults = {"factor": 1.0, _ORIGINAL_LENGTH: settings["context_length"]}
         scaling = defaults | scaling
-    return scaling if is_long else {"rope_type": kind, **scaling}
+    return scaling if has_long_factors else {"rope_type": kind, **scaling}
 
 
-def _factors(file: GgufFile, name: str, count: int) -> NDArray[np.float32]:
+def _read_factors(file: GgufFile, name: str, count: int) -> NDArray[np.float32]:
     """The `count` numbers of a tensor by which RoPE's frequencies are divided."""
     tensor = file.tensors.get(name)
     if tensor is None:

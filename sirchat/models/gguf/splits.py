@@ -23,18 +23,18 @@ class Split:
 
     def pre_tokenizer(self) -> Any:
         """Cuts a text into parts, and spells them in letters that stand for bytes."""
-        parts = [pre_tokenizers.Split(Regex(one), "isolated") for one in self.patterns]
+        parts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
         spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         return pre_tokenizers.Sequence([*parts, spell])
 
 
 def find_split(name: object, tokens: Collection[str]) -> Split | None:
     """The split called `name`, or else that of the family that has these tokens; None if none."""
-    known = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-    splits = {one: Split(**entry) for entry in known["splits"] for one in entry["names"]}
+    listed = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+    splits = {alias: Split(**entry) for entry in listed["splits"] for alias in entry["names"]}
     families = (
         splits[family["name"]]
-        for family in known["families"]
+        for family in listed["families"]
         if family["token"] in tokens
         and family.get("size", len(tokens)) == len(tokens) >= family.get("least", 0)
     )

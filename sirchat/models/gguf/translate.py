@@ -17,31 +17,36 @@ from sirchat.models.gguf.architectures import (
     NEUTRAL_VALUES,
     REQUIRED_KEYS,
     Architecture,
-    Change,
+    Conversion,
 )
 from sirchat.models.gguf.header import BLOCKS, GgufFile, is_count
-from sirchat.models.gguf.rotation import SCALING, add_rope_scaling, add_rotated_fraction
+from sirchat.models.gguf.rotation import SCALING_KEYS, add_rope_scaling, add_rotated_fraction
 from sirchat.models.model_config import ConfigValues
 
 SAMPLING = "general.sampling."  # of keys that say how replies are drawn
-_SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+_SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 
 # Header keys with one value for each layer, or one value for all sliding-window layers.
-_BY_LAYER = (
+_PER_LAYER_KEYS = (
     "attention.head_count_kv",
     "attention.sliding_window_pattern",
     "feed_forward_length",
     "rope.dimension_count_swa",
 )
 # How keys begin that are of images or sound, or the same for each token of a text.
-_OF_OTHER_PARTS = ("vision", "image_", "audio.", "mm.", "mrope_", "rope.mrope_")
-_OF_EXPERTS = ("expert_used_count", "expert_count", "expert_feed_forward_length")
+_MEDIA_PREFIXES = ("vision", "image_", "audio.", "mm.", "mrope_", "rope.mrope_")
+_EXPERT_KEYS = ("expert_used_count", "expert_count", "expert_feed_forward_length")
 
 # Of what a tokenizer's metadata are, by the ends of their keys: texts, or lists of these.
-_TEXTS = ("ggml.model", "ggml.pre", "chat_template")
-_LISTS: dict[str, Any] = {"tokens": str, "merges": str, "token_type": int, "scores": int | float}
+_TEXT_KEYS = ("ggml.model", "ggml.pre", "chat_template")
+_LIST_ITEM_TYPES: dict[str, Any] = {
+    "tokens": str,
+    "merges": str,
+    "token_type": int,
+    "scores": int | float,
+}
 
-_SAMPLING = {
+_SAMPLING_NAMES = {
     "temp": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
@@ -55,7 +60,7 @@ class Target(NamedTuple):
     """Where a tensor of a GGUF file goes in the transformers model, and how it was changed."""
 
     name: str  # in transformers; empty for a tensor that is not a weight of the model
-    change: Change | None = None
+    conversion: Conversion | None = None
 
 
 def refuse_unsupported(file: GgufFile) -> None:
@@ -72,13 +77,16 @@ def refuse_unsupported(file: GgufFile) -> None:
 
 def set_sampling(module: Any, metadata: Mapping[str, Any]) -> None:
     """Let a module's generation config say how the model draws, if the GGUF file's header does."""
-    given = ((name, metadata.get(f"{SAMPLING}{key}")) for key, name in _SAMPLING.items())
-    numbers = {name: value for name, value in given if isinstance(value, int | float)}
-    said = {name: round(value, 6) for name, value in numbers.items()}  # from float32
-    if said:
+    found = ((name, metadata.get(f"{SAMPLING}{key}")) for key, name in _SAMPLING_NAMES.items())
+    settings = {
+        name: round(value, 6)  # from float32
+        for name, value in found
+        if isinstance(value, int | float)
+    }
+    if settings:
         if module.generation_config is module.config:
             module.generation_config = ConfigValues(module.config.to_dict())
-        module.generation_config.update(do_sample=said.get("temperature") != 0, **said)
+        module.generation_config.update(do_sample=settings.get("temperature") != 0, **settings)
 
 
 def has_blocks(file: GgufFile) -> bool:
@@ -91,60 +99,70 @@ def config_values(file: GgufFile) -> dict[str, Any]:
 
     Raises ModelError for a setting that is missing or can't be used; the message names it.
     """
-    known, said = _architecture(file), file.settings
+    arch, settings = _find_architecture(file), file.settings
     _refuse_odd_tokenizer(file.metadata)
-    needed = [*REQUIRED_KEYS, "attention.layer_norm_rms_epsilon", *known.sizes, *known.needed]
-    if known.varies_by_layer or "expert_feed_forward_length" not in {**known.sizes, **said}:
-        needed.append("feed_forward_length")
-    for key in needed:
-        file.require(key in said, key)
-    values: dict[str, Any] = {"model_type": known.model_type, "rope_theta": 10_000.0, **known.fixed}
-    _add_said(values, file, known)
-    if known.varies_by_layer:
+    for key in (*REQUIRED_KEYS, *arch.config_names, *arch.required_keys):
+        file.require(key in settings, key)
+    has_expert_size = "expert_feed_forward_length" in {**arch.config_names, **settings}
+    if arch.has_sizes_by_layer or not has_expert_size:
+        file.require("feed_forward_length" in settings, "feed_forward_length")
+    values: dict[str, Any] = {
+        "model_type": arch.model_type,
+        "rope_theta": 10_000.0,
+        **arch.constants,
+    }
+    _add_settings(values, file, arch)
+    if arch.has_sizes_by_layer:
         _add_sizes_by_layer(values, file)
     else:
-        _add_head_size(values, file, known)
-    add_rope_scaling(values, file, known)
-    for at in range(values["num_hidden_layers"], said["block_count"]):
-        predicts_more = any(name.startswith(f"blk.{at}.nextn.") for name in file.tensors)
-        file.require(predicts_more, known.extra_layers)
+        _add_head_size(values, file, arch)
+    add_rope_scaling(values, file, arch)
+    for layer in range(values["num_hidden_layers"], settings["block_count"]):
+        predicts_more = any(name.startswith(f"blk.{layer}.nextn.") for name in file.tensors)
+        file.require(predicts_more, arch.prediction_layers_key)
     values.setdefault("vocab_size", len(file.metadata.get("tokenizer.ggml.tokens", ())))
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
-    for config_name, end in known.flags.items():
+    for config_name, end in arch.tensor_flags.items():
         values[config_name] = any(name.endswith(end) for name in file.tensors)
-    for long, short in _SPECIAL.items():
+    for long, short in _SPECIAL_TOKENS.items():
         values[f"{short}_token_id"] = file.metadata.get(f"tokenizer.ggml.{long}_token_id")
-    return _nested(values)
+    return _nest_names(values)
 
 
 def find_target(name: str, file: GgufFile) -> Target:
     """Find where a tensor goes in the transformers model; raises ModelError if it is unknown."""
-    known = ARCHITECTURES[file.architecture]
-    if name in known.lists or name == known.slowed:
+    arch = ARCHITECTURES[file.architecture]
+    match = re.match(r"blk\.(\d{1,9})\.", name)
+    part = name[match.end() :] if match else name
+    if _is_unused(name, part, int(match[1]) if match else None, file, arch):
         return Target("")
-    layer = re.match(r"blk\.(\d{1,9})\.", name)
-    extra = file.settings.get(known.extra_layers)
-    if layer and extra and int(layer[1]) >= _count_layers(file, known):
-        return Target("")
-    if layer and known.varies_by_layer and name[layer.end() :].startswith(("attn_k", "attn_v")):
-        shared = file.settings.get("attention.shared_kv_layers", 0)
-        if int(layer[1]) >= _count_layers(file, known) - shared:
-            return Target("")  # it uses the keys and values of another layer
-    rest = name[layer.end() :] if layer else name
-    names = known.layer if layer else known.outer
-    part, _, kind = rest.rpartition(".")
-    inner = names.get(rest)
-    if inner == "":
-        return Target("")
-    if inner is None and kind in ("weight", "bias") and part in names:
-        inner = f"{names[part]}.{kind}"
-    if inner is None:
+    names = arch.layer_parts if match else arch.outside_parts
+    stem, _, kind = part.rpartition(".")
+    target = names.get(part)
+    if target is None and kind in ("weight", "bias") and stem in names:
+        target = f"{names[stem]}.{kind}"
+    if target is None:
         raise ModelError(f"the GGUF file has {name}, which models of {file.architecture} lack here")
-    change = known.changes.get(rest, known.changes.get(part))
-    return Target(f"model.layers.{layer[1]}.{inner}" if layer else inner, change)
+    conversion = arch.conversions.get(part, arch.conversions.get(stem))
+    return Target(f"model.layers.{match[1]}.{target}" if match else target, conversion)
 
 
-def _architecture(file: GgufFile) -> Architecture:
+def _is_unused(name: str, part: str, layer: int | None, file: GgufFile, arch: Architecture) -> bool:
+    """Whether a tensor is no weight of the model: numbers for its config, or of unused layers."""
+    if name in arch.config_tensors or name == arch.rope_divisors:
+        return True
+    if layer is None:
+        return False
+    settings = file.settings
+    if settings.get(arch.prediction_layers_key) and layer >= _count_layers(file, arch):
+        return True
+    if arch.has_sizes_by_layer and part.startswith(("attn_k", "attn_v")):  # it uses another's
+        shared = settings.get("attention.shared_kv_layers", 0)
+        return layer >= _count_layers(file, arch) - int(shared)
+    return False
+
+
+def _find_architecture(file: GgufFile) -> Architecture:
     kind = file.metadata.get("general.type", "model")
     if kind != "model":
         what = "a LoRA adapter" if kind == "adapter" else f"of the type {format_value(kind)}"
@@ -161,129 +179,172 @@ def _refuse_odd_tokenizer(metadata: Mapping[str, Any]) -> None:
     for key, value in metadata.items():
         if not key.startswith("tokenizer."):
             continue
-        of, what = _LISTS.get(key.removeprefix("tokenizer.ggml.")), ""
-        are_right = isinstance(value, list) and all(isinstance(one, of or str) for one in value[:1])
-        if of is not None and not are_right:
-            what = f"a list of {'texts' if of is str else 'numbers'}"
-        elif key.endswith(_TEXTS) and not isinstance(value, str):
-            what = "a text"
+        item, rule = _LIST_ITEM_TYPES.get(key.removeprefix("tokenizer.ggml.")), ""
+        is_list = isinstance(value, list) and all(isinstance(x, item or str) for x in value[:1])
+        if item is not None and not is_list:
+            rule = f"a list of {'texts' if item is str else 'numbers'}"
+        elif key.endswith(_TEXT_KEYS) and not isinstance(value, str):
+            rule = "a text"
         elif key.endswith("_token_id") and type(value) is not int:
-            what = "a whole number"
-        if what:
-            raise ModelError(f"the GGUF file's {key} is {format_value(value)}, must be {what}")
+            rule = "a whole number"
+        if rule:
+            raise ModelError(f"the GGUF file's {key} is {format_value(value)}, must be {rule}")
 
 
-def _add_said(values: dict[str, Any], file: GgufFile, known: Architecture) -> None:
+def _add_settings(values: dict[str, Any], file: GgufFile, arch: Architecture) -> None:
     """Add the header's settings to the config's `values`."""
-    sizes, layers = {**CONFIG_NAMES, **known.sizes, **known.optional}, _count_layers(file, known)
-    read_elsewhere = ("attention.value_length", "rope.dimension_count", known.extra_layers)
-    no_effect = {*read_elsewhere, *SCALING, *known.ignored, *IGNORED_KEYS}
+    names = {**CONFIG_NAMES, **arch.config_names, **arch.optional_names}
+    read_elsewhere = (
+        *("attention.value_length", "rope.dimension_count", arch.prediction_layers_key),
+        *(_PER_LAYER_KEYS if arch.has_sizes_by_layer else ()),  # by `_add_sizes_by_layer`
+    )
+    no_effect = {*SCALING_KEYS, *arch.ignored_keys, *IGNORED_KEYS}
     for key, value in file.settings.items():
-        if key in known.choices:
-            allowed = known.choices[key]
-            is_one = value in allowed and type(value) is type(allowed[0])
-            file.require(is_one, key, " or ".join(map(str, allowed)))
-        elif key == "attention.head_count_kv" and known.state_kind:
-            is_list = isinstance(value, list) and len(value) == layers and any(value)
-            file.require(is_list and all(map(is_count, value)), key, "a number for each layer")
-            values["layer_types"] = ["full_attention" if n else known.state_kind for n in value]
-            values[sizes[key]] = max(value)
-        elif key == "attention.recurrent_layers" and known.extra_layers:
-            interval, every = file.number("full_attention_interval"), file.settings["block_count"]
-            wanted = [at < layers and at % interval < interval - 1 for at in range(every)]
-            file.require(value == wanted, key, "true but for each interval's last layer")
-        elif known.varies_by_layer and key in _BY_LAYER:
-            continue  # `_add_sizes_by_layer` adds it
-        elif key in sizes:
-            values[sizes[key]] = number = file.number(key, may_be_0=key in known.may_be_0)
-            # Else a model would be made that is too large for any memory.
-            is_length = key.endswith(("context_length", "sliding_window"))
-            is_size = type(number) is int and not is_length
-            file.require(not is_size or number <= file.largest, key, "the size of a tensor")
-            if not number and key.endswith(("softcapping", "sliding_window")):
-                values[sizes[key]] = None
-        elif key not in no_effect and not key.startswith(_OF_OTHER_PARTS):
+        if key in arch.allowed_values:
+            allowed = arch.allowed_values[key]
+            is_allowed = value in allowed and type(value) is type(allowed[0])
+            file.require(is_allowed, key, " or ".join(map(str, allowed)))
+        elif key == "attention.head_count_kv" and arch.state_layer_type:
+            _add_layer_types(values, file, arch)
+        elif key == "attention.recurrent_layers" and arch.prediction_layers_key:
+            _check_recurrent_layers(file, arch)
+        elif key in read_elsewhere:
+            continue
+        elif key in names:
+            values[names[key]] = _read_number(file, key, key in arch.may_be_zero)
+        elif key not in no_effect and not key.startswith(_MEDIA_PREFIXES):
             file.require(value in NEUTRAL_VALUES.get(key, ()), key)
-    for name, (over, under) in known.ratios.items():
-        values[name], rest = divmod(file.number(over), file.number(under))
-        file.require(rest == 0, over, f"a multiple of {under}")
-    used, experts = (values.get(sizes.get(key, ""), 0) for key in _OF_EXPERTS[:2])
+    for name, (dividend, divisor) in arch.ratios.items():
+        values[name], rest = divmod(file.number(dividend), file.number(divisor))
+        file.require(rest == 0, dividend, f"a multiple of {divisor}")
+    used, experts = (values.get(names.get(key, ""), 0) for key in _EXPERT_KEYS[:2])
     file.require(used <= experts, "expert_used_count", "at most expert_count")
-    values["num_hidden_layers"] = layers
+    values["num_hidden_layers"] = _count_layers(file, arch)
 
 
-def _count_layers(file: GgufFile, known: Architecture) -> int:
+def _add_layer_types(values: dict[str, Any], file: GgufFile, arch: Architecture) -> None:
+    """Add the type of each layer, by the key heads that the header lists for each."""
+    key, heads = "attention.head_count_kv", file.settings["attention.head_count_kv"]
+    is_list = isinstance(heads, list) and len(heads) == _count_layers(file, arch) and any(heads)
+    file.require(is_list and all(map(is_count, heads)), key, "a number for each layer")
+    values["layer_types"] = ["full_attention" if n else arch.state_layer_type for n in heads]
+    values["num_key_value_heads"] = max(heads)
+
+
+def _check_recurrent_layers(file: GgufFile, arch: Architecture) -> None:
+    interval, layers = file.number("full_attention_interval"), _count_layers(file, arch)
+    expected = [
+        index < layers and index % interval < interval - 1
+        for index in range(file.settings["block_count"])
+    ]
+    key = "attention.recurrent_layers"
+    file.require(file.settings[key] == expected, key, "true but for each interval's last layer")
+
+
+def _read_number(file: GgufFile, key: str, may_be_zero: bool) -> float | None:
+    """A setting that is a number; None for one of 0 that switches a feature off."""
+    number = file.number(key, may_be_zero=may_be_zero)
+    if not number and key.endswith(("softcapping", "sliding_window")):
+        return None
+    # A larger size would make a model that is too large for any memory.
+    is_size = type(number) is int and not key.endswith(("context_length", "sliding_window"))
+    file.require(not is_size or number <= file.largest_dimension, key, "the size of a tensor")
+    return number
+
+
+def _count_layers(file: GgufFile, arch: Architecture) -> int:
     """The number of layers, without those that only predict further tokens."""
-    layers, extra = file.settings["block_count"], file.settings.get(known.extra_layers, 0)
+    layers, extra = file.settings["block_count"], file.settings.get(arch.prediction_layers_key, 0)
     file.require(
         is_count(layers) and 0 < layers <= len(file.tensors), "block_count", "how many there are"
     )
-    file.require(is_count(extra) and extra < layers, known.extra_layers, "less than block_count")
+    file.require(
+        is_count(extra) and extra < layers, arch.prediction_layers_key, "less than block_count"
+    )
     return int(layers - extra)
 
 
-def _add_head_size(values: dict[str, Any], file: GgufFile, known: Architecture) -> None:
+def _add_head_size(values: dict[str, Any], file: GgufFile, arch: Architecture) -> None:
     """Add what depends on the size of a head and its rotated part."""
-    said, hidden, heads = file.settings, values["hidden_size"], values["num_attention_heads"]
-    if "attention.head_count_kv" not in said:
+    settings, hidden, heads = file.settings, values["hidden_size"], values["num_attention_heads"]
+    if "attention.head_count_kv" not in settings:
         values["num_key_value_heads"] = heads
-    of_keys = values["num_key_value_heads"]
+    key_heads = values["num_key_value_heads"]
     file.require(
-        heads % of_keys == 0, "attention.head_count_kv", f"a divisor of {heads}, the heads"
+        heads % key_heads == 0, "attention.head_count_kv", f"a divisor of {heads}, the heads"
     )
-    rotated, average = said.get("rope.dimension_count"), hidden // heads
-    is_llama = known.model_type == "llama" and is_count(rotated)
+    rotated, average = settings.get("rope.dimension_count"), hidden // heads
+    is_llama = arch.model_type == "llama" and is_count(rotated)
     size = values.setdefault("head_dim", rotated if rotated and is_llama else average)
-    is_part = known.part_rotates and is_count(rotated) and rotated in range(2, size, 2)
+    is_part = arch.rotates_partly and is_count(rotated) and rotated in range(2, size, 2)
     file.require(is_part or rotated in (None, size), "rope.dimension_count", f"{size}")
-    length = said.get("attention.value_length", size)
+    length = settings.get("attention.value_length", size)
     file.require(length == size, "attention.value_length", f"{size}")
-    if known.part_rotates:
+    if arch.rotates_partly:
         values["partial_rotary_factor"] = (rotated or size) / size
-    if known.wide_layers:
-        is_wide = values["num_hidden_layers"] == known.wide_layers
+    if arch.layers_scaled_by_hidden:
+        is_wide = values["num_hidden_layers"] == arch.layers_scaled_by_hidden
         values["query_pre_attn_scalar"] = average if is_wide else size
 
 
 def _add_sizes_by_layer(values: dict[str, Any], file: GgufFile) -> None:
     """Add Gemma 4's config values for the sizes of each layer."""
-    said, layers = file.settings, values["num_hidden_layers"]
-    slides, shared = said["attention.sliding_window_pattern"], said["attention.shared_kv_layers"]
+    settings, layers = file.settings, values["num_hidden_layers"]
+    slides = settings["attention.sliding_window_pattern"]
     is_pattern = isinstance(slides, list) and len(slides) == layers and slides[-1] is False
     file.require(is_pattern, "attention.sliding_window_pattern", "false for the last layer")
-    values["layer_types"] = ["sliding_attention" if n else "full_attention" for n in slides]
-    shares = is_count(shared) and set(slides[: max(0, layers - shared)]) == set(slides)
-    file.require(shares, "attention.shared_kv_layers", "less, so that each kind has keys")
-    by_layer = []
-    for key in ("feed_forward_length", "attention.head_count_kv"):
-        given = said.get(key, values["num_attention_heads"])
-        numbers = given if isinstance(given, list) else [given] * layers
-        are_sizes = all(is_count(n) and 0 < n <= file.largest for n in numbers)
-        file.require(are_sizes and len(numbers) == layers, key, "a number, or one for each layer")
-        by_layer.append(numbers)
-    widths, counts = by_layer
-    wide = [widths[0]] * (layers - shared) + [2 * widths[0]] * shared
-    near = next((n for n, does in zip(counts, slides, strict=True) if does), counts[-1])
-    values |= {"intermediate_size": widths[0], "use_double_wide_mlp": widths == wide}
-    values |= {"num_key_value_heads": near, "num_global_key_value_heads": counts[-1]}
-    values["attention_k_eq_v"] = f"blk.{slides.index(False)}.attn_v.weight" not in file.tensors
-    values["vocab_size_per_layer_input"] = values.get("vocab_size", 0)
-    rows = file.tensors.get("per_layer_token_embd.weight")
-    if rows is not None:
-        values["vocab_size_per_layer_input"] = rows.shape[0]
-    file.require(widths in (wide, [widths[0]] * layers), "feed_forward_length")
-    is_even = counts == [near if does else counts[-1] for does in slides]
-    is_even = is_even and (near == counts[-1] or values["attention_k_eq_v"])
-    file.require(is_even, "attention.head_count_kv")
-    for key in _OF_EXPERTS if "blk.0.ffn_gate_inp.weight" in file.tensors else ():
-        file.require(bool(said.get(key)), key)
+    values["layer_types"] = ["sliding_attention" if x else "full_attention" for x in slides]
+    _add_mlp_sizes(values, file, slides)
+    _add_key_heads(values, file, slides)
+    embeddings = file.tensors.get("per_layer_token_embd.weight")
+    values["vocab_size_per_layer_input"] = (
+        values.get("vocab_size", 0) if embeddings is None else embeddings.shape[0]
+    )
+    if "blk.0.ffn_gate_inp.weight" in file.tensors:
+        for key in _EXPERT_KEYS:
+            file.require(bool(settings.get(key)), key)
     for key in ("rope.dimension_count", "attention.value_length"):
-        for end, size in (("", values["global_head_dim"]), ("_swa", values["head_dim"])):
-            file.require(said.get(key + end, size) == size, key + end, f"{size}")
+        for suffix, size in (("", values["global_head_dim"]), ("_swa", values["head_dim"])):
+            file.require(settings.get(key + suffix, size) == size, key + suffix, f"{size}")
     add_rotated_fraction(values, file, values["global_head_dim"])
 
 
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def _add_mlp_sizes(values: dict[str, Any], file: GgufFile, slides: list[bool]) -> None:
+    """Add the MLP's size: layers that share another's keys may have one of twice the size."""
+    layers, shared = len(slides), file.settings["attention.shared_kv_layers"]
+    can_share = is_count(shared) and set(slides[: max(0, layers - shared)]) == set(slides)
+    file.require(can_share, "attention.shared_kv_layers", "less, so that each kind has keys")
+    sizes = _numbers_by_layer(values, file, "feed_forward_length")
+    first = sizes[0]
+    doubled = [first] * (layers - shared) + [2 * first] * shared
+    file.require(sizes in (doubled, [first] * layers), "feed_forward_length")
+    values |= {"intermediate_size": first, "use_double_wide_mlp": sizes == doubled}
+
+
+def _add_key_heads(values: dict[str, Any], file: GgufFile, slides: list[bool]) -> None:
+    """Add the key heads of sliding-window layers and of the others (`global`)."""
+    key = "attention.head_count_kv"
+    heads = _numbers_by_layer(values, file, key)
+    others = heads[-1]
+    sliding = heads[slides.index(True)] if True in slides else others
+    has_no_values = f"blk.{slides.index(False)}.attn_v.weight" not in file.tensors
+    is_even = heads == [sliding if slide else others for slide in slides]
+    file.require(is_even and (sliding == others or has_no_values), key)
+    values |= {"num_key_value_heads": sliding, "num_global_key_value_heads": others}
+    values["attention_k_eq_v"] = has_no_values
+
+
+def _numbers_by_layer(values: Mapping[str, Any], file: GgufFile, key: str) -> list[int]:
+    """A setting's number for each layer; one number in the header stands for all layers."""
+    layers = values["num_hidden_layers"]
+    setting = file.settings.get(key, values["num_attention_heads"])
+    numbers = setting if isinstance(setting, list) else [setting] * layers
+    are_sizes = all(is_count(n) and 0 < n <= file.largest_dimension for n in numbers)
+    file.require(are_sizes and len(numbers) == layers, key, "a number, or one for each layer")
+    return numbers
+
+
+def _nest_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Nest dotted names: `a.b` becomes the key b of the dictionary a."""
     out: dict[str, Any] = {}
     for name, value in values.items():

@@ -17,23 +17,26 @@ from sirchat.models.gguf.header import IMAGE_LAYERS
 from sirchat.models.gguf.splits import find_split
 from sirchat.models.gguf.translate import SAMPLING
 from sirchat.models.progress import switch_off_bars
-from sirchat.text.tokenizer import SPECIAL, FastTokenizer
+from sirchat.text.tokenizer import SPECIAL_TOKEN_NAMES, FastTokenizer
 
 # Kinds of vocabularies: pieces of words with scores, pairs of bytes, and pairs of letters.
 _PIECES, _BYTE_PAIRS, _LETTER_PAIRS = "llama", "gpt2", "gemma4"
 _LETTER_PAIR_NAMES = ("gemma4", "granite-embed-multi-311m", "sarvam-moe")  # as names of splits
 
-_KEYS, _MERGES = (
-    "tokenizer.ggml.",
-    "sirchat.merges",
-)  # of metadata; `load_tokenizer` adds the latter
+_PREFIX = "tokenizer.ggml."
+_MERGES_KEY = "sirchat.merges"  # of metadata that `load_tokenizer` prepared
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # types of tokens
-_NO_TOKEN = (None, -1, 2**32 - 1)  # instead of an id
-_IDS = ("bos", "eos", "unknown", "padding")  # what files call the tokens in `SPECIAL`
-_USUAL_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # in a vocabulary of pieces
+_NO_ID = (None, -1, 2**32 - 1)  # instead of an id
+_ID_NAMES = (
+    "bos",
+    "eos",
+    "unknown",
+    "padding",
+)  # what files call the tokens in `SPECIAL_TOKEN_NAMES`
+_DEFAULT_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # in a vocabulary of pieces
 
 # Tokens that end a reply are control, whatever a file says.
-_ENDS = {
+_END_TOKENS = {
     *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>"),
     *("<end_of_turn>", "<|end_of_text|>", "<|endoftext|>", "<end_of_utterance>"),
     "<｜end▁of▁sentence｜>",
@@ -41,20 +44,20 @@ _ENDS = {
 _LOOKS_LIKE_CONTROL = re.compile(r"<\|.+\|>|<｜.+｜>|</?s>")
 
 # Phi 3 drops blanks after all added tokens but these.
-_PHI3 = re.compile("phi-?3", re.IGNORECASE)
-_BEFORE_BLANKS = ("<unk>", "<s>", "<|endoftext|>")
+_PHI3_NAME = re.compile("phi-?3", re.IGNORECASE)
+_PHI3_KEEPS_BLANKS = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def load_tokenizer(
-    metadata: Mapping[str, Any], kept: dict[str, Any] | None = None
+    metadata: Mapping[str, Any], prepared_metadata: dict[str, Any] | None = None
 ) -> FastTokenizer:
     """Make the tokenizer of a GGUF file with these `metadata`.
 
-    `kept` is filled with metadata that make the same one sooner. Raises ModelError if a part of the
-    vocabulary is missing or broken, or its kind is unknown.
+    `prepared_metadata` is filled with metadata that make the same one sooner. Raises ModelError if
+    a part of the vocabulary is missing or broken, or its kind is unknown.
     """
     vocabulary = _Vocabulary(metadata)
-    special = dict(zip(SPECIAL, vocabulary.special, strict=True))
+    special = dict(zip(SPECIAL_TOKEN_NAMES, vocabulary.special, strict=True))
     template: Any = metadata.get("tokenizer.chat_template")
     merges = vocabulary.merges()
     if template is None:  # then `refuse_broken_template` names the others
@@ -65,13 +68,15 @@ def load_tokenizer(
     tokenizer.adds_bos, tokenizer.notices = vocabulary.adds_bos, vocabulary.notices
     if images := [key for key in metadata if key.endswith(f".{IMAGE_LAYERS}")]:
         tokenizer.notices.append("the GGUF file's part for images is not read: send text alone")
-    if kept is not None:
+    if prepared_metadata is not None:
         starts = ("tokenizer.", "general.name", SAMPLING, *images)
-        kept.update({key: value for key, value in metadata.items() if key.startswith(starts)})
+        prepared_metadata.update(
+            {key: value for key, value in metadata.items() if key.startswith(starts)}
+        )
         for name in ("scores", "merges"):  # to find the pairs takes longest
-            kept.pop(f"{_KEYS}{name}", None)
-        kept[f"{_KEYS}tokens"] = vocabulary.tokens
-        kept[_MERGES] = [part for pair in merges for part in pair]
+            prepared_metadata.pop(f"{_PREFIX}{name}", None)
+        prepared_metadata[f"{_PREFIX}tokens"] = vocabulary.tokens
+        prepared_metadata[_MERGES_KEY] = [part for pair in merges for part in pair]
     return tokenizer
 
 
@@ -90,21 +95,21 @@ def hub_tokenizer(metadata: Mapping[str, Any]) -> Any:
 
 
 class _Vocabulary:
-    """The vocabulary of a GGUF file; `special` are the `tokens` named in `SPECIAL`."""
+    """The vocabulary of a GGUF file; `special` are the `tokens` named in `SPECIAL_TOKEN_NAMES`."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = metadata
-        self._kind, pre = self._said("model"), self._said("pre")
+        self._kind, pre = self._setting("model"), self._setting("pre")
         if self._kind not in (_PIECES, _BYTE_PAIRS, _LETTER_PAIRS):
             kinds = f"{_PIECES}, {_BYTE_PAIRS} and {_LETTER_PAIRS}"
-            raise _broken(f"tokenizer is of the kind {self._kind}; sirchat reads {kinds}")
-        self.tokens = self._list("tokens", 1)
-        has_types, count = self._said("token_type") is not None, len(self.tokens)
-        self._types = self._list("token_type", count) if has_types else []
-        if self._kind == _PIECES and _MERGES not in metadata:  # runs of blanks, as files have them
+            raise _vocabulary_error(f"tokenizer is of the kind {self._kind}; sirchat reads {kinds}")
+        self.tokens = self._read_list("tokens", 1)
+        has_types, count = self._setting("token_type") is not None, len(self.tokens)
+        self._types = self._read_list("token_type", count) if has_types else []
+        if self._kind == _PIECES and _MERGES_KEY not in metadata:  # runs of blanks in the file
             self.tokens = [t if t.strip(" ") else "▁" * len(t) for t in self.tokens]
-        self._ids = {token: at for at, token in enumerate(self.tokens)}
-        self.special = [self._token(key) for key in _IDS]
+        self._ids = {token: number for number, token in enumerate(self.tokens)}
+        self.special = [self._special_token(key) for key in _ID_NAMES]
         self.notices, self._split = list[str](), None
         if self._kind == _BYTE_PAIRS and pre not in _LETTER_PAIR_NAMES:
             self._split = find_split(pre, self._ids)
@@ -114,32 +119,28 @@ class _Vocabulary:
                     "the GGUF file does not say how its tokenizer splits words (tokenizer.ggml.pre "
                     f"is {pre}): they are split as by GPT-2, and replies may be worse"
                 )
-        usual = self._split is None or self._split.adds_bos
-        wants = self._kind == _LETTER_PAIRS or self._said("add_bos_token", usual)
-        self.adds_bos = bool(wants) and self.special[0] is not None
-        self._adds_eos = bool(self._said("add_eos_token")) and self.special[1] is not None
+        default = self._split is None or self._split.adds_bos
+        asks_for_bos = self._kind == _LETTER_PAIRS or self._setting("add_bos_token", default)
+        self.adds_bos = bool(asks_for_bos) and self.special[0] is not None
+        self._adds_eos = bool(self._setting("add_eos_token")) and self.special[1] is not None
 
     def backend(self, merges: list[tuple[str, str]]) -> Tokenizer:
         """The tokenizer itself, with all added tokens."""
-        split, how = self._split, dict[str, Any]()
+        split = self._split
         if split is not None:
-            how = {"ignore_merges": split.ignore_merges}
+            options: dict[str, Any] = {"ignore_merges": split.ignore_merges}
         else:
-            how = {"unk_token": self.special[2], "fuse_unk": True}
-            how["byte_fallback"] = "<0x00>" in self._ids
+            options = {"unk_token": self.special[2], "fuse_unk": True}
+            options["byte_fallback"] = "<0x00>" in self._ids
         try:
-            backend = Tokenizer(models.BPE(self._ids, merges, **how))
+            backend = Tokenizer(models.BPE(self._ids, merges, **options))
         except Exception as error:  # the library raises nothing more special
-            raise _broken(f"merges do not fit its tokens: {error}") from error
+            raise _vocabulary_error(f"merges do not fit its tokens: {error}") from error
         if split is not None:
             backend.normalizer = normalizers.NFC() if split.composes else None
             backend.pre_tokenizer, backend.decoder = split.pre_tokenizer(), decoders.ByteLevel()
         else:
-            begins = self._kind == _PIECES and bool(self._said("add_space_prefix", True))
-            first, last = [normalizers.Prepend("▁")] * begins, [decoders.Strip(" ", 1, 0)] * begins
-            backend.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", "▁")])
-            parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-            backend.decoder = decoders.Sequence([*parts, *last])
+            self._replace_blanks(backend)
         control, others = self._added_tokens()
         backend.add_special_tokens(control)
         backend.add_tokens(others)
@@ -150,45 +151,54 @@ class _Vocabulary:
         )
         return backend
 
+    def _replace_blanks(self, backend: Tokenizer) -> None:
+        """Let `▁` stand for blanks, and for one before a text of pieces of words."""
+        normalizer: list[Any] = [normalizers.Replace(" ", "▁")]
+        decoder: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        if self._kind == _PIECES and self._setting("add_space_prefix", True):
+            normalizer.insert(0, normalizers.Prepend("▁"))
+            decoder.append(decoders.Strip(" ", 1, 0))
+        backend.normalizer = normalizers.Sequence(normalizer)
+        backend.decoder = decoders.Sequence(decoder)
+
     def merges(self) -> list[tuple[str, str]]:
         """The pairs of tokens that are merged, the first ones first."""
-        if (kept := self._metadata.get(_MERGES)) is not None:
-            return list(zip(kept[::2], kept[1::2], strict=True))
-        given = self._said("merges")
-        if self._kind == _PIECES and (not given or self._said("scores")):
-            return self._merges_by_score(self._list("scores", len(self.tokens)))
-        if not given and self._split is not None and "kimi-k2" in self._split.names:
+        if (prepared := self._metadata.get(_MERGES_KEY)) is not None:
+            return list(zip(prepared[::2], prepared[1::2], strict=True))
+        merges = self._setting("merges")
+        if self._kind == _PIECES and (not merges or self._setting("scores")):
+            return self._merges_by_score(self._read_list("scores", len(self.tokens)))
+        if not merges and self._split is not None and "kimi-k2" in self._split.names:
             return self._merges_by_score(itertools.repeat(0))  # so that ids tell the order
-        if not given:
-            raise _broken("vocabulary has no merges (tokenizer.ggml.merges)")
-        flat = " ".join(given).split(" ")
-        if len(flat) == 2 * len(given):  # at once: a fifth of the time
+        if not merges:
+            raise _vocabulary_error("vocabulary has no merges (tokenizer.ggml.merges)")
+        flat = " ".join(merges).split(" ")
+        if len(flat) == 2 * len(merges):  # at once: a fifth of the time
             return list(zip(flat[::2], flat[1::2], strict=True))
-        parts = (merge.partition(" ") for merge in given)
+        parts = (merge.partition(" ") for merge in merges)
         return [(left, right) for left, _, right in parts]
 
     def _merges_by_score(self, scores: Iterable[float]) -> list[tuple[str, str]]:
         """All pairs of tokens that make a token; those of the highest score come first."""
-        kinds = self._types or itertools.repeat(_NORMAL)
+        types = self._types or itertools.repeat(_NORMAL)
         scored = [
             (score if kind == _NORMAL else math.inf, token)
-            for token, score, kind in zip(self.tokens, scores, kinds, strict=False)
+            for token, score, kind in zip(self.tokens, scores, types, strict=False)
             if kind == _NORMAL or (kind == _USER_DEFINED and not token.strip("▁"))
         ]
         if len({score for score, _ in scored if score < math.inf}) == 1:  # no scores at all
             scored = [(min(score, -self._ids[token]), token) for score, token in scored]
-        known, merges = {token for _, token in scored}, list[tuple[str, str]]()
         scored.sort(key=itemgetter(0), reverse=True)
-        shared = {
-            score for score, count in Counter(map(itemgetter(0), scored)).items() if count > 1
-        }
-        by_score = itertools.groupby(scored, lambda one: one[0] if one[0] in shared else None)
-        for score, tokens in by_score:  # all neighbours of different scores at once
+        mergeable, merges = {token for _, token in scored}, list[tuple[str, str]]()
+        counts = Counter(score for score, _ in scored)
+        # Tokens of one score make a group, and neighbours whose scores are their own another.
+        groups = itertools.groupby(scored, lambda pair: pair[0] if counts[pair[0]] > 1 else None)
+        for score, group in groups:
             pairs = [
                 (left, right)
-                for _, token in tokens
+                for _, token in group
                 for cut in range(len(token) - 1, 0, -1)
-                if (left := token[:cut]) in known and (right := token[cut:]) in known
+                if (left := token[:cut]) in mergeable and (right := token[cut:]) in mergeable
             ]
             if score is not None:
                 pairs.sort(key=lambda pair: (-len(pair[0]), -len(pair[1])))
@@ -197,46 +207,46 @@ class _Vocabulary:
 
     def _added_tokens(self) -> tuple[list[AddedToken], list[AddedToken]]:
         """The control tokens, and other tokens that are found in a text before it is split."""
-        control = _ENDS.union(filter(None, [*self.special, *map(self._token, ("eot", "eom"))]))
+        ends = [*self.special, *map(self._special_token, ("eot", "eom"))]
+        control = _END_TOKENS.union(filter(None, ends))
+        others = list[str]()
         if self._types:
             kinds = list(zip(self.tokens, self._types, strict=False))
             control |= {token for token, kind in kinds if kind == _CONTROL}
-            others = [token for token, kind in kinds if kind == _USER_DEFINED]
+            others = [t for t, kind in kinds if kind == _USER_DEFINED and t not in control]
         else:
             control |= set(filter(_LOOKS_LIKE_CONTROL.fullmatch, self.tokens))
-            others = []
-        drops = bool(_PHI3.search(str(self._metadata.get("general.name"))))
-        known = sorted(control & self._ids.keys(), key=self._ids.__getitem__)
-        first, second = (
-            [
-                AddedToken(t, normalized=False, rstrip=drops and t not in _BEFORE_BLANKS)
-                for t in group
-            ]
-            for group in (known, [token for token in others if token not in control])
-        )
-        return first, second
+        is_phi3 = bool(_PHI3_NAME.search(str(self._metadata.get("general.name"))))
 
-    def _token(self, key: str) -> str | None:
-        """The token that the file calls `key`; None if it calls none so."""
-        usual = _USUAL_IDS.get(key) if self._kind == _PIECES else None
-        number, count = self._said(f"{key}_token_id", usual), len(self.tokens)
+        def added(tokens: Iterable[str]) -> list[AddedToken]:
+            drops_blanks = {t: is_phi3 and t not in _PHI3_KEEPS_BLANKS for t in tokens}
+            return [AddedToken(t, normalized=False, rstrip=x) for t, x in drops_blanks.items()]
+
+        return added(sorted(control & self._ids.keys(), key=self._ids.__getitem__)), added(others)
+
+    def _special_token(self, key: str) -> str | None:
+        """The token that the file names as `key`, such as `bos`; None if it names none."""
+        default = _DEFAULT_IDS.get(key) if self._kind == _PIECES else None
+        number, count = self._setting(f"{key}_token_id", default), len(self.tokens)
         if number in range(count):
             return str(self.tokens[number])
-        if number not in _NO_TOKEN and key in ("bos", "eos"):
+        if number not in _NO_ID and key in ("bos", "eos"):
             name = f"tokenizer.ggml.{key}_token_id"
-            raise _broken(f"{name} is {number:,}, but its vocabulary has {count:,} tokens")
+            raise _vocabulary_error(
+                f"{name} is {number:,}, but its vocabulary has {count:,} tokens"
+            )
         return None
 
-    def _list(self, name: str, least: int) -> list[Any]:
-        values = self._said(name)
-        if not isinstance(values, list) or len(values) < least:
+    def _read_list(self, name: str, min_length: int) -> list[Any]:
+        values = self._setting(name)
+        if not isinstance(values, list) or len(values) < min_length:
             count = f"{len(values):,}" if isinstance(values, list) else "no"
-            raise _broken(f"vocabulary has {count} {name} (tokenizer.ggml.{name})")
+            raise _vocabulary_error(f"vocabulary has {count} {name} (tokenizer.ggml.{name})")
         return list(values)
 
-    def _said(self, key: str, usual: Any = None) -> Any:
-        return self._metadata.get(f"{_KEYS}{key}", usual)
+    def _setting(self, key: str, default: Any = None) -> Any:
+        return self._metadata.get(f"{_PREFIX}{key}", default)
 
 
-def _broken(what: str) -> ModelError:
+def _vocabulary_error(what: str) -> ModelError:
     return ModelError(f"the GGUF file's {what}", hint="use another file, or the model's folder")

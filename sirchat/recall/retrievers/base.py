@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from sirchat.recall.candidates import Candidates
 
-_SHORTEST = 1e-12  # a zero vector stays one where vectors are scaled to length 1
+_MIN_NORM = 1e-12  # a zero vector stays one where vectors are scaled to length 1
 
 
 class Retriever(ABC):
@@ -83,4 +83,4 @@ class PassageRetriever(Retriever):
 def unit(vectors: Tensor) -> Tensor:
     """The vectors [..., D], scaled to length 1."""
     length: Tensor = vectors.norm(dim=-1, keepdim=True)
-    return vectors / length.clamp_min(_SHORTEST)
+    return vectors / length.clamp_min(_MIN_NORM)

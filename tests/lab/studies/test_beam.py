@@ -112,7 +112,7 @@ def test_sources_are_counted_by_turns() -> None:
     chat = session(babbler(), policy="sink", budget=160, recall="words")
     told = BeamChat(1, (("The owl is asleep.", "Good."), ("A fox.", "Yes.")), ())
     for user, reply in told.rounds:
-        list(chat.read_question(user, before="assistant"))
+        list(chat.read_question(user, next_role="assistant"))
         list(chat.read_reply(reply))
     read = ReadChat(chat, told, 0)
     asked = BeamQuestion(0, "event_ordering", "?", "", (), (0, 3))

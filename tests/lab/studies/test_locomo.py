@@ -52,9 +52,9 @@ def ids_before(model: LoadedModel, talk: LongTalk, question: TalkQuestion) -> li
     """All ids that the model has read when the question is asked."""
     template, ids = Template(model.tokenizer), list[int]()
     for user, reply in rounds_of(talk):
-        turn = template.user(user.text) if ids else template.opening(user.text)[1]
-        ids += [*turn.ids, *template.assistant(reply.text).ids, *template.closing]
-    return ids + template.user(question_and_options(question)[0]).ids
+        turn = template.user_turn(user.text) if ids else template.opening(user.text)[1]
+        ids += [*turn.ids, *template.assistant_turn(reply.text).ids, *template.closing]
+    return ids + template.user_turn(question_and_options(question)[0]).ids
 
 
 @pytest.mark.slow
@@ -64,7 +64,7 @@ def test_nats_are_those_of_one_forward_pass_under_full(tmp_path: Path) -> None:
     assert found["fits"]
     for question, record in zip(one.talks[0].questions[:4], found["questions"], strict=False):
         before = ids_before(tiny(), one.talks[0], question)
-        answer = Template(tiny().tokenizer).assistant(question.answer.split(";")[0]).ids
+        answer = Template(tiny().tokenizer).assistant_turn(question.answer.split(";")[0]).ids
         with torch.inference_mode():
             logits = tiny().module(torch.tensor([[*before, *answer]])).logits[0].double()
         scores = torch.log_softmax(logits, -1)[len(before) - 1 : -1]
@@ -118,7 +118,7 @@ def test_what_comes_back_is_what_a_session_with_recall_would_recall(tmp_path: Pa
     for question, record in zip(talk.questions[:2], found["questions"], strict=False):
         chat = session(tiny(), policy="sink", budget=96)
         positions = read_talk(chat, talk)
-        before = set(chat.save().held.tolist())
+        before = set(chat.engine.save().held.tolist())
         chat.switch("eval", budget=96 + 40, recall="mips", recall_n=40)
         list(chat.read_user(question_and_options(question)[0]))
         ranked = sorted(chat.recall.scores, key=lambda at: (-chat.recall.scores[at], -at))

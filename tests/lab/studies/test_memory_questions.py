@@ -178,7 +178,9 @@ def test_the_record_says_what_was_held_when_it_answered(
             if row.role == "assistant" and (row.turn - before) // 2 not in woven.own
         ]
         assert record["nats"] == pytest.approx(np.mean(replies), abs=1e-5)
-        assert session.save().held.tolist() == own.save().held.tolist()  # as if none were asked
+        assert (
+            session.engine.save().held.tolist() == own.engine.save().held.tolist()
+        )  # as if none were asked
         for fact, answer in zip(
             [f for f in facts for kind in f.asked if kind in one.questions],
             record["answers"],

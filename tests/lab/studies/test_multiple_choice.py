@@ -60,11 +60,11 @@ def test_the_chosen_option_is_the_most_likely_one_by_a_plain_computation(model, 
         question = generated.question(rng, 5, "")
         ids = [
             *template.opening(before.text)[1].ids,
-            *template.assistant(before.answer).ids,
+            *template.assistant_turn(before.answer).ids,
             *template.closing,
-            *template.user(question.text).ids,
+            *template.user_turn(question.text).ids,
         ]
-        replies = [template.assistant(reply).ids for reply in question.replies]
+        replies = [template.assistant_turn(reply).ids for reply in question.replies]
         plain = [sum(_log_probability(loaded, ids, reply)) for reply in replies]
         option = choose(chat, question, "paper")
         assert option == plain.index(max(plain))

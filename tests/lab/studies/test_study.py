@@ -174,7 +174,7 @@ def test_perplexity_of_real_talk_is_that_of_a_chat_with_recall(tmp_path: Path) -
         chat = Session(tiny(), setting)
         for n in range(12):
             read(chat, f"We walked to lake {n % 5}.", f"How was it at {n % 5}.")
-        nats = chat.save().rows["surprisal"][:120]
+        nats = chat.engine.save().rows["surprisal"][:120]
         assert found["tokens"] == 120
         assert np.mean(found["nats"][1:]) == pytest.approx(np.mean(nats[2:]), abs=1e-4)
     with pytest.raises(SettingError, match="lower --limit"):

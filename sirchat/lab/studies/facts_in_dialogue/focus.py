@@ -12,7 +12,7 @@ from sirchat.lab.studies.intervals import paired_interval
 from sirchat.lab.studies.report import Estimate
 from sirchat.lab.studies.run import run_units
 from sirchat.models.model import LoadedModel
-from sirchat.recall.recall import FOCUS
+from sirchat.recall.recall import MAX_FOCUS_TOKENS
 
 _ASKED = 40  # questions of each type by which it is decided whether focus wins
 _MOST_COST = 0.02  # nats a token that it may cost ordinary replies
@@ -23,7 +23,7 @@ def focus_study(settings: tuple[Profile, ...], data: str, **options: Any) -> Fac
     both = tuple(
         changed_profile(one, "eval focus", recall="meaning", focus=focus)
         for one in settings
-        for focus in ("off", FOCUS)
+        for focus in ("off", MAX_FOCUS_TOKENS)
     )
     fixed: dict[str, Any] = {"facts": 10, "lengths": (3500,), "reply_tokens": 24}
     questions = ("shared", "paraphrase")

@@ -176,7 +176,7 @@ def _read(session: Session, talk: Woven) -> float:
     """Read all rounds; returns the mean number of tokens that recall brought back for each."""
     recalled = list[int]()
     for user, reply in talk.rounds:
-        for event in session.read_user(user, before="assistant"):
+        for event in session.read_user(user, next_role="assistant"):
             if isinstance(event, TurnDone):
                 recalled.append(event.recalled)
         list(session.read_reply(reply))
@@ -192,7 +192,7 @@ def _recalled(session: Session, text: str) -> int:
 
 def _nats_of_replies(session: Session, talk: Woven) -> float:
     """The mean surprisal, in nats a token, of the replies of the real dialogue."""
-    rows, first = session.save().rows, session.state.roles.index("user")
+    rows, first = session.engine.save().rows, session.state.roles.index("user")
     turns = [first + 2 * at + 1 for at in range(len(talk.rounds)) if at not in talk.own]
     of_reply = np.isin(rows["turn"], turns) & (rows["role"] == Role.ASSISTANT)
     return float(np.nanmean(rows["surprisal"][of_reply]))
@@ -223,7 +223,7 @@ def ask_facts(
     summed: str | None = None,
 ) -> list[Record]:
     """Ask all questions of these types for what a session has read; `summed` is a summary of it."""
-    rows, first = session.save().rows, session.state.roles.index("user")
+    rows, first = session.engine.save().rows, session.state.roles.index("user")
     texts, answers = TokenTexts(session.model.tokenizer), list[Record]()
     for fact, rounds in zip(facts, talk.places, strict=True):
         at = list[tuple[Positions, Positions]]()

@@ -433,7 +433,7 @@ class ComparedSession:
             reference.predictions = {}
         self._compared = reference.predictions
         try:
-            asked = self._session.read_user(user, before="assistant")
+            asked = self._session.read_user(user, next_role="assistant")
             self._note(chain(asked, self._session.read_reply(reply)))
         finally:
             self._compared = None
