@@ -118,17 +118,19 @@ def attention_paid(
     of the chat's last `ReplyCheckpoints`.
     """
     if at_end is None or at_end[0] != engine.ledger.seen:
-        return _paid(engine, turn, None, sinks)
+        return _attention_paid(engine, turn, None, sinks)
     placement = at_end[1]
     then = frozenset(placement.held.tolist())
     if not placement.has_recall or not engine.store.has(placement.held):
-        return _paid(engine, turn, then, sinks)
+        return _attention_paid(engine, turn, then, sinks)
     with engine.evictor.temporary_placement(placement):
-        paid = _paid(engine, turn, then, sinks)
+        paid = _attention_paid(engine, turn, then, sinks)
     return replace(paid, recalled=frozenset(placement.recalled.tolist()))
 
 
-def _paid(engine: Engine, turn: int, then: frozenset[int] | None, sinks: int) -> AttentionPaid:
+def _attention_paid(
+    engine: Engine, turn: int, then: frozenset[int] | None, sinks: int
+) -> AttentionPaid:
     # If anything was read or undone since, the reply attends to all that is held now. Sinks and
     # the template's tokens are left out: models attend to these whatever the text is.
     ledger = engine.ledger

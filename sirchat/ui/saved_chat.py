@@ -320,7 +320,7 @@ class SavedChat:
         matches: Mapping[str, Sequence[SnippetPart]],
         remark: str,
     ) -> str:
-        """Let the user pick one of `sessions`; without a terminal, print them, and return ""."""
+        """Let the user pick one; returns "" for none, and without a terminal, which lists them."""
         if not sessions:
             return ""
         chats = SessionLines(sessions, self._autosave.id, matches)
