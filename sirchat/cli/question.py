@@ -19,7 +19,7 @@ _STDIN_NAME = "standard input"
 _MAX_LIST_CHARS = 1000  # most characters of a list of files
 
 
-class Question(NamedTuple):
+class AskedText(NamedTuple):
     """The one message that `ask` sends."""
 
     text: str
@@ -29,7 +29,7 @@ class Question(NamedTuple):
 
 def read_question(
     question: Sequence[str], files: Sequence[str], *, has_input: bool, note: Callable[[str], None]
-) -> Question:
+) -> AskedText:
     """Join the files, the text from standard input and the words of a question.
 
     A first word or a file `-` is standard input, even if that is a terminal; else `has_input`
@@ -50,7 +50,7 @@ def read_question(
     for name in mentioned_names(words):
         if name not in files and not is_missing(name):
             note(f"@{name} is sent as plain text; to send the file, too: sirchat ask -f FILE")
-    return Question("\n\n".join(parts), len("\n\n".join(parts[:-1])), bool(sources))
+    return AskedText("\n\n".join(parts), len("\n\n".join(parts[:-1])), bool(sources))
 
 
 def _load_files(names: Sequence[str], note: Callable[[str], None]) -> list[str]:
