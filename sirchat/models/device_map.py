@@ -104,15 +104,15 @@ class DeviceMap:
 
     @property
     def main_device(self) -> torch.device:
-        """The first GPU of this device map; the CPU if the map has no GPU."""
+        """The first GPU of the map, or else the CPU."""
         listed = available_gpus() if isinstance(self.setting, str) else self.setting.values()
         gpus = (device for device in listed if isinstance(device, torch.device))
         return min(gpus, key=lambda gpu: gpu.index, default=torch.device(CPU))
 
     def options(self, outline: nn.Module) -> dict[str, Any]:
-        """The options of `from_pretrained` for this device map; call `finish_loading` afterwards.
+        """The options of `from_pretrained` for `outline`, the model without weights.
 
-        `outline` is the model without weights.
+        Call `finish_loading` afterwards.
         """
         placement = self.choose_devices(outline)
         return {"device_map": placement, "offload_folder": self._offload_folder(placement)}
@@ -145,10 +145,9 @@ class DeviceMap:
         module.tie_weights()
 
     def choose_devices(self, module: Any) -> ModuleDevices:
-        """Choose the device of each part of a model; shapes and types of weights are enough.
+        """Choose the device of each part of a model, by its weights' shapes and types.
 
-        Raises ModelError if the map names a module that the model does not have or leaves a part
-        without a device, or if the model does not fit.
+        Raises ModelError if a module is unknown or has no device, or if the model does not fit.
         """
         names = {id(part): name for name, part in module.named_modules()}
         layers = [names[id(layer)] for layer in decoder_layers(module)]

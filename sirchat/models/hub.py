@@ -54,9 +54,9 @@ def require_available(name: str) -> None:
 
 
 def must_use_cache(name: str) -> bool:
-    """Ask the hub; returns whether it can't be reached or lacks the model, but the cache has it.
+    """Whether a model must be loaded from the cache alone, as the hub can't be asked or lacks it.
 
-    The model is then loaded from the cache alone. Raises ModelError if it is not there either.
+    Raises ModelError if it is not in the cache either.
     """
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError
@@ -73,7 +73,7 @@ def must_use_cache(name: str) -> bool:
 
 
 def ask_hub(name: str, *, with_files: bool = False) -> ModelInfo:
-    """Ask the hub about a model; `with_files` adds the sizes of its files.
+    """Ask the hub about a model, with `with_files` also for the sizes of its files.
 
     Raises ModelError if it is unknown or restricted, or if the hub can't be reached.
     """

@@ -75,10 +75,7 @@ def load_model_of(
     progress: Progress | None = None,
     for_hub: bool = False,
 ) -> LoadedModel:
-    """Load the model of a profile, with the sentence encoder and compiled step that it asks for.
-
-    Raises ModelError if one of them can't be loaded, or if `compile` is `on` and fails.
-    """
+    """Load a profile's model, sentence encoder and decode step; ModelError if one fails."""
     encoder = profile.recall_encoder
     sentence_encoder = None if encoder == "auto" else SentenceEncoder(encoder)
     model = load_model(
@@ -325,7 +322,6 @@ def _load_with_transformers(
     options: dict[str, Any],
     devices: DeviceMap | None,
 ) -> tuple[Any, Any]:
-    """Load module and tokenizer of a folder or a hub id with transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     switch_off_bars()

@@ -64,7 +64,6 @@ def packaged_gguf(name: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """The folder of the Hugging Face cache."""
     if given := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(os.path.expanduser(os.path.expandvars(given)))
     if home := os.environ.get("HF_HOME"):
@@ -111,10 +110,7 @@ def split_gguf_name(name: str) -> tuple[str, str] | None:
 
 
 def part_names(name: str) -> list[str]:
-    """The names of all parts of a model's file by that of one, `NAME-00001-of-00003.gguf`.
-
-    The name alone if the file is not one of several parts.
-    """
+    """The names of a file's parts by that of one, `NAME-00001-of-00003.gguf`, or the name alone."""
     match = _PART_NAME.fullmatch(name)
     if match is None:
         return [name]

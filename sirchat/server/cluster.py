@@ -132,8 +132,8 @@ def conversation_key(path: str, body: bytes, name: str = "") -> bytes:
     beginning: Any = None
     if endpoint is not None:
         with suppress(RequestError):  # the replica answers with the same error
-            asked = parse_request(body, endpoint[0]).as_chat_request()
-            beginning = asked.sirchat.conversation or name or [asked.system, asked.turns[0]]
+            chat = parse_request(body, endpoint[0]).as_chat_request()
+            beginning = chat.sirchat.conversation or name or [chat.system, chat.turns[0]]
     return sha256(json.dumps(beginning).encode()).digest()
 
 

@@ -264,15 +264,10 @@ class ConversationPool:
         profile = self.profile
         if history.system is not None or not history.name:
             profile = profile.model_copy(update={"system": history.system})
-        source = next(
-            (
-                each
-                for each in reversed(self._in_memory)
-                if each.keys[0] == history.keys[0]
-                and (each.roles and not each.reused and each.has_exact_prompt)
-            ),
-            None,
-        ) or self._load_same_prompt(history)
+        exact = (each for each in reversed(self._in_memory) if each.has_exact_prompt)
+        idle = (each for each in exact if each.roles and not each.reused)
+        source = next((each for each in idle if each.keys[0] == history.keys[0]), None)
+        source = source or self._load_same_prompt(history)
         session = Session(self.model, history.profile or profile)
         new = ServedConversation(session=session, keys=[history.keys[0]], roles=[])
         if source is not None and history.profile is None:  # it begins with the same
@@ -280,9 +275,8 @@ class ConversationPool:
             new.settings = {} if is_pinned is None else {"pin_system": is_pinned}
             changes = {"budget": max(profile.budget, new.least_budget), **new.settings}
             profile = profile.model_copy(update=changes)
-            new.session = copy_system_prompt(source.session, profile) or Session(
-                self.model, profile
-            )
+            copied = copy_system_prompt(source.session, profile)
+            new.session = copied or Session(self.model, profile)
         return new
 
     def _load_same_prompt(self, history: History) -> ServedConversation | None:

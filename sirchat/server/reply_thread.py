@@ -56,7 +56,7 @@ class WaitingReply:
 class ReplyThread:
     """A thread that generates several replies at a time, each in its own conversation.
 
-    At most `most` replies may be under way or wait for a conversation that is free.
+    At most `max_replies` replies may be under way or wait for a conversation that is free.
     """
 
     def __init__(self, conversations: ConversationPool, max_replies: int) -> None:
@@ -102,7 +102,7 @@ class ReplyThread:
             self._changed.notify()
 
     def call(self, function: Callable[[], Result]) -> Future[Result]:
-        """Let the thread call `work` between two steps; if that raises BusyError, again later."""
+        """Let the thread call `function` between two steps; after a BusyError, again later."""
         result: Future[Result] = Future()
         with self._changed:
             if self._is_ending:
@@ -199,7 +199,7 @@ class ReplyThread:
                 self._advance(reply, result)
 
     def _advance(self, reply: WaitingReply, result: StepResult | None = None) -> None:
-        """Let a reply go on, after the step `done`, and send its parts.
+        """Let a reply go on, after the step with `result`, and send its parts.
 
         It stops where a part of a message was read, or where it needs its next step.
         """

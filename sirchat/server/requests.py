@@ -43,12 +43,12 @@ MAX_NAME_CHARS = 256  # of a conversation
 
 _MAX_STOP_STRINGS = 64
 _MAX_TOOLS = 128
-_MAX_NOTE_CHARS = 300  # characters
+_MAX_NOTE_CHARS = 300
 
 _SAMPLING_SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 # The setting `reasoning` that an effort stands for, if it has another name.
 _REASONING_OF_EFFORT = {"none": "off", "minimal": "low", "xhigh": "high"}
-# Between which values a setting is had: others, from 0 on, are changed to the clamped_setting.
+# Between which values a setting is had: others, from 0 on, are changed to the nearest.
 _SETTING_RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 10),
     "top_p": (1e-6, 1),
@@ -145,8 +145,8 @@ def clamped_setting(name: str, value: Any) -> Any:
 
 def chat_tools(tools: Iterable[Any]) -> list[dict[str, Any]]:
     """The given tools that can be had, in the form of a chat request."""
-    had = (tool.functions() for tool in tools if not isinstance(tool, HostedTool))
-    return [{"type": "function", "function": f} for f in chain.from_iterable(had)]
+    functions = (tool.functions() for tool in tools if not isinstance(tool, HostedTool))
+    return [{"type": "function", "function": each} for each in chain.from_iterable(functions)]
 
 
 class ToolName(RequestObject):

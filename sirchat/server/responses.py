@@ -68,7 +68,7 @@ class FunctionTool(FlatTool):
 class CustomTool(RequestObject):
     """A tool that takes a text; for the model it is a function with one argument.
 
-    A grammar of the text is told, but not kept to.
+    The model sees a grammar of the text, but need not keep to it.
     """
 
     type: Literal["custom"]
@@ -170,8 +170,8 @@ class CalledCustom(RequestObject):
     input: str
 
     def message(self) -> dict[str, Any]:
-        given = json.dumps({_TEXT_ARGUMENT: self.input}, ensure_ascii=False)
-        call = ToolCall(self.call_id, self.name, given)
+        arguments = json.dumps({_TEXT_ARGUMENT: self.input}, ensure_ascii=False)
+        call = ToolCall(self.call_id, self.name, arguments)
         return {"role": "assistant", "tool_calls": [call.message()]}
 
 

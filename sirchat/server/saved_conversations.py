@@ -187,9 +187,8 @@ class SavedConversations:
         profile = profile.model_copy(update={name: current[name] for name in FIXED_SETTINGS})
         session = Session(self._model, profile)
         resume_session(session, store)
-        values = {
-            name: current[name] for name in current if name not in (*FIXED_SETTINGS, "system")
-        }
+        unchanged = (*FIXED_SETTINGS, "system")
+        values = {name: current[name] for name in current if name not in unchanged}
         values |= saved.settings
         values["budget"] = max(values["budget"], saved.least_budget)
         changed = {name: v for name, v in values.items() if getattr(session.profile, name) != v}

@@ -26,7 +26,7 @@ Parts = AsyncIterable[Part]  # the last is a `ReplyEnd`; raises RequestError if 
 
 
 class ReplySerializer:
-    """How an API tells a reply: whole as one JSON object, or as a stream of events."""
+    """How an API writes a reply: whole as one JSON object, or as a stream of events."""
 
     media = "text/event-stream"
 
@@ -45,9 +45,8 @@ class ReplySerializer:
             yield event
         try:
             async for part in parts:
-                for event in (
-                    self.last_events(part) if isinstance(part, ReplyEnd) else self.part_events(part)
-                ):
+                write: Any = self.last_events if isinstance(part, ReplyEnd) else self.part_events
+                for event in write(part):
                     yield event
         except RequestError as error:
             for event in self.error_events(error):
@@ -62,7 +61,7 @@ class ReplySerializer:
         raise NotImplementedError
 
     def part_events(self, part: ReplyText) -> Iterable[str]:
-        """The events that tell a part."""
+        """The events of one part."""
         raise NotImplementedError
 
     def last_events(self, end: ReplyEnd) -> Iterable[str]:

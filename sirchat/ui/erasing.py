@@ -83,7 +83,7 @@ class EraseCommand:
         matches = self._line_matcher(target, everywhere=everywhere)
         mine, others = self._count_typed_lines(target)
         typed = mine + everywhere * others
-        unnamed = self._saved_chat.drop_revealing_name(said, whole=turn is not None)
+        unnamed = self._saved_chat.drop_revealing_name(said, is_whole_turn=turn is not None)
         try:
             events = session.erase(target)
         except UsageError:

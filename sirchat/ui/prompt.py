@@ -182,7 +182,7 @@ class Prompt:
                 return replace(line, is_stopped=is_stopped, pasted_at_signs=at_signs)
 
     def edit(self, text: str) -> str:
-        """Let the user change `text`; return the result, or "" if the user cancels."""
+        """Let the user change `text`; returns "" if the user cancels."""
         self._reset()
         self._is_editing = True
         try:
@@ -237,7 +237,6 @@ class Prompt:
         return app.run(pre_run=_silence_signal_tracebacks)
 
     def ask_for_key(self, question: str, keys: Collection[str]) -> str:
-        """Show `question` until the user presses one of `keys`, and return that key."""
         return ask_for_key(question, keys, self._prompt.output, self._prompt.input)
 
     def redraw(self) -> None:
@@ -389,7 +388,7 @@ class Prompt:
 
         @keys.add(Keys.Vt100MouseEvent, eager=True)
         def _no_mouse(event: KeyPressEvent) -> None:
-            """Ignore it: nobody asked for the mouse, so these are typed keys."""
+            """Ignore it: the mouse is never asked for, so it is a typed escape sequence."""
 
         return keys
 
@@ -434,7 +433,7 @@ class Prompt:
             self._mark_as_pasted(data)
 
     def _mark_as_pasted(self, text: str) -> None:
-        """Let whatever begins with `text` be a message."""
+        """Let a text that begins so be a message, never a command."""
         self._pasted_start = text
         if len(text) > 1:  # else a command from the history might begin with it
             self._earlier_pastes.add(text)

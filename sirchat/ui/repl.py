@@ -276,7 +276,7 @@ class Chat:
         return self._prompt.ask_for_key(question, keys)
 
     def _send(self, text: str, line: InputLine) -> None:
-        """Send the message `text`, which was made of the typed `line`."""
+        """Send `text`: the typed line, with files in place of their names."""
         if text != line.text:
             self._history.typed_by_message[without_surrogates(text).strip()] = line.text.strip()
         self._run_turn(lambda interrupted: self._session.ask(text, interrupted), line.is_stopped)

@@ -320,7 +320,7 @@ class SavedChat:
         matches: Mapping[str, Sequence[SnippetPart]],
         remark: str,
     ) -> str:
-        """Let the user pick one of `sessions`; without a terminal, print them, and return ""."""
+        """Let the user pick one; returns "" for none, and without a terminal, which lists them."""
         if not sessions:
             return ""
         chats = SessionLines(sessions, self._autosave.id, matches)
@@ -334,12 +334,12 @@ class SavedChat:
             return ""
         return sessions[index].id
 
-    def drop_revealing_name(self, text: str, *, whole: bool) -> bool:
+    def drop_revealing_name(self, text: str, *, is_whole_turn: bool) -> bool:
         """Remove the chat's name if it contains the erased `text`; return whether it did.
 
         If `text` is a whole turn, a name that is a part of it is removed, too.
         """
-        is_removed = self._autosave.drop_revealing_name(text, whole=whole)
+        is_removed = self._autosave.drop_revealing_name(text, is_whole_turn=is_whole_turn)
         if is_removed:
             self._screen.note(
                 "the chat's name contained the erased text and was removed; "

@@ -193,7 +193,7 @@ class Switching:
         self._screen.note(_describe_moved_tokens(num_evicted, len(restored), self._session))
 
     def _set_pinned(self, target: Target, *, is_pinned: bool) -> tuple[list[int], int, list[int]]:
-        """Pin or unpin; return changed positions, number of evicted tokens, restored positions."""
+        """Returns positions that changed, the number of evicted tokens, and restored positions."""
         num_evicted, restored, ledger = 0, list[int](), self._session.ledger
         pinned_before = set(ledger.pinned_positions)
         for event in self._session.pin(target, is_pinned):
@@ -270,13 +270,12 @@ class Switching:
 
 
 def describe_change(event: Switched) -> str:
-    """A changed setting in words: its name, its old and its new value."""
     old, new = (shorten(format_setting(value), 60) for value in (event.old, event.new))
     return f"{event.what}: {old} -> {new}"
 
 
 def describe_switch(events: Sequence[Event], session: Session, unchanged_note: str) -> str:
-    """How many tokens the switch with these events moved; "" if it can't, or `unchanged_note`."""
+    """How many tokens a switch moved, from its events; "" if such settings can't move any."""
     switched = [event for event in events if isinstance(event, Switched)]
     if not switched:
         return unchanged_note
@@ -361,7 +360,6 @@ class ModelSwitching:
         return previous
 
     def drop_previous_session(self) -> None:
-        """Drop the session of the previous model, and free its memory."""
         if self._previous is not None:
             self._previous = None
             trim_memory()
@@ -416,8 +414,6 @@ class ModelSwitching:
 
 @dataclass(frozen=True)
 class _PreviousSession:
-    """The session of the previous model, and how the session of the new one began."""
-
     session: Session
     profile: Profile  # of the new session
     stamp: tuple[int, int]  # numbers of resets and erasures of the new session

@@ -83,7 +83,6 @@ class ToolUse(Toolbox):
         self._has_begun = True
 
     def close(self) -> None:
-        """End all servers."""
         self._tool_servers.close()
 
     def command(self, session: Session, arguments: str) -> None:
@@ -148,7 +147,7 @@ class ToolUse(Toolbox):
         return matching
 
     def _print_tools(self, name: str) -> None:
-        """Print a line for each tool of the server `name`, or all of the tools that it matches."""
+        """List a server's tools, or show those whose name matches as the model reads them."""
         server = self._find_server(name)
         for tool in self._list_tools(server):
             state = "on " if tool.name in self.tools else "off"
@@ -211,7 +210,7 @@ class ToolUse(Toolbox):
         return current
 
     def _turn_on_tools(self, tools: Mapping[str, ChatTool]) -> None:
-        """Turn these on; print those that their servers have changed."""
+        """Turn tools on; print which of them their servers have changed since the first time."""
         for name, tool in tools.items():
             if tool != self.tools.get(name, self._first_seen.setdefault(name, tool)):
                 description = _describe(tool, _MAX_CALL_CHARS)
@@ -219,7 +218,6 @@ class ToolUse(Toolbox):
             self.tools[name] = tool
 
     def _is_allowed(self, name: str, tool: ChatTool | None) -> bool:
-        """Whether a tool may be called without asking."""
         if (name, tool) in self._always_allowed:
             return True
         is_unchanged = self._first_seen.get(name) == tool
@@ -297,7 +295,6 @@ def use_tools(flags: ToolFlags, session: Session, screen: Screen) -> Iterator[No
 
 
 def describe_result(result: Returned) -> str:
-    """A line about what a tool returned."""
     text = shorten(displayable_line(" ".join(result.text.split())), _MAX_RESULT_CHARS)
     if result.is_error:
         return f"{result.name} failed: {text.removeprefix('error: ')}"

@@ -42,8 +42,6 @@ _ERASE_BELOW = "\x1b[J"
 
 @dataclass(frozen=True)
 class TerminalInput:
-    """What reads the lines of a chat."""
-
     ctrl_c: CtrlCGuard
     keyboard: Keyboard
     history: TypedHistory
@@ -52,10 +50,7 @@ class TerminalInput:
 
 @contextmanager
 def open_terminal_input(screen: Screen, *, is_persistent: bool = True) -> Iterator[TerminalInput]:
-    """Context manager: inside, lines are read and the terminal echoes no keys.
-
-    `is_persistent`: whether typed lines are saved on disk.
-    """
+    """Context manager: inside, the terminal echoes no keys. If `is_persistent`, lines are saved."""
     keys = terminal_keys()
     with CtrlCGuard() as ctrl_c, Keyboard(keys, screen.terminal) as keyboard:
         ask_background(keys, screen)
@@ -118,8 +113,7 @@ class TypedHistory(History):
         super().append_string(line)
 
     def lines(self) -> list[str]:
-        """All lines, the newest first."""
-        return list(self.load_history_strings())
+        return list(self.load_history_strings())  # the newest first
 
     def erase(self, matches: Callable[[str], bool]) -> None:
         """Erase the lines that match; raises OSError if their file can't be written."""
@@ -178,7 +172,7 @@ class Keyboard:
             self._disable_echo()
 
     def wait_for_background(self) -> None:
-        """Wait a moment, once, for the terminal's answer, which another program takes as keys."""
+        """Wait a moment for the answer to `ask_background`, else another program reads it."""
         keys = self._keys
         if sys.platform != "win32" and isinstance(keys, TerminalKeys) and keys.is_answer_pending:
             self._disable_echo()  # a prompt that is left shows what comes
@@ -234,8 +228,7 @@ class Keyboard:
             self._out.flush()
 
     def _write_unbuffered(self, sequence: str) -> None:
-        """Write directly: a signal may have interrupted a `write` of the stream."""
-        if self._out is not None:
+        if self._out is not None:  # a signal may have interrupted a `write` of the stream
             os.write(self._out.fileno(), sequence.encode())
 
     def _disable_echo(self) -> None:
@@ -302,7 +295,6 @@ class _PrivateFileHistory(TypedHistory, FileHistory):
 
 
 def _history_lock() -> FileLock:
-    """What a chat holds while it changes the file of the history."""
     return FileLock(f"{paths.history_file()}.lock", mode=0o600)
 
 
