@@ -30,7 +30,7 @@ P = ParamSpec("P")
 Result = TypeVar("Result")
 
 _CONTROL_CHARS = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # surrogates: bytes not in UTF-8
-_MAX_MESSAGE_CHARS = 1000  # characters of an error message: a longer one is cut
+_MAX_MESSAGE_CHARS = 1000  # a longer error message is cut
 
 
 class SirchatError(Exception):
@@ -91,7 +91,7 @@ class ContextFullError(SirchatError):
 
 
 def is_output_closed(error: BaseException) -> bool:
-    """Whether an error means that the output (a terminal or a pipe) was closed."""
+    """Whether the error means that the output, a terminal or a pipe, was closed."""
     return isinstance(error, OSError) and error.errno in (errno.EIO, errno.EPIPE, errno.EBADF)
 
 
@@ -116,7 +116,7 @@ def format_value(value: object) -> str:
 
 
 def on_one_line(text: str) -> str:
-    """A text for an error message: in one line, without controls, and not too long."""
+    """A text in one line, without control characters, cut if it is too long."""
     line = _CONTROL_CHARS.sub(_escape, " ".join(text.split()))
     return line if len(line) <= _MAX_MESSAGE_CHARS else f"{line[: _MAX_MESSAGE_CHARS - 1]}…"
 
@@ -126,9 +126,12 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def panic_as_model_error(what: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
-    """Raise ModelError where the library `tokenizers` panics, as at an expression without end."""
+    """Decorator: raises ModelError where the library `tokenizers` panics, as it does in Rust.
 
-    def decorated(function: Callable[P, Result]) -> Callable[P, Result]:
+    The message is `what` and the problem.
+    """
+
+    def decorate(function: Callable[P, Result]) -> Callable[P, Result]:
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> Result:
             try:
@@ -141,4 +144,4 @@ def panic_as_model_error(what: str) -> Callable[[Callable[P, Result]], Callable[
 
         return call
 
-    return decorated
+    return decorate

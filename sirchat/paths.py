@@ -1,4 +1,4 @@
-"""Paths of sirchat's files; and functions that make folders and files only the owner can read.
+"""Paths of sirchat's files, and functions that make private folders and files.
 
 The folders are where the operating system puts them, or in the folder that `SIRCHAT_HOME` names.
 """
@@ -18,7 +18,7 @@ from sirchat.errors import UsageError, format_value
 
 
 def config_dir() -> Path:
-    """The folder of the user's settings; it contains the folder of the user's profiles."""
+    """The folder of the user's settings, with that of the profiles in it."""
     return _sirchat_home("config") or _platform_dir("config")
 
 
@@ -33,41 +33,36 @@ def state_dir() -> Path:
 
 
 def user_profiles_dir() -> Path:
-    """The folder of the user's own profiles, which are YAML files of settings."""
     return config_dir() / "profiles"
 
 
 def history_file() -> Path:
-    """The history of lines typed at the prompt."""
+    """The file with the history of lines typed at the prompt."""
     return state_dir() / "history"
 
 
 def sessions_dir() -> Path:
-    """The folder of saved conversations."""
     return data_dir() / "sessions"
 
 
 def served_dir() -> Path:
-    """The folder of the conversations that `sirchat serve` has saved."""
+    """The folder of the conversations that `sirchat serve` saves."""
     return data_dir() / "served"
 
 
 def server_port_file(model: str) -> Path:
-    """The file that says where the user's server for this model (a name or a path) answers."""
+    """The file with the port of the user's server for a model, given by its name or path."""
     name = sha256(_name_or_absolute_path(model).encode()).hexdigest()[:12]
     return state_dir() / "servers" / f"{name}.port"
 
 
 def models_dir() -> Path:
-    """The folder of the user's own models; a setting can name a model in it without its path."""
+    """The folder of the user's own models, which settings can name without a path."""
     return data_dir() / "models"
 
 
 def encoder_files(model: str) -> tuple[Path, Path]:
-    """Where a model's sentence encoder can be: the user's data, the package.
-
-    That of a model's folder or file is called after its absolute path.
-    """
+    """The two files in which a model's sentence encoder can be: of the user, of the package."""
     file = f"{quote(_name_or_absolute_path(model), safe='')}.safetensors"
     return data_dir() / "encoders" / file, _package_dir() / "encoders" / file
 
@@ -83,23 +78,23 @@ def archives_dir() -> Path:
 
 
 def compiled_dir() -> Path:
-    """The folder of compiled decode steps; a chat compiles again what was deleted from it."""
+    """The folder of compiled decode steps; what is deleted from it is compiled again."""
     return state_dir() / "compiled"
 
 
 def prepared_dir() -> Path:
-    """What loading GGUF files made, which later starts map; deleted files are made again."""
+    """The folder of what was prepared of GGUF files; what is deleted from it is made again."""
     return state_dir() / "prepared"
 
 
 def shipped_profiles_dir() -> Path:
-    """The profiles that come with sirchat: in the package or, in a source tree, beside it."""
+    """The folder of sirchat's own profiles: in the package or, in a source tree, beside it."""
     packaged = _package_dir() / "profiles"
     return packaged if packaged.is_dir() else _package_dir().parent / "profiles"
 
 
 def tiny_model_dir() -> Path:
-    """The bundled model `tiny`: weights, tokenizer, model card."""
+    """The folder of the bundled model `tiny`."""
     return _package_dir() / "tiny"
 
 
@@ -112,7 +107,7 @@ def memory_dir() -> str | None:
 
 
 def with_tilde(path: Path) -> str:
-    """The path as text, with `~` for the user's home folder, which would show the user's name."""
+    """The path as text, with `~` for the home folder, whose name can be the user's."""
     try:
         return f"~/{path.relative_to(Path.home())}"
     except (ValueError, RuntimeError):  # it is not in the home folder, or there is none
@@ -120,20 +115,20 @@ def with_tilde(path: Path) -> str:
 
 
 def make_private_dir(path: Path) -> Path:
-    """Make the folder `path` and its missing parents, with mode 0700; OSError if it can't be."""
+    """Make a folder and its missing parents, with mode 0700; OSError if that fails."""
     for folder in reversed([path, *path.parents]):
         folder.mkdir(mode=0o700, exist_ok=True)
     return path
 
 
 def find_changeable_by_others(path: Path) -> Path | None:
-    """The file, which links may lead to, or a folder of it that another user may change.
+    """The first of the file and its folders that another user may change; None if none is.
 
-    None if neither is; OSError if there is no file.
+    If `path` is a link, the folder to which it leads counts, too. OSError if there is no file.
     """
     for place in (path, path.parent, path.resolve().parent):
-        about = place.stat()
-        if hasattr(os, "getuid") and (about.st_uid != os.getuid() or about.st_mode & 0o022):
+        status = place.stat()
+        if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
             return place
     return None
 
@@ -145,9 +140,9 @@ def open_private(path: Path, mode: str) -> IO[Any]:
 
 
 def write_private(path: Path, contents: str | bytes, *, replaces: bool) -> None:
-    """Write a file that only its owner can read, wholly or not at all.
+    """Write a file that only its owner can read, wholly or not at all; OSError if it fails.
 
-    Raises FileExistsError unless `replaces`, and OSError if writing fails.
+    Unless it `replaces` an existing file, that is a FileExistsError.
     """
     new = path.with_name(f".sirchat-{secrets.token_hex(4)}.new") if replaces else path
     file = open_private(new, "xb" if isinstance(contents, bytes) else "x")

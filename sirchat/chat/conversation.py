@@ -310,8 +310,8 @@ class Conversation:
             finish=reply.finish if reply else None,
             can_go_on=has_archive,
         )
-        self.reply_checkpoints = opened.after
-        opened.after.before = before
+        self.reply_checkpoints = opened.checkpoints
+        opened.checkpoints.before = before
         return opened
 
     def undo_reply(self, *, to_cut: bool = False) -> None:
@@ -321,8 +321,7 @@ class Conversation:
         """
         last = self.reply_checkpoints
         point = last.cut if to_cut else last.before
-        is_last = last.at_end is not None and last.at_end[0] == self.seen
-        if point is None or not is_last or not self.undo_points:
+        if point is None or last.seen != self.seen or not self.undo_points:
             raise LookupError("the state of the last reply is not known")
         self.engine.undo(point[0].checkpoint, keep_pins=True)
         self.state = point[0].restored_state(self.state, keep_pins=True)

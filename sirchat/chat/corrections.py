@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import chain
 
 from sirchat.recall.word_index import STOP_WORDS, words_of
 
@@ -11,7 +12,7 @@ from sirchat.recall.word_index import STOP_WORDS, words_of
 # pairs of other facts 0.006; with 0.55 and without `may_replace` it was 14, and 0.008.
 SAME_SUBJECT_COSINE = 0.52
 # What a statement is about: "my cat", "our phone number", "my sister's dog"
-_MINE = re.compile(r"\b(?:my|our) (\w+)(?:['’]s)?(?: (\w+))?")
+_POSSESSIONS = re.compile(r"\b(?:my|our) (\w+)(?:['’]s)?(?: (\w+))?")
 _BEINGS = frozenset(
     words_of(
         "aunt baby boss boyfriend brother cat child children colleague cousin dad daughter doctor "
@@ -25,7 +26,7 @@ CORRECTION_WORDS = re.compile(
     r"those|went up|wrong)\b"
 )
 _CLAUSE_END = re.compile(r"(?i)[,;] |\b(?:and|but)\b")
-_REFERS = re.compile(r"\b(?:he|her|him|it|she|them|they)\b", re.IGNORECASE)
+_PRONOUNS = re.compile(r"\b(?:he|her|him|it|she|them|they)\b", re.IGNORECASE)
 FIRST_PERSON_STATEMENT = re.compile(
     r"\b(?:i|my|we|our)\b(?:\W+\w+){2}", re.IGNORECASE
 )  # where no encoder does
@@ -40,13 +41,13 @@ def may_replace(older: str, newer: str) -> bool:
     """Whether a statement near another in meaning may be about the same thing, by its words."""
     words, words_now = set(words_of(older)), set(words_of(newer))
     about, about_now = (
-        {word for found in _MINE.findall(text.casefold()) for word in found} - STOP_WORDS - {""}
+        {*chain.from_iterable(_POSSESSIONS.findall(text.casefold()))} - STOP_WORDS - {""}
         for text in (older, newer)
     )
     beings, beings_now = about & _BEINGS, about_now & _BEINGS
     is_named, is_named_now = bool(about & words_now), bool(about_now & words)
     is_of_other = beings_now and (not is_named_now or (beings and not beings & beings_now))
-    if is_of_other or (beings and not is_named and not _REFERS.search(newer)):
+    if is_of_other or (beings and not is_named and not _PRONOUNS.search(newer)):
         return False
     if about and about_now and not is_named_now:
         return bool(CORRECTION_WORDS.search(newer))
@@ -55,6 +56,9 @@ def may_replace(older: str, newer: str) -> bool:
 
 
 def has_more_clauses(older: str, newer: str) -> bool:
-    """Whether a statement tells of more things than the one that may replace it, by its clauses."""
-    told, now = (_CLAUSE_END.split(text) for text in (older, newer))
-    return sum(len(words_of(one)) > 2 for one in told) > sum(len(words_of(one)) > 2 for one in now)
+    """Whether a statement has more clauses than the one that may replace it."""
+    counts = [
+        sum(len(words_of(clause)) > 2 for clause in _CLAUSE_END.split(text))
+        for text in (older, newer)
+    ]
+    return counts[0] > counts[1]

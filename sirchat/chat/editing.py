@@ -18,7 +18,7 @@ from sirchat.chat.session import Session
 from sirchat.chat.state import SystemPrompt, Turn
 from sirchat.memory.key_values import Positions
 
-_ASKS = ("user", "tool")  # roles of the turns that begin a round
+_ROUND_STARTERS = ("user", "tool")  # roles of the turns that begin a round
 _NO_POSITIONS = np.zeros(0, np.int64)
 
 
@@ -48,7 +48,7 @@ class ReadTurns:
 
 
 @dataclass(frozen=True)
-class _Placed:
+class _PlacedTurn:
     """A turn, and where in the stream its tokens are."""
 
     turn: Turn
@@ -73,7 +73,7 @@ def edit(session: Session, parts: Sequence[KeptTurn | ReadTurns]) -> Iterator[Ev
     engine.evictor.end_recall()
     session.recall.update()
     is_end = isinstance(last, KeptTurn) and last.turn == len(session.turns) - 1
-    logits, at_end = engine.logits, (state.in_round, state.reply_header, state.pending_ids)
+    logits, round_end = engine.logits, (state.in_round, state.reply_header, state.pending_ids)
     with engine.store.without_limit():  # what is set aside is nowhere else
         placed, at = _keep(session, [part for part in parts if isinstance(part, KeptTurn)]), 0
         for part in parts:
@@ -83,21 +83,21 @@ def edit(session: Session, parts: Sequence[KeptTurn | ReadTurns]) -> Iterator[Ev
                 at += 1
     if is_end:
         engine.reader.logits = logits
-        state.in_round, state.reply_header, state.pending_ids = at_end
+        state.in_round, state.reply_header, state.pending_ids = round_end
     else:
         engine.reader.read_last_again()
         state.in_round, state.reply_header, state.pending_ids = False, None, []
 
 
-def _keep(session: Session, parts: Sequence[KeptTurn]) -> list[_Placed]:
+def _keep(session: Session, parts: Sequence[KeptTurn]) -> list[_PlacedTurn]:
     """Forget all other turns; those that are left out are evicted."""
-    state, ledger, placed = session.state, session.ledger, list[_Placed]()
+    state, ledger, placed = session.state, session.ledger, list[_PlacedTurn]()
     given = session.template.followed_by(session.template.user_turn("a"), "assistant").header
     for part in parts:
         turn = session.turns[part.turn]
         if part.is_left_out and not turn.is_left_out:
             turn.is_left_out, state.saved_turns = True, min(state.saved_turns, part.turn)
-        placed.append(_Placed(turn, part.rows, _header_after(session, part.turn, given)))
+        placed.append(_PlacedTurn(turn, part.rows, _header_after(session, part.turn, given)))
     out = np.concatenate([_NO_POSITIONS, *(one.rows for one in placed if one.turn.is_left_out)])
     new = np.setdiff1d(out, ledger.left_out)
     if len(new):
@@ -106,8 +106,8 @@ def _keep(session: Session, parts: Sequence[KeptTurn]) -> list[_Placed]:
 
 
 def _read_between(
-    session: Session, placed: list[_Placed], at: int, part: ReadTurns
-) -> Generator[Event, None, tuple[list[_Placed], int]]:
+    session: Session, placed: list[_PlacedTurn], at: int, part: ReadTurns
+) -> Generator[Event, None, tuple[list[_PlacedTurn], int]]:
     """Read turns after the first `at` of those that are placed.
 
     Returns all in their new order, and how many there are up to the new ones; the last of them does
@@ -117,20 +117,20 @@ def _read_between(
     start, seen, count = sum(len(one.rows) for one in placed[:at]), ledger.seen, len(placed)
     held = ledger.held_positions[ledger.held_positions >= start].copy()
     said = [one for one in placed[:at] if not one.turn.is_left_out]
-    state.in_round = bool(said) and said[-1].turn.role in _ASKS
+    state.in_round = bool(said) and said[-1].turn.role in _ROUND_STARTERS
     state.reply_header, state.pending_ids = said[-1].header if said else None, []
     engine.reader.logits = None  # what was likely after the turn before, nobody has kept
     with engine.evictor.without_tokens_from(start):
         yield from part.read()
         session.recall.update()  # without words, whose index those after them would need again
     turns = enumerate(session.turns[count:], count)
-    new = [_Placed(turn, ledger.of_turn(number)) for number, turn in turns]
+    new = [_PlacedTurn(turn, ledger.of_turn(number)) for number, turn in turns]
     before, after = placed[:at], placed[at:]
     if part.joins:
         rows = np.concatenate([before.pop().rows, new[0].rows])
-        new[0] = _Placed(new[0].turn, rows)
+        new[0] = _PlacedTurn(new[0].turn, rows)
     if part.joins_next:
-        new[-1] = _Placed(new[-1].turn, np.concatenate([new[-1].rows, after.pop(0).rows]))
+        new[-1] = _PlacedTurn(new[-1].turn, np.concatenate([new[-1].rows, after.pop(0).rows]))
     held += ledger.seen - seen
     placed = _arrange(session, [*before, *new, *after])
     engine.evictor.hold(held)
@@ -138,8 +138,8 @@ def _read_between(
 
 
 def _arrange(
-    session: Session, placed: Sequence[_Placed], *, is_changed: bool = False
-) -> list[_Placed]:
+    session: Session, placed: Sequence[_PlacedTurn], *, is_changed: bool = False
+) -> list[_PlacedTurn]:
     """Let the turns stand in this order, and forget others; returns them where they are then.
 
     No turn can be undone then, unless nothing has moved and `is_changed` is false.
@@ -149,7 +149,7 @@ def _arrange(
         np.concatenate([_NO_POSITIONS, *(one.rows for one in placed)]),
         [x.turn for x in placed],
     )
-    rounds = [*accumulate((turn.role in _ASKS for turn in turns), initial=0)][1:]
+    rounds = [*accumulate((turn.role in _ROUND_STARTERS for turn in turns), initial=0)][1:]
     is_changed |= not np.array_equal(order, np.arange(session.seen))
     columns = (np.arange(len(placed)), np.asarray(rounds, np.int64))
     rank = session.engine.reorder(order, *(np.repeat(column, sizes) for column in columns))
@@ -175,7 +175,7 @@ def _arrange(
         session.undo_points = []
     session.reply_checkpoints = ReplyCheckpoints()
     return [
-        _Placed(one.turn, np.arange(start, end), one.header)
+        _PlacedTurn(one.turn, np.arange(start, end), one.header)
         for one, (start, end) in zip(placed, pairwise(bounds), strict=True)
     ]
 
@@ -187,8 +187,8 @@ def _header_after(session: Session, turn: int, given: list[int] | None) -> list[
     """
     later = (session.turns[at] for at in range(turn + 1, len(session.turns)))
     following = next((one for one in later if not one.is_left_out), None)
-    if following is None or session.turns[turn].role not in _ASKS:
+    if following is None or session.turns[turn].role not in _ROUND_STARTERS:
         return session.state.reply_header if following is None else None
-    if following.role in _ASKS:
+    if following.role in _ROUND_STARTERS:
         return []
     return given if following.finish == "read" else None

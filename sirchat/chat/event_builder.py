@@ -34,8 +34,8 @@ from sirchat.text.detokenizer import Texts
 from sirchat.text.template import Template
 from sirchat.version import __version__
 
-_MOST_ROUNDED = 8  # from float32 to 4 bits, the least that a token takes in an archive
-_LIMITS_RECALL = {"policy", "budget", "sinks", "recall", "recall_n"}
+_MAX_COMPRESSION = 8  # from float32 to 4 bits, the least that a token takes in an archive
+_RECALL_LIMITS = {"policy", "budget", "sinks", "recall", "recall_n"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ class EventBuilder:
 
     def started(self, model: LoadedModel, profile: Profile, template: Template) -> list[Event]:
         """The event `Started`, then a notice for each setting that does not suit this model."""
-        opening = Started(
+        started = Started(
             version=__version__,
             model=model.name,
             device=str(model.device),
@@ -80,8 +80,8 @@ class EventBuilder:
                 "this model has no chat template: it reads lines that begin with USER: and "
                 "ASSISTANT:, and its reply ends where it writes the next USER:"
             )
-        texts += self._unsuited(model, profile, {*_LIMITS_RECALL, "reasoning"}, template)
-        return [opening, *map(Notice, texts)]
+        texts += self._mismatches(model, profile, {*_RECALL_LIMITS, "reasoning"}, template)
+        return [started, *map(Notice, texts)]
 
     def evicted(self, turn: int, record: EvictedRows) -> Evicted:
         """The event for tokens that were evicted during the turn with index `turn`."""
@@ -171,18 +171,18 @@ class EventBuilder:
                     f"{after.policy} with {format_setting(options)}" if options else after.policy
                 )
                 events.append(Notice(f"{name} has no effect under policy {policy}"))
-        return [*events, *map(Notice, self._unsuited(model, after, changed, template))]
+        return [*events, *map(Notice, self._mismatches(model, after, changed, template))]
 
     def take_problems(self) -> list[Notice]:
         """A notice for each error of the archive since the last call; the chat continues."""
         return [Notice(text) for text in self.engine.store.take_problems()]
 
-    def _unsuited(
+    def _mismatches(
         self, model: LoadedModel, profile: Profile, changed: Collection[str], template: Template
     ) -> Iterator[str]:
         """Notices of the `changed` settings that do not suit each other or this model."""
         settings, recall_n = self.engine.settings, profile.recall_n
-        policy, is_limited = settings.policy, not _LIMITS_RECALL.isdisjoint(changed)
+        policy, is_limited = settings.policy, not _RECALL_LIMITS.isdisjoint(changed)
         if is_limited and settings.recall is not None and policy.bounded:
             room = self.engine.evictor.recall_room(0)
             if not isinstance(recall_n, str) and room < recall_n:
@@ -203,7 +203,7 @@ class EventBuilder:
         held, store = self.engine.ledger.held_positions, self.engine.store
         if "archive_limit" in changed and settings.archive and len(held):
             size = store.cache.first_written_rows(torch.arange(1), held[:1].copy()).nbytes
-            if settings.archive < size // _MOST_ROUNDED:
+            if settings.archive < size // _MAX_COMPRESSION:
                 yield (
                     f"archive_limit {profile.archive_limit} holds no token: one takes {size:,} "
                     "bytes; of what is evicted, only the text is kept"

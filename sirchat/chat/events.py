@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # model's context is full. `read`: the turn was not generated.
 Finish = Literal["stop", "control", "length", "loop", "interrupt", "context", "read"]
 
-_RENAMED = {"old": "from", "new": "to"}  # fields, in the JSON
+_JSON_NAMES = {"old": "from", "new": "to"}  # fields, in the JSON
 
 
 @dataclass(frozen=True)
@@ -245,5 +245,5 @@ def to_json(event: Event) -> dict[str, Any]:
             continue
         if field.name in ("tokens", "turns") and isinstance(value, tuple):
             value = [{f.name: getattr(row, f.name) for f in fields(row)} for row in value]
-        out[_RENAMED.get(field.name, field.name)] = value
+        out[_JSON_NAMES.get(field.name, field.name)] = value
     return out

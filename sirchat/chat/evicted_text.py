@@ -19,8 +19,9 @@ from sirchat.chat.words import (
 )
 from sirchat.recall.word_index import STOP_WORDS
 
-_LATEST = 8  # tokens whose words `surprising_words` finds
-_FEWEST, _RECENT = 4, 64  # user messages that `_common_words` needs, and the most that it searches
+_MAX_TOKENS = 8  # tokens whose words `surprising_words` finds
+# User messages that `_common_words` needs, and the most that it searches
+_MIN_MESSAGES, _MAX_MESSAGES = 4, 64
 
 
 @dataclass(frozen=True)
@@ -36,20 +37,19 @@ class EvictedTurn:
 
 
 def evicted_turns(session: Session) -> Iterator[EvictedTurn]:
-    """Yield a record of each turn of which some tokens are not in the cache, in order."""
     snapshot = session.snapshot()
     held = {row.position for row in snapshot.rows}
-    known = words_in(snapshot.rows)
+    held_words = words_in(snapshot.rows)
     parts, start = [(0, "system", [*session.tokens(range(*snapshot.own_text))])], 0
     for turn in snapshot.turns:
         span, start = range(start, start + turn.tokens), start + turn.tokens
         if turn.held < turn.tokens:
             parts.append((turn.index, turn.role, without_template(session.tokens(span))))
     for index, role, rows in parts:
-        gone = [row.position for row in rows if row.position not in held]
-        if gone:
-            words = words_at(gone, rows, known if len(gone) < len(rows) else ())
-            yield EvictedTurn(index, role, len(rows), len(rows) - len(gone), words)
+        evicted = [row.position for row in rows if row.position not in held]
+        if evicted:
+            words = words_at(evicted, rows, held_words if len(evicted) < len(rows) else ())
+            yield EvictedTurn(index, role, len(rows), len(rows) - len(evicted), words)
 
 
 def evicted_words(session: Session, positions: Collection[int]) -> tuple[str, ...]:
@@ -64,11 +64,12 @@ def evicted_words(session: Session, positions: Collection[int]) -> tuple[str, ..
     if not rows:
         return ()
     held = session.snapshot().rows
-    present = {row.position for row in held}
-    gone = [row.position for row in rows if row.position not in present]
+    held_positions = {row.position for row in held}
+    evicted = [row.position for row in rows if row.position not in held_positions]
     # Whole words: the rest of a word may have been evicted before.
-    near = [row for row in session.tokens(near_positions(gone, session.seen)) if row.role == "user"]
-    return words_at(gone, near, words_in(held) | STOP_WORDS | _common_words(session))
+    near = session.tokens(near_positions(evicted, session.seen))
+    near_user = [row for row in near if row.role == "user"]
+    return words_at(evicted, near_user, words_in(held) | STOP_WORDS | _common_words(session))
 
 
 def surprising_words(
@@ -81,16 +82,16 @@ def surprising_words(
     rows = [
         row for row in without_template(session.tokens(positions)) if not is_punctuation(row.text)
     ]
-    best = nlargest(_LATEST, rows, key=lambda row: row.surprisal or 0.0)
-    at = [row.position for row in best]
-    near = without_template(session.tokens(near_positions(at, session.seen))) if at else []
-    return words_at(at, near, words_in(held))
+    best = nlargest(_MAX_TOKENS, rows, key=lambda row: row.surprisal or 0.0)
+    positions = [row.position for row in best]
+    near = without_template(session.tokens(near_positions(positions, session.seen)))
+    return words_at(positions, near, words_in(held))
 
 
 def _common_words(session: Session) -> set[str]:
     """The words, in lower case, that more than half of the user's last messages have."""
-    texts = [turn.text for turn in session.turns if turn.role == "user"][-_RECENT:]
-    if len(texts) < _FEWEST:
+    texts = [turn.text for turn in session.turns if turn.role == "user"][-_MAX_MESSAGES:]
+    if len(texts) < _MIN_MESSAGES:
         return set()
     counts = Counter(
         word

@@ -57,31 +57,30 @@ class ModelFormats:
         notes: list[str],
         file: str,
         tools: Tools,
-        begun: Sequence[int],
+        started_ids: Sequence[int],
         *,
-        goes_on: bool,
+        is_same_round: bool,
     ) -> TokenFilter | None:
-        """JSON by the schema in a file, or calls of `tools`; a reply has `begun` with these ids.
+        """JSON by the schema in `file`, or calls of `tools`, after the reply's `started_ids`.
 
-        None if the file is `off`. Notes on the schema are added to `notes` if it has changed since
-        the last call; if the round `goes_on`, the file is not read again. SettingError if the file,
-        or what has begun, can't be used.
+        None if the file is `off`. It is not read again in the same round; if it has changed,
+        `notes` get a note. SettingError if the file can't be used, or forbids `started_ids`.
         """
-        subject, told, before = f"json_schema {file}", list[str](), self._last
-        is_known = goes_on and before is not None and before[0] == file
+        subject, new_notes, before = f"json_schema {file}", list[str](), self._last
+        is_known = is_same_round and before is not None and before[0] == file
         if (schema := before[1] if before and is_known else load_schema(file)) is None:
             return None
-        made = self.json_or_calls(chat, subject, told, schema, tools, MAX_CALLS_PER_REPLY)
+        made = self.json_or_calls(chat, subject, new_notes, schema, tools, MAX_CALLS_PER_REPLY)
         if before != (file, schema):
             self._last = file, schema
             if before is not None and before[0] == file:
                 notes.append(f"{file} has changed: replies are as it says now")
-            notes += told
+            notes += new_notes
         try:
-            made(begun)
+            made(started_ids)
         except ModelError:
             raise format_error(subject, "does not allow how the reply has begun") from None
-        return lambda ids: made([*begun, *ids])
+        return lambda ids: made([*started_ids, *ids])
 
     def json_or_calls(
         self, chat: _Chat, subject: str, notes: list[str], schema: Schema, tools: Tools, most: int
@@ -96,21 +95,21 @@ class ModelFormats:
             raise format_error(subject, problem)
         starts = [] if schema is None else [json_rule(schema, subject, notes)]
         if not tools:
-            return self._made(chat, subject, notes, f"start: {starts[0]}", None)
+            return self._compile(chat, subject, notes, f"start: {starts[0]}", None)
         form = _CallForm.of(chat.template, subject, "can't be had with a tool")
         most = most if form.opening else 1  # without tags, a reply can be only one call
         starts.append(f'call ("\\n" call){{0,{most - 1}}}' if most > 1 else "call")
         lines = [f"start: {' | '.join(starts)}", *form.rules(tools, subject, notes)]
-        return self._made(chat, subject, notes, "\n".join(lines), form)
+        return self._compile(chat, subject, notes, "\n".join(lines), form)
 
     def strict(self, chat: _Chat, subject: str, notes: list[str], tools: Tools) -> StrictCalls:
         """Anything, but for calls of `tools`, which are by their schemas; errors likewise."""
         form = _CallForm.of(chat.template, subject, "can't be strict")
         grammar = "\n".join(["start: after", *form.rules(tools, subject, notes)])
-        made = self._made(chat, subject, notes, grammar, form)
+        made = self._compile(chat, subject, notes, grammar, form)
         return StrictCalls(made, chat.model.tokenizer, self._vocabulary, bool(form.opening))
 
-    def _made(
+    def _compile(
         self, chat: _Chat, subject: str, notes: list[str], grammar: str, form: _CallForm | None
     ) -> ReplyFormat:
         """The format by a grammar, with the control tokens that `form` has."""
@@ -119,7 +118,7 @@ class ModelFormats:
         ends = sorted(template.end_ids(declared))
         # llguidance takes other added tokens such as `</think>` for control tokens, too.
         added = model.tokenizer.added_tokens_decoder
-        controls = {i: one.content for i, one in added.items() if one.content[:1] == "<"}
+        controls = {i: token.content for i, token in added.items() if token.content[:1] == "<"}
         controls |= template.controls
         if self._vocabulary is None:
             try:
@@ -185,13 +184,13 @@ class _CallForm:
             f"called: ({names}) {self._text(self.closing)}",
         ]
         for number, (name, parameters) in enumerate(tools):
-            begun = f'{{"name": {json.dumps(name)}, {json.dumps(self.arguments)}: '
+            started_ids = f'{{"name": {json.dumps(name)}, {json.dumps(self.arguments)}: '
             schema = {**parameters, "type": "object"}
             # Small models would invent more and more arguments.
             if "properties" in schema and not {"allOf", "anyOf", "oneOf", "$ref"} & set(schema):
                 schema = {"additionalProperties": False, **schema}
             arguments = json_rule(schema, subject, notes)
-            lines.append(f'call{number}: {json.dumps(begun)} {arguments} "}}"')
+            lines.append(f'call{number}: {json.dumps(started_ids)} {arguments} "}}"')
         return lines
 
     def _text(self, text: str) -> str:
@@ -253,19 +252,19 @@ class StrictCalls:
                 self.is_in_call = not (self._tagged and matcher.is_accepting())
                 continue
             self._newest = [*self._newest[-len(CALL_OPEN) :], token]
-            if (begun := self._begun()) is not None:
+            if (beginning := self._call_beginning()) is not None:
                 matcher.reset()
-                matcher.consume_tokens(self._vocabulary.tokenize_str(begun))
+                matcher.consume_tokens(self._vocabulary.tokenize_str(beginning))
                 self.is_in_call, self._newest = True, []
         self._read = len(ids)
         return self._call.mask() if self.is_in_call else self._free
 
-    def _begun(self) -> str | None:
+    def _call_beginning(self) -> str | None:
         """What the newest ids have of a call; None if none has begun."""
         text = self._tokenizer.decode(self._newest, clean_up_tokenization_spaces=False)
         if self._tagged:
-            _, opening, begun = text.partition(CALL_OPEN)
-            return begun if opening else None
+            _, opening, beginning = text.partition(CALL_OPEN)
+            return beginning if opening else None
         text = text.lstrip().removeprefix(PYTHON)
         self._is_text |= bool(text) and not text.startswith("{")
         return text if text and not self._is_text else None

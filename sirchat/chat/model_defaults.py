@@ -40,11 +40,11 @@ def with_model_defaults(profile: Profile, model: LoadedModel) -> Profile:
     values: dict[str, Any] = {"budget": default_budget(profile, model.name, model.context_length)}
     if "recall" not in profile.model_fields_set and _can_recall(profile):
         values["recall"] = BEST_RETRIEVER
-    said = dict[str, Any]()
+    sampling = dict[str, Any]()
     if profile.model_fields_set.isdisjoint(SAMPLING_PARAMETERS):
-        said = _sampling_in_files(model)
-        values |= said or FALLBACK_SAMPLING
-    return profile.model_copy(update=values).with_origins(dict.fromkeys(said, "model"))
+        sampling = _sampling_in_files(model)
+        values |= sampling or FALLBACK_SAMPLING
+    return profile.model_copy(update=values).with_origins(dict.fromkeys(sampling, "model"))
 
 
 def sampling_in_words(profile: Profile) -> dict[str, str]:

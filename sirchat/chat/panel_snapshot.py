@@ -23,7 +23,7 @@ from sirchat.text.detokenizer import Texts
 # of the colours of a theme, so that the histogram counts what has a colour.
 SURPRISAL_EDGES = (0.0, 0.5, 2.0, 4.0, 7.0, float("inf"))
 
-_LEAVING = 6  # tokens whose words are named among those that will be evicted next
+_MAX_LEAVING_TOKENS = 6  # tokens whose words are named among those that will be evicted next
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def take_snapshot(
         order = ledger.log_decayed_surprisal_of(held) if scores is None else scores
         slots = _strongest(ledger, order, held, strongest)
     slot_scores = None if scores is None else scores[slots]
-    own = template_prompt(ledger, texts)
+    template_text = template_prompt(ledger, texts)
     return Snapshot(
         model=model,
         policy=profile.policy,
@@ -132,9 +132,9 @@ def take_snapshot(
         histogram=_histogram(ledger, held) if strongest is None else None,
         leaving_words=_leaving_words(engine, leaving, texts, profile.sinks, roles),
         recalled_turns=recalled_turns,
-        held_by=_held_by(ledger, held, roles, own[1]),
-        own_text=(own[0].start, own[0].stop),
-        prompt=own[1],
+        held_by=_held_by(ledger, held, roles, template_text[1]),
+        own_text=(template_text[0].start, template_text[0].stop),
+        prompt=template_text[1],
     )
 
 
@@ -176,9 +176,11 @@ def _leaving_words(
     ledger = engine.ledger
     others = leaving[ledger.column("role")[leaving] != Role.TEMPLATE]
     surprisal = np.nan_to_num(ledger.column("surprisal")[others])
-    best = others[np.argsort(-surprisal, kind="stable")[: 4 * _LEAVING]].tolist()
+    best = others[np.argsort(-surprisal, kind="stable")[: 4 * _MAX_LEAVING_TOKENS]].tolist()
     shown = texts(ledger.column("token_id")[best].tolist(), best)
-    at = [p for p, text in zip(best, shown, strict=True) if not is_punctuation(text)][:_LEAVING]
+    at = [p for p, text in zip(best, shown, strict=True) if not is_punctuation(text)][
+        :_MAX_LEAVING_TOKENS
+    ]
     near = np.asarray(near_positions(at, ledger.seen), np.int64)
     rows = without_template(token_rows(engine, near, texts, sinks, None, roles))
     said_by = sorted({row.role for row in rows})  # of what both said, "user" comes last, and counts

@@ -28,11 +28,12 @@ from sirchat.text.reply_parts import Piece, ReplyStream
 class ReplyCheckpoints:
     """What is known of a reply once it has ended.
 
-    `at_end`: the number of tokens seen, and their placement. `before`: the state before the reply,
+    `placement` is that at its end, with `seen` tokens. `before`: the state before the reply,
     with vectors for passages; `cut`: the state before the round's end, if the reply can go on.
     """
 
-    at_end: tuple[int, Placement] | None = None
+    placement: Placement | None = None
+    seen: int = -1
     before: tuple[UndoPoint, TokenVectors] | None = None
     cut: tuple[UndoPoint, TokenVectors] | None = None
 
@@ -69,8 +70,8 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         self._stopped: Stopped | None = None
         self._is_done = False
         self._failure: ContextFullError | None = None
-        self.after = ReplyCheckpoints()
-        self._at, self._said = self._said_before()
+        self.checkpoints = ReplyCheckpoints()
+        self._at, self._said = self._continued()
         turn.now.last_reply_stats, turn.now.pending_ids = turn.stats, list(closing)
         turn.stats.finish = "interrupt"  # not changed if the caller takes no more events
 
@@ -85,7 +86,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
     def __exit__(self, *error: object) -> None:
         self.generation.close()
         if not self._is_done:  # the caller took no more events, or the model failed
-            self._turn.now.finish(self._turn.stats, *_texts(self._said))
+            self._turn.now.finish(self._turn.stats, *_answer_and_reasoning(self._said))
             self._turn.flag_thinking(self._parts, self._at)
             self._turn.engine.evictor.end_recall()
 
@@ -132,24 +133,25 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         """Read what the template has after the reply, and end the round; returns the events."""
         turn, stats = self._turn, self._turn.stats
         self.generation.close()
-        self._note_finish()
+        self._set_finish()
         if stats.finish in UNFINISHED and self._can_go_on:
-            self.after.cut = state_now(turn.now, turn.engine)
+            self.checkpoints.cut = state_now(turn.now, turn.engine)
         new = [] if self._failure else self._parts.flush()
         self._said += new
         said = [] if self._failure or new else [Delta("")]
         ids = turn.engine.ledger.column("token_id")[np.asarray(self._at, np.int64)].tolist()
-        unread = _unread(self._closing, ids, self._end_ids)
+        unread = _unread_closing(self._closing, ids, self._end_ids)
         events = [*said, *starmap(Delta, new), *turn.close(unread, self._parts, self._at)]
-        text, thinking = _texts(self._said)
+        text, thinking = _answer_and_reasoning(self._said)
         events.append(turn.finish(text, thinking))
-        self._is_done, self.after.at_end = True, (turn.engine.ledger.seen, turn.placement)
+        self._is_done = True
+        self.checkpoints.placement, self.checkpoints.seen = turn.placement, turn.engine.ledger.seen
         if self._finish is None and not text.strip():
-            events += self._say_why_empty(thinking)
+            events += self._explain_empty(thinking)
         events += turn.events.take_problems()
         return events if self._failure is None else [*events, Notice(str(self._failure))]
 
-    def _note_finish(self) -> None:
+    def _set_finish(self) -> None:
         """Store why the reply ends; a stop id that is no end id is a control token."""
         stopped = self._stopped
         was_interrupted = stopped is None and not self._parts.has_ended
@@ -164,7 +166,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
             found = "loop"
         self._turn.stats.finish = found or ("interrupt" if stopped is None else stopped.reason)
 
-    def _said_before(self) -> tuple[list[int], list[Piece]]:
+    def _continued(self) -> tuple[list[int], list[Piece]]:
         """The positions and pieces of what a continued reply has said, its parts, too."""
         ledger, said = self._turn.engine.ledger, list[Piece]()
         is_said = ledger.column("turn") == self._turn.ref.turn
@@ -177,7 +179,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
                 self._loops.reset()
         return at, said
 
-    def _say_why_empty(self, thinking: str) -> Iterator[Notice]:
+    def _explain_empty(self, thinking: str) -> Iterator[Notice]:
         """Say why a reply has no answer."""
         stop_id = None if self._stopped is None else self._stopped.stop_id
         stats, texts = self._turn.stats, self._turn.events.texts
@@ -195,7 +197,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
             yield Notice(f"the reply is empty: {why}")
 
 
-def _unread(closing: Sequence[int], ids: list[int], ends: Collection[int]) -> Sequence[int]:
+def _unread_closing(closing: Sequence[int], ids: list[int], ends: Collection[int]) -> Sequence[int]:
     """The part of `closing` still to be read, without the beginning that the reply has written."""
     end = next((at for at, token_id in enumerate(closing) if token_id in ends), 0)
     said = (size for size in range(end, 0, -1) if ids[-size:] == list(closing[:size]))
@@ -206,7 +208,7 @@ def _joined(pieces: Sequence[Piece]) -> str:
     return "".join(piece.text for piece in pieces)
 
 
-def _texts(said: Sequence[Piece]) -> tuple[str, str]:
+def _answer_and_reasoning(said: Sequence[Piece]) -> tuple[str, str]:
     """The text and the reasoning of a reply in pieces."""
     thinking = "".join(piece.text for piece in said if piece.part == "thinking")
     return "".join(piece.text for piece in said if piece.part != "thinking"), thinking

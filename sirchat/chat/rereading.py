@@ -97,7 +97,7 @@ def read_again(
     for new, old in zip(session.turns, turns, strict=False):
         new.time = old.time
     session.state.repinned, session.state.unpinned_sentences = (
-        (len(_own_pins(session)), lost),
+        (len(_user_pins(session)), lost),
         unpinned,
     )
 
@@ -119,7 +119,7 @@ def reread_before_last_message(session: Session, progress: Progress | None = Non
     """
     start = check_rewind(session, 1)[-1]
     point = session.undo_points[-1].checkpoint.cache if session.undo_points else None
-    pinned = _own_pins(session)
+    pinned = _user_pins(session)
     if point is not None:  # pins that were made since then are taken back
         pinned = np.intersect1d(pinned, point.pinned)
     again = Session(session.model, _profile_at(session, start))
@@ -211,8 +211,8 @@ def copy_system_prompt(session: Session, profile: Profile) -> Session | None:
 
 
 def pinned_text(session: Session, pinned: Positions | None = None) -> list[PinnedText]:
-    """The parts of the text that the tokens at `pinned` spell; by default, those of `_own_pins`."""
-    at = _own_pins(session) if pinned is None else pinned
+    """The parts of the text that the tokens at `pinned` (by default, the user's pins) spell."""
+    at = _user_pins(session) if pinned is None else pinned
     parts, of_rules = [], session.ledger.column("flags")[at] & np.uint8(Flag.RULE) != 0
     for index in np.unique(session.ledger.column("turn")[at]).tolist():
         turn = _SpelledTurn.of(session, index)
@@ -220,7 +220,9 @@ def pinned_text(session: Session, pinned: Positions | None = None) -> list[Pinne
             is_pinned = np.isin(turn.positions, at[of_rules == is_rule])
             edges = np.flatnonzero(np.diff(is_pinned, prepend=False, append=False))
             for begin, end in turn.bounds[edges].reshape(-1, 2).tolist():
-                start = _counterpart(turn.spelled[begin:end], turn.spelled, begin, turn.text)
+                start = _corresponding_index(
+                    turn.spelled[begin:end], turn.spelled, begin, turn.text
+                )
                 if begin < end and start >= 0:
                     parts.append(PinnedText(index, start, start + end - begin, is_rule))
     return parts
@@ -240,7 +242,7 @@ def repinned_note(session: Session) -> str:
     return f"{again:,} {many} pinned again{left}"
 
 
-def _own_pins(session: Session) -> Positions:
+def _user_pins(session: Session) -> Positions:
     """Positions of the tokens that the user pinned, not of what `pin_system` pins."""
     pinned, prompt = session.ledger.pinned_positions, session.state.system.positions
     pinned = np.setdiff1d(pinned, session.state.result_pins)
@@ -262,7 +264,7 @@ def _pin_again(session: Session, index: int, parts: Sequence[PinnedText]) -> int
     missing = [part for part, at in zip(parts, positions, strict=True) if not len(at)]
     texts = [turn.text[part.start : part.end] for part in missing]
     lost = sum(len(session.template.as_text(text)) for text in texts)
-    lost += _pin_newest(session, np.union1d(_own_pins(session), np.concatenate(positions)))
+    lost += _pin_newest(session, np.union1d(_user_pins(session), np.concatenate(positions)))
     for part, at in zip(parts, positions, strict=True):
         pinned = np.intersect1d(at, session.ledger.pinned_positions)
         session.ledger.flag(Flag.RULE, pinned, part.is_rule)
@@ -275,7 +277,7 @@ def _pin_newest(session: Session, pins: Positions, more: int = 0) -> int:
     If there is no room for all of them and `more` other pins, only the newest are pinned. Returns
     how many are not.
     """
-    ledger, before = session.ledger, _own_pins(session)
+    ledger, before = session.ledger, _user_pins(session)
     division = session.engine.evictor.divide_budget()
     after = pins
     if division.max_pins is not None:
@@ -290,7 +292,7 @@ def _pin_newest(session: Session, pins: Positions, more: int = 0) -> int:
     ):
         if len(positions):
             session.pin(positions, pinned)
-    return len(pins) - len(_own_pins(session))
+    return len(pins) - len(_user_pins(session))
 
 
 def _read_prompt(session: Session, prompt: str | None, *, pinned: bool) -> int:
@@ -302,7 +304,7 @@ def _read_prompt(session: Session, prompt: str | None, *, pinned: bool) -> int:
     size = (
         len(session.template.system_turn(prompt).ids) if prompt and pinned and session.seen else 0
     )
-    lost = _pin_newest(session, _own_pins(session), size)
+    lost = _pin_newest(session, _user_pins(session), size)
     session.switch("system", system=prompt, pin_system=pinned)
     return lost
 
@@ -340,13 +342,13 @@ class _SpelledTurn:
     def positions_of(self, part: PinnedText) -> Positions:
         """Positions of the tokens that spell this part; empty if the turn's tokens lack it."""
         text = self.text[part.start : part.end]
-        start = _counterpart(text, self.text, part.start, self.spelled)
+        start = _corresponding_index(text, self.text, part.start, self.spelled)
         if not text or start < 0:
             return self.positions[:0]
         return self.positions[tokens_spelling(self.bounds[1:], start, start + len(text))]
 
 
-def _counterpart(part: str, text: str, at: int, other: str) -> int:
+def _corresponding_index(part: str, text: str, at: int, other: str) -> int:
     """The index in the similar text `other` of `part`, which `text` has at index `at`; or -1.
 
     If it occurs several times, the first in `text` corresponds to the first in `other`, and so on.

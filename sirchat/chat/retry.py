@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -149,7 +149,7 @@ def trial(session: Session, source: str, updates: dict[str, Any]) -> Iterator[No
 
 
 @contextmanager
-def temporary_settings(session: Session, source: str, updates: dict[str, Any]) -> Iterator[None]:
+def temporary_settings(session: Session, source: str, updates: Mapping[str, Any]) -> Iterator[None]:
     """Context manager: the settings `updates` hold in it, and the old ones after it.
 
     Error messages begin with `source`, the command that changes the settings.

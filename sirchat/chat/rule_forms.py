@@ -10,21 +10,21 @@ import re
 
 from sirchat.text.detokenizer import QUESTION_MARKS
 
-_MOST = 400  # characters of a rule; a longer sentence is a text
+_MAX_RULE_CHARS = 400  # characters of a rule; a longer sentence is a text
 
-_OURS = r"(?:answers|repl(?:y|ies)|responses|messages)"
-_ASK = r"(?:ask|mention|say|write|send|tell|want|talk|speak|request|paste|show|type|quote)"
+_REPLY_NOUNS = r"(?:answers|repl(?:y|ies)|responses|messages)"
+_ASKING_VERBS = r"(?:ask|mention|say|write|send|tell|want|talk|speak|request|paste|show|type|quote)"
 # What a user tells a model to do, as opposed to "Always here to help", "Never give up"
-_VERB = (
+_COMMAND_VERBS = (
     r"(?:answer|reply|respond|write|use|include|give(?! up)|provide|show|format|report|tell me|"
     r"mention|call me|address|speak|talk|keep|put|list|quote|cite|explain|confirm|highlight|"
     r"specify|recommend|suggest|ask|start|begin|end|add|assume|treat|round|convert|translate|"
     r"avoid|apologi[sz]e|repeat|check|maintain|tailor|mark|spell|sign|state|warn|correct)\b"
 )
-_MORE_VERBS = (
+_MORE_COMMAND_VERBS = (
     r"(?:act|always|never|be|stop|do|don't|no|only|limit|refer|play|stay|leave|pretend|make|you)\b"
 )
-_EVER = (
+_ALWAYS_OR_NEVER = (
     r"(?:(?:you (?:must|should|are to)|i(?:'d like| would like| want| need| expect) you to|"
     r"make sure (?:that )?(?:you|to)) )?(?:always|never|do not ever|don't ever|only ever)"
 )
@@ -32,33 +32,37 @@ _WHOLE_CHAT = (
     r"(?:for|during|throughout) (?:the (?:rest|remainder) of )?(?:our|the|this)(?: whole)? "
     r"(?:conversation|chat)"
 )
-_LATER = (
+_FROM_NOW_ON = (
     r"\b(?:from (?:now|here|this (?:point|message|moment|day)|today) on(?:wards?)?|going forward|"
     r"henceforth|(?:starting|as of) (?:now|today)|at all times|in (?:the )?future|"
-    rf"{_WHOLE_CHAT}|(?:all|each|every)(?: of)? your (?:future |further )?{_OURS}|"
-    rf"your {_OURS} (?:should|must|have to))\b|"
+    rf"{_WHOLE_CHAT}|(?:all|each|every)(?: of)? your (?:future |further )?{_REPLY_NOUNS}|"
+    rf"your {_REPLY_NOUNS} (?:should|must|have to))\b|"
     r"^(?:(?:un)?til (?:i|we|further)\b[^,]*|in this (?:chat|conversation)),"
 )
-_LEAD = (
+_LEADING_WORDS = (
     r"^\W*(?:(?:please|and|also|but|so|ok(?:ay)?|well|note|hey|remember(?: to)?|by the way)\b"
     r"[,:;]?\s+)*"
 )
-_FIRST = rf"(?:please )?(?:{_VERB}|{_MORE_VERBS})"
+_COMMAND_START = rf"(?:please )?(?:{_COMMAND_VERBS}|{_MORE_COMMAND_VERBS})"
 # Somebody speaks of themselves or of others: "I'm going to eat healthier from now on."
-_OF_OTHERS = r"\b(?:i'(?:m|ll|ve)|i (?:am|will|have|shall|promise|was)|we'(?:re|ll)|he|she|they)\b"
-_RULE = (
-    rf"{_EVER}\s+(?:\w+ly\s+)?{_VERB}|{_EVER}\b.*\b(?:when(?:ever)?|if|every time) (?:i|we) "
-    rf"(?:ever )?{_ASK}\b|(?:whenever|every time|each time|if i ever|when) (?:i |you )?(?:ever )?"
-    rf"{_ASK}\b[^,]*, (?:please |always )*{_VERB}|"
-    rf"{_VERB}.*\b(?:whenever|every time|each time) (?:i|we|you) {_ASK}\b"
+_ABOUT_OTHERS = (
+    r"\b(?:i'(?:m|ll|ve)|i (?:am|will|have|shall|promise|was)|we'(?:re|ll)|he|she|they)\b"
 )
-_NAME = (
+_RULE = (
+    rf"{_ALWAYS_OR_NEVER}\s+(?:\w+ly\s+)?{_COMMAND_VERBS}|"
+    rf"{_ALWAYS_OR_NEVER}\b.*\b(?:when(?:ever)?|if|every time) (?:i|we) "
+    rf"(?:ever )?{_ASKING_VERBS}\b|"
+    r"(?:whenever|every time|each time|if i ever|when) (?:i |you )?(?:ever )?"
+    rf"{_ASKING_VERBS}\b[^,]*, (?:please |always )*{_COMMAND_VERBS}|"
+    rf"{_COMMAND_VERBS}.*\b(?:whenever|every time|each time) (?:i|we|you) {_ASKING_VERBS}\b"
+)
+_FORM_OF_ADDRESS = (
     r"(?i:(?:you (?:can|may|should) |i(?:'d like| want) you to |just )?(?:call|address|refer to) "
     r"me (?:as )?)(?!Back|Tomorrow|Later|When|If|(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day)"
     r"[A-Z]\w*\.?(?: [A-Z]\w*){0,2},?(?: from now on| instead| please)*\W*$"
 )
 # "From now on" and a verb that speaks to the model, in either order
-_ELSEWHERE = (
+_OTHER_LANGUAGES = (
     (
         r"\b(?:ab (?:jetzt|sofort)|von nun an|künftig)\b",
         r"\b(?:bitte|antworte|schreib|nenn|sprich|verwende|benutze|gib|du\b|nur\b)",
@@ -85,18 +89,23 @@ _PREFERENCE = (
 def is_rule(sentence: str) -> bool:
     """Whether a sentence of a user sets a rule for later replies."""
     text = sentence.strip().replace("\u2019", "'")
-    if len(text) > _MOST or text.endswith(QUESTION_MARKS):
+    if len(text) > _MAX_RULE_CHARS or text.endswith(QUESTION_MARKS):
         return False
-    text = re.sub(_LEAD, "", text, count=1, flags=re.IGNORECASE)
-    if re.match(_RULE, text, re.IGNORECASE) or re.match(_NAME, text):
+    text = re.sub(_LEADING_WORDS, "", text, count=1, flags=re.IGNORECASE)
+    if re.match(_RULE, text, re.IGNORECASE) or re.match(_FORM_OF_ADDRESS, text):
         return True
-    if any(all(re.search(one, text, re.IGNORECASE) for one in both) for both in _ELSEWHERE):
+    if any(_has_all(text, patterns) for patterns in _OTHER_LANGUAGES):
         return True
-    later = re.search(_LATER, text, re.IGNORECASE)
-    if later is None or re.search(_OF_OTHERS, text, re.IGNORECASE):
+    from_now_on = re.search(_FROM_NOW_ON, text, re.IGNORECASE)
+    if from_now_on is None or re.search(_ABOUT_OTHERS, text, re.IGNORECASE):
         return False
-    first = text[later.end() :].lstrip(" ,:") if later.start() == 0 else text
-    return bool(re.match(_FIRST, first, re.IGNORECASE)) or "your" in later.group().casefold()
+    command = text[from_now_on.end() :].lstrip(" ,:") if from_now_on.start() == 0 else text
+    is_command = re.match(_COMMAND_START, command, re.IGNORECASE) is not None
+    return is_command or "your" in from_now_on.group().casefold()
+
+
+def _has_all(text: str, patterns: tuple[str, ...]) -> bool:
+    return all(re.search(pattern, text, re.IGNORECASE) for pattern in patterns)
 
 
 def preference_in(sentence: str) -> tuple[int, int] | None:

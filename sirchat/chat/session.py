@@ -335,7 +335,9 @@ class Session(Conversation):
 
     def attention_paid(self, turn: int) -> AttentionPaid:
         """The attention that the reply with turn index `turn` paid to the held tokens before it."""
-        return attention_paid(self.engine, turn, self.reply_checkpoints.at_end, self.profile.sinks)
+        last = self.reply_checkpoints
+        placement = last.placement if last.seen == self.seen else None
+        return attention_paid(self.engine, turn, placement, self.profile.sinks)
 
     def tokens(self, positions: Sequence[int]) -> tuple[TokenRow, ...]:
         """A record of each token, held or evicted, at these stream positions (ascending)."""

@@ -35,12 +35,12 @@ from sirchat.recall.word_index import words_of
 from sirchat.text.detokenizer import QUESTION_MARKS, Texts, sentence_bounds, tokens_spelling
 from sirchat.text.template import Template
 
-_MOST_SENTENCES = 12  # a message with more is a text, and its rules are not for the model
-_MOST_PINNED = 2  # sentences of one message
+_MAX_SENTENCES = 12  # a message with more is a text, and its rules are not for the model
+_MAX_RULES = 2  # sentences of one message
 # Reading a member of an enum takes longer than comparing a row.
 _ERASED, _OF_RULE = np.uint8(Flag.ERASED), np.uint8(Flag.PINNED | Flag.RULE)
 _USER, _HELD = int(Role.USER), int(State.HELD)
-_SHARE = 4  # rules pinned by themselves take at most the budget divided by this
+_BUDGET_PER_RULES = 4  # rules pinned by themselves take at most the budget divided by this
 
 
 @dataclass(frozen=True)
@@ -76,15 +76,14 @@ def pin_rules(
     texts: Texts,
     encoder: Encoder,
     state: ConversationState,
-    known: StatementCache,
+    cache: StatementCache,
     *,
     is_wanted: bool,
 ) -> Iterator[Event]:
     """Pin the rules and preferences in the user's turn just read, if `is_wanted`.
 
-    If the turn is read again, what the user had pinned in it is pinned first. Rules pinned so have
-    at most a quarter of the budget; the oldest are let go. The ledger still has the vectors of the
-    turn's tokens. Those of its sentences become `known`.
+    If the turn is read again, what the user had pinned in it is pinned first. Rules have at most a
+    quarter of the budget; the oldest are unpinned. The ledger still has the turn's token vectors.
     """
     turn, evictor, ledger = state.last_turn, engine.evictor, engine.ledger
     retried, state.retried = state.retried, RetriedMessage()
@@ -98,7 +97,7 @@ def pin_rules(
         except SettingError as error:  # older rules that had been let go may have the room again
             yield Notice(f"what you had pinned in this message is not pinned again: {error}")
     is_wanted = is_wanted and state.turns[turn].finish != "interrupt"
-    for text, positions in _rules_in(ledger, texts, encoder, turn, known.vectors):
+    for text, positions in _find_rules(ledger, texts, encoder, turn, cache.vectors):
         # Where tools have changed since, system prompts stand between, or no longer.
         was_unpinned = any(
             text in whole and all(one.role == "system" for one in state.turns[at:turn])
@@ -110,11 +109,11 @@ def pin_rules(
         short, count = format_value(text), len(positions)
         what = short if short[1:-1] == text else f"turn {turn}"
         try:
-            _check_size(engine, positions)
-            old = _oldest(ledger, engine.settings, count)
+            _check_rule_size(engine, positions)
+            old = _rules_to_unpin(ledger, engine.settings, count)
             evictor.pin_held(positions, pins_released=sum(map(len, old)))
             ledger.flag(Flag.RULE, positions, True)
-            yield from _let_go(engine, texts, old)
+            yield from _unpin_rules(engine, texts, old)
             yield Pinned(count, True, engine.cache.length)
             yield Notice(f"pinned your instruction {short}: /unpin {what} lets go")
         except SettingError as error:
@@ -123,10 +122,10 @@ def pin_rules(
 
 def unpin_excess_rules(engine: Engine, texts: Texts, settings: CacheSettings) -> list[Event]:
     """Let go of the oldest rules that have no room under the new `settings`."""
-    return list(_let_go(engine, texts, _oldest(engine.ledger, settings, 0)))
+    return list(_unpin_rules(engine, texts, _rules_to_unpin(engine.ledger, settings, 0)))
 
 
-def _rules_pinned(
+def _pinned_rules(
     ledger: Ledger, texts: Texts, turns: Sequence[Turn], words: str
 ) -> list[StatedFact]:
     """The rules and preferences that are pinned, in order; if given, those with all `words`."""
@@ -142,29 +141,29 @@ def _rules_pinned(
     return found
 
 
-def _limit(settings: CacheSettings) -> float:
+def _max_rule_tokens(settings: CacheSettings) -> float:
     """Most tokens of rules that were pinned when they were said."""
-    return settings.budget // _SHARE if settings.policy.bounded else math.inf
+    return settings.budget // _BUDGET_PER_RULES if settings.policy.bounded else math.inf
 
 
-def _check_size(engine: Engine, positions: Positions) -> None:
+def _check_rule_size(engine: Engine, positions: Positions) -> None:
     """Raise SettingError if a rule's tokens are more than all rules may have, or not all held."""
-    limit = _limit(engine.settings)
+    limit = _max_rule_tokens(engine.settings)
     if len(positions) > limit:
         raise SettingError(f"it has {len(positions)} tokens, and rules have at most {limit:.0f}")
     if not np.isin(positions, engine.ledger.held_positions).all():
         raise SettingError("a part of it is evicted already")
 
 
-def _oldest(ledger: Ledger, settings: CacheSettings, count: int) -> list[Positions]:
+def _rules_to_unpin(ledger: Ledger, settings: CacheSettings, count: int) -> list[Positions]:
     """The oldest rules, without which all others and one of `count` tokens fit into the limit."""
     rules, gone = ledger.rules(), 0
-    while gone < len(rules) and count + sum(map(len, rules[gone:])) > _limit(settings):
+    while gone < len(rules) and count + sum(map(len, rules[gone:])) > _max_rule_tokens(settings):
         gone += 1
     return rules[:gone]
 
 
-def _let_go(engine: Engine, texts: Texts, rules: Sequence[Positions]) -> Iterator[Event]:
+def _unpin_rules(engine: Engine, texts: Texts, rules: Sequence[Positions]) -> Iterator[Event]:
     """Unpin these rules, which moves no token, and say so."""
     for at in rules:
         engine.evictor.unpin_held(at)
@@ -178,17 +177,17 @@ def sentences_at(ledger: Ledger, texts: Texts, positions: Positions) -> frozense
     return frozenset(
         (turn, text)
         for turn in np.unique(ledger.column("turn")[positions]).tolist()
-        for text, at in _sentences(ledger, texts, turn)
+        for text, at in _user_sentences(ledger, texts, turn)
         if np.isin(at, positions).any()
     )
 
 
-def _rules_in(
+def _find_rules(
     ledger: Ledger, texts: Texts, encoder: Encoder, turn: int, vectors: dict[str, Tensor]
 ) -> Iterator[tuple[str, Positions]]:
     """The first rules and preferences of a turn, told by their form, or by the encoder."""
     count = 0
-    for text, positions in _sentences(ledger, texts, turn):
+    for text, positions in _user_sentences(ledger, texts, turn):
         stated, span = is_rule(text), preference_in(text)
         mean = ledger.token_vectors.mean(int(positions[0]), int(positions[-1]) + 1)
         if mean is not None and len(encoder.kinds):
@@ -200,7 +199,7 @@ def _rules_in(
             ends, (start, end) = np.cumsum([len(piece) for piece in pieces]), span
             positions = positions[tokens_spelling(ends, start + before, end + before)]
             text, stated = text[start:end], True
-        if stated and count < _MOST_PINNED:
+        if stated and count < _MAX_RULES:
             count += 1
             yield text, positions
 
@@ -211,33 +210,32 @@ def find_statements(
     ledger: Ledger,
     texts: Texts,
     turns: Sequence[Turn],
-    known: StatementCache,
+    cache: StatementCache,
     words: str = "",
 ) -> list[StatedFact]:
     """The pinned rules, then the facts stated in `turns`; if given, those that have all `words`.
 
-    Vectors of sentences that are not `known` become so. Without an encoder, facts and
-    their corrections are told by their form.
+    Without an encoder, facts and their corrections are recognized by their form.
     """
     about = [(turn.role, turn.time, turn.is_summary) for turn in turns]
     columns = ("token_id", "turn", "role", "flags", "state")
     stamp = words, about, [ledger.column(name).tobytes() for name in columns]
-    if known.found[0] == stamp:
-        return [*known.found[1]]
-    encoder, rules = model.encoder, _rules_pinned(ledger, texts, turns, words)
+    if cache.found[0] == stamp:
+        return [*cache.found[1]]
+    encoder, rules = model.encoder, _pinned_rules(ledger, texts, turns, words)
 
     def vector_of(text: str) -> Tensor:
-        if text not in known.vectors:
+        if text not in cache.vectors:
             turn = template.opening(text)[1]
             start, end = turn.content
-            known.vectors[text] = model.encode(turn.ids[:end], start)
-        return known.vectors[text]
+            cache.vectors[text] = model.encode(turn.ids[:end], start)
+        return cache.vectors[text]
 
-    known.found = stamp, rules + _facts_in(ledger, texts, encoder, turns, vector_of, words)
-    return [*known.found[1]]
+    cache.found = stamp, rules + _find_facts(ledger, texts, encoder, turns, vector_of, words)
+    return [*cache.found[1]]
 
 
-def _facts_in(
+def _find_facts(
     ledger: Ledger,
     texts: Texts,
     encoder: Encoder,
@@ -251,10 +249,10 @@ def _facts_in(
         (index, text, positions)
         for index, turn in enumerate(turns)
         if turn.role == "user" and not turn.is_summary
-        for text, positions in _sentences(ledger, texts, index)
+        for text, positions in _user_sentences(ledger, texts, index)
         if not text.endswith(QUESTION_MARKS)  # the encoder takes some questions for facts
     ]
-    stated, newer, is_near = _facts_among([text for _, text, _ in said], encoder, vector_of)
+    stated, newer, is_near = _classify([text for _, text, _ in said], encoder, vector_of)
     states, flags = ledger.column("state"), ledger.column("flags")
     newest = dict[int, int | None]()  # of each fact, and of what corrects one and is none itself
     for place, number in enumerate(stated):
@@ -271,14 +269,14 @@ def _facts_in(
         is_held = states[at] == _HELD
         last = newest[number]
         newer_turn, newer_text = (None, "") if last is None else said[last][:2]
-        left = _left(ledger, texts, at, is_held) if 0 < is_held.sum() < len(at) else ""
+        left = _held_text(ledger, texts, at, is_held) if 0 < is_held.sum() < len(at) else ""
         held = int(is_held.sum())
         when, size = turns[index].time, len(at)
         found.append(StatedFact(index, text, when, size, held, newer_turn, newer_text, left))
     return found
 
 
-def _facts_among(
+def _classify(
     said: Sequence[str], encoder: Encoder, vector_of: Callable[[str], Tensor]
 ) -> tuple[list[int], NDArray[np.int64], NDArray[np.bool_]]:
     """The numbers of the k facts among sentences; of n facts that may be newer, or corrections.
@@ -304,7 +302,7 @@ def _facts_among(
     return stated, newer.numpy(), (forms[stated][:, None] == forms[newer]).numpy()
 
 
-def _left(ledger: Ledger, texts: Texts, at: Positions, is_held: NDArray[np.bool_]) -> str:
+def _held_text(ledger: Ledger, texts: Texts, at: Positions, is_held: NDArray[np.bool_]) -> str:
     """The text of the held ones of the tokens at these positions, with … for the others."""
     pieces = _pieces(ledger, texts, at)
     runs = groupby(zip(pieces, is_held.tolist(), strict=True), key=lambda piece: piece[1])
@@ -312,14 +310,14 @@ def _left(ledger: Ledger, texts: Texts, at: Positions, is_held: NDArray[np.bool_
     return " ".join("".join(parts).split())
 
 
-def _sentences(ledger: Ledger, texts: Texts, turn: int) -> Iterator[tuple[str, Positions]]:
+def _user_sentences(ledger: Ledger, texts: Texts, turn: int) -> Iterator[tuple[str, Positions]]:
     """The sentences of a user's turn and the stream positions of their tokens; none of a text.
 
     Those from which words were erased are left out.
     """
     flags, roles = ledger.column("flags"), ledger.column("role")
     found = list(sentences_of(ledger, texts, turn))
-    for at, pieces in found if len(found) <= _MOST_SENTENCES else ():
+    for at, pieces in found if len(found) <= _MAX_SENTENCES else ():
         text = "".join(pieces).strip()
         is_torn = (flags[at] & _ERASED).any() or np.isin(at, ledger.torn).any()
         if text and not is_torn and roles[at[0]] == _USER:

@@ -20,17 +20,18 @@ from sirchat.errors import SettingError, UsageError, format_value
 from sirchat.recall.word_index import STOP_WORDS, words_of
 from sirchat.text.detokenizer import tokens_spelling
 
-_LEAST = 8  # tokens of a summary's own text
-_SHORT = 64  # tokens; a summary may have so many even if the chat is hardly longer
+_MIN_TEXT_TOKENS = 8  # tokens of a summary's own text
+_ALWAYS_ALLOWED_TOKENS = 64  # of a summary, even if the chat is hardly longer
 
 # A sentence ends with its line, or at `.!?…` before a blank, but not after `Mr.`.
 _SENTENCE = re.compile(
     r"\S.*?(?:(?<!\b[A-Z])(?<!\b[A-Z][a-z])(?<!\bMrs)[.!?…]+[\"'”’)\]]*(?=\s|$)|[。！？]+|(?=\n)|$)"
 )
-_WORDS = 3  # number of a sentence's most surprising words that make its score
-_REPEATED, _QUESTION, _USER, _NUMBER = 0.3, 0.5, 1.5, 2.0  # chosen on seed 1 of the study
-_NAMED = 6  # most facts that are named as left out, the newest ones
-_LENGTH = 4  # tokens that are added to a sentence's length
+_SCORED_WORDS = 3  # number of a sentence's most surprising words that make its score
+# Factors of a sentence's score, chosen on seed 1 of the study
+_REPEATED_WEIGHT, _QUESTION_WEIGHT, _USER_WEIGHT, _NUMBER_WEIGHT = 0.3, 0.5, 1.5, 2.0
+_MAX_NAMED_FACTS = 6  # most facts that are named as left out, the newest ones
+_EXTRA_LENGTH = 4  # tokens that are added to a sentence's length
 
 
 def make_summary(session: Session, facts: list[StatedFact]) -> str:
@@ -43,14 +44,14 @@ def make_summary(session: Session, facts: list[StatedFact]) -> str:
     if not messages:
         raise UsageError("there is nothing to summarize: the chat has no messages yet")
     most, frame = session.budget // 4, summary_size(session, "")
-    if most < frame + _LEAST:
+    if most < frame + _MIN_TEXT_TOKENS:
         raise SettingError(
             f"/summarize: with budget {session.budget} a summary may have {most} tokens, a quarter "
-            f"of the budget; it needs at least {frame + _LEAST}",
-            hint=f"/budget {4 * (frame + _LEAST)}",
+            f"of the budget; it needs at least {frame + _MIN_TEXT_TOKENS}",
+            hint=f"/budget {4 * (frame + _MIN_TEXT_TOKENS)}",
         )
     size = sum(len(message.rows) for message in messages)
-    most = min(most, frame + max(_SHORT, size // 3))
+    most = min(most, frame + max(_ALWAYS_ALLOWED_TOKENS, size // 3))
     return _extract(session, messages, facts, most)
 
 
@@ -62,10 +63,10 @@ def omitted_facts(facts: Sequence[StatedFact], summary: str) -> Iterator[Notice]
             continue
         corrected = " (corrected in part)" if one.is_newer_in_part else " (corrected)"
         named.append(format_value(one.text) + (corrected if one.newer_text else ""))
-    more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+    more = f" and {len(named) - _MAX_NAMED_FACTS} more" if len(named) > _MAX_NAMED_FACTS else ""
     if named:
-        listed = ", ".join(named[-_NAMED:]) + more
-        yield Notice(f"the summary leaves out, of what you told: {listed}")
+        listed = ", ".join(named[-_MAX_NAMED_FACTS:]) + more
+        yield Notice(f"the summary leaves out, of what you summary_words: {listed}")
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,13 @@ class _Sentence:
     weight: float  # factor of its score
     words: dict[str, float]  # in lower case, no stop words: surprisal in nats, doubled with digits
 
-    def score(self, told: set[str]) -> float:
-        """How much it adds to a summary that has the words `told`: surprisal by length."""
-        values = (nats * (_REPEATED if word in told else 1) for word, nats in self.words.items())
-        return self.weight * sum(nlargest(_WORDS, values)) / (self.size + _LENGTH)
+    def score(self, summary_words: set[str]) -> float:
+        """Surprisal by length, of which words that the summary has already count less."""
+        values = (
+            nats * (_REPEATED_WEIGHT if word in summary_words else 1)
+            for word, nats in self.words.items()
+        )
+        return self.weight * sum(nlargest(_SCORED_WORDS, values)) / (self.size + _EXTRA_LENGTH)
 
 
 def _extract(session: Session, messages: list[_Message], facts: list[StatedFact], most: int) -> str:
@@ -123,20 +127,20 @@ def _extract(session: Session, messages: list[_Message], facts: list[StatedFact]
             if not any(_repeats(message.role, has, *fact) for fact in corrected):
                 distinct.setdefault(" ".join(has), sentence)
     sentences = list(distinct.values())
-    told, chosen, left = set[str](), list[int](), most - summary_size(session, "")
-    queue = [(-sentence.score(told), at) for at, sentence in enumerate(sentences)]
+    summary_words, chosen, room = set[str](), list[int](), most - summary_size(session, "")
+    queue = [(-sentence.score(summary_words), at) for at, sentence in enumerate(sentences)]
     heapify(queue)
     while queue:
         _, at = heappop(queue)
-        score = sentences[at].score(told)
-        if not score or sentences[at].size > left:
+        score = sentences[at].score(summary_words)
+        if not score or sentences[at].size > room:
             continue
         if queue and -score > queue[0][0]:  # the summary now has some of its words
             heappush(queue, (-score, at))
             continue
         chosen.append(at)
-        told |= sentences[at].words.keys()
-        left -= sentences[at].size
+        summary_words |= sentences[at].words.keys()
+        room -= sentences[at].size
     while chosen:
         text = " ".join(sentences[at].text for at in sorted(chosen))
         if summary_size(session, text) <= most:
@@ -145,14 +149,18 @@ def _extract(session: Session, messages: list[_Message], facts: list[StatedFact]
     return ""
 
 
-def _repeats(role: str, has: list[str], said: list[str], words: set[str], gone: set[str]) -> bool:
+def _repeats(
+    role: str, has: list[str], said: list[str], words: set[str], removed: set[str]
+) -> bool:
     """Whether a sentence of the words `has` is a corrected fact, or repeats it.
 
-    The correction took away the words that are `gone`. The model's sentence has one of them, and
-    another of the fact's `words`, if more than one is gone.
+    The correction took away the words that are `removed`. The model's sentence has one of them, and
+    another of the fact's `words`, if more than one is removed.
     """
-    is_near = has == said if role == "user" else len(words.intersection(has)) >= min(2, len(gone))
-    return is_near and not gone.isdisjoint(has)
+    is_near = (
+        has == said if role == "user" else len(words.intersection(has)) >= min(2, len(removed))
+    )
+    return is_near and not removed.isdisjoint(has)
 
 
 def _sentences(message: _Message) -> Iterator[_Sentence]:
@@ -164,7 +172,9 @@ def _sentences(message: _Message) -> Iterator[_Sentence]:
             name = word_text(word).casefold()
             if name and name not in STOP_WORDS and name not in words:
                 nats = math.fsum(row.surprisal or 0.0 for row in word)
-                words[name] = nats * (_NUMBER if any(map(str.isdigit, name)) else 1)
-        weight = _USER if message.role == "user" else 1.0
+                words[name] = nats * (_NUMBER_WEIGHT if any(map(str.isdigit, name)) else 1)
+        weight = _USER_WEIGHT if message.role == "user" else 1.0
         is_question = match[0].endswith(("?", "？", '?"'))
-        yield _Sentence(match[0], len(rows), weight * (_QUESTION if is_question else 1), words)
+        yield _Sentence(
+            match[0], len(rows), weight * (_QUESTION_WEIGHT if is_question else 1), words
+        )

@@ -181,13 +181,14 @@ def template_prompt(ledger: Ledger, texts: Texts) -> tuple[range, int]:
 
     The end is the position at which the template's marks of the user's turn begin; 0 without one.
     """
-    at = ledger.of_turn(0)
-    roles, ids = (ledger.column(name)[at].tolist() for name in ("role", "token_id"))
-    count = roles.index(Role.USER) if Role.USER in roles else 0
-    if {*roles[:count]} != {Role.TEMPLATE}:
+    # This runs for each frame of the panel, and a first message may be very long.
+    roles = ledger.column("role")[ledger.of_turn(0)]
+    count = int(np.argmax(roles != Role.TEMPLATE)) if len(roles) else 0
+    if not count or roles[count] != Role.USER:
         return range(0), 0
+    ids = ledger.column("token_id")[:count].tolist()
     # The id that begins a turn, the first of all or the second, comes again: at the user's turn.
-    begins = [at for at in range(2, count) if ids[at] in ids[:2]]
+    begins = [index for index in range(2, count) if ids[index] in ids[:2]]
     if not begins:
         return range(0), 0
     end = begins[-1]

@@ -28,7 +28,7 @@ from sirchat.text.tool_calls import CallParser, ToolCall, append_calls, calls_fr
 MAX_CALLS_PER_MESSAGE = 64  # for one message
 _ARGUMENTS = '"arguments"'
 _EMPTY = "(empty)"  # what is read of a result without text
-_HEAD = 8  # the beginning of a large result may take one of so many parts of the policy's tokens
+_HEAD_PARTS = 8  # a large result's beginning may take one of so many parts of the policy's tokens
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ChatTool:
     parameters: dict[str, Any]
     run: Callable[[dict[str, Any], Interrupted], str] = field(compare=False)
     origin: tuple[str, str] = ("", "")  # its server, and its name there
-    about: str = ""  # what the server says of all its tools
+    server_text: str = ""  # what the server says of all its tools
 
     @classmethod
     def of(cls, function: Callable[..., object]) -> ChatTool:
@@ -91,9 +91,9 @@ class Toolbox:
             return ""
         told, said = list[dict[str, Any]](), {""}
         for tool in self.tools.values():
-            about = "" if tool.about in said else f"\n\n{tool.about}"
-            told.append(replace(tool, description=tool.description + about).message)
-            said.add(tool.about)
+            server_text = "" if tool.server_text in said else f"\n\n{tool.server_text}"
+            told.append(replace(tool, description=tool.description + server_text).message)
+            said.add(tool.server_text)
         return without_surrogates(json.dumps(told, ensure_ascii=False))
 
 
@@ -106,12 +106,16 @@ def tools_prompt_size(chat: Conversation, told: str) -> int:
 
 
 def reply_format(
-    chat: Conversation, box: Toolbox, begun: GeneratedReply | None = None, *, goes_on: bool = False
+    chat: Conversation,
+    box: Toolbox,
+    begun: GeneratedReply | None = None,
+    *,
+    is_same_round: bool = False,
 ) -> Generator[Event, None, TokenFilter | None]:
-    """What the setting `json_schema` allows in a reply, which may have begun.
+    """What the setting `json_schema` allows in a reply, which may have `begun`.
 
-    Yields what there is to say of the schema. SettingError if it can't be kept. If the round
-    `goes_on`, the file is not read again.
+    Yields notes on the schema, whose file is not read again in the same round. SettingError if it
+    can't be kept.
     """
     # With a template that takes no tools, the model calls them only where a call was begun for it.
     is_open = type(chat.template) is ToolTemplate
@@ -119,7 +123,7 @@ def reply_format(
     ids = begun.ids if begun else ()
     notes = list[str]()
     file = chat.profile.json_schema
-    allowed = chat.formats.from_file(chat, notes, file, tools, ids, goes_on=goes_on)
+    allowed = chat.formats.from_file(chat, notes, file, tools, ids, is_same_round=is_same_round)
     yield from map(Notice, notes)
     return allowed
 
@@ -143,17 +147,17 @@ def answer_with_tools(
     if not box.is_template_note_shown and (note := _tool_template(chat).note):
         yield Notice(note)
     box.is_template_note_shown = True
-    parser = first = _parser(chat, box)
+    parser = first = _call_parser(chat, box)
     stops = interrupted
-    if begun := _begun_call(chat):
+    if begun := _call_beginning(chat):
         reply = GeneratedReply(begun, None)
         allowed = None
         stops = lambda: interrupted() or first.has_ended  # noqa: E731
     while True:
-        taken = _CallsTaken(chat, parser)
+        extractor = _CallExtractor(chat, parser)
         for event in chat.begin_reply(stops, reply, allowed).events():
-            yield from taken.push(event)
-        calls = taken.calls
+            yield from extractor.push(event)
+        calls = extractor.calls
         if left <= 0 and calls:
             yield Notice(
                 f"the model goes on calling tools; {MAX_CALLS_PER_MESSAGE} calls for a message are"
@@ -162,12 +166,12 @@ def answer_with_tools(
             return
         for number, call in enumerate(calls, 1):
             left -= 1
-            text = yield from _run(chat, box, call, interrupted, is_last=left <= 0)
+            text = yield from _run_call(chat, box, call, interrupted, is_last=left <= 0)
             following = "tool" if number < len(calls) else None
             yield from read_result(chat, call, text, question, interrupted, next_role=following)
         reply = None
-        allowed = yield from reply_format(chat, box, goes_on=True)
-        parser = _parser(chat, box)
+        allowed = yield from reply_format(chat, box, is_same_round=True)
+        parser = _call_parser(chat, box)
         stops = interrupted
 
 
@@ -194,7 +198,7 @@ def read_result(
     start = engine.ledger.seen
     head = 0  # the number of pinned ids
     if engine.resident + len(ids.ids) > division.hard_bound and division.max_pins:
-        room = min(division.evictable // _HEAD, division.max_pins - division.pins)
+        room = min(division.evictable // _HEAD_PARTS, division.max_pins - division.pins)
         head = max(0, min(room, ids.content[1]))
     after = template.closing if ids.header is None else []
     with engine.evictor.ending_recall_on_error():
@@ -218,7 +222,7 @@ def calls_in(chat: Conversation, text: str) -> tuple[list[ToolCall], TurnIds | N
     return parser.calls, _tool_template(chat).tool_calls_turn(said, calls, chat.state.reply_header)
 
 
-def _begun_call(chat: Conversation) -> tuple[int, ...]:
+def _call_beginning(chat: Conversation) -> tuple[int, ...]:
     """The ids with which a reply begins that calls a tool, if the chat template takes none.
 
     A small model hardly ever begins a call itself. So the likeliest beginning is taken; () if that
@@ -241,7 +245,7 @@ def _tool_template(chat: Conversation) -> ToolTemplate:
     return chat.template
 
 
-def _parser(chat: Conversation, box: Toolbox) -> CallParser:
+def _call_parser(chat: Conversation, box: Toolbox) -> CallParser:
     """What finds the calls in the next reply; with a begun call, the first one alone."""
     number = sum(turn.role == "tool" for turn in chat.state.turns)
     if not isinstance(chat.template, PromptedTools):
@@ -252,17 +256,17 @@ def _parser(chat: Conversation, box: Toolbox) -> CallParser:
     return CallParser(box.tools, number, single_call=True, known_arguments=known)
 
 
-class _CallsTaken:
+class _CallExtractor:
     """Takes the calls out of the text of a reply; they are in `calls` once it is whole."""
 
     def __init__(self, chat: Conversation, parser: CallParser) -> None:
-        self._chat, self._parser = chat, parser
+        self._chat, self._call_parser = chat, parser
         self._said = ""  # the text without calls, so far
         self.calls: list[ToolCall] = []
 
     def push(self, event: Event) -> list[Event]:
         """The events to yield instead of the next one of the reply."""
-        parser, turns = self._parser, self._chat.state.turns
+        parser, turns = self._call_parser, self._chat.state.turns
         if isinstance(event, Delta) and event.part != "thinking":
             is_held = event.part == "call" and parser.hold_back(event.text)
             text = "" if is_held else parser.push(event.text)[0]
@@ -280,7 +284,7 @@ class _CallsTaken:
         return [Delta(rest, end=len(said)), replace(event, text=turns[-1].text)]
 
 
-def _run(
+def _run_call(
     chat: Conversation, box: Toolbox, call: ToolCall, interrupted: Interrupted, *, is_last: bool
 ) -> Generator[Event, None, str]:
     """Do a call, unless it is refused; returns what the model is to read."""

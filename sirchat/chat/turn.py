@@ -51,14 +51,14 @@ class OpenTurn:
         self.engine = engine
         self.events = events
         self._evicts_thinking = evicts_thinking
-        self._at_end: Placement | None = None  # when the round ended, if recall had moved tokens
+        self._placement_in_round: Placement | None = None  # at its end, if recall had moved tokens
         self.stats = stats
         self.ref = TurnRef(stats.index, now.round)
 
     @property
     def placement(self) -> Placement:
         """Where the tokens are; if the round's end has moved tokens back, where they were then."""
-        return self._at_end or self.engine.store.placement
+        return self._placement_in_round or self.engine.store.placement
 
     def make_room(self, count: int, max_new_tokens: int) -> list[Event]:
         """Evict tokens before a user turn of `count` ids is read, as the setting `evict` says."""
@@ -204,7 +204,7 @@ class OpenTurn:
     def _end_round(self) -> list[Event]:
         """End recall; let surprisal and attention decay; the next user turn begins a round."""
         now = self.engine.store.placement
-        self._at_end = now if now.has_recall else None
+        self._placement_in_round = now if now.has_recall else None
         events = [self.evicted(record) for record in self.engine.evictor.end_recall()]
         self.engine.decay_at_round_end()
         self.now.in_round = False

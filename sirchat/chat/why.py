@@ -110,25 +110,26 @@ def token_ranks(
 
 
 def attention_paid(
-    engine: Engine, turn: int, at_end: tuple[int, Placement] | None, sinks: int
+    engine: Engine, turn: int, placement: Placement | None, sinks: int
 ) -> AttentionPaid:
     """The attention that the reply with turn index `turn` paid to each held token before it.
 
-    The model reads the reply once more, over what was held then; no state changes. `at_end` is that
-    of the chat's last `ReplyCheckpoints`.
+    The model reads the reply once more, over what was held then; no state changes. `placement` is
+    that at the end of the chat's last reply; None if anything was read since.
     """
-    if at_end is None or at_end[0] != engine.ledger.seen:
-        return _paid(engine, turn, None, sinks)
-    placement = at_end[1]
+    if placement is None:
+        return _attention_paid(engine, turn, None, sinks)
     then = frozenset(placement.held.tolist())
     if not placement.has_recall or not engine.store.has(placement.held):
-        return _paid(engine, turn, then, sinks)
+        return _attention_paid(engine, turn, then, sinks)
     with engine.evictor.temporary_placement(placement):
-        paid = _paid(engine, turn, then, sinks)
+        paid = _attention_paid(engine, turn, then, sinks)
     return replace(paid, recalled=frozenset(placement.recalled.tolist()))
 
 
-def _paid(engine: Engine, turn: int, then: frozenset[int] | None, sinks: int) -> AttentionPaid:
+def _attention_paid(
+    engine: Engine, turn: int, then: frozenset[int] | None, sinks: int
+) -> AttentionPaid:
     # If anything was read or undone since, the reply attends to all that is held now. Sinks and
     # the template's tokens are left out: models attend to these whatever the text is.
     ledger = engine.ledger

@@ -11,9 +11,9 @@ from sirchat.chat.events import TokenRow
 
 PUNCTUATION = string.punctuation + string.whitespace + "…“”‘’«»–—"
 
-_BRACKETS = {")": "(", "]": "[", "}": "{"}  # by the closing one
-_LONGEST = 16  # tokens of a word; it is cut then, as some scripts have no blanks between words
-_REACH = 5  # tokens that are read on each side of a token, to find its whole word
+_OPENING_BRACKETS = {")": "(", "]": "[", "}": "{"}  # by the closing one
+_MAX_WORD_TOKENS = 16  # then it is cut, as some scripts have no blanks between words
+_NEIGHBOURS = 5  # tokens that are read on each side of a token, to find its whole word
 
 
 def is_punctuation(text: str) -> bool:
@@ -33,7 +33,9 @@ def word_text(word: Sequence[TokenRow]) -> str:
     """
     whole = "".join(row.text for row in word)
     text, after = whole.strip(PUNCTUATION), whole.rstrip()[len(whole.rstrip(PUNCTUATION)) :]
-    while after[:1] in _BRACKETS and text.count(_BRACKETS[after[0]]) > text.count(after[0]):
+    while after[:1] in _OPENING_BRACKETS and text.count(_OPENING_BRACKETS[after[0]]) > text.count(
+        after[0]
+    ):
         text, after = text + after[0], after[1:]
     return text
 
@@ -46,7 +48,7 @@ def split_words(rows: Sequence[TokenRow]) -> Iterator[list[TokenRow]]:
     """
     word: list[TokenRow] = []
     for row in rows:
-        if word and (len(word) == _LONGEST or _is_apart(word[-1], row)):
+        if word and (len(word) == _MAX_WORD_TOKENS or _is_apart(word[-1], row)):
             yield word
             word = []
         word.append(row)
@@ -79,7 +81,7 @@ def words_at(
 
 def near_positions(positions: Collection[int], seen: int) -> list[int]:
     """These positions of a stream of `seen` tokens, and up to 5 on each side of each, ascending."""
-    near = {at + step for at in positions for step in range(-_REACH, _REACH + 1)}
+    near = {at + step for at in positions for step in range(-_NEIGHBOURS, _NEIGHBOURS + 1)}
     return sorted(at for at in near if 0 <= at < seen)
 
 

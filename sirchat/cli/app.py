@@ -95,16 +95,16 @@ class LazyCommand(TyperGroup):
 
 
 class _MainGroup(TyperGroup):
-    """The group of all commands; for a wrong name, the error names a similar one.
+    """The group of all commands; flags before a command's name are moved behind it.
 
-    Flags before a command's name are the command's: `sirchat -m MODEL ask ...` is what people type.
+    So `sirchat -m MODEL ask ...` works. An unknown name is an error that names a similar command.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        lines = commands()
+        descriptions = commands()
         for name, module in command_modules().items():
-            self.add_command(LazyCommand(name, module, lines[name]))
+            self.add_command(LazyCommand(name, module, descriptions[name]))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         formatter.write(overview())
@@ -123,23 +123,22 @@ class _MainGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         name, typed = args[0], ctx.meta["typed"]
-        front = typed[: len(typed) - len(args)]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            hint = "" if " " in name else did_you_mean(name, self.list_commands(ctx), "sirchat ")
+            if name in _OTHER_COMMANDS:
+                hint = f"sirchat {_OTHER_COMMANDS[name]}"
+            hint = (
+                hint or f"sirchat opens a chat; sirchat ask {shlex.quote(name)} asks this question"
+            )
+            raise UsageError(f"there is no command {format_value(name)}", hint=hint)
         options: list[Any] = self.params
-        with_value = {name for option in options if not option.is_flag for name in option.opts}
+        takes_value = {name for option in options if not option.is_flag for name in option.opts}
+        words_before_name = typed[: len(typed) - len(args)]
         flags = [
             word
-            for before, word in pairwise(["", *front])
-            if word != "--debug" or before in with_value  # not every command has --debug
+            for previous, word in pairwise(["", *words_before_name])
+            if word != "--debug" or previous in takes_value  # not every command has --debug
         ]
-        if self.get_command(ctx, name) is None and not name.startswith("-"):
-            close = "" if " " in name else did_you_mean(name, self.list_commands(ctx), "sirchat ")
-            if name in _OTHER_COMMANDS:
-                close = f"sirchat {_OTHER_COMMANDS[name]}"
-            raise UsageError(
-                f"there is no command {format_value(name)}",
-                hint=close
-                or f"sirchat opens a chat; sirchat ask {shlex.quote(name)} asks this question",
-            )
         return super().resolve_command(ctx, [name, *flags, *args[1:]])
 
 
@@ -171,27 +170,27 @@ def main() -> None:
         restore_terminal()
 
 
-def _quote_for_bash() -> None:
-    """Let completions for bash, which inserts them as they are, have their blanks escaped."""
+def _escape_completions_for_bash() -> None:
+    """Bash inserts completions as they are: escape blanks and other special characters."""
     from typer._completion_classes import BashComplete
 
-    def quoted(self: Any, item: Any) -> str:
+    def escape(self: Any, item: Any) -> str:
         typed = os.environ.get("COMP_WORDS", "").split("\n")[-1]
         if typed.startswith(("'", '"')):
             return str(item.value)
         return re.sub(r"[^\w@%+=:,./-]", r"\\\g<0>", item.value)
 
-    BashComplete.format_completion = quoted  # type: ignore[method-assign]
+    BashComplete.format_completion = escape  # type: ignore[method-assign]
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(is_given: bool) -> None:
+    if is_given:
         typer.echo(f"sirchat {__version__}")
         raise typer.Exit
 
 
-def _show_settings(context: typer.Context, asked: bool) -> None:
-    if asked and isinstance(context.command, _MainGroup):
+def _show_settings(context: typer.Context, is_given: bool) -> None:
+    if is_given and isinstance(context.command, _MainGroup):
         context.command.format_settings(context)
         raise typer.Exit
 
@@ -244,31 +243,39 @@ def chat_or_replay(
     if context.invoked_subcommand is not None:
         return
     resume = "last" if is_last and resume is None else resume
-    given: dict[str, Any] = {"tools": tools, "tools_allow": tools_allow}
+    tool_flags: dict[str, Any] = {"tools": tools, "tools_allow": tools_allow}
     transcript: dict[str, Any] = {"feed": feed, "format": format}
     transcript |= {"json": json, "json_tokens": json_tokens}
-    for name, used in (("--rebuild", rebuild), ("--branch", branch is not None)):
-        if used and resume is None:
+    for name, is_given in (("--rebuild", rebuild), ("--branch", branch is not None)):
+        if is_given and resume is None:
             raise UsageError(f"{name} has no effect without --resume")
     if not sys.stdin.isatty():
         if resume is not None:
             raise UsageError("--resume opens a chat, so standard input must be a terminal")
-        given |= {"quiet": quiet, "trust_remote_code": trust_remote_code}
-        replay(Path("-"), flags, **transcript, **given)
+        options = {**transcript, **tool_flags, "quiet": quiet}
+        replay(Path("-"), flags, trust_remote_code=trust_remote_code, **options)
         return
     for name, value in transcript.items():
         if value not in (False, "auto"):
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag} needs a transcript on standard input, not a terminal")
-    given |= {"resume": resume, "branch": branch, "rebuild": rebuild}
-    open_chat(flags, trust=trust_remote_code, debug=debug, quiet=quiet, **given)
+    open_chat(
+        flags,
+        resume=resume,
+        branch=branch,
+        rebuild=rebuild,
+        trust=trust_remote_code,
+        debug=debug,
+        quiet=quiet,
+        **tool_flags,
+    )
 
 
 def _run() -> None:
     install_exit_handlers()
     debug = "--debug" in sys.argv or bool(os.environ.get("SIRCHAT_DEBUG"))
     if os.environ.get("_SIRCHAT_COMPLETE") == "complete_bash":
-        _quote_for_bash()
+        _escape_completions_for_bash()
     try:
         typed = _complete_resume_flag(_translate_flags(sys.argv[1:]))
         code = app(args=typed, prog_name="sirchat", standalone_mode=False)
@@ -290,13 +297,14 @@ def _run() -> None:
 
 
 def _with_hint(error: Any) -> str:
-    """An error of the parser; with a hint if a flag or a question is in a wrong place."""
+    """The parser's error message, with a hint if a flag or a question is in a wrong place."""
     message = str(error.format_message())
     if not message.startswith("No such option"):
         return message
-    asked = next((argument for argument in sys.argv if re.match(r"-+\S*[\s\d]", argument)), "")
-    if "ask" in sys.argv and asked:
-        return f"{message} (a question that begins with - follows --: ask -- {shlex.quote(asked)})"
+    questions = [argument for argument in sys.argv if re.match(r"-+\S*[\s\d]", argument)]
+    if "ask" in sys.argv and questions:
+        quoted = shlex.quote(questions[0])
+        return f"{message} (a question that begins with - follows --: ask -- {quoted})"
     if isinstance(error.ctx.command, TyperGroup) and error.ctx.parent is not None:
         path, flag = error.ctx.command_path, error.option_name
         return f"{message} (put {flag} after the command: {path} COMMAND {flag} ...)"
@@ -304,7 +312,6 @@ def _with_hint(error: Any) -> str:
 
 
 def _message_and_exit_code(error: Exception) -> tuple[str, int]:
-    """The error message, and the exit code of the program."""
     if isinstance(error, SirchatError):
         return str(error), error.exit_code
     if isinstance(error, OSError):
@@ -321,19 +328,20 @@ def _exit_with_error(message: str, code: int) -> None:
 
 
 def _translate_flags(arguments: list[str]) -> list[str]:
-    """The arguments; flags of other programs, up to `--`, are replaced by those of sirchat."""
+    """The arguments, with flags of other programs, up to `--`, replaced by those of sirchat."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     flags = [argument.partition("=") for argument in arguments[:end]]
-    named = [f"{_OTHER_FLAGS.get(name, name)}{equals}{value}" for name, equals, value in flags]
-    return named + arguments[end:]
+    translated = [f"{_OTHER_FLAGS.get(name, name)}{equals}{value}" for name, equals, value in flags]
+    return translated + arguments[end:]
 
 
 def _complete_resume_flag(arguments: list[str]) -> list[str]:
-    """The arguments; a `--resume` without a value, before a command's name, is `--resume=last`."""
+    """The arguments, with `=last` at a `--resume` that has no value, before a command's name."""
     names = commands()  # the value of a flag may be such a name, too: then the guess is wrong
-    front = list(takewhile(lambda argument: argument not in names, arguments))
-    for at, argument in enumerate(front):
-        has_value = at + 1 < len(front) and not front[at + 1].startswith("-")
+    before_command = list(takewhile(lambda argument: argument not in names, arguments))
+    for index, argument in enumerate(before_command):
+        following = before_command[index + 1 : index + 2]
+        has_value = bool(following) and not following[0].startswith("-")
         if argument == "--resume" and not has_value:
-            front[at] = "--resume=last"
-    return front + arguments[len(front) :]
+            before_command[index] = "--resume=last"
+    return before_command + arguments[len(before_command) :]

@@ -26,30 +26,22 @@ _NOT_SIRCHAT = "the server's answer is not one of sirchat serve"
 def ask_server(
     server: str, profile: Profile, text: str, screen: "Screen", *, holds_all: bool, source: int
 ) -> bool:
-    """Print the reply of a server to `text`; `server` is a URL, or `auto` for one of this user.
+    """Print a server's reply to `text`, whose first `source` characters it asks about.
 
-    The first `source` characters are what it asks about. With `auto`, returns False if no server
-    can give the reply that `ask` would generate itself.
-    SirchatError if the server at a URL refuses. Ctrl-C ends the reply.
+    `server` is a URL, which raises SirchatError if it refuses; or `auto`, a server of this user:
+    False if none gives the reply that `ask` itself would generate. Ctrl-C ends the reply.
     """
     if server != "auto":
-        connection, access = _connection(server), dict[str, str]()
+        connection, headers = _connection(server), dict[str, str]()
     elif is_path(profile.policy) or (found := connect_to_user_server(profile.model)) is None:
         return False
     else:
-        connection, access = found
-    bar = ExitStack()
-    settings = profile.model_dump(exclude_unset=True, exclude={"json_schema"})
-    own = {"settings": settings, "holds_all": holds_all, "source": source}
-    messages = [{"role": "user", "content": text}]
-    fields: dict[str, Any] = {"messages": messages, "stream": True, "sirchat_ask": own}
-    if (schema := load_schema(profile.json_schema)) is not None:
-        form = {"name": "reply", "schema": schema}
-        fields["response_format"] = {"type": "json_schema", "json_schema": form}
-    body = json.dumps(fields)
-    headers = {"Content-Type": "application/json", **access}
+        connection, headers = found
+    headers = {"Content-Type": "application/json", **headers}
     if key := os.environ.get("SIRCHAT_API_KEY"):
         headers["Authorization"] = f"Bearer {key}"
+    body = _request_body(profile, text, holds_all=holds_all, source=source)
+    bar, problem = ExitStack(), ""
     try:
         try:
             if len(body) > _LONG_BODY_CHARS:
@@ -59,26 +51,40 @@ def ask_server(
                     report(f"the server reads {len(text):,} characters", 0, None)
             connection.request("POST", "/v1/chat/completions", body, headers)
             response = connection.getresponse()
-            why = "" if response.status == 200 else f"refuses: {_refusal(response)}"
+            if response.status != 200:
+                problem = f"refuses: {_refusal(response)}"
         except (OSError, HTTPException) as error:
-            why = f"can't be asked: {error}"
-        if not why:
+            problem = f"can't be asked: {error}"
+        if not problem:
             _print_reply(_events(response), screen, bar)
         elif server != "auto":
-            raise SirchatError(f"the server at {format_value(server)} {why}")
-        return not why
+            raise SirchatError(f"the server at {format_value(server)} {problem}")
+        return not problem
     finally:
         bar.close()
         connection.close()  # the server then ends the reply
 
 
+def _request_body(profile: Profile, text: str, *, holds_all: bool, source: int) -> str:
+    settings = profile.model_dump(exclude_unset=True, exclude={"json_schema"})
+    fields: dict[str, Any] = {
+        "messages": [{"role": "user", "content": text}],
+        "stream": True,
+        "sirchat_ask": {"settings": settings, "holds_all": holds_all, "source": source},
+    }
+    if (schema := load_schema(profile.json_schema)) is not None:
+        json_schema = {"name": "reply", "schema": schema}
+        fields["response_format"] = {"type": "json_schema", "json_schema": json_schema}
+    return json.dumps(fields)
+
+
 def _connection(server: str) -> HTTPConnection:
-    """A connection to the server at a URL, not yet open."""
-    kinds: dict[str, type[HTTPConnection]] = {"http": HTTPConnection, "https": HTTPSConnection}
+    """A connection, not yet open, to the server at a URL."""
+    classes: dict[str, type[HTTPConnection]] = {"http": HTTPConnection, "https": HTTPSConnection}
     with suppress(ValueError, HTTPException):  # brackets that do not close, a port that is none
         parts = urlsplit(server)
-        if parts.hostname and parts.scheme in kinds:
-            return kinds[parts.scheme](parts.netloc)
+        if parts.hostname and parts.scheme in classes:
+            return classes[parts.scheme](parts.netloc)
     raise UsageError(
         f"--server can't be {format_value(server)}; allowed: auto, off, or a URL",
         hint="such as http://127.0.0.1:8080",
@@ -106,7 +112,7 @@ def _events(response: HTTPResponse) -> Iterator[Any]:
 
 
 def _print_reply(events: Iterator[Any], screen: "Screen", bar: ExitStack) -> None:
-    """Print the reply; `bar` is on the screen until it begins."""
+    """Print the reply to the screen, which shows the loading `bar` until it begins."""
     try:
         for event in events:
             bar.close()

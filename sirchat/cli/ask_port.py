@@ -1,8 +1,8 @@
-"""How `sirchat ask` finds a running server of the same user, and how each proves to be that user's.
+"""The local port by which `sirchat ask` finds a running server of the same user.
 
-The server listens on a second local port, and writes that port and a token to a file which only
-the user can read. A server that was killed leaves its file, and another program may take the port:
-so a server first proves that it knows the token, without sending it.
+The server writes the port and a token to a file that only its user can read. If it is killed, the
+file stays, and another program may take the port: so before `ask` sends anything, the server proves
+by an answer to a challenge that it knows the token, without sending it.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _TOKEN_HEADER, _CHALLENGE_HEADER, _PROOF_HEADER = (
 
 
 class AskPort(NamedTuple):
-    """The port of a server for `ask`, and the token that programs of its user can read."""
+    """The port, and the token that only programs of the server's user can read."""
 
     port: int
     token: str
 
     def proof(self, challenge: bytes) -> str:
-        """The answer to a challenge that only those who know the token can give."""
+        """The answer to a challenge, which proves that the token is known: hexadecimal HMAC."""
         return hmac.new(self.token.encode(), challenge, "sha256").hexdigest()
 
-    def opened(self, app: Any) -> Any:
-        """The ASGI app `app`, which at this port answers challenges, and takes the token as key."""
+    def with_access(self, app: Any) -> Any:
+        """Wrap an ASGI app: at this port, it answers challenges, and takes the token as API key."""
 
-        async def opened(scope: Any, receive: Any, send: Any) -> None:
+        async def app_at_port(scope: Any, receive: Any, send: Any) -> None:
             if scope["type"] == "http" and scope["server"] == (_HOST, self.port):
                 headers = dict(scope["headers"])
                 if (challenge := headers.get(_CHALLENGE_HEADER.encode())) is not None:
@@ -54,30 +54,31 @@ class AskPort(NamedTuple):
                     scope = {**scope, "server": (_HOST, None)}  # `Access` then asks for no key
             await app(scope, receive, send)
 
-        return opened
+        return app_at_port
 
 
 @contextmanager
 def open_ask_port(model: str) -> Iterator[tuple[AskPort, socket.socket] | None]:
-    """Context manager: the port by which `ask` of the same user finds the server; its socket.
+    """Context manager: binds a port for `ask`, and yields it with its socket.
 
-    None if there can be none, or if another server with this model has one.
+    Yields None if that fails, or if another server with this model has a port already.
     """
-    path, opened = paths.server_port_file(model), None
+    path = paths.server_port_file(model)
     if (other := connect_to_user_server(model)) is not None:
         other[0].close()
-    else:
-        with suppress(OSError):
-            opened = _bind_port(path)
-    if opened is None:
         yield None
         return
     try:
-        with opened[1]:
-            yield opened
+        port, listener = _bind_port(path)
+    except OSError:
+        yield None
+        return
+    try:
+        with listener:
+            yield port, listener
     finally:
         with suppress(OSError):
-            if _read_port_file(path) == opened[0]:
+            if _read_port_file(path) == port:
                 path.unlink()
 
 
@@ -86,22 +87,21 @@ def connect_to_user_server(model: str) -> tuple[HTTPConnection, dict[str, str]] 
 
     None if there is no such server.
     """
-    own = _read_port_file(paths.server_port_file(model))
-    if own is None:
+    port = _read_port_file(paths.server_port_file(model))
+    if port is None:
         return None
-    connection, challenge = (
-        HTTPConnection(_HOST, own.port, timeout=_PROOF_TIMEOUT_S),
-        secrets.token_hex(),
-    )
+    connection = HTTPConnection(_HOST, port.port, timeout=_PROOF_TIMEOUT_S)
+    challenge = secrets.token_hex()
     try:
         connection.request("GET", "/", headers={_CHALLENGE_HEADER: challenge})
         response = connection.getresponse()
-        given = response.headers.get(_PROOF_HEADER, "").encode()
-        if connection.sock and hmac.compare_digest(given, own.proof(challenge.encode()).encode()):
+        answer = response.headers.get(_PROOF_HEADER, "").encode()
+        expected = port.proof(challenge.encode()).encode()
+        if connection.sock and hmac.compare_digest(answer, expected):
             response.read()  # not what another program sends without end
             connection.sock.settimeout(None)
             connection.auto_open = 0  # a later connection might reach another program
-            return connection, {_TOKEN_HEADER: own.token}
+            return connection, {_TOKEN_HEADER: port.token}
     except (OSError, HTTPException):
         pass
     connection.close()
@@ -113,13 +113,13 @@ def _bind_port(path: Path) -> tuple[AskPort, socket.socket]:
     listener = socket.socket()
     try:
         listener.bind((_HOST, 0))
-        own = AskPort(listener.getsockname()[1], secrets.token_hex())
+        port = AskPort(listener.getsockname()[1], secrets.token_hex())
         paths.make_private_dir(path.parent)
-        paths.write_private(path, f"{own.port} {own.token}", replaces=True)
+        paths.write_private(path, f"{port.port} {port.token}", replaces=True)
     except OSError:
         listener.close()
         raise
-    return own, listener
+    return port, listener
 
 
 def _read_port_file(path: Path) -> AskPort | None:

@@ -3,10 +3,11 @@
 import os
 import stat
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, NamedTuple
 
 import typer
 
@@ -40,14 +41,15 @@ if TYPE_CHECKING:
     from sirchat.chat.session import Session
     from sirchat.models.progress import Progress
     from sirchat.saved.store import SessionStore
+    from sirchat.text.transcript import TranscriptItem
     from sirchat.ui.screen import Screen
 
 # Settings that flags change before a saved chat is loaded; others change after that.
-_SETTINGS_BEFORE_LOADING = (
+_SETTINGS_BEFORE_LOADING = {
     *("model", "device", "device_map", "dtype", "quantize", "unpack_dtype", "cache_dtype"),
     *("compile", "learn_encoder", "save", "save_kv"),
-)
-_DISPLAY_SETTINGS = ("panel", "theme", "markdown", "thinking")  # those of a chat, likewise
+}
+_DISPLAY_SETTINGS = {"panel", "theme", "markdown", "thinking"}  # those of a chat, likewise
 
 Json = Annotated[bool, typer.Option("--json", help="Print events as JSON, one object per line.")]
 Feed = Annotated[
@@ -86,6 +88,15 @@ ToolsAllow = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only replies and errors.")]
 
 
+class _Opening(NamedTuple):
+    """The settings with which a chat is opened, and the saved chat that it continues, if any."""
+
+    profile: Profile
+    store: "SessionStore | None" = None
+    later: Mapping[str, Any] = MappingProxyType({})  # settings to switch to once it is loaded
+    passed_over: Sequence[SessionError] = ()  # why newer chats than the last can't be opened
+
+
 def open_chat(
     flags: dict[str, Any],
     *,
@@ -105,42 +116,44 @@ def open_chat(
     """
     from sirchat.tools.config import ToolFlags
 
-    servers = ToolFlags.of(tools, tools_allow)
-    later: dict[str, Any] = {}
+    tool_flags, trusted = ToolFlags.of(tools, tools_allow), trusted_policies(flags)
     if resume is None:
-        profile, store = profile_from_flags(flags), None
+        opening = _Opening(profile_from_flags(flags))
     else:
-        first = () if rebuild else (*_SETTINGS_BEFORE_LOADING, *_DISPLAY_SETTINGS)
-        profile, store, later, skipped = _saved_settings(resume, flags, first, branch=branch)
-        for error in skipped:
-            went_on = f"continuing with session {store.name or store.id}"
-            sys.stderr.write(f"{displayable_line(f'sirchat: {error}; {went_on}')}\n")
+        at_opening = None if rebuild else _SETTINGS_BEFORE_LOADING | _DISPLAY_SETTINGS
+        opening = _open_saved_file(resume, flags, at_opening, branch=branch)
+        if opening.store is not None:
+            name = opening.store.name or opening.store.id
+            for error in opening.passed_over:
+                _print_remark(f"sirchat: {error}; continuing with session {name}")
     from sirchat.ui.screen import Screen
     from sirchat.ui.startup import chat, choose_model
 
-    screen, trusted = Screen(theme=profile.theme, is_quiet=quiet), trusted_policies(flags)
-    if resume is None and "model" not in profile.model_fields_set:
-        with _closed_terminal_ends_chat():
-            name = choose_model(screen)
-        if name is not None:
-            profile = profile_from_flags({**flags, "model": name})
+    screen = Screen(theme=opening.profile.theme, is_quiet=quiet)
 
-    def opened(report: "Progress | None") -> "Session":
+    def open_session_of_chat(report: "Progress | None") -> "Session":
         with without_garbage_collection():
             with interruptible_imports():
                 import sirchat.ui.repl  # noqa: F401  # the prompt needs it as soon as it is ready
-            return _open_chat_session(profile, trust, report, store, later, rebuild=rebuild)
+            return _load_session(opening, trust, report, rebuild=rebuild)
 
-    with _closed_terminal_ends_chat():
+    try:
+        names_model = resume is not None or "model" in opening.profile.model_fields_set
+        if not names_model and (model := choose_model(screen)) is not None:
+            opening = _Opening(profile_from_flags({**flags, "model": model}))
         chat(
-            opened,
-            profile,
+            open_session_of_chat,
+            opening.profile,
             screen,
-            store=store,
+            store=opening.store,
             debug=debug,
             trusted_policies=trusted,
-            tools=servers,
+            tools=tool_flags,
         )
+    except OSError as error:
+        if not is_output_closed(error):
+            raise
+        raise BrokenPipeError from error  # ends the command without an error message
 
 
 @with_setting_flags
@@ -184,29 +197,23 @@ def ask(
     All of the text is held, if the model's context and the memory allow; if not all of it is, a
     line on standard error says how much was read, and how much is held.
     """
-    resume = "last" if is_last and resume is None else resume
-    text, source, has_files = read_question(
-        question or [], file or [], has_input=not no_input, note=_print_remark
-    )
     from sirchat.tools.config import ToolFlags
 
-    servers = ToolFlags.of(tools, tools_allow)
-    needs_own = {"--resume": resume is not None, "--json": json}
-    needs_own |= {"--trust-remote-code": trust_remote_code, "--tools": bool(servers.servers)}
-    for flag in (flag for flag, is_given in needs_own.items() if is_given):
-        if server not in ("auto", "off"):
-            raise UsageError(f"--server has no effect with {flag}", hint="give one of the two")
-    later: dict[str, Any] = {}
-    store: SessionStore | None = None
-    if resume is None:
-        profile = profile_from_flags(flags)
-        if source and "temperature" not in profile.model_fields_set:
-            profile = profile.model_copy(update={"temperature": 0.0})  # a fact is there, or not
-    else:
-        profile, store, later, skipped = _saved_settings(resume, flags, _SETTINGS_BEFORE_LOADING)
-        if skipped:
-            store.close()
-            raise skipped[0]
+    resume = "last" if is_last and resume is None else resume
+    asked = read_question(question or [], file or [], has_input=not no_input, note=_print_remark)
+    tool_flags = ToolFlags.of(tools, tools_allow)
+    local_flags = {  # a server can't do what they ask for
+        "--resume": resume is not None,
+        "--json": json,
+        "--trust-remote-code": trust_remote_code,
+        "--tools": bool(tool_flags.servers),
+    }
+    may_use_server = server != "off" and not any(local_flags.values())
+    if server not in ("auto", "off") and not may_use_server:
+        flag = next(flag for flag, is_given in local_flags.items() if is_given)
+        raise UsageError(f"--server has no effect with {flag}", hint="give one of the two")
+    opening = _open_for_question(resume, flags, about_text=asked.source_chars > 0)
+    profile = opening.profile
     with without_garbage_collection(), interruptible_imports():
         from sirchat.ui.screen import Screen
 
@@ -215,41 +222,53 @@ def ask(
         from sirchat.ui.startup import explain_toy_model
 
         explain_toy_model(screen)
-    source = 0 if profile.json_schema != "off" else source  # its reply is for a program
-    needs_room = has_files or bool(servers.allow)
-    holds_all = store is None and needs_room and "budget" not in profile.model_fields_set
-    if server != "off" and not any(needs_own.values()):
+    needs_room = asked.has_files or bool(tool_flags.allow)
+    options: dict[str, Any] = {
+        "holds_all": resume is None and needs_room and "budget" not in profile.model_fields_set,
+        "source": asked.source_chars if profile.json_schema == "off" else 0,  # JSON has no quotes
+    }
+    if may_use_server:
         from sirchat.cli.ask_client import ask_server
 
-        if ask_server(server, profile, text, screen, holds_all=holds_all, source=source):
+        if ask_server(server, profile, asked.text, screen, **options):
             return
     with without_garbage_collection(), interruptible_imports():
         from sirchat.ui.replay import print_reply
         from sirchat.ui.status import loading_bar
-        from sirchat.ui.tool_use import tools_of
+        from sirchat.ui.tool_use import use_tools
 
     with loading_bar(screen, profile.model) as report:
-        session = _open_chat_session(profile, trust_remote_code, report, store, {})
-    with tools_of(servers, session, screen), _within_saved_chat(session, screen, store, later):
-        print_reply(session, text, screen, as_json=json, holds_all=holds_all, source=source)
+        session = _load_session(opening._replace(later={}), trust_remote_code, report)
+    with use_tools(tool_flags, session, screen), _within_saved_chat(session, screen, opening):
+        print_reply(session, asked.text, screen, as_json=json, **options)
+
+
+def _open_for_question(resume: str | None, flags: dict[str, Any], *, about_text: bool) -> _Opening:
+    """The settings for a question, and its saved chat, if any; the last must not be in use."""
+    if resume is not None:
+        opening = _open_saved_file(resume, flags, _SETTINGS_BEFORE_LOADING)
+        if opening.store is not None and opening.passed_over:
+            opening.store.close()
+            raise opening.passed_over[0]
+        return opening
+    profile = profile_from_flags(flags)
+    if about_text and "temperature" not in profile.model_fields_set:
+        profile = profile.model_copy(update={"temperature": 0.0})  # a fact is there, or not
+    return _Opening(profile)
 
 
 @contextmanager
-def _within_saved_chat(
-    session: "Session", screen: "Screen", store: "SessionStore | None", later: dict[str, Any]
-) -> Iterator[None]:
-    """Context manager: what is asked belongs to the chat in `store`, if any, under `later`."""
-    if store is None:
+def _within_saved_chat(session: "Session", screen: "Screen", opening: _Opening) -> Iterator[None]:
+    """Context manager: adds what is asked to the saved chat, if any, and ends its own settings."""
+    if opening.store is None:
         yield
         return
     from sirchat.chat.retry import temporary_settings
     from sirchat.ui.saved_chat import SavedChat
 
-    saved_chat = SavedChat(session, screen, store)
+    saved_chat = SavedChat(session, screen, opening.store)
     try:
-        with temporary_settings(
-            session, "ask", later
-        ):  # they are for this question, not for the chat
+        with temporary_settings(session, "ask", opening.later):
             yield
     finally:
         saved_chat.close()
@@ -272,10 +291,10 @@ def replay(
 
     A line of JSONL may switch settings: {"switch": {"policy": "sink", "budget": 256}}.
     """
-    from sirchat.text.transcript import SettingsSwitch, iter_turns, one_conversation
+    from sirchat.text.transcript import iter_turns, one_conversation
     from sirchat.tools.config import ToolFlags
 
-    servers = ToolFlags.of(tools, tools_allow)
+    tool_flags, trusted = ToolFlags.of(tools, tools_allow), trusted_policies(flags)
     profile = profile_from_flags(flags)
     is_input = str(file) == "-"
     name = "standard input" if is_input else str(file)
@@ -283,27 +302,22 @@ def replay(
         stream = sys.stdin.buffer if is_input else file.open("rb")
     except OSError as error:
         raise TranscriptError(f"{name} cannot be read: {error.strerror}") from error
-    trusted = trusted_policies(flags)
     with stream:
         items = iter_turns(stream, name, format)
-        if _is_regular_file(stream):  # it can be checked before loading
-            items = iter(read := list(items))
-            if switches := [item for item in read if isinstance(item, SettingsSwitch)]:
-                from sirchat.chat.settings import checked_switches
-
-                list(checked_switches(switches, name, profile, trusted))
-        turns = one_conversation(items, name)
+        if _is_regular_file(stream):
+            items = iter(_check_switches([*items], name, profile, trusted))
         from sirchat.chat.settings import checked_switches
         from sirchat.ui import replay
         from sirchat.ui.screen import Screen
         from sirchat.ui.status import loading_bar
-        from sirchat.ui.tool_use import tools_of
+        from sirchat.ui.tool_use import use_tools
 
         screen = Screen(theme=profile.theme, is_quiet=quiet)
         with loading_bar(screen, profile.model) as report:
             session = open_session(profile, trust_remote_code, report, rows_in_events=json_tokens)
         options = replay.ReplayOptions(feed=feed, json=json or json_tokens, name=name)
-        with tools_of(servers, session, screen):
+        with use_tools(tool_flags, session, screen):
+            turns = one_conversation(items, name)
             turns = checked_switches(turns, name, session.profile, trusted)
             replay.replay(session, turns, screen, options)
         if is_input and not session.turns:
@@ -311,6 +325,19 @@ def replay(
                 "standard input is empty: at a terminal, sirchat opens a chat; sirchat < FILE "
                 "answers a transcript"
             )
+
+
+def _check_switches(
+    items: "list[TranscriptItem]", name: str, profile: Profile, trusted: Collection[str]
+) -> "list[TranscriptItem]":
+    """Refuse a switch to settings that are not allowed before the model is loaded."""
+    from sirchat.text.transcript import SettingsSwitch
+
+    if switches := [item for item in items if isinstance(item, SettingsSwitch)]:
+        from sirchat.chat.settings import checked_switches
+
+        list(checked_switches(switches, name, profile, trusted))
+    return items
 
 
 def _is_regular_file(stream: BinaryIO) -> bool:
@@ -340,25 +367,14 @@ def tutorial(
         from sirchat.models.load import load_model
         from sirchat.ui.tutorial import TUTORIAL_SETTINGS, run_tutorial
 
-    def opened(report: "Progress | None") -> "Session":
+    def open_tutorial(report: "Progress | None") -> "Session":
         # Only those of the user's settings are used that do not change what is shown.
         model = load_model("tiny", device="cpu", threads=profile.threads, progress=report)
         return Session(model, Profile(save=False, theme=profile.theme, **TUTORIAL_SETTINGS))
 
     waits = not auto and sys.stdin.isatty() and sys.stdout.isatty()
-    if not run_tutorial(opened, screen, waits=waits) and not waits:
+    if not run_tutorial(open_tutorial, screen, waits=waits) and not waits:
         raise typer.Exit(1)
-
-
-@contextmanager
-def _closed_terminal_ends_chat() -> Iterator[None]:
-    """Context manager: if the terminal was closed, the command ends without an error message."""
-    try:
-        yield
-    except OSError as error:
-        if not is_output_closed(error):
-            raise
-        raise BrokenPipeError from error
 
 
 def _print_remark(text: str) -> None:
@@ -367,58 +383,56 @@ def _print_remark(text: str) -> None:
     sys.stderr.flush()
 
 
-def _open_chat_session(
-    profile: Profile,
-    trust: bool,
-    report: "Progress | None",
-    store: "SessionStore | None",
-    later: dict[str, Any],
-    *,
-    rebuild: bool = False,
+def _load_session(
+    opening: _Opening, trust: bool, report: "Progress | None", *, rebuild: bool = False
 ) -> "Session":
-    """Open a session; load the chat saved in `store`, if any; switch to the settings `later`."""
-    session = open_session(profile, trust, report)
-    if store is not None:
+    """Load the model, and the saved chat, if any; then switch to the settings for later."""
+    session = open_session(opening.profile, trust, report)
+    if opening.store is not None:
         from sirchat.saved.resume import resume_session
 
-        resume_session(session, store, rebuild=rebuild)
-    if later:
-        session.switch("--resume", **later)
+        resume_session(session, opening.store, rebuild=rebuild)
+    if opening.later:
+        session.switch("--resume", **opening.later)
     return session
 
 
-def _saved_settings(
-    ident: str, flags: dict[str, Any], at_once: Collection[str], *, branch: str | None = None
-) -> "tuple[Profile, SessionStore, dict[str, Any], list[SessionError]]":
+def _open_saved_file(
+    ident: str,
+    flags: dict[str, Any],
+    at_opening: Collection[str] | None,
+    *,
+    branch: str | None = None,
+) -> _Opening:
     """Open the file of a saved chat, or of a copy of it that gets the name `branch`.
 
-    Returns the settings with which to open the chat, the open file, the settings to switch to after
-    that, and why newer chats were passed over. The settings named `at_once`, or else all, apply at
-    its opening.
+    The settings in `flags` that are named `at_opening` apply then, or all if that is None.
     """
     from sirchat.saved.saved_state import saved_profile
     from sirchat.saved.session_list import copy_session, open_saved_file
 
     trusted = trusted_policies(flags)
-    named = load_profile(flags["profile"], trusted) if flags.get("profile") else {}
-    given = {key: value for key, value in named.items() if key not in FIXED_SETTINGS}
+    settings: dict[str, object] = {}
+    if name := flags.get("profile"):
+        values = load_profile(name, trusted).items()
+        settings = {key: value for key, value in values if key not in FIXED_SETTINGS}
     for key, value in flags.items():
         if key not in ("profile", "trust_policy"):
-            given[key] = parse_value(key, value) if isinstance(value, str) else value
+            settings[key] = parse_value(key, value) if isinstance(value, str) else value
     import_typed(str(flags.get("policy", "")))
-    load_schema(str(given.get("json_schema", "off")))
-    first = {key: value for key, value in given.items() if not at_once or key in at_once}
-    rest = {key: value for key, value in given.items() if key not in first}
+    load_schema(str(settings.get("json_schema", "off")))
+    names = [key for key in settings if at_opening is None or key in at_opening]
+    first = {key: settings.pop(key) for key in names}
     with suppress(SirchatError):  # a choice about the machine, not about the chat
-        now = resolve(None, {"trust_policy": [*trusted]}, os.environ)
-        first.setdefault("learn_encoder", now.learn_encoder)
+        default = resolve(None, {"trust_policy": [*trusted]}, os.environ)
+        first.setdefault("learn_encoder", default.learn_encoder)
     if branch is None:
-        store, skipped = open_saved_file(sessions_dir(), ident)
+        store, passed_over = open_saved_file(sessions_dir(), ident)
     else:
-        store, skipped = copy_session(sessions_dir(), ident, branch), []
+        store, passed_over = copy_session(sessions_dir(), ident, branch), []
     try:
         profile = changed_profile(saved_profile(store, trusted), "--resume", **first)
-        return profile, store, rest, skipped
     except SirchatError:
         store.close()
         raise
+    return _Opening(profile, store, settings, passed_over)

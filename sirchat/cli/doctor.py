@@ -74,7 +74,7 @@ def doctor(
 
 def show_paths() -> None:
     """Show where sirchat keeps files, how large they are, and how to remove everything."""
-    kept = {
+    places = {
         "profiles": paths.user_profiles_dir(),
         "saved chats": paths.sessions_dir(),
         "served chats": paths.served_dir(),
@@ -84,15 +84,15 @@ def show_paths() -> None:
         "compiled": paths.compiled_dir(),
         "prepared": paths.prepared_dir(),
     }
-    rows = [(name, paths.with_tilde(path), describe_size(path)) for name, path in kept.items()]
-    wide = [max(len(row[column]) for row in rows) for column in range(2)]
+    rows = [(name, paths.with_tilde(path), describe_size(path)) for name, path in places.items()]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
     for name, place, size in rows:
-        typer.echo(displayable(f"{name:<{wide[0]}}  {place:<{wide[1]}}  {size}"))
+        typer.echo(displayable(f"{name:<{widths[0]}}  {place:<{widths[1]}}  {size}"))
     folders = dict.fromkeys([paths.config_dir(), paths.data_dir(), paths.state_dir()])
-    kept_in = ", ".join(map(paths.with_tilde, folders))
+    listed = ", ".join(map(paths.with_tilde, folders))
     typer.echo(
         displayable(
-            f"\nTo remove sirchat: delete {kept_in}; then pip uninstall sirchat. Models from the "
+            f"\nTo remove sirchat: delete {listed}; then pip uninstall sirchat. Models from the "
             "Hugging Face hub are in the hub's own cache, which other programs share."
         )
     )

@@ -6,6 +6,7 @@ import os
 import typing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -38,17 +39,17 @@ def with_setting_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 
     The command gets, as `flags`, a dictionary of the settings that the user gave, by name.
     """
-    extra = _flag_parameters()
+    setting_parameters = _flag_parameters()
 
     def run(**values: Any) -> Any:
-        given = {name: values.pop(name) for name in extra}
-        flags = {name: value for name, value in given.items() if value is not None}
+        settings = {name: values.pop(name) for name in setting_parameters}
+        flags = {name: value for name, value in settings.items() if value is not None}
         if options := flags.pop("option", None):
             flags["policy_options"] = ",".join(options)
         return command(flags=flags, **values)
 
-    own = inspect.signature(command).parameters
-    parameters = [*(p for name, p in own.items() if name != "flags"), *extra.values()]
+    parameters = [*inspect.signature(command).parameters.values(), *setting_parameters.values()]
+    parameters = [parameter for parameter in parameters if parameter.name != "flags"]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__doc__ = command.__doc__
@@ -73,10 +74,9 @@ def complete_session(incomplete: str) -> list[str]:
 
 
 def profile_from_flags(flags: dict[str, Any], *, loads_model: bool = True) -> Profile:
-    """A profile of flags, environment variables and profile files; flags take precedence.
+    """A profile from flags, environment variables and profile files; flags take precedence.
 
-    If `loads_model`, the model and a file of `json_schema` must exist: a wrong name is an error
-    before any slow import.
+    If `loads_model`, a missing model or file of `json_schema` is an error before any slow import.
     """
     model = flags.get("model") or os.environ.get("SIRCHAT_MODEL")
     if model and loads_model:
@@ -91,13 +91,10 @@ def profile_from_flags(flags: dict[str, Any], *, loads_model: bool = True) -> Pr
 def open_session(
     profile: Profile, trust: bool, report: "Progress | None", *, rows_in_events: bool = False
 ) -> "Session":
-    """Load a profile's model, and open a session, with the model's defaults for what is not set.
-
-    A wrong name of a policy is an error before any slow import.
-    """
+    """Load a profile's model, and open a session, with the model's defaults for what is not set."""
     with without_garbage_collection():
         with interruptible_imports():
-            policy_class(profile.policy)
+            policy_class(profile.policy)  # a wrong name is an error before any slow import
             from sirchat.chat.model_defaults import with_model_defaults
             from sirchat.chat.session import Session
             from sirchat.models.learning import announce_learned, learn_in_background
@@ -105,22 +102,19 @@ def open_session(
         model = load_profile_model(profile, trust, report)
         # To quantize weights, all are loaded unpacked: more memory than a second process may take.
         may_learn = profile.device_map == "off" and profile.quantize not in ("int8", "int4")
-        profile, told = with_model_defaults(profile, model), ""
+        profile, notice = with_model_defaults(profile, model), ""
         if model.encoder.size and profile.recall == BEST_RETRIEVER:
-            told = announce_learned(model.name)
+            notice = announce_learned(model.name)
         if profile.learn_encoder and may_learn and not model.encoder.size:
-            told = learn_in_background(model.name, model.module, trust_remote_code=trust)
-        if told:
-            model.tokenizer.notices = [*getattr(model.tokenizer, "notices", []), told]
+            notice = learn_in_background(model.name, model.module, trust_remote_code=trust)
+        if notice:
+            model.tokenizer.notices = [*getattr(model.tokenizer, "notices", []), notice]
         return Session(model, profile, rows_in_events=rows_in_events)
 
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Context manager: Python's garbage collection is off.
-
-    While a model loads, it would take 1/6 of the time, and free nothing.
-    """
+    """Context manager: no garbage collection, which takes 1/6 of the time of loading a model."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -133,7 +127,7 @@ def without_garbage_collection() -> Iterator[None]:
 def load_profile_model(
     profile: Profile, trust: bool, report: "Progress | None" = None, *, for_hub: bool = False
 ) -> "LoadedModel":
-    """Load a profile's model; `for_hub`: module and tokenizer are classes of transformers."""
+    """Load a profile's model; if `for_hub`, with the classes of transformers for all of it."""
     with interruptible_imports():
         from sirchat.memory.archive_folder import remove_stale_folders
         from sirchat.models.load import load_model_of
@@ -219,8 +213,9 @@ def _metavar(annotation: Any) -> str | None:
     if all(isinstance(kind, str) for kind in kinds):
         return "|".join(kinds)
     if typing.get_origin(kinds[0]) is Annotated:  # a number with limits, or a word
-        number, words = typing.get_args(kinds[0])[0], map(typing.get_args, kinds[1:])
-        return "|".join([_NUMBER_METAVARS[number], *(word for some in words for word in some)])
+        number = typing.get_args(kinds[0])[0]
+        words = chain.from_iterable(map(typing.get_args, kinds[1:]))
+        return "|".join([_NUMBER_METAVARS[number], *words])
     return None if bool in kinds else _NUMBER_METAVARS.get(kinds[0], "TEXT")
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 models_app = typer.Typer(add_completion=False, invoke_without_command=True)
 
-In = Annotated[
+Folders = Annotated[
     list[Path] | None,
     typer.Option(
         "--in", metavar="FOLDER", help="Also list models in this folder; can be repeated."
@@ -42,7 +42,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print the list as JSON.")]
 @models_app.callback()
 def models(
     context: typer.Context,
-    folders: In = None,
+    folders: Folders = None,
     budget: Budget = None,
     json: Json = False,
     debug: Debug = False,
@@ -59,7 +59,7 @@ def models(
 
 @models_app.command("list")
 def models_list(
-    folders: In = None, budget: Budget = None, json: Json = False, debug: Debug = False
+    folders: Folders = None, budget: Budget = None, json: Json = False, debug: Debug = False
 ) -> None:
     """List the models that --model can name.
 
@@ -74,13 +74,13 @@ def models_list(
     from sirchat.models.shape import cache_bytes, free_memory
     from sirchat.ui.lists import ListedModel, print_models
 
-    places = [Path(os.path.expanduser(folder)) for folder in folders or ()]
-    for folder in places:
+    paths_of_folders = [Path(os.path.expanduser(folder)) for folder in folders or ()]
+    for folder in paths_of_folders:
         if not folder.is_dir():
             raise UsageError(f"--in: there is no folder {str(folder)!r}")
     profile, free = _resolve_profile(budget), free_memory()
     models: list[ListedModel] = []
-    found = find_models(places)
+    found = find_models(paths_of_folders)
     if all(model.name != profile.model for model in found):  # a file or a folder elsewhere
         with suppress(ModelError):
             found.append(find_model(profile.model))
@@ -132,7 +132,7 @@ def models_fit(
     data = {
         **_model_data(fit.found),
         "weights": fit.weights,
-        "free_gpu_bytes": fit.free,
+        "free_bytes": fit.free,
         "program_bytes": PROGRAM_BYTES,
         "tokens_per_hour": TOKENS_PER_HOUR,
         "choices": [_choice_data(choice) for choice in fit.choices],
@@ -195,14 +195,14 @@ def models_pull(
             "sirchat: what was downloaded stays; the same command downloads the rest\n"
         )
         raise
-    use = f"to chat with this model: sirchat -m {pulled.name}"
+    advice = f"to chat with this model: sirchat -m {pulled.name}"
     folder = snapshot_folder(cached_folder(name))
     if file is None and folder is not None:
         try:
             shape_of_folder(folder)
         except ModelError as error:
-            use = str(error.args[0]).replace(str(folder), "it")
-    _print_remark(f"{pulled.name}: {format_bytes(pulled.size)}; {use}")
+            advice = str(error.args[0]).replace(str(folder), "it")
+    _print_remark(f"{pulled.name}: {format_bytes(pulled.size)}; {advice}")
 
 
 @models_app.command("recommend")
@@ -218,14 +218,14 @@ def models_recommend(debug: Debug = False) -> None:
 
     free = free_memory()
     model = recommend_model(free, on_cpu=uses_cpu(_resolve_profile(None)))
-    there = "the system does not say what is free"
+    free_text = "the system does not say what is free"
     if free is not None:
-        is_more = "more than is " if model["memory"] > free else ""
-        there = f"{is_more}free here, in main memory: {format_bytes(free)}"
-    takes = f"takes about {format_bytes(model['memory'])} of memory; {there}"
-    size, command = format_bytes(model["download"]), f"pull {model['name']} --file {model['file']}"
-    typer.echo(f"{model['file'].removesuffix('.gguf')}: {model['use']}; {takes}")
-    typer.echo(f"to download it ({size}): sirchat models {command}")
+        comparison = "more than is " if model["memory"] > free else ""
+        free_text = f"{comparison}free here, in main memory: {format_bytes(free)}"
+    need = f"takes about {format_bytes(model['memory'])} of memory; {free_text}"
+    typer.echo(f"{model['file'].removesuffix('.gguf')}: {model['use']}; {need}")
+    command = f"sirchat models pull {model['name']} --file {model['file']}"
+    typer.echo(f"to download it ({format_bytes(model['download'])}): {command}")
 
 
 @models_app.command("prepared")

@@ -6,6 +6,7 @@ import stat
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 from sirchat.errors import UsageError
 from sirchat.text.text_file import decode_text, is_missing
@@ -18,39 +19,50 @@ _STDIN_NAME = "standard input"
 _MAX_LIST_CHARS = 1000  # most characters of a list of files
 
 
+class AskedText(NamedTuple):
+    """The one message that `ask` sends."""
+
+    text: str
+    source_chars: int  # length of its beginning, the text that the rest asks about
+    has_files: bool  # whether there is more than words: files, or text from standard input
+
+
 def read_question(
     question: Sequence[str], files: Sequence[str], *, has_input: bool, note: Callable[[str], None]
-) -> tuple[str, int, bool]:
+) -> AskedText:
     """Join the files, the text from standard input and the words of a question.
 
-    A first word or a file `-` is standard input, even if that is a terminal. Also returns how many
-    characters at its beginning are the text that the rest asks about, and whether there was more
-    than words. Remarks go to `note`. UsageError if all are empty, or one is no text or too long.
+    A first word or a file `-` is standard input, even if that is a terminal; else `has_input`
+    allows to read it. UsageError if all are empty, or one is not text or too long.
     """
-    is_named = "-" in (*question[:1], *files)
-    if is_named and sys.stdin is None:
+    names_input = "-" in (*question[:1], *files)
+    if names_input and sys.stdin is None:
         raise UsageError("- is standard input, which is closed")
     words = " ".join(question[1:] if "-" in question[:1] else question)
-    blocks = list[str]()
-    for name in dict.fromkeys(file for file in files if file != "-"):
-        attached = load_attachments(name)
-        blocks += [file.block for file in attached]
-        if (names := [file.name for file in attached]) != [name]:
-            note(
-                shorten(
-                    f"{name}: {pluralize(len(names), 'file')}, {', '.join(names)}", _MAX_LIST_CHARS
-                )
-            )
-    has_question = bool(words.strip() or files) and not is_named
-    is_read = is_named or (has_input and sys.stdin is not None and not sys.stdin.isatty())
-    given = _read_input(has_question, note) if is_read else ""
-    parts = [part for part in (*blocks, given, words) if part.strip()]
+    sources = _load_files(files, note)
+    if names_input or (has_input and sys.stdin is not None and not sys.stdin.isatty()):
+        has_question = bool(words.strip() or files) and not names_input
+        sources.append(_read_input(has_question, note))
+    sources = [source for source in sources if source.strip()]
+    parts = [*sources, words] if words.strip() else sources
     if not parts:
         raise UsageError("there is no question", hint='sirchat ask "QUESTION"')
     for name in mentioned_names(words):
         if name not in files and not is_missing(name):
             note(f"@{name} is sent as plain text; to send the file, too: sirchat ask -f FILE")
-    return "\n\n".join(parts), len("\n\n".join(parts[:-1])), len(parts) > bool(words.strip())
+    return AskedText("\n\n".join(parts), len("\n\n".join(parts[:-1])), bool(sources))
+
+
+def _load_files(names: Sequence[str], note: Callable[[str], None]) -> list[str]:
+    """The text of the files, folders and patterns of `-f`; lists in a note what is in each."""
+    blocks = list[str]()
+    for name in dict.fromkeys(name for name in names if name != "-"):
+        attached = load_attachments(name)
+        blocks += [file.block for file in attached]
+        if (found := [file.name for file in attached]) != [name]:
+            listed = f"{name}: {pluralize(len(found), 'file')}, {', '.join(found)}"
+            note(shorten(listed, _MAX_LIST_CHARS))
+    return blocks
 
 
 def _read_input(has_question: bool, note: Callable[[str], None]) -> str:

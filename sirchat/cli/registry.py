@@ -4,7 +4,6 @@ The module is imported only when the command is used, and this one imports nothi
 `sirchat.lab`, its commands are left out.
 """
 
-import textwrap
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -138,19 +137,19 @@ def groups() -> dict[str, dict[str, str]]:
 
 
 def lab_module(name: str) -> ModuleType:
-    """A module of the laboratory; UsageError where that is not installed."""
+    """Import a module of `sirchat.lab`; UsageError if that is not installed."""
     if find_spec("sirchat.lab") is None:
         raise UsageError("this command needs sirchat.lab, which is not installed")
     return import_module(f"sirchat.lab.{name}")
 
 
 def commands() -> dict[str, str]:
-    """All installed commands, by name: the line that describes each."""
-    return {name: line for some in groups().values() for name, line in some.items()}
+    """The description of each installed command, by name."""
+    return {name: line for group in groups().values() for name, line in group.items()}
 
 
 def command_modules() -> dict[str, str]:
-    """The modules, by command, that are imported when used; each has the command as `NAME_app`."""
+    """The module of each command that is imported only when used; it has a variable `NAME_app`."""
     modules = {
         "serve": "sirchat.cli.serve",
         "sessions": "sirchat.cli.sessions",
@@ -166,14 +165,14 @@ def overview() -> str:
     """The text of `sirchat --help`, at most 79 columns wide."""
     return OVERVIEW.format(
         **{
-            group: textwrap.indent("\n".join(f"{n:<12}{t}" for n, t in commands.items()), "  ")
+            group: "\n".join(f"  {name:<12}{line}" for name, line in commands.items())
             for group, commands in groups().items()
         }
     )
 
 
 def add_example(command: Any, name: str) -> Any:
-    """Put the example for the command `name` at the beginning of its help; returns the command."""
+    """Put the command's example at the beginning of its help; returns the command."""
     example = f"Example: {EXAMPLES.get(name, '')}"
     if name in EXAMPLES and not (command.help or "").startswith(example):
         command.short_help = command.short_help or (command.help or "").split("\n\n")[0]

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 serve_app = typer.Typer(add_completion=False)
 
-_SHUTDOWN_SECONDS = 3  # after a signal, for which open connections may end
-_MAX_CONNECTIONS = 4096  # at most, as far as the system allows so many files
-_BACKLOG = 128  # connections that wait to be taken, a few at once
-_RESERVED_FILES = 256  # that the program needs beside its connections
+_SHUTDOWN_SECONDS = 3  # how long open connections may go on after a signal
+_MAX_CONNECTIONS = 4096  # if the system allows so many open files
+_RESERVED_FILES = 256  # open files that the program needs beside its connections
+_BACKLOG = 128  # connections that wait to be accepted
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
@@ -112,12 +112,12 @@ def serve(
         )
     seconds, origins = _parse_duration(idle), [_parse_origin(url) for url in cors or ()]
     profile = profile_from_flags(flags)
-    with _bind_tcp_socket(host, port) as listener, open_ask_port(profile.model) as own:
+    with _bind_tcp_socket(host, port) as listener, open_ask_port(profile.model) as ask_port:
         limits = {"conversations": conversations, "saved": saved, "queue": queue, "reuse": reuse}
         server = load_server(profile, trust_remote_code, limits, host, api_key, origins)
         app, sockets = server.app, [listener]
-        if own is not None:
-            app, sockets = own[0].opened(app), [listener, own[1]]
+        if ask_port is not None:
+            app, sockets = ask_port[0].with_access(app), [listener, ask_port[1]]
         _run(server, _IdleClock(app), sockets, host, idle=seconds, debug=debug)
 
 
@@ -202,27 +202,27 @@ class _IdleClock:
     """
 
     def __init__(self, app: Any) -> None:
-        self._app, self._active, self._since = app, 0, time.monotonic()
+        self._app, self._active_requests, self._last_end = app, 0, time.monotonic()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        asks = scope["type"] == "http" and scope["method"] != "GET"
-        self._active += asks
+        counts = scope["type"] == "http" and scope["method"] != "GET"
+        self._active_requests += counts
         try:
             await self._app(scope, receive, send)
         finally:
-            self._active -= asks
-            if asks:
-                self._since = time.monotonic()
+            self._active_requests -= counts
+            if counts:
+                self._last_end = time.monotonic()
 
     @property
-    def idle(self) -> float:
+    def seconds(self) -> float:
         """Seconds since the last request ended; 0 while one is being answered."""
-        return 0.0 if self._active else time.monotonic() - self._since
+        return 0.0 if self._active_requests else time.monotonic() - self._last_end
 
 
 def _run(
     server: "ChatServer",
-    activity: _IdleClock,
+    idle_clock: _IdleClock,
     sockets: list[socket.socket],
     host: str,
     *,
@@ -233,18 +233,19 @@ def _run(
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    most = _connection_limit()
+    max_connections = _connection_limit()
 
     class Connection(H11Protocol):
-        """Of too many, the oldest closes that has no whole request, or that nobody reads."""
+        """If there are too many, the oldest closes that waits for a request, or is closing."""
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self.since = time.monotonic()
-            if len(self.connections) > most:
-                known = [one for one in self.connections if isinstance(one, Connection)]
-                oldest = min(filter(Connection.is_idle, known), key=lambda one: one.since)
-                self.connections.discard(oldest)  # it is lost only a little later
+            self.opened_at = time.monotonic()
+            if len(self.connections) > max_connections:
+                all_open = [other for other in self.connections if isinstance(other, Connection)]
+                idle = filter(Connection.is_idle, all_open)
+                oldest = min(idle, key=lambda connection: connection.opened_at)
+                self.connections.discard(oldest)  # uvicorn does so only a little later
                 oldest.transport.abort()
 
         def is_idle(self) -> bool:
@@ -260,13 +261,13 @@ def _run(
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             for listener in sockets or ():
-                listener.listen(_BACKLOG)  # asyncio has made it what is taken at once
+                listener.listen(_BACKLOG)  # asyncio has set `backlog`, how many it accepts at once
 
         async def on_tick(self, counter: int) -> bool:
-            return await super().on_tick(counter) or activity.idle >= idle
+            return await super().on_tick(counter) or idle_clock.seconds >= idle
 
     config = uvicorn.Config(
-        activity,
+        idle_clock,
         http=Connection,
         backlog=_BACKLOG // 8,
         log_level="debug" if debug else "warning",
@@ -276,8 +277,8 @@ def _run(
     logging.getLogger("sirchat").setLevel(logging.DEBUG if debug else logging.WARNING)
     for listener in sockets:
         listener.listen()
-    shown = f"[{host}]" if ":" in host else host
-    url = f"http://{shown}:{sockets[0].getsockname()[1]}/v1"
+    url_host = f"[{host}]" if ":" in host else host
+    url = f"http://{url_host}:{sockets[0].getsockname()[1]}/v1"
     typer.echo(displayable_line(f"sirchat serves {server.model} at {url} (Ctrl-C ends it)"))
     typer.echo(f"chat with it, and see its memory, in a browser: {url.removesuffix('v1')}")
     try:

@@ -97,11 +97,11 @@ def sessions_show(ident: Ident, debug: Debug = False) -> None:
     from sirchat.saved.store import SessionStore
 
     with SessionStore.read(find_session(sessions_dir(), ident, may_be_open=True)) as store:
-        before = False  # whether the turn before is a summary, which its reader answers
+        follows_summary = False
         for turn in store.turns():
-            role = "summary" if turn.is_summary or before else turn.role
+            role = "summary" if turn.is_summary or follows_summary else turn.role
             typer.echo(displayable(f"{role.upper()}: {turn.text}"))
-            before = turn.is_summary
+            follows_summary = turn.is_summary  # the reply to a summary belongs to it
 
 
 @sessions_app.command("rm")

@@ -10,7 +10,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-_EXIT_SIGNALS = ("SIGTERM", "SIGHUP", "SIGQUIT")  # the last comes with Ctrl-\
+_EXIT_SIGNALS = ("SIGTERM", "SIGHUP", "SIGQUIT")  # SIGQUIT is Ctrl-\
 _GRACE_SECONDS = 1.0  # from a signal to the check whether the program is ending
 
 
@@ -46,7 +46,7 @@ def install_exit_handlers() -> None:
 
 
 def restore_terminal() -> None:
-    """Show the cursor, which an interrupted progress bar may have hidden; then signals end at once.
+    """Show the cursor, which a progress bar may have hidden; later signals end the program at once.
 
     This is the last step of every command, also after an error.
     """
@@ -63,13 +63,11 @@ def restore_terminal() -> None:
 
 def exit_while_loading(exit_request: SystemExit) -> None:
     """End the process at once if a thread still loads a model, as Python can't stop it."""
-    opening = sys.modules.get("sirchat.ui.startup")  # not imported, so not running
-    if opening is None or all(
-        thread.name != opening.LOADER_THREAD for thread in threading.enumerate()
-    ):
-        return
-    restore_terminal()
-    _exit(exit_request.code if isinstance(exit_request.code, int) else 0)
+    startup = sys.modules.get("sirchat.ui.startup")  # not imported, so no thread of it runs
+    names = [thread.name for thread in threading.enumerate()]
+    if startup is not None and startup.LOADER_THREAD in names:
+        restore_terminal()
+        _exit(exit_request.code if isinstance(exit_request.code, int) else 0)
 
 
 class _ExitHandler:
@@ -79,28 +77,28 @@ class _ExitHandler:
     """
 
     def __init__(self) -> None:
-        self._since: float | None = None  # time of the first signal, in seconds; None: not leaving
-        self._step: Any = None  # of an event loop, at which it is to end
+        self._first_signal: float | None = None  # time in seconds; None: no signal has come
+        self._exit_step: Any = None  # the step of an event loop that raises SystemExit
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self._since is not None:
-            if time.monotonic() > self._since + _GRACE_SECONDS:
+        if self._first_signal is not None:
+            if time.monotonic() > self._first_signal + _GRACE_SECONDS:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
-        self._since = time.monotonic()
+        self._first_signal = time.monotonic()
         watch = threading.Timer(_GRACE_SECONDS, self._send_swallowed_again, (number,))
         watch.daemon = True
         with suppress(RuntimeError):  # no thread can be started: Python is ending
             watch.start()
         asyncio = sys.modules.get("asyncio")
         loop = asyncio and asyncio._get_running_loop()
-        if self._step is not None:  # the loop did not come to it
-            self._step.cancel()
+        if self._exit_step is not None:  # the loop did not come to it
+            self._exit_step.cancel()
         elif loop:
             # Raised at any other place, it could lose a task's next step, and the loop would wait
             # for this task for ever.
-            self._step = loop.call_soon_threadsafe(sys.exit, 128 + number)
+            self._exit_step = loop.call_soon_threadsafe(sys.exit, 128 + number)
             return
         sys.exit(128 + number)
 
@@ -114,7 +112,7 @@ class _ExitHandler:
             if isinstance(error, SystemExit):
                 return
             error = error.__context__
-        self._since = None
+        self._first_signal = None
         os.kill(os.getpid(), number)
 
     def send_ignored_again(self, ignored: "sys.UnraisableHookArgs") -> None:
@@ -122,7 +120,7 @@ class _ExitHandler:
         code = getattr(ignored.exc_value, "code", None)
         if _is_exit_code(code):
             number = int(code)  # type: ignore[arg-type]
-            self._since = None
+            self._first_signal = None
         elif isinstance(ignored.exc_value, KeyboardInterrupt):
             number = 128 + signal.SIGINT
         else:  # an error of a library that was interrupted; it would print a traceback

@@ -26,8 +26,8 @@ FIXED_SETTINGS = (
     "save",
 )
 MIN_TEMPERATURE = 0.01  # above 0; it nearly always samples the most likely token
-# What is gone since 0.1.0, and a saved chat or profile may have: settings, which do nothing now,
-# and values, with those in their place.
+# Saved chats and profiles of version 0.1.0 may have these settings, which were removed, and these
+# values, which were replaced.
 _REMOVED_SETTINGS = {"recall_from", "recall_scope"}
 _REPLACED_VALUES = {
     "policy": dict.fromkeys(("kvzip", "learned", "vase"), "salience"),
@@ -37,12 +37,13 @@ _REPLACED_VALUES = {
 
 def rename_old_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """Convert settings, by name, that an earlier version of sirchat has written."""
-    renamed = {key: value for key, value in values.items() if key not in _REMOVED_SETTINGS}
-    for key, names in _REPLACED_VALUES.items():
-        if isinstance(value := renamed.get(key), str) and value in names:
-            renamed[key] = names[value]
-            renamed |= {"policy_options": {}} if key == "policy" else {}
-    return renamed
+    converted = {key: value for key, value in values.items() if key not in _REMOVED_SETTINGS}
+    for key, replacements in _REPLACED_VALUES.items():
+        if isinstance(value := converted.get(key), str) and value in replacements:
+            converted[key] = replacements[value]
+            if key == "policy":
+                converted["policy_options"] = {}
+    return converted
 
 
 class Profile(BaseModel):
@@ -211,10 +212,7 @@ class Profile(BaseModel):
         return isinstance(other, Profile) and self.__dict__ == other.__dict__
 
     def origin(self, name: str) -> str:
-        """What has set a value, in brief: `flag`, `SIRCHAT_TOP_P`, `profile NAME`, `/set`, `model`.
-
-        It is `default` if nothing has.
-        """
+        """What has set a value, such as `flag`, `SIRCHAT_TOP_P`, `profile NAME`, or `default`."""
         source = self._origins.get(name, "default")
         if source.startswith("--"):
             return "flag"
@@ -222,7 +220,7 @@ class Profile(BaseModel):
         return f"profile {path.stem}" if path.suffix in (".yaml", ".yml") else source
 
     def with_origins(self, origins: Mapping[str, str]) -> Profile:
-        """A copy that says of these settings, by name, what has set them."""
+        """A copy with these origins, by setting; see `origin`."""
         copied = self.model_copy()
         copied._origins = {**self._origins, **origins}
         return copied

@@ -106,7 +106,7 @@ def resolve(
     `flags` are values or texts by setting, None if not given. Its key `trust_policy` lists the
     `module:Class` policies, whose code then runs, that a file may name beside the flag `policy`.
     """
-    given = {key: value for key, value in flags.items() if key != "trust_policy"}
+    settings = {key: value for key, value in flags.items() if key != "trust_policy"}
     trusted = trusted_policies(flags)
     chosen = profile or environ.get("SIRCHAT_PROFILE")
     default = paths.user_profiles_dir() / "default.yaml"
@@ -114,7 +114,7 @@ def resolve(
     if chosen:
         files.append(profile_path(chosen))
     layers = [Layer(_load(path, trusted), _file_origin(path)) for path in files]
-    return merge_layers([*layers, _environment_layer(environ), _flag_layer(given)])
+    return merge_layers([*layers, _environment_layer(environ), _flag_layer(settings)])
 
 
 def trusted_policies(flags: Mapping[str, Any]) -> frozenset[str]:
@@ -123,9 +123,9 @@ def trusted_policies(flags: Mapping[str, Any]) -> frozenset[str]:
 
 
 def profile_path(name_or_file: str) -> Path:
-    """The path of a profile that is given by its name (the user's first) or its path.
+    """The path of a profile given by its name or path; SettingError for an unknown name.
 
-    A path has a slash or ends in `.yaml` or `.yml`. Raises SettingError for an unknown name.
+    A path has a slash, or ends in `.yaml` or `.yml`.
     """
     if name_or_file.endswith((".yaml", ".yml")) or os.sep in name_or_file or "/" in name_or_file:
         return Path(os.path.expanduser(name_or_file))

@@ -141,7 +141,7 @@ class Reader:
             self.logits = self.logits if logits is None else logits
             self._device_run = None
             return None
-        if not chosen.is_right:
+        if not chosen.is_valid:
             return None
         self._device_token = chosen
         return chosen.id
@@ -420,7 +420,7 @@ def device_choice(sampler: Sampler, step: CapturedStep) -> ChoiceMethod | None:
             return None
         from sirchat.models import kernels
 
-    def choose(logits: Tensor, recent_ids: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(logits: Tensor, recent_ids: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
         if window:
             padded = torch.cat((logits, logits.new_zeros(1)))  # the last is for ids of -1: none
             logits = apply_repetition_penalty(
@@ -431,13 +431,14 @@ def device_choice(sampler: Sampler, step: CapturedStep) -> ChoiceMethod | None:
             values, ids = scores.topk(min(_MAX_CANDIDATES, len(scores)))
             top_k, min_p = sampling.top_k or 0, sampling.min_p or 0.0
             top_p = sampling.top_p if sampling.top_p and sampling.top_p < 1.0 else 2.0
-            return kernels.draw_token(scores, values, ids, draw, top_k, top_p, min_p, _LIMIT_MARGIN)
+            limits = top_k, top_p, min_p, _LIMIT_MARGIN
+            return kernels.draw_token(scores, values, ids, number, *limits)
         token_id = logits.argmax().view(1)
         return token_id, torch.ones_like(token_id)
 
-    def draws(position: int, count: int) -> NDArray[np.float64]:
+    def random_numbers(position: int, count: int) -> NDArray[np.float64]:
         positions = np.arange(position, position + count)
         return uniform(sampling.seed, Purpose.SAMPLING, positions, sampler.attempt)
 
     key = replace(sampling, seed=0)
-    return ChoiceMethod(key, None if sampler.is_greedy else choose, window, draws)
+    return ChoiceMethod(key, None if sampler.is_greedy else choose, window, random_numbers)

@@ -33,9 +33,11 @@ from sirchat.memory.key_values import KeyValues, Positions, Transfer, Transfers
 from sirchat.memory.tiers import EXACT, LOWER_TIER, NOT_STORED, Tiers, dequantized, quantized
 
 SEGMENT_ROWS = 512
-_MOST_ARRIVING = 8  # unfinished transfers from a GPU
-_SHARE = 8  # in a full archive, exact tokens and those of 8 bits take an eighth of the limit each
-_MOST_RESTORED = 3  # times that a token goes back to the newest of its tier, at most
+_MAX_UNFINISHED = 8  # unfinished transfers from a GPU
+_TIERS_PER_LIMIT = (
+    8  # in a full archive, exact tokens and those of 8 bits take an eighth of the limit each
+)
+_MAX_RESTORATIONS = 3  # times that a token goes back to the newest of its tier, at most
 
 
 class Archive:
@@ -50,16 +52,16 @@ class Archive:
         self.transfers = Transfers()
         self._files = SegmentFiles(folder)
         self._segments: dict[int, Segment] = {}  # by number, the oldest first
-        self._numbers = {
+        self._numbers_by_tier = {
             bits: dict[int, None]() for bits in (EXACT, *LOWER_TIER.values())
         }  # of tiers
-        self._sizes = Counter[int]()  # of each tier in bytes, by its bits
-        self._count, self._adds = 0, 0  # of the segments made; of the calls of `add`
+        self._bytes_by_tier = Counter[int]()  # of each tier in bytes, by its bits
+        self._segment_count, self._add_count = 0, 0  # of the segments made; of the calls of `add`
         self._centres = list[Tensor]()  # see `Tiers`; empty until a token goes down a tier
-        self._ahead: tuple[int, Future[list[Tensor]]] | None = None  # the next to go down
+        self._next_encoded: tuple[int, Future[list[Tensor]]] | None = None  # the next to go down
         # By position: segment x SEGMENT_ROWS + place; the fewest bits that its numbers had, also
         # while the cache alone has the token; restored so many times; by which `add` it came.
-        self._slots, self._added = np.full(1024, -1, np.int64), np.zeros(1024, np.int64)
+        self._addresses, self._added_by = np.full(1024, -1, np.int64), np.zeros(1024, np.int64)
         self._bits, self._restored = np.zeros(1024, np.uint8), np.zeros(1024, np.uint8)
         self.clear()
 
@@ -77,14 +79,16 @@ class Archive:
         """Remove all tokens; what their numbers were rounded to stays known until `forget`."""
         for number in list(self._segments):
             self._drop(number)
-        self._arriving: list[tuple[Transfer, list[tuple[int, int, int]]]] = []
-        self._open: dict[int, int] = {}  # of each tier, by its bits: the segment that gets more
-        self._slots[:] = -1
+        self._unfinished: list[tuple[Transfer, list[tuple[int, int, int]]]] = []
+        self._open_numbers: dict[
+            int, int
+        ] = {}  # of each tier, by its bits: the segment that gets more
+        self._addresses[:] = -1
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return self._sizes.total()
+        return self._bytes_by_tier.total()
 
     @property
     def is_over_limit(self) -> bool:
@@ -107,25 +111,28 @@ class Archive:
         self._grow(count)
         self._bits[:count] = np.where(tiers.bits == NOT_STORED, EXACT, tiers.bits)
 
-    def by_tier(self) -> dict[int, tuple[int, int]]:
+    def tier_sizes(self) -> dict[int, tuple[int, int]]:
         """The tokens of each tier and their size in bytes, by its bits, `EXACT` or fewer."""
         return {
-            bits: (sum(len(self._segments[one].stored) for one in numbers), self._sizes[bits])
-            for bits, numbers in self._numbers.items()
+            bits: (
+                sum(len(self._segments[one].stored) for one in numbers),
+                self._bytes_by_tier[bits],
+            )
+            for bits, numbers in self._numbers_by_tier.items()
             if numbers
         }
 
     def bits(self, positions: Positions) -> NDArray[np.uint8]:
         """To how many bits the numbers of tokens [n], held or archived, were rounded, or EXACT."""
-        known = np.zeros(len(positions), np.uint8)
+        in_range_positions = np.zeros(len(positions), np.uint8)
         in_range = positions < len(self._bits)
-        known[in_range] = self._bits[positions[in_range]]
-        return known
+        in_range_positions[in_range] = self._bits[positions[in_range]]
+        return in_range_positions
 
     def note_restored(self, positions: Positions) -> None:
         """Let archived tokens that were restored to the cache go down a tier later."""
         more = self._restored[positions] + np.uint8(1)
-        self._restored[positions] = np.minimum(more, _MOST_RESTORED)
+        self._restored[positions] = np.minimum(more, _MAX_RESTORATIONS)
 
     def bytes_by_device(self) -> Counter[str]:
         """Size in bytes in RAM (`cpu`) and in files (`disk`)."""
@@ -140,18 +147,18 @@ class Archive:
     @property
     def positions(self) -> Positions:
         """Stream positions of all archived tokens, ascending."""
-        return np.flatnonzero(self._slots >= 0)
+        return np.flatnonzero(self._addresses >= 0)
 
     def has(self, positions: Positions) -> NDArray[np.bool_]:
         """Mask [n]: which of the stream `positions` [n] are archived."""
-        in_range = positions < len(self._slots)
+        in_range = positions < len(self._addresses)
         stored = np.zeros(len(positions), bool)
-        stored[in_range] = self._slots[positions[in_range]] >= 0
+        stored[in_range] = self._addresses[positions[in_range]] >= 0
         return stored
 
     def added_since(self, mark: int) -> tuple[Positions, int]:
         """The archived tokens that were added since the mark of another call, or 0; a new mark."""
-        return np.flatnonzero((self._added > mark) & (self._slots >= 0)), self._adds
+        return np.flatnonzero((self._added_by > mark) & (self._addresses >= 0)), self._add_count
 
     @torch.inference_mode()
     def add(self, tokens: KeyValues) -> None:
@@ -162,17 +169,17 @@ class Archive:
         self._grow(int(tokens.positions.max(initial=0)) + 1)
         bits = self._bits[tokens.positions]
         for tier in np.unique(bits).tolist():
-            some = tokens if (bits == tier).all() else tokens.take(np.flatnonzero(bits == tier))
+            subset = tokens if (bits == tier).all() else tokens.take(np.flatnonzero(bits == tier))
             if tier != EXACT:
-                codes = quantized(some.to("cpu").tensors, self._centres, EXACT, tier)
-                some = replace(some, tensors=codes)
-            self._append(some, tier)
-        self._adds += 1
-        self._added[tokens.positions] = self._adds
+                codes = quantized(subset.to("cpu").tensors, self._centres, EXACT, tier)
+                subset = replace(subset, tensors=codes)
+            self._append(subset, tier)
+        self._add_count += 1
+        self._added_by[tokens.positions] = self._add_count
 
     def _append(self, tokens: KeyValues, bits: int) -> None:
         """Store tokens, whose tensors are as the tier of so many `bits` has them."""
-        start, parts, before = 0, list[tuple[int, int, int]](), self._slots[tokens.positions]
+        start, parts, before = 0, list[tuple[int, int, int]](), self._addresses[tokens.positions]
         if not len(tokens):
             return
         try:
@@ -180,18 +187,18 @@ class Archive:
                 number, segment = self._open_segment(tokens.tensors, bits)
                 end = min(len(tokens), start + SEGMENT_ROWS - segment.used)
                 places = segment.used + np.arange(end - start)
-                self._slots[tokens.positions[start:end]] = number * SEGMENT_ROWS + places
+                self._addresses[tokens.positions[start:end]] = number * SEGMENT_ROWS + places
                 parts.append((number, segment.used, end - start))
                 segment.reserve(tokens.positions[start:end], tokens.written_at[start:end])
                 start = end
-            self._arriving.append((self.transfers.to_host(tokens.tensors), parts))
+            self._unfinished.append((self.transfers.to_host(tokens.tensors), parts))
         except BaseException:  # the places stay empty
-            self._slots[tokens.positions] = before
+            self._addresses[tokens.positions] = before
             for number, at, count in parts:
                 self._segments[number].positions[at : at + count] = -1
             raise
-        while self._arriving and (
-            self._arriving[0][0].is_done() or len(self._arriving) > _MOST_ARRIVING
+        while self._unfinished and (
+            self._unfinished[0][0].is_done() or len(self._unfinished) > _MAX_UNFINISHED
         ):
             self._store_first_transfer()
 
@@ -204,8 +211,8 @@ class Archive:
         if not self.has(positions).all():
             raise LookupError("the archive does not have all of the requested tokens")
         self._flush()
-        order = np.argsort(self._slots[positions])
-        slots = self._slots[positions[order]]
+        order = np.argsort(self._addresses[positions])
+        slots = self._addresses[positions[order]]
         numbers, starts = np.unique(slots // SEGMENT_ROWS, return_index=True)
         parts = list[list[Tensor]]()
         written_at = np.zeros(len(positions), np.int64)
@@ -229,15 +236,15 @@ class Archive:
         gets the positions of all others that are deleted, also before an error.
         """
         while self.is_over_limit:
-            mark_not_stored(self._lower(self._next_down(), held))
-        last = self._segments.get(self._open.get(EXACT, -1))
+            mark_not_stored(self._demote(self._next_to_demote(), held))
+        last = self._segments.get(self._open_numbers.get(EXACT, -1))
         if self.limit is not None and last and self.nbytes + last.nbytes > self.limit:
-            number = self._next_down()
-            is_arriving = any(number == part[0] for _, parts in self._arriving for part in parts)
+            number = self._next_to_demote()
+            is_arriving = any(number == part[0] for _, parts in self._unfinished for part in parts)
             if self._segments[number].is_full and not is_arriving:
                 self._encode(number)  # so that nobody waits for it
 
-    def _lower(self, number: int, held: Positions) -> Positions:
+    def _demote(self, number: int, held: Positions) -> Positions:
         """Move a segment's tokens to the tier below; returns the positions of those deleted."""
         self._flush()
         segment, ahead = self._segments[number], self._encode(number)
@@ -247,28 +254,32 @@ class Archive:
         again = segment.positions[places[is_used]]
         moves = [(places[is_used], segment.tensors, segment.bits)]
         if ahead is not None:
-            self._ahead = None  # after an error, the next call encodes again
+            self._next_encoded = None  # after an error, the next call encodes again
             moves.append((places[~is_used], ahead.result(), LOWER_TIER[segment.bits]))
-        self._open = {bits: last for bits, last in self._open.items() if last != number}
-        for some, tensors, bits in moves:  # after an error, each token is in one segment
-            rows = segment.rows(some, tensors)
+        self._open_numbers = {
+            bits: last for bits, last in self._open_numbers.items() if last != number
+        }
+        for subset, tensors, bits in moves:  # after an error, each token is in one segment
+            rows = segment.rows(subset, tensors)
             self._append(rows, bits)
             self._bits[rows.positions] = bits
-            segment.positions[some] = -1
+            segment.positions[subset] = -1
         self._restored[again] -= 1
-        gone = np.setdiff1d(segment.stored, held)
-        self._slots[segment.stored] = -1
+        deleted = np.setdiff1d(segment.stored, held)
+        self._addresses[segment.stored] = -1
         self._drop(number)
-        self.forget(gone)
-        return gone
+        self.forget(deleted)
+        return deleted
 
-    def _next_down(self) -> int:
+    def _next_to_demote(self) -> int:
         """The oldest segment of the first tier that has more than its share, or of the lowest."""
         for bits in LOWER_TIER:
-            numbers = self._numbers[bits]
-            if len(numbers) > 1 and self._sizes[bits] * _SHARE > (self.limit or 0):
+            numbers = self._numbers_by_tier[bits]
+            if len(numbers) > 1 and self._bytes_by_tier[bits] * _TIERS_PER_LIMIT > (
+                self.limit or 0
+            ):
                 return next(iter(numbers))
-        lowest = next(numbers for numbers in reversed(self._numbers.values()) if numbers)
+        lowest = next(numbers for numbers in reversed(self._numbers_by_tier.values()) if numbers)
         return next(iter(lowest))
 
     def _encode(self, number: int) -> Future[list[Tensor]] | None:
@@ -283,22 +294,22 @@ class Archive:
             self._centres = [
                 (share * one.float().mean(1, keepdim=True)).to(one.dtype) for one in rows.tensors
             ]
-        if not self._ahead or self._ahead[0] != number:
+        if not self._next_encoded or self._next_encoded[0] != number:
             given = list(segment.tensors), self._centres, segment.bits, LOWER_TIER[segment.bits]
-            self._ahead = number, self._files.run(partial(quantized, *given))
-        return self._ahead[1]
+            self._next_encoded = number, self._files.run(partial(quantized, *given))
+        return self._next_encoded[1]
 
     @torch.inference_mode()
     def remove(self, positions: Positions) -> None:
         """Remove the archived ones of these tokens; overwrite their keys and values with zeros."""
         self._flush()
         positions = positions[self.has(positions)]
-        slots = self._slots[positions]
+        slots = self._addresses[positions]
         for number in np.unique(slots // SEGMENT_ROWS).tolist():
             self._files.wait()  # a pending write would set the old tensors again
-            self._ahead = None
+            self._next_encoded = None
             segment = self._segments[number]
-            is_open = number == self._open.get(segment.bits)
+            is_open = number == self._open_numbers.get(segment.bits)
             segment.erase(slots[slots // SEGMENT_ROWS == number] % SEGMENT_ROWS, is_open)
             if not len(segment.stored):
                 self._drop(number)
@@ -308,14 +319,19 @@ class Archive:
                 segment.has_file = False
             elif segment.has_file:
                 self._files.put(number, segment)
-        self._slots[positions] = -1
+        self._addresses[positions] = -1
         self.forget(positions)
 
     def reorder(self, order: Positions, rank: Positions) -> None:
         """Let the tokens stand in another order; see `Ledger.reorder`. No tensor moves."""
         self._flush()
         self._grow(int(order.max(initial=0)) + 1)
-        arrays = (self._slots, -1), (self._bits, EXACT), (self._restored, 0), (self._added, 0)
+        arrays = (
+            (self._addresses, -1),
+            (self._bits, EXACT),
+            (self._restored, 0),
+            (self._added_by, 0),
+        )
         for array, empty in arrays:
             array[: len(order)], array[len(order) :] = array[order], empty
         for segment in self._segments.values():
@@ -324,8 +340,8 @@ class Archive:
 
     def forget(self, positions: Positions) -> None:
         """Tokens that are stored nowhere are exact if they are read again."""
-        known = positions[positions < len(self._bits)]
-        self._bits[known] = self._restored[known] = 0
+        in_range_positions = positions[positions < len(self._bits)]
+        self._bits[in_range_positions] = self._restored[in_range_positions] = 0
 
     def truncate(self, seen: int) -> None:
         """Remove all but the conversation's first `seen` tokens, as `remove` does."""
@@ -336,9 +352,9 @@ class Archive:
     def copy_from(self, other: Archive, with_rows: bool = True) -> None:
         """Know of each token what another archive knows, and store it as it is there."""
         other._flush()
-        self._slots = np.full(len(other._slots), -1, np.int64)
+        self._addresses = np.full(len(other._addresses), -1, np.int64)
         self._bits, self._restored = other._bits.copy(), other._restored.copy()
-        self._added, self._adds = other._added.copy(), other._adds
+        self._added_by, self._add_count = other._added_by.copy(), other._add_count
         self._centres = list(other._centres)
         for segment in other._segments.values() if with_rows else ():
             stored = np.flatnonzero(segment.positions >= 0)
@@ -346,26 +362,26 @@ class Archive:
 
     def _grow(self, count: int) -> None:
         """Make room for what is known of the tokens at the first `count` positions."""
-        if count > (before := len(self._slots)):
+        if count > (before := len(self._addresses)):
             more = 0, max(count, 2 * before) - before
-            self._slots = np.pad(self._slots, more, constant_values=-1)
-            self._added = np.pad(self._added, more)
+            self._addresses = np.pad(self._addresses, more, constant_values=-1)
+            self._added_by = np.pad(self._added_by, more)
             self._bits, self._restored = np.pad(self._bits, more), np.pad(self._restored, more)
 
     def _open_segment(self, like: list[Tensor], bits: int) -> tuple[int, Segment]:
         """The segment to which the next tokens of a tier are appended, with its number."""
-        last = self._segments.get(self._open.get(bits, -1))
+        last = self._segments.get(self._open_numbers.get(bits, -1))
         if last is None or last.is_full:
-            last = self._segments[self._count] = Segment(like, bits)
-            self._numbers[bits][self._count] = None
-            self._sizes[bits] += last.nbytes
-            self._open[bits] = self._count
-            self._count += 1
-        return self._open[bits], last
+            last = self._segments[self._segment_count] = Segment(like, bits)
+            self._numbers_by_tier[bits][self._segment_count] = None
+            self._bytes_by_tier[bits] += last.nbytes
+            self._open_numbers[bits] = self._segment_count
+            self._segment_count += 1
+        return self._open_numbers[bits], last
 
     def _store_first_transfer(self) -> None:
         """Wait for the oldest unfinished copy from a GPU; write it to its reserved places."""
-        transfer, parts = self._arriving.pop(0)
+        transfer, parts = self._unfinished.pop(0)
         tensors, start = transfer.take(), 0
         for number, at, count in parts:
             segment = self._segments.get(number)
@@ -376,15 +392,17 @@ class Archive:
             start += count
 
     def _flush(self) -> None:
-        while self._arriving:
+        while self._unfinished:
             self._store_first_transfer()
 
     def _drop(self, number: int) -> None:
         segment = self._segments.pop(number)
-        del self._numbers[segment.bits][number]
-        self._sizes[segment.bits] -= segment.nbytes
+        del self._numbers_by_tier[segment.bits][number]
+        self._bytes_by_tier[segment.bits] -= segment.nbytes
         self._files.drop(number)
-        self._ahead = None if self._ahead and self._ahead[0] == number else self._ahead
+        self._next_encoded = (
+            None if self._next_encoded and self._next_encoded[0] == number else self._next_encoded
+        )
 
 
 class Segment:

@@ -16,8 +16,8 @@ from filelock import FileLock, Timeout
 
 from sirchat.paths import make_private_dir
 
-_LOCK = ".lock"
-_OLD = 24 * 3600  # seconds after which a lock without a folder is removed
+_LOCK_SUFFIX = ".lock"
+_STALE_LOCK_SECONDS = 24 * 3600  # seconds after which a lock without a folder is removed
 
 
 class ArchiveFolder:
@@ -42,8 +42,8 @@ def remove_stale_folders(parent: Path) -> None:
         for path in sorted(parent.iterdir()):
             if path.is_symlink():
                 continue
-            is_litter = path.suffix == _LOCK and not path.with_suffix("").exists()
-            if is_litter and time.time() - path.stat().st_mtime > _OLD:
+            is_stale_lock = path.suffix == _LOCK_SUFFIX and not path.with_suffix("").exists()
+            if is_stale_lock and time.time() - path.stat().st_mtime > _STALE_LOCK_SECONDS:
                 path.unlink()
             elif path.is_dir():
                 lock = _lock_of(path)
@@ -53,7 +53,7 @@ def remove_stale_folders(parent: Path) -> None:
 
 
 def _lock_of(path: Path) -> FileLock:
-    return FileLock(path.with_name(path.name + _LOCK), mode=0o600, thread_local=False)
+    return FileLock(path.with_name(path.name + _LOCK_SUFFIX), mode=0o600, thread_local=False)
 
 
 def _remove(path: Path, lock: FileLock) -> None:

@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 Positions = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-_RESTORATIONS = 8192  # most entries of `_restored`: more than a hundred for each turn to undo
+_MAX_RESTORATIONS = (
+    8192  # most entries of `_totals_when_restored`: more than a hundred for each turn to undo
+)
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,12 @@ class AttentionStatsConfig:
 
     def recorded_layers(self, num_layers: int, sliding: Collection[int] = ()) -> list[int]:
         """Numbers of the layers whose attention is recorded; `sliding` are those with a window."""
-        wide = [number for number in range(num_layers) if number not in sliding]
-        among = wide if self.layers and wide else list(range(num_layers))
-        count = min(self.layers or num_layers, len(among))
-        return [among[int((at + 0.5) * len(among) / count)] for at in range(count)]
+        without_window = [number for number in range(num_layers) if number not in sliding]
+        candidates = without_window if self.layers and without_window else list(range(num_layers))
+        count = min(self.layers or num_layers, len(candidates))
+        return [
+            candidates[int((recorded + 0.5) * len(candidates) / count)] for recorded in range(count)
+        ]
 
 
 @dataclass(frozen=True)
@@ -80,8 +84,8 @@ class AttentionStats:
         self._log_decay = np.zeros(0)  # the ledger's log_decay at each total's last update
         self._window: tuple[QueryWindow, ...] = ()
         # The totals of tokens when they were restored.
-        self._restored: deque[AttentionCheckpoint] = deque(maxlen=_RESTORATIONS)
-        self._restorations = 0  # number of entries so far, deleted ones included
+        self._totals_when_restored: deque[AttentionCheckpoint] = deque(maxlen=_MAX_RESTORATIONS)
+        self._restoration_count = 0  # number of entries so far, deleted ones included
 
     @property
     def has_records(self) -> bool:
@@ -114,13 +118,13 @@ class AttentionStats:
         self._total[positions] = total
         self._log_decay[positions] = log_decay
         newest = (QueryWindow(positions[: len(it.sums)].copy(), it.newest) for it in passes)
-        self._window = _newest((*self._window, *newest), window)
+        self._window = _newest_windows((*self._window, *newest), window)
 
     def totals(self, positions: Positions, log_decay: float) -> Floats:
         """The sums [n] of the weights that tokens received, after all decays; 0 if unrecorded."""
-        known, out = positions < len(self._total), np.zeros(len(positions))
-        at = positions[known]
-        out[known] = self._total[at] * np.exp(log_decay - self._log_decay[at])
+        is_recorded, out = positions < len(self._total), np.zeros(len(positions))
+        recorded = positions[is_recorded]
+        out[is_recorded] = self._total[recorded] * np.exp(log_decay - self._log_decay[recorded])
         return out
 
     def recent(self, positions: Positions) -> Floats:
@@ -135,16 +139,16 @@ class AttentionStats:
             _, here, there = np.intersect1d(
                 positions, window.positions, assume_unique=True, return_indices=True
             )
-            got = window.weights[..., there].sum(-2)
-            mean_over = () if got.shape[:-1] == heads else tuple(range(got.ndim - 1))
-            out[..., here] += got.mean(mean_over)
+            received = window.weights[..., there].sum(-2)
+            mean_over = () if received.shape[:-1] == heads else tuple(range(received.ndim - 1))
+            out[..., here] += received.mean(mean_over)
         return out
 
     def note_restored(self, positions: Positions) -> None:
         """Store the totals of tokens that are restored and may receive more, for an exact undo."""
         if len(positions) and self.has_records:
-            self._restored.append(self._copy_of(positions))
-            self._restorations += 1
+            self._totals_when_restored.append(self._copy_of(positions))
+            self._restoration_count += 1
 
     def checkpoint(self, positions: Positions) -> AttentionCheckpoint:
         """A copy of the statistics of the tokens at `positions`, to which `undo` can go back."""
@@ -154,7 +158,7 @@ class AttentionStats:
         return replace(
             self._copy_of(positions),
             window=self._window,
-            restorations=self._restorations,
+            restorations=self._restoration_count,
         )
 
     def undo(self, to: AttentionCheckpoint, seen: int) -> None:
@@ -162,12 +166,14 @@ class AttentionStats:
         if to.restorations is None:  # nothing had been counted by then
             self._total = self._log_decay = np.zeros(0)
             self._window = ()
-            self._restored.clear()
+            self._totals_when_restored.clear()
             return
-        while self._restorations > to.restorations:
-            self._restorations -= 1
-            if self._restored:  # the first total of a token is the last that is written back
-                self._write_back(self._restored.pop())
+        while self._restoration_count > to.restorations:
+            self._restoration_count -= 1
+            if (
+                self._totals_when_restored
+            ):  # the first total of a token is the last that is written back
+                self._write_back(self._totals_when_restored.pop())
         self._write_back(to)
         self._total[seen:], self._log_decay[seen:] = 0, 0
         self._window = to.window
@@ -191,10 +197,10 @@ class AttentionStats:
         windows = []
         for window in self._window:
             new = rank[window.positions]
-            at = np.argsort(new)[int((new < 0).sum()) :]
-            windows.append(QueryWindow(new[at], window.weights[..., at]))
+            recorded = np.argsort(new)[int((new < 0).sum()) :]
+            windows.append(QueryWindow(new[recorded], window.weights[..., recorded]))
         self._window = tuple(windows)
-        self._restored.clear()
+        self._totals_when_restored.clear()
 
     def erase(self, positions: Positions) -> None:
         """Forget the tokens at these positions."""
@@ -204,12 +210,15 @@ class AttentionStats:
             stays = ~np.isin(window.positions, positions)
             windows.append(QueryWindow(window.positions[stays], window.weights[..., stays]))
         self._window = tuple(windows)
-        self._restored.clear()
+        self._totals_when_restored.clear()
 
     def _copy_of(self, positions: Positions) -> AttentionCheckpoint:
-        known, total, log_decay = positions < len(self._total), *np.zeros((2, len(positions)))
-        at = positions[known]
-        total[known], log_decay[known] = self._total[at], self._log_decay[at]
+        is_recorded, total, log_decay = positions < len(self._total), *np.zeros((2, len(positions)))
+        recorded = positions[is_recorded]
+        total[is_recorded], log_decay[is_recorded] = (
+            self._total[recorded],
+            self._log_decay[recorded],
+        )
         return AttentionCheckpoint(positions, total, log_decay)
 
     def _write_back(self, saved: AttentionCheckpoint) -> None:
@@ -219,18 +228,18 @@ class AttentionStats:
         self._log_decay[saved.positions] = saved.log_decay
 
     def _grow(self, rows: int) -> None:
-        self._total = _grown(self._total, rows)
-        self._log_decay = _grown(self._log_decay, rows)
+        self._total = _lengthened(self._total, rows)
+        self._log_decay = _lengthened(self._log_decay, rows)
 
 
-def _grown(array: Floats, rows: int) -> Floats:
+def _lengthened(array: Floats, rows: int) -> Floats:
     """The array, with zeros after it, at least twice as long if it has fewer than `rows`."""
     if rows <= len(array):
         return array
     return np.concatenate([array, np.zeros(max(rows, 2 * len(array)) - len(array))])
 
 
-def _newest(windows: tuple[QueryWindow, ...], count: int) -> tuple[QueryWindow, ...]:
+def _newest_windows(windows: tuple[QueryWindow, ...], count: int) -> tuple[QueryWindow, ...]:
     """The weights from the newest `count` queries in `windows`, oldest query first."""
     kept: list[QueryWindow] = []
     for window in reversed(windows):

@@ -22,7 +22,7 @@ from sirchat.memory.row_buffers import LayerRotation as LayerRotation
 # A layer's kind: whether it has keys and values, and how many recurrent or convolution states.
 LayerKind = tuple[bool, int]
 
-Store = Callable[[KeyValues], object]  # gets rows that leave the cache
+StoreRows = Callable[[KeyValues], object]  # gets rows that leave the cache
 
 
 class BoundedCache:
@@ -56,8 +56,8 @@ class BoundedCache:
         self.layers = self._new_layers([(self._rows, number) for number in range(len(where))])
         self.row_layers = [layer for layer in self.layers if isinstance(layer, RowLayer)]
         self._tensors = self._rows.tensors
-        self._with_state = [layer for layer in self.layers if isinstance(layer, HoldsState)]
-        self._state: CacheState = tuple({} for _ in self._with_state)
+        self._stateful_layers = [layer for layer in self.layers if isinstance(layer, StatefulLayer)]
+        self._state: CacheState = tuple({} for _ in self._stateful_layers)
         self._is_clean = True  # whether no pass has begun since the last commit
 
     def _new_layers(self, rows: Sequence[RowArguments]) -> list[Any]:
@@ -85,7 +85,7 @@ class BoundedCache:
     @property
     def has_state(self) -> bool:
         """Whether the model has recurrent or convolution layers."""
-        return bool(self._with_state)
+        return bool(self._stateful_layers)
 
     @property
     def state(self) -> CacheState:
@@ -97,14 +97,14 @@ class BoundedCache:
 
     @state.setter
     def state(self, state: CacheState) -> None:
-        self._state = state or tuple({} for _ in self._with_state)
+        self._state = state or tuple({} for _ in self._stateful_layers)
         self._restore_state()
 
     def begin_pass(self) -> None:
         """Undo what a pass that was not committed did to the states; call it before each pass."""
         if not self._is_clean:
             self._restore_state()
-        self._is_clean = not self._with_state
+        self._is_clean = not self._stateful_layers
 
     @property
     def nbytes(self) -> int:
@@ -140,11 +140,11 @@ class BoundedCache:
         """
         start = self.cursor.length
         end = start + count
-        if self._with_state:
+        if self._stateful_layers:
             if count != self.cursor.written:
                 raise RuntimeError("a pass over layers with a state is committed as a whole")
             with torch.no_grad():
-                self._state = tuple(layer.copy_state() for layer in self._with_state)
+                self._state = tuple(layer.copy_state() for layer in self._stateful_layers)
             self.cursor.written, self._is_clean = 0, True
         if positions is None:
             positions = int(self._stream[start - 1]) + 1 if start else 0
@@ -156,7 +156,9 @@ class BoundedCache:
         self.cursor.length = end
 
     @torch.inference_mode()
-    def keep(self, rows: Tensor, leaving: Tensor | None = None, store: Store | None = None) -> None:
+    def keep(
+        self, rows: Tensor, leaving: Tensor | None = None, store: StoreRows | None = None
+    ) -> None:
         """Remove all rows but those numbered `rows` [k] (int64, ascending).
 
         Before, `store` gets a copy of the rows numbered `leaving`, as first written.
@@ -180,9 +182,9 @@ class BoundedCache:
     @torch.inference_mode()
     def rotated(self, rows: KeyValues, slots: Tensor) -> KeyValues:
         """First-written `rows` [k], rotated as attention would read them in `slots` [k]."""
-        moved, turns = list(rows.tensors), self._turns(rows.written_at, slots, rows.positions)
-        on_device = to_device(list(turns.values()), moved[0].device)
-        for number, turn in zip(turns, on_device, strict=True):
+        moved, cos_sin = list(rows.tensors), self._cos_sin(rows.written_at, slots, rows.positions)
+        on_device = to_device(list(cos_sin.values()), moved[0].device)
+        for number, turn in zip(cos_sin, on_device, strict=True):
             if (rotation := self._tensors[number].rotation) is not None:
                 moved[number] = rotation.apply(moved[number], *turn)
         return KeyValues(rows.positions, rows.written_at, moved)
@@ -194,10 +196,10 @@ class BoundedCache:
         self.grow_to(count)
         for layer, tensors in enumerate(self._rows.layers):
             if tensors[0].buffer is None:
-                given = rows.tensors[2 * layer : 2 * layer + 2]
-                self._rows.allocate(layer, *(one[None] for one in given))
-        turns = self._turns(rows.written_at, torch.arange(count), rows.positions)
-        self._put(0, rows.tensors, turns)
+                moved_to_device = rows.tensors[2 * layer : 2 * layer + 2]
+                self._rows.allocate(layer, *(one[None] for one in moved_to_device))
+        cos_sin = self._cos_sin(rows.written_at, torch.arange(count), rows.positions)
+        self._put(0, rows.tensors, cos_sin)
         self._stream[:count], self._written_at[:count] = rows.positions, rows.written_at
         self.cursor.length = count
 
@@ -262,44 +264,49 @@ class BoundedCache:
     @torch.no_grad()
     def _restore_state(self) -> None:
         self.cursor.written = 0
-        for layer, state in zip(self._with_state, self._state, strict=True):
+        for layer, state in zip(self._stateful_layers, self._state, strict=True):
             layer.set_state(state)
         self._is_clean = True
 
-    def _turns(self, written_at: Positions, slots: Tensor, stream: Positions) -> CosSinByTensor:
+    def _cos_sin(self, written_at: Positions, slots: Tensor, stream: Positions) -> CosSinByTensor:
         """What rotates rows with stream positions `stream` [n] to `slots` [n]."""
         old = torch.from_numpy(written_at)
         new = torch.from_numpy(stream) if self.absolute_positions else slots
-        turns = dict[int, Tensor]()
+        cos_sin = dict[int, Tensor]()
         for rotation, numbers in self._rows.tensors_by_rotation.items():
-            turns |= dict.fromkeys(numbers, torch.stack(rotation.cos_sin(old, new)))
-        return turns
+            cos_sin |= dict.fromkeys(numbers, torch.stack(rotation.cos_sin(old, new)))
+        return cos_sin
 
-    def _move(self, slots: Tensor, start: int, leaving: Tensor, store: Store | None = None) -> None:
+    def _move(
+        self, slots: Tensor, start: int, leaving: Tensor, store: StoreRows | None = None
+    ) -> None:
         """Move rows in `slots` [n] to those from `start` on; before, `store` those in `leaving`."""
         at, end, gone = slots.numpy(), start + len(slots), leaving.numpy()
         written_at, stream = self._written_at[at], self._stream[at]
-        turns = self._turns(written_at, torch.arange(start, end), stream)
+        cos_sin = self._cos_sin(written_at, torch.arange(start, end), stream)
         parts = self._rows.parts(max(len(slots), len(leaving)))
-        given = [slots, leaving, *turns.values()]
-        on = {device: to_device(given, device) for device in {part.rows.device for part in parts}}
+        moved_to_device = [slots, leaving, *cos_sin.values()]
+        on = {
+            device: to_device(moved_to_device, device)
+            for device in {part.rows.device for part in parts}
+        }
         if store is not None:
-            blocks = (part.chosen(on[part.rows.device][1]) for part in parts)
+            blocks = (part.copy_rows(on[part.rows.device][1]) for part in parts)
             tensors = [one for block in blocks for one in block.flatten(0, 1)]
             store(KeyValues(self._stream[gone], self._written_at[gone], tensors))
         for part in parts if len(slots) else ():
             index, _, *turned = on[part.rows.device]
-            part.write(start, part.chosen(index), dict(zip(turns, turned, strict=True)))
+            part.write(start, part.copy_rows(index), dict(zip(cos_sin, turned, strict=True)))
         self._written_at[start:end], self._stream[start:end] = written_at, stream
 
-    def _put(self, start: int, tensors: Sequence[Tensor], turns: CosSinByTensor) -> None:
+    def _put(self, start: int, tensors: Sequence[Tensor], cos_sin: CosSinByTensor) -> None:
         """Write first-written rows, [H, n, D] of all tensors, to the slots from `start` on."""
         for part in self._rows.parts(tensors[0].shape[1]):
             own = [tensors[number] for number in part.numbers]
-            moved = to_device([*own, *turns.values()], part.rows.device)
+            moved = to_device([*own, *cos_sin.values()], part.rows.device)
             rows, turned = torch.stack(moved[: len(own)]), moved[len(own) :]
             rows = rows.view(len(part.rows), -1, *rows.shape[1:])
-            part.write(start, rows, dict(zip(turns, turned, strict=True)))
+            part.write(start, rows, dict(zip(cos_sin, turned, strict=True)))
 
 
 RowArguments = tuple[RowBuffers, int]  # the buffers of all layers, and the layer's number
@@ -327,7 +334,7 @@ class RowLayer:
 
 
 @runtime_checkable
-class HoldsState(Protocol):
+class StatefulLayer(Protocol):
     """Protocol of a cache layer with recurrent or convolution states."""
 
     def copy_state(self) -> dict[tuple[str, int], Tensor]:

@@ -31,9 +31,11 @@ from sirchat.memory.tiers import NOT_STORED, Tiers
 # Bytes of what is evicted that are kept for undo while the archive is off; a turn that evicts more
 # can't be undone.
 UNDO_BYTES = 256 * 2**20
-_MOST_UNWRITTEN = 2**30  # bytes that an archive on disk may grow in RAM after a write has failed
+_MAX_UNWRITTEN_BYTES = (
+    2**30
+)  # bytes that an archive on disk may grow in RAM after a write has failed
 _NONE = np.zeros(0, np.int64)
-_READ_AT_ONCE = 4_096  # archived tokens of which statistics are computed
+_MAX_FETCHED_TOKENS = 4_096  # archived tokens of which statistics are computed
 
 
 class HeldKeysValues(NamedTuple):
@@ -89,7 +91,7 @@ class KeyValueStore:
         """
         old, was_on = self.archive, self._archiving
         if was_on and limit and folder == self._folder:
-            old.limit = self._bounded(limit)
+            old.limit = self._limit_after_error(limit)
             self._shrink()
             return
         new = Archive(limit or UNDO_BYTES, folder)
@@ -100,7 +102,7 @@ class KeyValueStore:
             self.ledger.mark_not_stored(
                 np.flatnonzero(self.ledger.column("state") == State.ARCHIVED)
             )
-            self._forget_gone()
+            self._forget_rounding()
         old.close()
         self._shrink()
 
@@ -184,7 +186,7 @@ class KeyValueStore:
         """
         if not (self.has_recall or self._archiving):
             self.archive.clear()
-            self._forget_gone()
+            self._forget_rounding()
         ledger, placement = self.ledger, self.placement
         return CacheCheckpoint(
             ledger.seen,
@@ -238,7 +240,7 @@ class KeyValueStore:
         """For each layer, keys and values of the tokens at `positions`, as `HeldRows` has them."""
         copies = list[Tensor]()
         for rows, tensors in self._blocks(positions, as_read=True):
-            sizes = ((one.shape[0], len(positions), one.shape[2]) for one in tensors)
+            sizes = ((tensor.shape[0], len(positions), tensor.shape[2]) for tensor in tensors)
             copies = copies or [torch.zeros(size) for size in sizes]
             for copy, tensor in zip(copies, tensors, strict=True):
                 copy[:, rows] = tensor.float().cpu()
@@ -252,7 +254,7 @@ class KeyValueStore:
             raise UsageError(f"there are no keys and values of layer {layer}: {known}")
         first = self.cache.first_written_rows(torch.arange(len(held)), held).tensors[2 * layer]
         placed = self.cache.layer_keys(layer), self.cache.layer_values(layer)
-        return HeldKeysValues(held, first.clone(), *(one[0].clone() for one in placed))
+        return HeldKeysValues(held, first.clone(), *(tensor[0].clone() for tensor in placed))
 
     def archived(self) -> Positions:
         """Stream positions, ascending, of the tokens that are in the archive and not in the cache.
@@ -266,9 +268,9 @@ class KeyValueStore:
         return archived
 
     def copy_key_values(
-        self, limit: int | None = None, but: Positions | None = None
+        self, limit: int | None = None, excluded: Positions | None = None
     ) -> KeyValues | None:
-        """A copy on the CPU of all that is in the cache, or the archive `but` there, in order.
+        """A copy on the CPU of all that is in the cache, or the archive `excluded` there, in order.
 
         If it is larger than `limit` bytes, copies what is in the cache alone; None if that is, too.
         """
@@ -279,8 +281,8 @@ class KeyValueStore:
         in_cache = self.cache.first_written_rows(torch.arange(len(held)), held.copy()).to("cpu")
         tiers = self.archive.tiers(self.ledger.column("state") == State.NOT_STORED)
         archived = np.setdiff1d(positions, held, assume_unique=True)
-        if but is not None:
-            archived = np.setdiff1d(archived, but, assume_unique=True)
+        if excluded is not None:
+            archived = np.setdiff1d(archived, excluded, assume_unique=True)
         size = (len(held) + len(archived)) * first.nbytes
         if not len(archived) or (limit is not None and size > limit):
             return replace(in_cache, tiers=tiers)
@@ -295,7 +297,7 @@ class KeyValueStore:
         if saved.tiers is not None:
             self.archive.restore_tiers(saved.tiers)
         if not self._archiving:
-            self._forget_gone()
+            self._forget_rounding()
         held = np.searchsorted(saved.positions, self.ledger.held_positions)
         self.cache.replace(saved.take(held))
         if self._archiving:
@@ -345,50 +347,63 @@ class KeyValueStore:
         ledger, cache, archive = self.ledger, self.cache, self.archive
         held = ledger.held_positions
         stays = np.isin(held, new.held, assume_unique=True)
-        gone, came = held[~stays], np.setdiff1d(new.held, held, assume_unique=True)
+        evicted, restored_positions = held[~stays], np.setdiff1d(new.held, held, assume_unique=True)
         rows = torch.from_numpy(np.flatnonzero(stays))
-        stored = archive.has(gone) | np.isin(gone, dropped, assume_unique=True)
+        stored = archive.has(evicted) | np.isin(evicted, dropped, assume_unique=True)
         leaving = torch.from_numpy(np.flatnonzero(~stays)[~stored])
-        if len(gone) and not len(came):
+        if len(evicted) and not len(restored_positions):
             cache.keep(rows, leaving, archive.add if len(leaving) else None)
-        elif len(came):
+        elif len(restored_positions):
             if len(leaving):
-                archive.add(cache.first_written_rows(leaving, gone[~stored]))
-            restored = archive.fetch(came)
-            archive.note_restored(np.setdiff1d(came, self._placement.aside, assume_unique=True))
+                archive.add(cache.first_written_rows(leaving, evicted[~stored]))
+            restored = archive.fetch(restored_positions)
+            archive.note_restored(
+                np.setdiff1d(restored_positions, self._placement.aside, assume_unique=True)
+            )
             if len(rows):
                 restored = merge_key_values(cache.first_written_rows(rows, held[stays]), restored)
             cache.replace(restored)
-        ledger.hold(new, gone, came, State.ARCHIVED if self._archiving else State.NOT_STORED)
+        ledger.hold(
+            new,
+            evicted,
+            restored_positions,
+            State.ARCHIVED if self._archiving else State.NOT_STORED,
+        )
         self._placement = new
-        return gone, came
+        return evicted, restored_positions
 
     def _blocks(self, positions: Positions, as_read: bool) -> Iterator[Block]:
         """Keys and values at `positions` [n]; with `as_read` rotated as if the cache held these."""
         held = self.ledger.held_positions
-        here = np.flatnonzero(np.isin(positions, held, assume_unique=True))
-        rows = torch.from_numpy(np.searchsorted(held, positions[here]))
-        if as_read and len(here) == len(positions):
-            yield Block(torch.from_numpy(here), self.cache.as_read(rows))
+        held_indices = np.flatnonzero(np.isin(positions, held, assume_unique=True))
+        rows = torch.from_numpy(np.searchsorted(held, positions[held_indices]))
+        if as_read and len(held_indices) == len(positions):
+            yield Block(torch.from_numpy(held_indices), self.cache.as_read(rows))
             return
-        first = [self.cache.first_written_rows(rows, positions[here])] if len(here) else []
+        first = (
+            [self.cache.first_written_rows(rows, positions[held_indices])]
+            if len(held_indices)
+            else []
+        )
         archived = np.setdiff1d(positions, held, assume_unique=True)
         archived = archived[self.archive.has(archived)]
-        starts = range(0, len(archived), _READ_AT_ONCE)
-        fetched = (self.archive.fetch(archived[start : start + _READ_AT_ONCE]) for start in starts)
+        starts = range(0, len(archived), _MAX_FETCHED_TOKENS)
+        fetched = (
+            self.archive.fetch(archived[start : start + _MAX_FETCHED_TOKENS]) for start in starts
+        )
         for part in chain(first, fetched):
             numbers = torch.from_numpy(np.searchsorted(positions, part.positions))
             yield Block(numbers, (self.cache.rotated(part, numbers) if as_read else part).tensors)
 
-    def _forget_gone(self) -> None:
+    def _forget_rounding(self) -> None:
         """While the archive is off: only what the cache has is known to have been rounded."""
         self.archive.forget(np.flatnonzero(self.ledger.column("state") == State.NOT_STORED))
 
-    def _bounded(self, limit: int) -> int:
+    def _limit_after_error(self, limit: int) -> int:
         """The limit in bytes; after a failed write, what is evicted stays in RAM."""
         if self.archive.disk_error is None:
             return limit
-        return min(limit, self.archive.nbytes + _MOST_UNWRITTEN)
+        return min(limit, self.archive.nbytes + _MAX_UNWRITTEN_BYTES)
 
     def _shrink(self) -> None:
         """Bring the archive within its limit; note a full archive or a failed disk."""
@@ -397,7 +412,7 @@ class KeyValueStore:
             return
         if archive.disk_error and archive.limit is not None and not self._is_disk_reported:
             self._is_disk_reported = True
-            archive.limit = self._bounded(archive.limit)
+            archive.limit = self._limit_after_error(archive.limit)
             self._problems.append(
                 "the archive can't be written to disk, so what is evicted now stays in "
                 f"memory: {archive.disk_error}"
@@ -405,7 +420,7 @@ class KeyValueStore:
         if not self._archiving:  # the turn can't be undone
             if archive.is_over_limit:
                 archive.clear()
-                self._forget_gone()
+                self._forget_rounding()
             return
         if archive.is_over_limit and not self._is_full_reported:
             self._is_full_reported = True

@@ -20,7 +20,9 @@ from sirchat.memory.tiers import Tiers
 
 Positions = NDArray[np.int64]  # of tokens in the stream, the whole conversation
 
-_JOINED = 2**26  # most bytes of tensors that are joined for one copy, which takes as many again
+_MAX_JOINED_BYTES = (
+    2**26
+)  # most bytes of tensors that are joined for one copy, which takes as many again
 
 # A copy of the states of all recurrent and convolution layers, one dictionary for each layer; the
 # key of a tensor is its kind, `conv` or `recurrent`, and its number.
@@ -66,12 +68,15 @@ def merge_key_values(first: KeyValues, second: KeyValues) -> KeyValues:
     order = np.argsort(positions)
     device = first.tensors[0].device
     index, *theirs = to_device([torch.from_numpy(order), *second.tensors], device)
-    if device.type != "cpu" and len({(one.shape, one.device) for one in first.tensors}) == 1:
+    if (
+        device.type != "cpu"
+        and len({(tensor.shape, tensor.device) for tensor in first.tensors}) == 1
+    ):
         block = torch.cat([torch.stack(first.tensors), torch.stack(theirs)], dim=2)
         tensors = list(block.index_select(2, index))
     else:
         pairs = zip(first.tensors, theirs, strict=True)
-        ready = (to_device([one, other, index], one.device) for one, other in pairs)
+        ready = (to_device([tensor, other, index], tensor.device) for tensor, other in pairs)
         tensors = [torch.cat(both, dim=1).index_select(1, chosen) for *both, chosen in ready]
     written_at = np.concatenate([first.written_at, second.written_at])[order]
     return KeyValues(positions[order], written_at, tensors)
@@ -107,7 +112,7 @@ class Transfers:
         Up to 64 MiB, there is one copy from each device.
         """
         ends = list[Any]()
-        copies = _copied(tensors, torch.device("cpu"), partial(self._start, ends))
+        copies = _copy_joined(tensors, torch.device("cpu"), partial(self._start, ends))
         return Transfer(copies, ends)
 
     def _start(self, ends: list[Any], tensor: Tensor) -> Tensor:
@@ -135,28 +140,28 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     Up to 64 MiB, there is one copy from each device. The CPU does not wait for a copy to a GPU.
     """
 
-    def copy(one: Tensor) -> Tensor:
-        to_gpu = device.type == "cuda" and not one.is_cuda
-        return (one.pin_memory() if to_gpu else one).to(device, non_blocking=to_gpu)
+    def copy(tensor: Tensor) -> Tensor:
+        to_gpu = device.type == "cuda" and not tensor.is_cuda
+        return (tensor.pin_memory() if to_gpu else tensor).to(device, non_blocking=to_gpu)
 
-    return _copied(tensors, device, copy)
+    return _copy_joined(tensors, device, copy)
 
 
-def _copied(
+def _copy_joined(
     tensors: Sequence[Tensor], device: torch.device, copy: Callable[[Tensor], Tensor]
 ) -> list[Tensor]:
     """The tensors; `copy` copies those that are not on `device`, from each other one at once."""
-    moving = {id(one): one for one in tensors if one.device != device}
+    moving = {id(tensor): tensor for tensor in tensors if tensor.device != device}
     moved = dict[int, Tensor]()
-    for source in {one.device for one in moving.values()}:
-        here = [one for one in moving.values() if one.device == source]
-        if sum(one.nbytes for one in here) > _JOINED:
-            moved |= {id(one): copy(one) for one in here}
+    for source in {tensor.device for tensor in moving.values()}:
+        here = [tensor for tensor in moving.values() if tensor.device == source]
+        if sum(tensor.nbytes for tensor in here) > _MAX_JOINED_BYTES:
+            moved |= {id(tensor): copy(tensor) for tensor in here}
             continue
-        here.sort(key=lambda one: -one.element_size())  # so that all are aligned
-        flat = [one.contiguous().as_strided((one.numel(),), (1,)) for one in here]
-        joined = torch.cat([one.view(torch.uint8) for one in flat])
-        parts = torch.split(copy(joined), [one.nbytes for one in here])
-        for one, part in zip(here, parts, strict=True):
-            moved[id(one)] = part.view(one.dtype).view(one.shape)
-    return [moved.get(id(one), one) for one in tensors]
+        here.sort(key=lambda tensor: -tensor.element_size())  # so that all are aligned
+        flat = [tensor.contiguous().as_strided((tensor.numel(),), (1,)) for tensor in here]
+        joined = torch.cat([tensor.view(torch.uint8) for tensor in flat])
+        parts = torch.split(copy(joined), [tensor.nbytes for tensor in here])
+        for tensor, part in zip(here, parts, strict=True):
+            moved[id(tensor)] = part.view(tensor.dtype).view(tensor.shape)
+    return [moved.get(id(tensor), tensor) for tensor in tensors]

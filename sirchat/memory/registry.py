@@ -18,9 +18,9 @@ from sirchat.errors import SettingError, did_you_mean
 class Registry:
     """Finds classes of one kind, such as eviction policies, by name.
 
-    `package` has one class a file, but for the files `others`, and the base class in `base`:
-    `cosine_pairwise.py` has the class `CosinePairwise`, named `cosine-pairwise`. `group` is the
-    group of entry points.
+    `package` has the base class in `base`, and one class in each file that is not among
+    `non_class_modules`: `cosine_pairwise.py` has `CosinePairwise`, named `cosine-pairwise`.
+    `group` is the group of entry points.
     """
 
     def __init__(
@@ -29,10 +29,10 @@ class Registry:
         package: str,
         group: str,
         aliases: Mapping[str, str] | None = None,
-        others: Collection[str] = ("base",),
+        non_class_modules: Collection[str] = ("base",),
     ) -> None:
         self._kind, self._package, self._group = kind, package, group
-        self._others = others
+        self._non_class_modules = non_class_modules
         self.aliases = aliases or {}
 
     def names(self) -> list[str]:
@@ -81,7 +81,9 @@ class Registry:
     def _built_in(self) -> list[str]:
         modules = pkgutil.iter_modules(importlib.import_module(self._package).__path__)
         names = (module.name for module in modules)
-        return sorted(name.replace("_", "-") for name in names if name not in self._others)
+        return sorted(
+            name.replace("_", "-") for name in names if name not in self._non_class_modules
+        )
 
 
 # Named here, because settings are checked below the room `recall`.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sirchat.memory.rope import Rotation
 
-_AT_ONCE = 2**26  # bytes of keys in float32 that are rotated at once, but on a CPU
+_MAX_ROTATED_BYTES = 2**26  # bytes of keys in float32 that are rotated at once, but on a CPU
 
 # Cosines and sines, [2, n, d/2], that rotate n rows of a tensor, by its number in `tensors`.
 CosSinByTensor = Mapping[int, Tensor]
@@ -107,11 +107,13 @@ class RowBuffers:
             if tensor.rotation is not None:
                 same = filter(tensor.rotation.has_same_angles, self.tensors_by_rotation)
                 self.tensors_by_rotation.setdefault(next(same, tensor.rotation), []).append(number)
-        ways = {(len(r.key.inv_freq), r.key.interleaved, r.key.offset) for r in rotations if r.key}
+        layouts = {
+            (len(r.key.inv_freq), r.key.interleaved, r.key.offset) for r in rotations if r.key
+        }
         are_keys = sorted(chain(*self.tensors_by_rotation.values())) == [
             *range(0, len(self.tensors), 2)
         ]
-        self._may_pool = are_keys and len(ways) == len(set(devices)) == 1
+        self._can_pool = are_keys and len(layouts) == len(set(devices)) == 1
         self._kinds = set[tuple[int, int, torch.dtype, torch.device]]()  # H, D and so on, so far
 
     def allocate(self, layer: int, *rows: Tensor) -> None:
@@ -122,7 +124,7 @@ class RowBuffers:
             for tensor, one in zip(tensors, rows, strict=True)
         ]
         self._kinds.update(kinds)
-        if self._may_pool and len(self._kinds) == 1:
+        if self._can_pool and len(self._kinds) == 1:
             if self.pool is None:
                 heads, dims, dtype, device = kinds[0]
                 shape = (len(self.layers), 3, heads, capacity, dims)
@@ -163,7 +165,7 @@ class RowBuffers:
             ]
         heads, _, dims = self.pool.shape[2:]
         is_cpu, rotation = self.pool.device.type == "cpu", self.tensors[0].rotation
-        step = 1 if is_cpu else max(1, _AT_ONCE // max(1, 4 * heads * count * dims))
+        step = 1 if is_cpu else max(1, _MAX_ROTATED_BYTES // max(1, 4 * heads * count * dims))
         return [
             RowBuffer(rows, rotation, range(2 * step * at, 2 * step * at + 2 * len(rows)))
             for at, rows in enumerate(torch.split(self.pool, step))
@@ -193,21 +195,21 @@ class RowBuffer(NamedTuple):
         """The rows as first written, [n, c, H, capacity, D]."""
         return self.rows if self.rotation is None else self.rows[:, 1:]
 
-    def chosen(self, slots: Tensor) -> Tensor:
+    def copy_rows(self, slots: Tensor) -> Tensor:
         """A copy [n, c, H, t, D] of the first-written rows in `slots` [t]."""
         rows = self.written
         if len(rows) > 1:
             return rows.index_select(3, slots)
         # torch is several times as fast with three dimensions
-        chosen = rows.flatten(0, 2).index_select(1, slots)
-        return chosen.view(*rows.shape[:3], *chosen.shape[1:])
+        copied = rows.flatten(0, 2).index_select(1, slots)
+        return copied.view(*rows.shape[:3], *copied.shape[1:])
 
-    def write(self, start: int, rows: Tensor, turns: CosSinByTensor) -> None:
+    def write(self, start: int, rows: Tensor, cos_sin: CosSinByTensor) -> None:
         """Write such rows to the slots from `start` on, and rotate them."""
         rows, end = rows.to(self.rows.dtype), start + rows.shape[3]
         self.written[:, :, :, start:end] = rows
         if self.rotation is not None:
-            first, *others = [turns[number] for number in self.numbers[:: rows.shape[1]]]
+            first, *others = [cos_sin[number] for number in self.numbers[:: rows.shape[1]]]
             is_same = all(other is first for other in others)
             turn = first if is_same else torch.stack([first, *others], 1)[:, :, None]
             self.rows[:, 0, :, start:end] = self.rotation.apply(rows[:, 0], *turn)

@@ -20,7 +20,7 @@ LOWER_TIER = {
     EXACT: 8,
     8: 4,
 }  # the tier below each, in bits a number; below the last one is the text
-_SMALLEST = 2.0**-100  # step, for a token whose numbers are all the centre's
+_MIN_STEP = 2.0**-100  # step, for a token whose numbers are all the centre's
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,9 @@ class Tiers:
 
     def fit(self, row: list[Tensor], seen: int) -> bool:
         """Whether these tiers suit a stream of `seen` tokens with keys and values like `row`'s."""
-        shapes = [[(one.dtype, one.shape) for one in tensors] for tensors in (self.centres, row)]
+        shapes = [
+            [(tensor.dtype, tensor.shape) for tensor in tensors] for tensors in (self.centres, row)
+        ]
         is_known = np.isin(self.bits, [EXACT, *LOWER_TIER.values(), NOT_STORED]).all()
         is_of_stream = self.bits.dtype == np.uint8 and self.bits.shape == (seen,)
         return bool(is_of_stream and is_known and shapes[0] == shapes[1])
@@ -49,7 +51,7 @@ def quantized(tensors: list[Tensor], centres: list[Tensor], bits: int, lower: in
     The first two bytes are the step's, the others those of the codes.
     """
     exact = dequantized(tensors, centres, bits)
-    return [_encoded(one, centre, lower) for one, centre in zip(exact, centres, strict=True)]
+    return [_quantize(tensor, centre, lower) for tensor, centre in zip(exact, centres, strict=True)]
 
 
 @torch.inference_mode()
@@ -57,16 +59,18 @@ def dequantized(tensors: list[Tensor], centres: list[Tensor], bits: int) -> list
     """Decode what is stored with `bits` bits to numbers [H, n, D], in the type of `centres`."""
     if bits == EXACT:
         return tensors
-    return [_decoded(one, centre, bits) for one, centre in zip(tensors, centres, strict=True)]
+    return [
+        _dequantize(tensor, centre, bits) for tensor, centre in zip(tensors, centres, strict=True)
+    ]
 
 
-def _encoded(numbers: Tensor, centre: Tensor, bits: int) -> Tensor:
+def _quantize(numbers: Tensor, centre: Tensor, bits: int) -> Tensor:
     rest = numbers.contiguous().float() - centre.float()
     most = rest.abs().amax(-1, keepdim=True)
     # Steps are powers of two, and in 4 bits small multiples of the step in 8. So numbers that were
     # rounded once get the same step and codes when they are stored again; 0.1 is for roundings.
     mantissa, exponent = torch.frexp(most / 127.1)
-    step = torch.ldexp(torch.ceil(2 * mantissa), exponent - 1).clamp_min(_SMALLEST)
+    step = torch.ldexp(torch.ceil(2 * mantissa), exponent - 1).clamp_min(_MIN_STEP)
     codes = (rest / step).round_()
     if bits == 4:
         times = (codes.abs().amax(-1, keepdim=True) / 7).round().clamp_min(1)
@@ -78,7 +82,7 @@ def _encoded(numbers: Tensor, centre: Tensor, bits: int) -> Tensor:
     return torch.cat((step.to(torch.bfloat16).view(torch.uint8), packed), -1)
 
 
-def _decoded(codes: Tensor, centre: Tensor, bits: int) -> Tensor:
+def _dequantize(codes: Tensor, centre: Tensor, bits: int) -> Tensor:
     step = codes[..., :2].reshape(-1).view(torch.bfloat16).view(*codes.shape[:2], 1)
     packed = codes[..., 2:]
     if bits == 4:

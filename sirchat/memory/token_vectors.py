@@ -41,10 +41,10 @@ class TokenVectors:
 
         None unless all of them are there, and none was erased.
         """
-        at = start - self._start
-        if not 0 <= at < at + end - start <= self._count:
+        offset = start - self._start
+        if not 0 <= offset < offset + end - start <= self._count:
             return None
-        mean = self._rows[at : at + end - start].mean(0)
+        mean = self._rows[offset : offset + end - start].mean(0)
         return None if mean.isnan().any() else mean
 
     def drop_before(self, position: int) -> None:
@@ -60,5 +60,5 @@ class TokenVectors:
 
     def erase(self, positions: Positions) -> None:
         """Overwrite the vectors of the tokens at these stream positions by NaN."""
-        at = positions - self._start
-        self._rows[torch.from_numpy(at[(at >= 0) & (at < self._count)])] = torch.nan
+        offset = positions - self._start
+        self._rows[torch.from_numpy(offset[(offset >= 0) & (offset < self._count)])] = torch.nan

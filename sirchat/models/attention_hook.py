@@ -17,10 +17,10 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-_NAME = "sirchat_hooked_"  # and the name of the usual attention function
+_PREFIX = "sirchat_hooked_"  # before the name of the original attention function
 
 # Who receives each layer's attention now.
-OBSERVERS: ContextVar[tuple[_Observing, ...]] = ContextVar("observers", default=())
+OBSERVERS: ContextVar[tuple[_NumberedObserver, ...]] = ContextVar("observers", default=())
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,14 +86,14 @@ class CallCounter:
 
 @contextmanager
 def observed_by(
-    module: Any, observer: AttentionObserver, numbers: Mapping[int, int] | None = None
+    module: Any, observer: AttentionObserver, layer_indices: Mapping[int, int] | None = None
 ) -> Iterator[None]:
     """Context manager: `observer` receives the attention of each forward pass of `module`.
 
-    `numbers` is `LoadedModel.row_layer_indices`: for a layer, the number that the observer gets.
+    `layer_indices` is `LoadedModel.row_layer_indices`: for a layer, the index that observers get.
     """
     install_hook(module)
-    token = OBSERVERS.set((*OBSERVERS.get(), (observer, numbers or {})))
+    token = OBSERVERS.set((*OBSERVERS.get(), (observer, layer_indices or {})))
     try:
         yield
     finally:
@@ -108,13 +108,13 @@ def install_hook(module: Any) -> bool:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    usual = module.config._attn_implementation or "eager"
-    if usual.startswith(_NAME):
+    original = module.config._attn_implementation or "eager"
+    if original.startswith(_PREFIX):
         return True
-    name = _NAME + usual
+    name = _PREFIX + original
     if name not in ALL_ATTENTION_FUNCTIONS:
-        AttentionInterface.register(name, _hooked(usual))
-        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[usual])
+        AttentionInterface.register(name, _hooked(original))
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[original])
     module.set_attn_implementation(name)
     return bool(module.config._attn_implementation == name)
 
@@ -125,8 +125,8 @@ def report_attention(call: AttentionCall) -> None:
     `call.layer` is its number among all layers of the model; each observer gets the layer's number
     among those that have keys and values.
     """
-    for observer, numbers in OBSERVERS.get():
-        observer.observe(replace(call, layer=numbers.get(call.layer, call.layer)))
+    for observer, layer_indices in OBSERVERS.get():
+        observer.observe(replace(call, layer=layer_indices.get(call.layer, call.layer)))
 
 
 def attention_weights(call: AttentionCall) -> Tensor:
@@ -146,10 +146,10 @@ def attention_weights(call: AttentionCall) -> Tensor:
     return torch.cat((logits, extra), dim=-1).softmax(-1)[..., :-1]
 
 
-_Observing = tuple[AttentionObserver, Mapping[int, int]]  # and the layers' numbers
+_NumberedObserver = tuple[AttentionObserver, Mapping[int, int]]  # and its `layer_indices`
 
 
-def _hooked(usual: str) -> Callable[..., Any]:
+def _hooked(original: str) -> Callable[..., Any]:
     def attend(
         module: Any,
         queries: Tensor,
@@ -158,7 +158,7 @@ def _hooked(usual: str) -> Callable[..., Any]:
         attention_mask: Any,  # some models pass the mask by this name
         **options: Any,
     ) -> Any:
-        out = _attention_function(usual, module)(
+        out = _attention_function(original, module)(
             module, queries, keys, values, attention_mask, **options
         )
         # Without a number it attends to other things than tokens, such as to layers.
@@ -176,8 +176,8 @@ def _attention_function(name: str, module: Any) -> Callable[..., Any]:
     if name in ALL_ATTENTION_FUNCTIONS:
         return cast(Callable[..., Any], ALL_ATTENTION_FUNCTIONS[name])
     # `eager` is a function in the source file of the model's own class.
-    own = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-    return cast(Callable[..., Any], own)
+    function = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+    return cast(Callable[..., Any], function)
 
 
 def _apply_mask(logits: Tensor, call: AttentionCall) -> Tensor:

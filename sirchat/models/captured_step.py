@@ -23,29 +23,29 @@ from sirchat.models.attention_hook import AttentionObserver, MeanObserver
 from sirchat.models.encoder import Encoder, EncoderOutput
 from sirchat.models.llama_step import Kernels
 
-# Numbers of conversations for which a step is captured; with fewer, some compute nothing of use.
-_BATCHES = (1, 2, 4, 8, 16)
-_MOST_GRAPHS = 64  # that are kept: those of other families are of one conversation each
-_DRAWS = 64  # random numbers that are uploaded at a time
-_TOLERANCE = 0.05  # of logits: most are computed in 16 bits; those of a wrong step differ by 1
-_SLOTS = 2  # results that are kept: the host is at most one step behind
-_NONE = frozenset[int]()
-MAX_RECENT_IDS = 1024  # ids said before that the device can remember
+# Numbers of conversations for which a step is captured; those between compute some for nothing.
+_BATCH_SIZES = (1, 2, 4, 8, 16)
+_MAX_GRAPHS = 64  # kept ones: those of `HubStep` are of one conversation each
+_NUMBERS_PER_UPLOAD = 64  # random numbers that are uploaded at a time
+_MAX_LOGIT_ERROR = 0.05  # relative: most are computed in 16 bits; a wrong step's differ by 1
+_RESULT_SLOTS = 2  # because the host is at most one step behind
+_NO_LAYERS = frozenset[int]()
+MAX_RECENT_IDS = 1024  # which a repetition penalty lowers, on the device
 
-_ID, _LENGTH, _POSITION, _PLACE = 0, 1, 2, slice(3, 5)  # rows of `StepInputs.numbers`
+_ID, _LENGTH, _POSITION, _POOL = 0, 1, 2, slice(3, 5)  # rows of `StepInputs.numbers`
 
 
 class StepBody(Protocol):
     """One decode step, without waits and without numbers of the host."""
 
-    about: str  # what it computes with, for `doctor`
+    description: str  # what it computes with, for `doctor`
     kernels: Kernels
-    observes: bool
-    most: int  # conversations in a step
-    pads: bool  # whether a step may compute more conversations than there are caches
+    observes_attention: bool
+    max_batch: int  # conversations in a step
+    pads_batch: bool  # whether a step may compute more conversations than there are caches
     vocab_size: int
 
-    def key(self, caches: Sequence[BoundedCache]) -> Hashable:
+    def graph_key(self, caches: Sequence[BoundedCache]) -> Hashable:
         """What a captured step depends on: it is right as long as this stays equal."""
 
     def __call__(
@@ -53,15 +53,15 @@ class StepBody(Protocol):
         ids: Tensor,
         lengths: Tensor,
         positions: Tensor,
-        places: Tensor,
+        pools: Tensor,
         caches: Any,
-        observed: Collection[int] = (),
+        observed_layers: Collection[int] = (),
     ) -> tuple[Tensor, ...]:
         """Append one row to each cache; returns float32 logits [B, V] and wanted states [B, s].
 
-        `ids`, `lengths` (the new rows' slots) and rotary `positions` are int64 [B], `places` [2, B]
-        the addresses and capacities of the caches' pools; all are on the device. If it `observes`
-        attention, also returns its weights [B, slots] in the layers `observed`.
+        `ids`, `lengths` (the new rows' slots) and rotary `positions` are int64 [B], `pools` [2, B]
+        the addresses and capacities of the caches' pools; all are on the device. If it can observe
+        attention, also returns the weights [B, slots] in `observed_layers`.
         """
 
 
@@ -130,49 +130,41 @@ class ChosenToken(NamedTuple):
 
     id: int
     surprisal: float  # nats
-    is_right: bool  # if not, the host must choose
+    is_valid: bool  # if not, the host must choose
 
 
-# Chooses the next id from logits [V], ids said before [w] (-1: none) and a random number [1]:
-# returns the id, int64 [1], and whether it is right, bool [1]; if not, the host must choose.
+# Chooses the next id from logits [V], recent ids [w] (-1: none) and a random number [1]: returns
+# the id, int64 [1], and whether it is valid, bool [1]; if not, the host must choose.
 Choose = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class ChoiceMethod(NamedTuple):
-    """How a run chooses tokens; `key` is equal for choices that compute the same."""
+    """How a run chooses tokens; `key` is equal for methods that compute the same."""
 
     key: Hashable
     choose: Choose | None  # None: the id of the largest logit
-    window: int  # number of ids said before that `choose` gets
-    # The random numbers [n] from a stream position on.
-    draws: Callable[[int, int], NDArray[np.float64]]
+    window: int  # number of recent ids that `choose` gets
+    random_numbers: Callable[[int, int], NDArray[np.float64]]  # for n stream positions from one on
 
 
 class CapturedStep:
     """Reads single tokens by a captured step; with `captures` false, the step runs anew each time.
 
-    `fits` must be true for each cache. `encoder` says what is read from a token's states.
-    `capture_seconds` were spent on capturing.
+    `fits` must be true for each cache. `encoder` says which hidden states are returned.
     """
 
     def __init__(
-        self,
-        body: StepBody,
-        device: torch.device,
-        *,
-        captures: bool,
-        encoder: Encoder,
+        self, body: StepBody, device: torch.device, *, captures: bool, encoder: Encoder
     ) -> None:
-        self.body, self.captures, self.encoder = body, captures, encoder
-        self.capture_seconds = 0.0
-        self.device = device
+        self.body, self.captures, self.encoder, self.device = body, captures, encoder, device
+        self.capture_seconds = 0.0  # spent on capturing
         self._graphs: dict[Hashable, Graph] = {}
         self._inputs: dict[int, StepInputs] = {}
         self.run: DeviceRun | None = None  # the one whose numbers are on the device
 
     @cached_property
     def can_draw(self) -> bool:
-        """Whether ids are drawn on the device; if not, only the likeliest one is chosen there."""
+        """Whether the device can draw ids; if not, it only chooses the likeliest one."""
         if self.body.kernels != "triton":
             return False
         from sirchat.models.kernels import draw_token
@@ -186,9 +178,10 @@ class CapturedStep:
 
     def fits(self, cache: BoundedCache, observer: AttentionObserver | None = None) -> bool:
         """Whether a step can append a row, which rows were read before, and serve an observer."""
-        if observer is not None and not (self.body.observes and isinstance(observer, MeanObserver)):
+        can_observe = self.body.observes_attention and isinstance(observer, MeanObserver)
+        if observer is not None and not can_observe:
             return False
-        return cache.length < cache.capacity and _place(cache) is not None
+        return cache.length < cache.capacity and _pool_location(cache) is not None
 
     def read(self, token_id: int, position: int, cache: BoundedCache) -> tuple[Tensor, Tensor]:
         """Read a token at a rotary position into the cache, which then must be committed.
@@ -216,27 +209,31 @@ class CapturedStep:
 
         Returns logits [B, V] and states [B, layers x d]; rounding differs from that of `read`.
         """
-        most = self.body.most
-        if len(tokens) > most:
-            parts = [self.read_together(tokens[i : i + most]) for i in range(0, len(tokens), most)]
-            return torch.cat([logits for logits, _ in parts]), torch.cat([s for _, s in parts])
+        size = self.body.max_batch
+        if len(tokens) > size:
+            starts = range(0, len(tokens), size)
+            batches = [self.read_together(tokens[start : start + size]) for start in starts]
+            logits_parts, states_parts = zip(*batches, strict=True)
+            return torch.cat(logits_parts), torch.cat(states_parts)
         logits, states = self._read(tokens)
         return logits, states
 
     def _read(
-        self, tokens: Sequence[tuple[int, int, BoundedCache]], observed: frozenset[int] = _NONE
+        self,
+        tokens: Sequence[tuple[int, int, BoundedCache]],
+        observed_layers: frozenset[int] = _NO_LAYERS,
     ) -> tuple[Tensor, ...]:
         """Replay the step for tokens (id, position, cache); returns copies of its outputs."""
         ids, positions, caches = zip(*tokens, strict=True)
         self.switch_run(None)
-        count, key = self._count(caches), self.body.key(caches)
+        count, key = self._batch_size(caches), self.body.graph_key(caches)
         inputs = self.step_inputs(count, caches)
 
         def work() -> tuple[Tensor, ...]:
-            return self.body(*inputs.parts(), caches, observed)
+            return self.body(*inputs.arguments(), caches, observed_layers)
 
         self.upload(caches, ids, positions)
-        graph = self.graph((count, observed, key), work)
+        graph = self.graph((count, observed_layers, key), work)
         graph.replay()
         return tuple(output[: len(tokens)].clone() for output in graph.outputs)
 
@@ -244,59 +241,61 @@ class CapturedStep:
         self, caches: Sequence[BoundedCache], ids: Sequence[int], positions: Sequence[int]
     ) -> None:
         """Set the ids to be read next and where; this is one copy to the device."""
-        inputs = self.step_inputs(self._count(caches), caches)
+        inputs = self.step_inputs(self._batch_size(caches), caches)
         numbers = np.zeros(inputs.numbers.shape, np.int64)
-        if inputs.spare is not None:
-            numbers[_PLACE, len(caches) :] = [[inputs.spare.data_ptr()], [1]]
-        for at, cache in enumerate(caches):
-            numbers[:, at] = ids[at], cache.length, positions[at], *(_place(cache) or (0, 0))
+        if inputs.spare_pool is not None:
+            numbers[_POOL, len(caches) :] = [[inputs.spare_pool.data_ptr()], [1]]
+        for column, cache in enumerate(caches):
+            location = _pool_location(cache) or (0, 0)
+            numbers[:, column] = ids[column], cache.length, positions[column], *location
         inputs.numbers.copy_(to_device([torch.from_numpy(numbers)], self.device)[0])
 
     def graph(self, key: Hashable, work: Work, changes: Sequence[Tensor] = ()) -> Graph:
-        """The graph of this key, made of `work` if it is new; `changes` are the tensors it changes.
+        """The graph of `work`, which is captured unless there is one of this `key`.
 
-        What can't be captured is done anew each time.
+        `changes` are the tensors that the work changes; capturing leaves them as they were.
         """
         if not self.captures:
             return UncapturedWork(work)
         graph = self._graphs.pop(key, None)
         if graph is None:
-            begun = time.perf_counter()
+            start = time.perf_counter()
             before = [tensor.clone() for tensor in changes]  # the work is done once to capture it
             try:
                 graph = CudaGraph(work)
             finally:
                 for tensor, value in zip(changes, before, strict=True):
                     tensor.copy_(value)
-            self.capture_seconds += time.perf_counter() - begun
-            while len(self._graphs) >= _MOST_GRAPHS:
+            self.capture_seconds += time.perf_counter() - start
+            while len(self._graphs) >= _MAX_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
-        self._graphs[key] = graph  # the last one used is the last one dropped
+        self._graphs[key] = graph  # at the end: the least recently used one is dropped first
         return graph
 
     def switch_run(self, run: DeviceRun | None) -> None:
-        """Let another run use the device's numbers; the last one notes its logits."""
+        """Let `run` use the buffers on the device; the run before keeps a copy of its logits."""
         if self.run is not None and self.run is not run:
             self.run.pause()
         self.run = run
 
     @cached_property
-    def state(self) -> RunBuffers:
-        """The numbers of the present run on the device."""
+    def run_buffers(self) -> RunBuffers:
+        """The buffers of the present run on the device."""
         return RunBuffers.on(self.device, self.body.vocab_size, self.encoder.size)
 
     def step_inputs(self, count: int, caches: Sequence[BoundedCache]) -> StepInputs:
-        """What a step for so many conversations reads."""
+        """The input tensors of a step for `count` conversations."""
         if count not in self._inputs:
             pool = caches[0].pool
             numbers = torch.zeros(5, count, dtype=torch.int64, device=self.device)
-            spare = None if pool is None else torch.zeros_like(pool[:, :, :, :1])
-            self._inputs[count] = StepInputs(numbers, spare)
+            spare_pool = None if pool is None else torch.zeros_like(pool[:, :, :, :1])
+            self._inputs[count] = StepInputs(numbers, spare_pool)
         return self._inputs[count]
 
-    def _count(self, caches: Sequence[BoundedCache]) -> int:
-        count = len(caches)
-        return next(size for size in _BATCHES if size >= count) if self.body.pads else count
+    def _batch_size(self, caches: Sequence[BoundedCache]) -> int:
+        if not self.body.pads_batch:
+            return len(caches)
+        return next(size for size in _BATCH_SIZES if size >= len(caches))
 
 
 class CaptureResult(NamedTuple):
@@ -312,7 +311,7 @@ def capture_first(
     error_of: Callable[[CapturedStep], float],
     encoder: Encoder,
 ) -> CaptureResult:
-    """Capture the first of the `bodies` that works; `error_of` is its error, relative."""
+    """Capture the first of the `bodies` that works; `error_of` computes its relative error."""
     problems = list[str]()
     for make in bodies:
         try:
@@ -321,7 +320,7 @@ def capture_first(
         except Exception as problem:  # torch and Triton raise all kinds of errors
             problems.append(next(iter(str(problem).strip().splitlines()), type(problem).__name__))
             continue
-        if error < _TOLERANCE:
+        if error < _MAX_LOGIT_ERROR:
             return CaptureResult(step, "; ".join(problems))
         problems.append(f"its logits differ by {error:.2g}")
     return CaptureResult(None, "; ".join(dict.fromkeys(problems)))
@@ -331,54 +330,54 @@ class StepInputs(NamedTuple):
     """The fixed input tensors of a captured step, for B conversations."""
 
     numbers: Tensor  # int64 [5, B]: ids, lengths, positions; addresses and capacities of pools
-    spare: Tensor | None  # a pool of one row [L, 3, H, 1, D], for places without a conversation
+    spare_pool: Tensor | None  # of one row [L, 3, H, 1, D], for columns without a conversation
 
-    def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The arguments of `StepBody`."""
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The first four arguments of `StepBody`."""
         numbers = self.numbers
-        return numbers[_ID], numbers[_LENGTH], numbers[_POSITION], numbers[_PLACE]
+        return numbers[_ID], numbers[_LENGTH], numbers[_POSITION], numbers[_POOL]
 
 
 class RunBuffers(NamedTuple):
-    """The numbers of a run on the device; of logits and results, those of the last steps."""
+    """The tensors of a run on the device; of logits and results, those of the last steps."""
 
     logits: Tensor  # float32 [slots, V]
     slot: Tensor  # int64 [1], of the newest logits
-    recent_ids: Tensor  # int64 [MAX_RECENT_IDS], the newest ids said, -1 for none
-    draws: Tensor  # float64 [n], random numbers
-    drawn: Tensor  # int64 [1], how many of them are used
+    recent_ids: Tensor  # int64 [MAX_RECENT_IDS], the newest last, -1 for none
+    random_numbers: Tensor  # float64 [n]
+    numbers_used: Tensor  # int64 [1], how many of the random numbers have been used
     results: Tensor  # float64 [slots, 3]: the fields of `ChosenToken`
     encoded: Tensor  # float32 [slots, D], of the tokens read before, by the model's encoder
-    host: Tensor  # `results` in main memory
+    host_results: Tensor  # `results` in main memory
     host_encoded: Tensor  # `encoded` in main memory
 
     @classmethod
     def on(cls, device: torch.device, vocab_size: int, size: int) -> RunBuffers:
         zeros = partial(torch.zeros, device=device)
-        results = zeros(_SLOTS, len(ChosenToken._fields), dtype=torch.float64)
-        encoded = zeros(_SLOTS, size)
-        hosts = [
-            torch.zeros(one.shape, dtype=one.dtype, pin_memory=one.is_cuda)
-            for one in (results, encoded)
-        ]
+        results = zeros(_RESULT_SLOTS, len(ChosenToken._fields), dtype=torch.float64)
+        encoded = zeros(_RESULT_SLOTS, size)
+        in_host_memory = (
+            torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            for tensor in (results, encoded)
+        )
         return cls(
-            zeros(_SLOTS, vocab_size),
+            zeros(_RESULT_SLOTS, vocab_size),
             zeros(1, dtype=torch.int64),
             zeros(MAX_RECENT_IDS, dtype=torch.int64),
-            zeros(_DRAWS, dtype=torch.float64),
+            zeros(_NUMBERS_PER_UPLOAD, dtype=torch.float64),
             zeros(1, dtype=torch.int64),
             results,
             encoded,
-            *hosts,
+            *in_host_memory,
         )
 
 
 class DeviceRun:
     """Reads and chooses the tokens of one reply on the device, one step ahead of the host.
 
-    `begin` chooses the first token, `launch` starts to read the one that was chosen last and to
-    choose the next, `result` waits for the first one that was chosen and not returned. `note` gets
-    what is read from the newest token in the cache, as soon as it is known.
+    `begin` chooses the first token; `launch` starts to read the token that was chosen last, and to
+    choose the next one; `result` returns the tokens in the order in which they were chosen.
+    `on_encoder_output` gets that of the newest token in the cache, as soon as it is known.
     """
 
     def __init__(
@@ -386,23 +385,21 @@ class DeviceRun:
         step: CapturedStep,
         cache: BoundedCache,
         choice: ChoiceMethod,
-        note: Callable[[EncoderOutput], None],
+        on_encoder_output: Callable[[EncoderOutput], None],
     ) -> None:
         self._step, self._cache, self._choice = step, cache, choice
-        self._note_encoder_output = note
-        self._state = step.state
+        self._on_encoder_output = on_encoder_output
+        self._buffers = step.run_buffers
         self._slot = 0  # of the newest logits
-        # Of results not returned: slot, end, and whether a token was read before.
+        # Of results not returned: slot, event at their end, and whether a token was read before.
         self._pending: list[tuple[int, Any, bool]] = []
-        self._paused: Tensor | None = None  # the logits, while another run uses the device
-        self._length = -1  # of the cache, after what has been launched
-        self._place: Hashable = None
-        self.is_reading_ahead = (
-            False  # whether a token is being read that the cache does not count yet
-        )
+        self._paused_logits: Tensor | None = None  # while another run uses the buffers
+        self._launched_length = -1  # of the cache, after what has been launched
+        self._location: Hashable = None  # of the cache's rows then
+        self.is_reading_ahead = False  # whether a token is read that the cache does not count yet
         self.has_logits = False  # whether `begin` was called after the last `drop`
         self._position = 0  # in the stream, of the next choice
-        self._draws_left = 0
+        self._numbers_left = 0
 
     @property
     def has_pending(self) -> bool:
@@ -411,171 +408,173 @@ class DeviceRun:
 
     @property
     def window(self) -> int:
-        """Number of ids said before that the choice needs."""
+        """Number of recent ids that the choice needs."""
         return self._choice.window
 
     @property
     def can_launch(self) -> bool:
         """Whether `launch` would read the chosen token right: no row has moved since `resume`."""
         cache = self._cache
-        return self._length == cache.length < cache.capacity and self._place == _place(cache)
+        has_room = self._launched_length == cache.length < cache.capacity
+        return has_room and self._location == _pool_location(cache)
 
     @torch.inference_mode()
     def begin(self, logits: Tensor, seen: int, recent_ids: Sequence[int]) -> None:
         """Choose a token from logits [V], for stream position `seen`."""
         self._step.switch_run(self)
-        state, self._paused = self._state, None
-        self._pending, self._position, self._length, self._draws_left = [], seen, -1, 0
-        self.is_reading_ahead, self.has_logits = False, True
-        self._upload_said(recent_ids)
-        state.logits[self._slot].copy_(logits)
-        state.slot.fill_(self._slot)
-        self._upload_draws()
+        buffers, self._paused_logits = self._buffers, None
+        self._forget_launched()
+        self._position, self._numbers_left, self.has_logits = seen, 0, True
+        self._upload_recent_ids(recent_ids)
+        buffers.logits[self._slot].copy_(logits)
+        buffers.slot.fill_(self._slot)
+        self._upload_random_numbers()
         inputs = self._step.step_inputs(1, [self._cache])
-        logits = state.logits[self._slot]
+        logits = buffers.logits[self._slot]
         key = "choice", self._choice.key, self._slot
         work = partial(self._choose, inputs, logits, reads=False)
         self._replay(self._graph(key, work), reads=False)
 
     @torch.inference_mode()
     def resume(self, token_id: int, rotary: int, recent_ids: Sequence[int]) -> None:
-        """Say where the chosen token is to be read, after the beginning and after rows moved."""
-        if self._step.run is not self:  # another one has used the device's numbers since
+        """Upload the chosen token and where it is to be read: at the start, or after rows moved."""
+        if self._step.run is not self:  # another run has used the buffers since
             self._step.switch_run(self)
-            self._state.slot.fill_(self._slot)
-            self._draws_left = 0
-        self._paused = None
+            self._buffers.slot.fill_(self._slot)
+            self._numbers_left = 0
+        self._paused_logits = None
         self._step.upload([self._cache], [token_id], [rotary])
-        self._upload_said([*recent_ids, token_id])
-        self._length, self._place = self._cache.length, _place(self._cache)
+        self._upload_recent_ids([*recent_ids, token_id])
+        self._launched_length, self._location = self._cache.length, _pool_location(self._cache)
 
     @torch.inference_mode()
     def launch(self) -> None:
         """Start to read the token that was chosen last, and to choose the one after it."""
-        step, state = self._step, self._state
+        step, buffers = self._step, self._buffers
         inputs, caches = step.step_inputs(1, [self._cache]), [self._cache]
 
         def work() -> tuple[Tensor, ...]:
-            logits, states, *_ = step.body(*inputs.parts(), caches)
-            state.slot.bitwise_xor_(1)  # the other of the two
-            state.logits.index_copy_(0, state.slot, logits)
+            logits, states, *_ = step.body(*inputs.arguments(), caches)
+            buffers.slot.bitwise_xor_(1)  # the other of the two
+            buffers.logits.index_copy_(0, buffers.slot, logits)
             if step.encoder.layers:
-                state.encoded.index_copy_(0, state.slot, step.encoder.token_vectors(states))
-                state.host_encoded.copy_(state.encoded, non_blocking=True)
+                buffers.encoded.index_copy_(0, buffers.slot, step.encoder.token_vectors(states))
+                buffers.host_encoded.copy_(buffers.encoded, non_blocking=True)
             return self._choose(inputs, logits[0], reads=True)
 
-        graph = self._graph(("run", self._choice.key, step.body.key(caches)), work)
-        self._slot = (self._slot + 1) % _SLOTS
-        self._length += 1
+        graph = self._graph(("run", self._choice.key, step.body.graph_key(caches)), work)
+        self._slot = (self._slot + 1) % _RESULT_SLOTS
+        self._launched_length += 1
         self._position += 1
-        self._upload_draws()
+        self._upload_random_numbers()
         self.is_reading_ahead = True
         self._replay(graph, reads=True)
 
     def result(self) -> ChosenToken:
-        """Wait for the first token that was chosen and not returned."""
+        """Wait for the first token that was chosen and not returned, and return it."""
         slot, end, has_read = self._pending.pop(0)
         if end is not None:
             end.synchronize()
-        token_id, surprisal, is_right = self._state.host[slot].tolist()
+        token_id, surprisal, is_valid = self._buffers.host_results[slot].tolist()
         if has_read:
-            encoded = self._state.host_encoded[slot][None].clone()
-            self._note_encoder_output(EncoderOutput(True, encoded))
-        return ChosenToken(int(token_id), surprisal, bool(is_right))
+            encoded = self._buffers.host_encoded[slot][None].clone()
+            self._on_encoder_output(EncoderOutput(True, encoded))
+        return ChosenToken(int(token_id), surprisal, bool(is_valid))
 
     def logits(self) -> Tensor:
         """A copy of the logits [V] after the last token that was committed."""
-        if self._paused is not None:
-            return self._paused
-        return self._state.logits[(self._slot - self.is_reading_ahead) % _SLOTS].clone()
+        if self._paused_logits is not None:
+            return self._paused_logits
+        return self._buffers.logits[(self._slot - self.is_reading_ahead) % _RESULT_SLOTS].clone()
 
     def drop(self) -> None:
         """Forget everything: logits were computed elsewhere."""
-        self._pending, self._length, self._paused = [], -1, None
-        self.is_reading_ahead = self.has_logits = False
-        self._leave()
+        self._paused_logits, self.has_logits = None, False
+        self._forget_launched()
+        self._leave_device()
 
     def pause(self) -> None:
-        """Note logits and numbers, because another run takes the device's numbers."""
-        self._paused = self.logits()
+        """Keep a copy of the logits, because another run takes the buffers."""
+        self._paused_logits = self.logits()
         if self._pending and not self.is_reading_ahead:
             self.result()
-        self._pending, self._length, self.is_reading_ahead = [], -1, False
-        self._leave()
+        self._forget_launched()
+        self._leave_device()
 
-    def _leave(self) -> None:
+    def _forget_launched(self) -> None:
+        self._pending, self._launched_length, self.is_reading_ahead = [], -1, False
+
+    def _leave_device(self) -> None:
         if self._step.run is self:  # else it would keep the memory of the cache
             self._step.run = None
 
     def _choose(self, inputs: StepInputs, logits: Tensor, *, reads: bool) -> tuple[Tensor, ...]:
-        """Choose from logits [V], and note the result; `reads`: after a token was read."""
-        state, (_, choose, window, _) = self._state, self._choice
+        """Choose from logits [V], and store the result; `reads`: after a token was read."""
+        buffers, (_, choose, window, _) = self._buffers, self._choice
         has_triton = self._step.body.kernels == "triton"
         chosen: tuple[Tensor, ...] = ()
         if choose is not None:
-            draw = state.draws.index_select(0, state.drawn)
-            chosen = choose(logits, state.recent_ids[MAX_RECENT_IDS - window :], draw)
+            number = buffers.random_numbers.index_select(0, buffers.numbers_used)
+            chosen = choose(logits, buffers.recent_ids[MAX_RECENT_IDS - window :], number)
         elif not has_triton:
             chosen = logits.argmax().view(1), torch.ones(1, device=logits.device)
         if chosen:
-            token_id, is_right = chosen
+            token_id, is_valid = chosen
             surprisal = -torch.log_softmax(logits, -1).index_select(0, token_id)
-            chosen = token_id, surprisal, is_right
+            chosen = token_id, surprisal, is_valid
             if window:
-                state.recent_ids.copy_(torch.cat((state.recent_ids[1:], token_id)))
+                buffers.recent_ids.copy_(torch.cat((buffers.recent_ids[1:], token_id)))
         if has_triton:
             from sirchat.models import kernels
 
-            chosen = chosen or kernels.block_maxima(
-                logits
-            )  # two tensors, which `store_choice` merges
-            to = state.results, state.slot, inputs.numbers, state.drawn
-            kernels.store_choice(chosen, *to, reads=reads)
+            targets = buffers.results, buffers.slot, inputs.numbers, buffers.numbers_used
+            kernels.store_choice(chosen or kernels.block_maxima(logits), *targets, reads=reads)
         else:
-            self._note(chosen, inputs, reads=reads)
-        state.host.copy_(state.results, non_blocking=True)
+            self._store_choice(chosen, inputs, reads=reads)
+        buffers.host_results.copy_(buffers.results, non_blocking=True)
         return ()
 
-    def _note(self, chosen: tuple[Tensor, ...], inputs: StepInputs, *, reads: bool) -> None:
+    def _store_choice(self, chosen: tuple[Tensor, ...], inputs: StepInputs, *, reads: bool) -> None:
         """What `kernels.store_choice` does."""
-        state, (token_id, surprisal, is_right) = self._state, chosen
-        is_right = is_right.bool() & ~surprisal.isnan()  # NaN is no surprisal
-        result = torch.stack([x.double() for x in (token_id, surprisal, is_right)], 1)
-        state.results.index_copy_(0, state.slot, result)
+        buffers, (token_id, surprisal, is_valid) = self._buffers, chosen
+        is_valid = is_valid.bool() & ~surprisal.isnan()  # NaN is no surprisal
+        result = torch.stack([x.double() for x in (token_id, surprisal, is_valid)], 1)
+        buffers.results.index_copy_(0, buffers.slot, result)
         inputs.numbers[_ID].copy_(token_id)
         if reads:
             inputs.numbers[_LENGTH : _POSITION + 1].add_(1)
-        state.drawn.add_(1)
+        buffers.numbers_used.add_(1)
 
     def _graph(self, key: Hashable, work: Work) -> Graph:
         numbers = self._step.step_inputs(1, [self._cache]).numbers
-        return self._step.graph(key, work, (numbers, *self._state[:-2]))
+        return self._step.graph(key, work, (numbers, *self._buffers[:-2]))
 
     def _replay(self, graph: Graph, *, reads: bool) -> None:
         graph.replay()
-        self._draws_left -= 1
+        self._numbers_left -= 1
         end: Any = None
-        if self._state.host.is_pinned():
+        if self._buffers.host_results.is_pinned():
             end = torch.cuda.Event()  # type: ignore[no-untyped-call]
             end.record()
         self._pending.append((self._slot, end, reads))
 
-    def _upload_draws(self) -> None:
-        if not self._draws_left:
-            draws = torch.from_numpy(self._choice.draws(self._position, _DRAWS))
-            self._state.draws.copy_(to_device([draws], self._step.device)[0])
-            self._state.drawn.zero_()
-            self._draws_left = _DRAWS
+    def _upload_random_numbers(self) -> None:
+        if not self._numbers_left:
+            numbers = self._choice.random_numbers(self._position, _NUMBERS_PER_UPLOAD)
+            on_device = to_device([torch.from_numpy(numbers)], self._step.device)[0]
+            self._buffers.random_numbers.copy_(on_device)
+            self._buffers.numbers_used.zero_()
+            self._numbers_left = _NUMBERS_PER_UPLOAD
 
-    def _upload_said(self, recent_ids: Sequence[int]) -> None:
+    def _upload_recent_ids(self, recent_ids: Sequence[int]) -> None:
         if self._choice.window:
             ids = np.full(MAX_RECENT_IDS, -1, np.int64)
             newest = recent_ids[-MAX_RECENT_IDS:]
             ids[MAX_RECENT_IDS - len(newest) :] = newest
-            self._state.recent_ids.copy_(to_device([torch.from_numpy(ids)], self._step.device)[0])
+            self._buffers.recent_ids.copy_(to_device([torch.from_numpy(ids)], self._step.device)[0])
 
 
-def _place(cache: BoundedCache) -> tuple[int, int] | None:
+def _pool_location(cache: BoundedCache) -> tuple[int, int] | None:
     """The address and the capacity of a cache's rows; None if none was read yet."""
     rows = cache.pool if cache.pool is not None else cache.row_layers[0].tensors[0].buffer
     return None if rows is None else (rows.data_ptr(), cache.capacity)

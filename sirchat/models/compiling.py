@@ -43,15 +43,15 @@ from sirchat.paths import (
 )
 
 # `auto` compiles where that is possible, `on` or fails; `off` uses torch's operations alone.
-Compile = Literal["auto", "on", "off"]
+CompileMode = Literal["auto", "on", "off"]
 
-_UNFINISHED = "making-"  # the prefix of the temporary folders in which libraries are compiled
-_PATIENCE = 60  # seconds that `auto` waits for the library; zig's first takes longer
-_KEPT = 8  # newest libraries, of several compilers, versions of torch and so on
-_LEFT_AFTER = 3600  # seconds after which an unfinished library counts as abandoned
+_BUILD_PREFIX = "making-"  # the prefix of the temporary folders in which libraries are compiled
+_AUTO_TIMEOUT = 60  # seconds that `auto` waits for the library; zig's first takes longer
+_MAX_LIBRARIES = 8  # newest libraries, of several compilers, versions of torch and so on
+_ABANDONED_AFTER = 3600  # seconds after which an unfinished library counts as abandoned
 
 # Errors that may not recur at a later start
-_TEMPORARY = (
+_TEMPORARY_ERRORS = (
     *("No space left", "Disk quota", "Read-only file system", "Permission denied"),
     *("Killed signal", "allocate memory", "out of memory", "memory exhausted"),
 )
@@ -62,29 +62,29 @@ def compile_in_background() -> None:
     threading.Thread(target=ensure_library, name="compiling", daemon=True).start()
 
 
-def use_compiled(model: LoadedModel, how: Compile, progress: Progress | None = None) -> None:
-    """Let a model read single tokens in C++, or by a graph captured on a GPU, as `how` says.
+def use_compiled(model: LoadedModel, mode: CompileMode, progress: Progress | None = None) -> None:
+    """Let a model read single tokens in C++, or by a graph captured on a GPU, as `mode` says.
 
-    Raises ModelError if `how` is `on` and that is impossible.
+    Raises ModelError if `mode` is `on` and that is impossible.
     """
     if model.device.type == "cuda":
-        _use_captured(model, how, progress)
-    elif how == "auto":
-        _use_library(model, progress, _PATIENCE)
-    elif how == "on" and (problem := _use_library(model, progress)):
+        _use_captured(model, mode, progress)
+    elif mode == "auto":
+        _use_library(model, progress, _AUTO_TIMEOUT)
+    elif mode == "on" and (problem := _use_library(model, progress)):
         raise ModelError(
             f"--compile on: {problem}",
             hint="choose --compile auto, which compiles only if possible",
         )
 
 
-def _use_captured(model: LoadedModel, how: Compile, progress: Progress | None) -> None:
-    if how == "off":
+def _use_captured(model: LoadedModel, mode: CompileMode, progress: Progress | None) -> None:
+    if mode == "off":
         model.__dict__["decode_step"] = None  # as if it were computed
         return
     if progress is not None:
         progress("preparing the decode step on the GPU", 0, None)
-    if model.decode_step is None and how == "on":
+    if model.decode_step is None and mode == "on":
         raise ModelError(
             f"--compile on: {model.name!r} has no decode step for a GPU: {model.captured.problems}",
             hint="choose --compile auto, which does so only if possible",
@@ -97,15 +97,15 @@ def describe_decode_step(model: LoadedModel) -> str:
         step, problems = model.captured
         if step is None:
             return f"no: {problems}"
-        return f"a CUDA graph of {step.body.about}" + (f" ({problems})" if problems else "")
+        return f"a CUDA graph of {step.body.description}" + (f" ({problems})" if problems else "")
     problem = _use_library(model, None)
     return f"no: {problem}" if problem else "yes"
 
 
-def ensure_library(patience: float = -1) -> str:
+def ensure_library(timeout: float = -1) -> str:
     """Compile the library, unless it exists; returns why that fails, or "".
 
-    Waits, at most for `patience` seconds if that is not -1, for another thread or process that
+    Waits, at most for `timeout` seconds if that is not -1, for another thread or process that
     does. An error that would recur is kept in a file, so that no later start tries it again.
     """
     path = compiled_dir() / library_name()
@@ -118,7 +118,7 @@ def ensure_library(patience: float = -1) -> str:
     lock = FileLock(path.with_suffix(".lock"), mode=0o600, thread_local=False)
     try:
         make_private_dir(path.parent)
-        with lock.acquire(timeout=patience):
+        with lock.acquire(timeout=timeout):
             try:
                 return "" if path.exists() else _read_failure(path) or _build(path)
             finally:
@@ -132,43 +132,43 @@ def ensure_library(patience: float = -1) -> str:
 
 def _build(path: Path) -> str:
     _delete_leftovers(path.parent)
-    with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=path.parent) as folder:
-        made = Path(folder) / path.name
+    with tempfile.TemporaryDirectory(prefix=_BUILD_PREFIX, dir=path.parent) as folder:
+        library = Path(folder) / path.name
         try:
-            build_library(made)
+            build_library(library)
         except RuntimeError as error:
             problem = f"compiling fails: {_last_line(error)}"
-            if not any(text in str(error) for text in _TEMPORARY):
+            if not any(text in str(error) for text in _TEMPORARY_ERRORS):
                 _record_failure(path, problem)
             return problem
-        made.chmod(0o600)
-        os.replace(made, path)
+        library.chmod(0o600)
+        os.replace(library, path)
     return ""
 
 
 def wait_for_library() -> ctypes.CDLL | None:
     """The library, once it is compiled; None if it can't be used."""
-    library = _open_library(None, _PATIENCE)
+    library = _open_library(None, _AUTO_TIMEOUT)
     return None if isinstance(library, str) else library
 
 
-def _open_library(progress: Progress | None, patience: float) -> ctypes.CDLL | str:
+def _open_library(progress: Progress | None, timeout: float) -> ctypes.CDLL | str:
     """The library, which is compiled if it does not exist; or why it can't be used."""
     path = compiled_dir() / library_name()
     if progress is not None and not path.exists():
         progress("compiling the decode step, some seconds", 0, None)
-    if problem := ensure_library(patience):
+    if problem := ensure_library(timeout):
         return problem
     try:
-        if foreign := find_changeable_by_others(path):
-            return f"{with_tilde(foreign)} could have been changed by others, so it is not loaded"
+        if suspect := find_changeable_by_others(path):
+            return f"{with_tilde(suspect)} could have been changed by others, so it is not loaded"
         return load_library(path)
     except DamagedProgramError:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
             return f"{with_tilde(path)} is damaged and can't be deleted: {error.strerror}"
-        return _open_library(progress, patience)
+        return _open_library(progress, timeout)
     except WrongProgramError as error:
         _record_failure(path, str(error))
         return str(error)
@@ -176,19 +176,19 @@ def _open_library(progress: Progress | None, patience: float) -> ctypes.CDLL | s
         return f"it can't be loaded now: {_last_line(error)}"
 
 
-def _use_library(model: LoadedModel, progress: Progress | None, patience: float = -1) -> str:
+def _use_library(model: LoadedModel, progress: Progress | None, timeout: float = -1) -> str:
     """Read tokens and multiply packed weights by the library; returns why that fails, or ""."""
-    step, how = model.decode_step, matmul_method_of(model.module)
-    if step is None and how is None:
+    step, method = model.decode_step, matmul_method_of(model.module)
+    if step is None and method is None:
         return f"sirchat can't compile model {model.name!r}"
-    library = _open_library(progress, patience)
+    library = _open_library(progress, timeout)
     if isinstance(library, str):
         return library
-    if how is not None:
-        set_matmul_method(model.module, how._replace(max_native_rows=max_native_rows()))
+    if method is not None:
+        set_matmul_method(model.module, method._replace(max_native_rows=max_native_rows()))
     try:
         if isinstance(step, DecodeStep) and step.native is None:
-            step.native = NativeStep(library, step.module, step.dtype, step.wanted)
+            step.native = NativeStep(library, step.module, step.dtype, step.wanted_layers)
     except ValueError as error:
         return f"the decode step has {error}"
     return ""
@@ -196,25 +196,25 @@ def _use_library(model: LoadedModel, progress: Progress | None, patience: float 
 
 def _delete_leftovers(folder: Path) -> None:
     """Delete what killed processes have left, programs of older formats, and old libraries."""
-    for left in folder.glob(f"{_UNFINISHED}*"):
+    for build in folder.glob(f"{_BUILD_PREFIX}*"):
         with suppress(OSError):  # another process sweeps, too
-            if time.time() - left.stat().st_mtime > _LEFT_AFTER:
-                shutil.rmtree(left, ignore_errors=True)
+            if time.time() - build.stat().st_mtime > _ABANDONED_AFTER:
+                shutil.rmtree(build, ignore_errors=True)
     programs = [file for file in folder.iterdir() if file.suffix in (".so", ".pt2", ".failed")]
-    former = [file for file in programs if not file.name.startswith("step-")]
+    outdated = [file for file in programs if not file.name.startswith("step-")]
     with suppress(OSError):
-        kept = sorted({*programs} - {*former}, key=lambda file: file.stat().st_mtime)
-        for old in [*former, *kept[: 1 - _KEPT]]:  # one more is being made
+        libraries = sorted({*programs} - {*outdated}, key=lambda file: file.stat().st_mtime)
+        for old in [*outdated, *libraries[: 1 - _MAX_LIBRARIES]]:  # one more is being made
             old.unlink(missing_ok=True)
 
 
 def _record_failure(path: Path, problem: str) -> None:
     """Delete a library and write its error to a file, so that no later start compiles it again."""
     failure = path.with_suffix(".failed")
-    about = f"{problem} (delete {with_tilde(failure)} to try again)"
+    message = f"{problem} (delete {with_tilde(failure)} to try again)"
     with suppress(OSError):  # if nothing can be written, later starts try again
         path.unlink(missing_ok=True)
-        write_private(failure, about, replaces=True)
+        write_private(failure, message, replaces=True)
 
 
 def _read_failure(path: Path) -> str:

@@ -20,12 +20,12 @@ from sirchat.models.probe import cache_argument
 class DecodeStep:
     """Reads single tokens by `native` once it is set, where that fits, or else by the module.
 
-    `supports` must be true for the module. `dtype` is the cache's number type; `wanted` are the
-    layers, counted from 1, whose hidden states are returned.
+    `supports` must be true for the module. `dtype` is the cache's number type. The hidden states
+    after `wanted_layers`, counted from 1, are returned.
     """
 
-    def __init__(self, module: Any, dtype: torch.dtype, wanted: Sequence[int] = ()) -> None:
-        self.module, self.dtype, self.wanted = module, dtype, tuple(wanted)
+    def __init__(self, module: Any, dtype: torch.dtype, wanted_layers: Sequence[int] = ()) -> None:
+        self.module, self.dtype, self.wanted_layers = module, dtype, tuple(wanted_layers)
         self.native: NativeStep | None = None
 
     @staticmethod
@@ -53,7 +53,7 @@ class DecodeStep:
         if self.native is not None and self.native.fits(token_id, cache):
             return self.native([(token_id, position, cache)])
         cache.begin_pass()
-        with record_states(self.module, self.wanted) as states:
+        with record_states(self.module, self.wanted_layers) as states:
             logits = self.module(
                 input_ids=torch.tensor([[token_id]]),
                 position_ids=torch.tensor([[position]]),
@@ -69,9 +69,10 @@ class DecodeStep:
         Returns logits [B, V] and states [B, layers x d]; in C++, the weights are read only once.
         """
         native = self.native
-        if native is not None and all(native.fits(one, cache) for one, _, cache in tokens):
-            parts = [native(tokens[at : at + MAX_BATCH]) for at in range(0, len(tokens), MAX_BATCH)]
+        if native is not None and all(native.fits(id, cache) for id, _, cache in tokens):
+            starts = range(0, len(tokens), MAX_BATCH)
+            results = [native(tokens[start : start + MAX_BATCH]) for start in starts]
         else:
-            parts = [self.read(*one) for one in tokens]
-        logits, states = zip(*parts, strict=True)
+            results = [self.read(*token) for token in tokens]
+        logits, states = zip(*results, strict=True)
         return torch.cat(logits), torch.cat(states)

@@ -18,7 +18,7 @@ from sirchat.memory.rope import Rotation
 from sirchat.models.attention_hook import OBSERVERS, AttentionCall, report_attention
 from sirchat.models.model_config import ConfigValues, DecoderConfig
 
-_ROWS = 256  # that a feed-forward network reads at a time, where that takes no longer
+_NETWORK_ROWS = 256  # rows that a feed-forward network reads at a time, if that takes no longer
 
 
 class Logits(NamedTuple):
@@ -58,7 +58,9 @@ class Decoder(nn.Module):
         kinds = self.config.attention_kinds
         buffers = self.model.rotary_emb.buffers()
         by_kind = zip(sorted(set(kinds)), buffers, strict=True)
-        rotations = {kind: LayerRotation(Rotation(one.cpu().clone())) for kind, one in by_kind}
+        rotations = {
+            kind: LayerRotation(Rotation(inv_freq.cpu().clone())) for kind, inv_freq in by_kind
+        }
         return [rotations[kind] for kind in kinds]
 
     def get_input_embeddings(self) -> Any:
@@ -95,10 +97,12 @@ class DecoderBody(nn.Module):
     def __init__(self, config: DecoderConfig, dtype: torch.dtype) -> None:
         super().__init__()
         size = config.hidden_size
-        kind = ScaledEmbedding if _is_gemma(config) else Embedding
-        self.embed_tokens: nn.Module = kind(config.vocab_size, size, device="meta", dtype=dtype)
+        embedding = ScaledEmbedding if _is_gemma(config) else Embedding
+        self.embed_tokens: nn.Module = embedding(
+            config.vocab_size, size, device="meta", dtype=dtype
+        )
         layers = range(config.num_hidden_layers)
-        self.layers = nn.ModuleList(_Layer(config, number, dtype) for number in layers)
+        self.layers = nn.ModuleList(_Layer(config, index, dtype) for index in layers)
         self.windows = {kind: _window(config, kind) for kind in config.attention_kinds}
         self.norm = _Norm(size, config, dtype)
         self.rotary_emb = _Rotary(config)
@@ -126,12 +130,13 @@ class DecoderBody(nn.Module):
         dtype = (None if cache is None else cache.dtype) or x.dtype
         masks = dict[int | None, Tensor | None]()
         for kind, window in self.windows.items():
-            given = attention_mask[kind] if isinstance(attention_mask, dict) else attention_mask
-            mask = _causal_mask(held, count, window, device) if given is None else given
+            mask = attention_mask[kind] if isinstance(attention_mask, dict) else attention_mask
+            if mask is None:
+                mask = _causal_mask(held, count, window, device)
             masks[window] = None if mask is None else mask.to(dtype)
-        reading = _Reading(cos, signed(sin), dtype, masks, cache)
+        inputs = _PassInputs(cos, signed(sin), dtype, masks, cache)
         for layer in self.layers:
-            x = layer(x, reading)
+            x = layer(x, inputs)
         return (self.norm(x),)
 
 
@@ -154,8 +159,8 @@ class ScaledEmbedding(Embedding):
 
     embed_scale: Tensor
 
-    def __init__(self, count: int, size: int, **how: Any) -> None:
-        super().__init__(count, size, **how)
+    def __init__(self, count: int, size: int, **options: Any) -> None:
+        super().__init__(count, size, **options)
         self.scalar_embed_scale = size**0.5
         scale = torch.tensor(self.scalar_embed_scale)
         self.register_buffer("embed_scale", scale, persistent=False)
@@ -171,7 +176,7 @@ def signed(sin: Tensor) -> Tensor:
     return torch.cat((-sin[..., :half], sin[..., half:]), -1)
 
 
-class _Reading(NamedTuple):
+class _PassInputs(NamedTuple):
     """What all layers share in one forward pass over m ids."""
 
     cos: Tensor  # [kinds, m, D]
@@ -182,10 +187,10 @@ class _Reading(NamedTuple):
 
 
 class _Layer(nn.Module):
-    def __init__(self, config: DecoderConfig, number: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: DecoderConfig, index: int, dtype: torch.dtype) -> None:
         super().__init__()
         size = config.hidden_size
-        self.self_attn = _Attention(config, number, dtype)
+        self.self_attn = _Attention(config, index, dtype)
         self.mlp = _Network(config, dtype)
         self.input_layernorm = _Norm(size, config, dtype)
         self.post_attention_layernorm = _Norm(size, config, dtype)
@@ -194,40 +199,38 @@ class _Layer(nn.Module):
             self.pre_feedforward_layernorm = _Norm(size, config, dtype)
             self.post_feedforward_layernorm = _Norm(size, config, dtype)
 
-    def forward(self, x: Tensor, reading: _Reading) -> Tensor:
-        added: Tensor = self.self_attn(self.input_layernorm(x), reading)
+    def forward(self, x: Tensor, inputs: _PassInputs) -> Tensor:
+        output: Tensor = self.self_attn(self.input_layernorm(x), inputs)
         if self.has_post_norms:
-            x = x + self.post_attention_layernorm(added)
-            added = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+            x = x + self.post_attention_layernorm(output)
+            output = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
         else:
-            x = x + added
-            added = self.mlp(self.post_attention_layernorm(x))
-        return x + added
+            x = x + output
+            output = self.mlp(self.post_attention_layernorm(x))
+        return x + output
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: DecoderConfig, number: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: DecoderConfig, index: int, dtype: torch.dtype) -> None:
         super().__init__()
         size, self.head_dim = config.hidden_size, config.head_dim
-        self.layer_idx, kind = number, config.attention_kinds[number]
-        scaled = config.query_pre_attn_scalar if _is_gemma(config) else self.head_dim
-        self.scaling, self.window = scaled**-0.5, _window(config, kind)
-        self.turn = sorted(set(config.attention_kinds)).index(kind)  # which of the rotations
-        width, narrow = (
-            heads * self.head_dim
-            for heads in (config.num_attention_heads, config.num_key_value_heads)
-        )
+        self.layer_idx, kind = index, config.attention_kinds[index]
+        scaled_dim = config.query_pre_attn_scalar if _is_gemma(config) else self.head_dim
+        self.scaling, self.window = scaled_dim**-0.5, _window(config, kind)
+        self.rotation_index = sorted(set(config.attention_kinds)).index(kind)
+        query_width = config.num_attention_heads * self.head_dim
+        key_width = config.num_key_value_heads * self.head_dim
         has_bias = config.model_type == "qwen2"
-        self.q_proj = _empty_linear(size, width, has_bias, dtype)
-        self.k_proj = _empty_linear(size, narrow, has_bias, dtype)
-        self.v_proj = _empty_linear(size, narrow, has_bias, dtype)
-        self.o_proj = _empty_linear(width, size, False, dtype)
+        self.q_proj = _empty_linear(size, query_width, has_bias, dtype)
+        self.k_proj = _empty_linear(size, key_width, has_bias, dtype)
+        self.v_proj = _empty_linear(size, key_width, has_bias, dtype)
+        self.o_proj = _empty_linear(query_width, size, False, dtype)
         self._has_norms = config.model_type in ("qwen3", "gemma3_text")
         if self._has_norms:
             self.q_norm = _Norm(self.head_dim, config, dtype)
             self.k_norm = _Norm(self.head_dim, config, dtype)
 
-    def forward(self, h: Tensor, reading: _Reading) -> Tensor:
+    def forward(self, h: Tensor, inputs: _PassInputs) -> Tensor:
         # h: the normalized hidden states [1, m, d]
         queries, keys, values = (
             rows.view(1, h.shape[1], -1, self.head_dim)
@@ -235,77 +238,80 @@ class _Attention(nn.Module):
         )
         if self._has_norms:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
-        turn = reading.cos[self.turn, :, None], reading.sin[self.turn, :, None]
-        queries, keys = (_rotated(x, *turn).to(reading.dtype) for x in (queries, keys))
-        mask = reading.masks[self.window]
-        values = values.transpose(1, 2).to(reading.dtype)
-        if reading.cache is not None:
-            layer = reading.cache.layers[self.layer_idx]
+        cos, sin = (table[self.rotation_index, :, None] for table in (inputs.cos, inputs.sin))
+        queries, keys = (_rotated(x, cos, sin).to(inputs.dtype) for x in (queries, keys))
+        mask = inputs.masks[self.window]
+        values = values.transpose(1, 2).to(inputs.dtype)
+        if inputs.cache is not None:
+            layer = inputs.cache.layers[self.layer_idx]
             keys, values = layer.update(keys, values)
-        of_queries = keys, values
-        if queries.shape[2] == 1 and reading.dtype.itemsize == 2:
+        keys_and_values = keys, values
+        if queries.shape[2] == 1 and inputs.dtype.itemsize == 2:
             # Query heads that share a key head are faster as rows of one query: bfloat16 takes a
             # fifth of the time, float16 half.
             queries = queries.view(1, keys.shape[1], -1, self.head_dim)
         if mask is not None and not keys.is_cpu:  # fast kernels with a mask share no keys
             groups = queries.shape[1] // keys.shape[1]
-            of_queries = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+            keys_and_values = (
+                keys.repeat_interleave(groups, 1),
+                values.repeat_interleave(groups, 1),
+            )
         attended = F.scaled_dot_product_attention(
             queries,
-            *of_queries,
+            *keys_and_values,
             attn_mask=mask,
             is_causal=mask is None and h.shape[1] > 1,
             scale=self.scaling,
-            enable_gqa=queries.shape[1] > of_queries[0].shape[1],
+            enable_gqa=queries.shape[1] > keys_and_values[0].shape[1],
         )  # [1, H_q, m, D], or [1, H, H_q / H, D]
         attended = attended.reshape(1, -1, h.shape[1], self.head_dim)
         if OBSERVERS.get():
             options = {"scaling": self.scaling}
-            exact = queries.view_as(attended).float(), keys.float()
-            report_attention(AttentionCall(self.layer_idx, *exact, mask, options, None))
-        added: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2).to(h.dtype))
-        return added
+            rotated_rows = queries.view_as(attended).float(), keys.float()
+            report_attention(AttentionCall(self.layer_idx, *rotated_rows, mask, options, None))
+        output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2).to(h.dtype))
+        return output
 
 
 class _Network(nn.Module):
     def __init__(self, config: DecoderConfig, dtype: torch.dtype) -> None:
         super().__init__()
         size, inner = config.hidden_size, config.intermediate_size
-        self.has_gelu = _is_gemma(config)
+        self.uses_gelu = _is_gemma(config)
         self.gate_proj = _empty_linear(size, inner, False, dtype)
         self.up_proj = _empty_linear(size, inner, False, dtype)
         self.down_proj = _empty_linear(inner, size, False, dtype)
 
     def forward(self, h: Tensor) -> Tensor:
-        if not _ROWS < h.shape[1] <= getattr(self.gate_proj, "max_native_rows", 0):
-            return self._added(h)
+        if not _NETWORK_ROWS < h.shape[1] <= getattr(self.gate_proj, "max_native_rows", 0):
+            return self._output(h)
         # Of many rows the inner ones take much memory; each has the same bits among fewer.
-        parts = h.tensor_split(-(-h.shape[1] // _ROWS), 1)
-        return torch.cat([self._added(rows) for rows in parts], 1)
+        parts = h.tensor_split(-(-h.shape[1] // _NETWORK_ROWS), 1)
+        return torch.cat([self._output(rows) for rows in parts], 1)
 
-    def _added(self, h: Tensor) -> Tensor:
+    def _output(self, h: Tensor) -> Tensor:
         gate, up = _products((self.gate_proj, self.up_proj), h)
-        added: Tensor = self.down_proj(gated(gate, up, has_gelu=self.has_gelu))
-        return added
+        output: Tensor = self.down_proj(gated(gate, up, uses_gelu=self.uses_gelu))
+        return output
 
 
-def gated(gate: Tensor, up: Tensor, *, has_gelu: bool) -> Tensor:
+def gated(gate: Tensor, up: Tensor, *, uses_gelu: bool) -> Tensor:
     """Multiply a feed-forward network's two products, of which one is activated."""
-    return (F.gelu(gate, approximate="tanh") if has_gelu else F.silu(gate)).mul_(up)
+    return (F.gelu(gate, approximate="tanh") if uses_gelu else F.silu(gate)).mul_(up)
 
 
 class _Norm(nn.Module):
-    """RMSNorm over the last dimension of a tensor, computed in float32; `added` to the weights."""
+    """RMSNorm over the last dimension, in float32; `weight_offset` is added to the weights."""
 
     def __init__(self, size: int, config: DecoderConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, device="meta", dtype=dtype))
-        self.variance_epsilon, self.added = config.rms_norm_eps, float(_is_gemma(config))
+        self.variance_epsilon, self.weight_offset = config.rms_norm_eps, float(_is_gemma(config))
 
     def forward(self, x: Tensor) -> Tensor:
         normed = F.rms_norm(x.float(), x.shape[-1:], None, self.variance_epsilon)
-        if self.added:  # as in transformers, rounded only afterwards
-            return normed.mul_(self.weight.float() + self.added).to(x.dtype)
+        if self.weight_offset:  # as in transformers, rounded only afterwards
+            return normed.mul_(self.weight.float() + self.weight_offset).to(x.dtype)
         return normed.to(x.dtype).mul_(self.weight)
 
 
@@ -321,29 +327,29 @@ class _Rotary(nn.Module):
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         inv_freq = torch.stack(list(self.buffers()))[:, None]  # [kinds, 1, D / 2]
         angles = position_ids[..., None].float() * inv_freq  # [kinds, m, D / 2]
-        both = torch.cat((angles, angles), -1)
-        return both.cos().to(x.dtype), both.sin().to(x.dtype)
+        angles = torch.cat((angles, angles), -1)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
 
 def _frequencies(config: DecoderConfig, kind: str) -> Tensor:
     """The angular frequencies [D / 2] of RoPE; those of Llama 3.1 have low ones reduced."""
-    given, size = config.rope_parameters, config.head_dim
-    given = given.get(kind, given)
-    plain: Tensor = 1.0 / (given["rope_theta"] ** (torch.arange(0, size, 2).float() / size))
-    if given["rope_type"] == "default":
+    parameters, size = config.rope_parameters, config.head_dim
+    parameters = parameters.get(kind, parameters)
+    plain: Tensor = 1.0 / (parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size))
+    if parameters["rope_type"] == "default":
         return plain
-    if given["rope_type"] == "linear":
-        plain /= given["factor"]
+    if parameters["rope_type"] == "linear":
+        plain /= parameters["factor"]
         return plain
     low, high, length = (
-        given[name]
+        parameters[name]
         for name in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     )
-    waves = 2 * math.pi / plain  # tokens in a full turn, by frequency
-    slow = torch.where(waves > length / low, plain / given["factor"], plain)
-    share = (length / waves - low) / (high - low)
-    between = (1 - share) * slow / given["factor"] + share * slow
-    is_between = ~(waves < length / high) & ~(waves > length / low)
+    wavelengths = 2 * math.pi / plain  # tokens in a full turn, by frequency
+    slow = torch.where(wavelengths > length / low, plain / parameters["factor"], plain)
+    share = (length / wavelengths - low) / (high - low)
+    between = (1 - share) * slow / parameters["factor"] + share * slow
+    is_between = ~(wavelengths < length / high) & ~(wavelengths > length / low)
     return torch.where(is_between, between, slow)
 
 

@@ -56,16 +56,16 @@ def read_device_map(setting: str) -> str | dict[str, DeviceOrDisk]:
     """
     if setting in _PLAN_NAMES:
         return setting
-    path, said = Path(setting).expanduser(), "--device-map"
+    path, flag = Path(setting).expanduser(), f"--device-map {format_value(setting)}"
     try:
         if not path.is_file() or path.stat().st_size > _MAX_FILE_BYTES:
             raise ModelError(
-                f"{said} {format_value(setting)}: there is no such file, or it is too large",
+                f"{flag}: there is no such file, or it is too large",
                 hint="give auto, balanced, or a YAML or JSON file with a device for each module",
             )
         values = parse_yaml(path.read_text("utf-8"), path)
     except (OSError, UnicodeError) as error:
-        raise ModelError(f"{said} {format_value(setting)} can't be read: {error}") from error
+        raise ModelError(f"{flag} can't be read: {error}") from error
     if not isinstance(values, dict) or not values:
         raise ModelError(
             f"{path} is no mapping of module names to devices", hint="such as model.layers.0: cpu"
@@ -85,49 +85,43 @@ def make_device_map(
         other = f"device={device}" if device != "auto" else f"quantize={quantize}"
         raise ModelError(f"{other} can't be used with a device map", hint="leave out one of them")
     _require_accelerate()
-    spread, shape = DeviceMap(name, read_device_map(device_map)), None
-    if isinstance(spread.said, str):
+    devices, shape = DeviceMap(name, read_device_map(device_map)), None
+    if isinstance(devices.setting, str):
         with suppress(ModelError):  # it is not on this machine yet
             shape = find_model(name).shape
     elements = (shape.row_elements if shape is not None else None) or 0
-    item = pick_dtype(dtype, spread.main_device).itemsize
-    return replace(spread, cache=rows * item * elements)
+    item = pick_dtype(dtype, devices.main_device).itemsize
+    return replace(devices, cache_bytes=rows * item * elements)
 
 
 @dataclass(frozen=True)
 class DeviceMap:
-    """The device map of a model: says on which device each part of the model is loaded.
+    """On which device each part of a model is loaded."""
 
-    Attributes:
-        model: the model's name.
-        said: the result of `read_device_map`.
-        cache: bytes of all keys and values, for which `auto` and `balanced` leave room.
-    """
-
-    model: str
-    said: str | dict[str, DeviceOrDisk]
-    cache: int = 0
+    model: str  # its name
+    setting: str | dict[str, DeviceOrDisk]  # what `read_device_map` returns
+    cache_bytes: int = 0  # of all keys and values, for which `auto` and `balanced` leave room
 
     @property
     def main_device(self) -> torch.device:
-        """The first GPU of this device map; the CPU if the map has no GPU."""
-        places = available_gpus() if isinstance(self.said, str) else self.said.values()
-        gpus = (place for place in places if isinstance(place, torch.device))
+        """The first GPU of the map, or else the CPU."""
+        listed = available_gpus() if isinstance(self.setting, str) else self.setting.values()
+        gpus = (device for device in listed if isinstance(device, torch.device))
         return min(gpus, key=lambda gpu: gpu.index, default=torch.device(CPU))
 
     def options(self, outline: nn.Module) -> dict[str, Any]:
-        """The options of `from_pretrained` for this device map; call `finish_loading` afterwards.
+        """The options of `from_pretrained` for `outline`, the model without weights.
 
-        `outline` is the model without weights.
+        Call `finish_loading` afterwards.
         """
-        placement = self.place(outline)
+        placement = self.choose_devices(outline)
         return {"device_map": placement, "offload_folder": self._offload_folder(placement)}
 
     def dispatch(self, module: Any) -> None:
         """Move the parts of a model from the CPU to the devices of this device map."""
         from accelerate import dispatch_model
 
-        placement = self.place(module)
+        placement = self.choose_devices(module)
         skipped = getattr(module, "_skip_keys_device_placement", None)
         folder = self._offload_folder(placement)
         dispatch_model(module, placement, offload_dir=folder, skip_keys=skipped)
@@ -140,96 +134,97 @@ class DeviceMap:
         placement: ModuleDevices = getattr(module, "hf_device_map", {})
         if DISK in placement.values():
             module.offloaded = self._folder  # it is deleted with the model
-        if not any(isinstance(place, torch.device) for place in placement.values()):
+        if not any(isinstance(device, torch.device) for device in placement.values()):
             return
-        for name, place in placement.items():
-            if place == CPU:
+        for name, device in placement.items():
+            if device == CPU:
                 part = module.get_submodule(name)
                 hooks.remove_hook_from_module(part, recurse=True)
                 hooks.add_hook_to_module(part, hooks.AlignDevicesHook(CPU, place_submodules=True))
                 hooks.attach_execution_device_hook(part, CPU)
         module.tie_weights()
 
-    def place(self, module: Any) -> ModuleDevices:
-        """Choose the device of each part of a model; shapes and types of weights are enough.
+    def choose_devices(self, module: Any) -> ModuleDevices:
+        """Choose the device of each part of a model, by its weights' shapes and types.
 
-        Raises ModelError if the map names a module that the model does not have or leaves a part
-        without a device, or if the model does not fit.
+        Raises ModelError if a module is unknown or has no device, or if the model does not fit.
         """
         names = {id(part): name for name, part in module.named_modules()}
         layers = [names[id(layer)] for layer in decoder_layers(module)]
-        is_tied = getattr(module.config, "tie_word_embeddings", False)
-        head = names[id(module.get_output_embeddings())] if is_tied else None
-        parts = [part for part in _placed_modules(module, layers) if part != head]
-        said = self._plan(module, parts) if isinstance(self.said, str) else self.said
-        known = parts if head is None else [*parts, head]
-        placement = self._devices_by_name(said, known, parts, layers)
-        if head is not None:  # its weights are those of the embeddings
-            placement[head] = placement[names[id(module.get_input_embeddings())]]
+        parts = list(_placed_modules(module, layers))
+        if not getattr(module.config, "tie_word_embeddings", False):
+            return self._assign(module, parts, parts)
+        # The head has the weights of the embeddings, and so their device.
+        head, embeddings = (
+            names[id(part)]
+            for part in (module.get_output_embeddings(), module.get_input_embeddings())
+        )
+        untied = [part for part in parts if part != head]
+        placement = self._assign(module, untied, [*untied, head])
+        placement[head] = placement[embeddings]
         return placement
 
-    def _devices_by_name(
-        self, said: ModuleDevices, known: list[str], parts: list[str], layers: list[str]
-    ) -> ModuleDevices:
-        for name in said:
-            if not any(is_submodule(one, name) for one in known):
-                what = "has no such module, or has it within a layer"
+    def _assign(self, module: Any, parts: list[str], known: list[str]) -> ModuleDevices:
+        """The device of each of the `parts`; the setting may name any of the `known` modules."""
+        if isinstance(self.setting, str):
+            return self._plan(module, parts)
+        for name in self.setting:
+            if not any(is_submodule(part, name) for part in known):
                 raise ModelError(
-                    f"the device map names {format_value(name)}; {self.model} {what}",
-                    hint=did_you_mean(name, known, cutoff=0.7) or f"its first layer is {layers[0]}",
+                    f"the device map names {format_value(name)}; {self.model} has no such module, "
+                    "or has it within a layer",
+                    hint=did_you_mean(name, known, cutoff=0.7)
+                    or f"it has {', '.join(known[:2])} ...",
                 )
         placement = ModuleDevices()
         for part in parts:
-            longest = max(
-                (name for name in said if is_submodule(part, name)), key=len, default=None
-            )
-            if longest is None:
+            outer = [name for name in self.setting if is_submodule(part, name)]
+            if not outer:
                 raise ModelError(
                     f"the device map has no device for {part}",
                     hint='the empty name "" stands for all modules that are not named',
                 )
-            placement[part] = said[longest]
+            placement[part] = self.setting[max(outer, key=len)]
         return placement
 
     def _plan(self, module: Any, parts: list[str]) -> ModuleDevices:
-        """Where accelerate lays the parts, by the plan `auto` or `balanced`."""
-        places = {gpu.index if gpu.type != "mps" else "mps": gpu for gpu in available_gpus()}
-        rooms = {place: max(0, free_gpu_bytes(gpu) - GPU_RESERVE) for place, gpu in places.items()}
+        """Where accelerate puts the parts, by the plan `auto` or `balanced`."""
+        # accelerate knows a GPU by its number.
+        devices = {gpu.index if gpu.type != "mps" else "mps": gpu for gpu in available_gpus()}
+        memory = {key: max(0, free_gpu_bytes(gpu) - GPU_RESERVE) for key, gpu in devices.items()}
         free = free_memory()
-        rooms[CPU] = _UNLIMITED_BYTES if free is None else max(0, free - PROGRAM_BYTES)
-        weights = sum(one.nbytes for one in module.parameters())
-        share = weights / (weights + self.cache)  # each layer's keys and values are beside it
-        placed = self._infer(module, parts, {at: int(rooms[at] * share) for at in rooms})
-        first = next(iter(rooms))
-        on_disk = [module.get_submodule(part) for part in parts if placed[part] == DISK]
-        if on_disk:  # these layers' keys and values are in the first place, where they compute
+        memory[CPU] = _UNLIMITED_BYTES if free is None else max(0, free - PROGRAM_BYTES)
+        weights = sum(parameter.nbytes for parameter in module.parameters())
+        share = weights / (weights + self.cache_bytes)  # each layer's keys and values are beside it
+        plan = self._infer(module, parts, {key: int(size * share) for key, size in memory.items()})
+        first = next(iter(memory))
+        on_disk = [module.get_submodule(part) for part in parts if plan[part] == DISK]
+        if on_disk:  # these layers, with their keys and values, compute on the first device
             largest = max(sum(one.nbytes for one in part.parameters()) for part in on_disk)
-            if rooms[first] < self.cache + largest:
+            if memory[first] < self.cache_bytes + largest:
                 raise ModelError(
                     f"{self.model} does not fit, not even with its layers on disk",
                     hint="choose a smaller budget or model",
                 )
-            placed = self._infer(module, parts, rooms | {first: rooms[first] - self.cache})
-        where: dict[int | str, DeviceOrDisk] = {**places, CPU: CPU, DISK: DISK}
-        return {part: where[place] for part, place in placed.items()}
+            memory[first] -= self.cache_bytes
+            plan = self._infer(module, parts, memory)
+        by_key: dict[int | str, DeviceOrDisk] = {**devices, CPU: CPU, DISK: DISK}
+        return {part: by_key[key] for part, key in plan.items()}
 
     def _infer(
         self, module: Any, parts: list[str], memory: dict[int | str, int]
     ) -> dict[str, int | str]:
-        """The place of each part, if each place has so many bytes of memory for weights."""
+        """accelerate's key of each part's device, if each has so many bytes for weights."""
         from accelerate.utils import get_balanced_memory, infer_auto_device_map
 
         unsplit = [type(module.get_submodule(name)).__name__ for name in parts]
         with no_warnings():  # of GPUs that this machine does not have
-            if self.said == "balanced":
+            if self.setting == "balanced":
                 memory = get_balanced_memory(module, memory, unsplit)
-            placed = infer_auto_device_map(module, memory, unsplit, clean_result=False)
-        # accelerate names a module that contains several parts if all of them have one place
+            plan = infer_auto_device_map(module, memory, unsplit, clean_result=False)
+        # accelerate names a module that contains several parts if all of them have one device
         return {
-            part: place
-            for name, place in placed.items()
-            for part in parts
-            if is_submodule(part, name)
+            part: key for name, key in plan.items() for part in parts if is_submodule(part, name)
         }
 
     def _offload_folder(self, placement: ModuleDevices) -> str | None:

@@ -17,7 +17,7 @@ import torch
 from sirchat import __version__
 from sirchat.errors import SirchatError
 from sirchat.memory.cache import BoundedCache
-from sirchat.models.compiling import Compile, describe_decode_step, use_compiled
+from sirchat.models.compiling import CompileMode, describe_decode_step, use_compiled
 from sirchat.models.devices import (
     describe_threads,
     free_thread_count,
@@ -55,7 +55,7 @@ class Finding:
 def run_checks(
     model_name: str,
     device_map: str = "off",
-    compiles: Compile = "auto",
+    compiles: CompileMode = "auto",
 ) -> Iterator[Finding]:
     """Yield the result of each check; the model's, the slowest, come last."""
     yield Finding("sirchat", f"{__version__}, Python {platform.python_version()}")
@@ -100,11 +100,11 @@ def _check_folder(name: str, folder: Path) -> Finding:
     return Finding(name, shown if nearest == folder else f"{shown} (not there yet)")
 
 
-def _check_model(name: str, device_map: str, compiles: Compile) -> Iterator[Finding]:
+def _check_model(name: str, device_map: str, compiles: CompileMode) -> Iterator[Finding]:
     begun = time.perf_counter()
     try:
         model = load_model(
-            name, device_map=device_map, rows=MIN_RESERVED_ROWS, compiles=compiles != "off"
+            name, device_map=device_map, cache_rows=MIN_RESERVED_ROWS, compiles=compiles != "off"
         )
     except SirchatError as error:
         yield Finding("model", name, str(error))

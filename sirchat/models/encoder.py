@@ -34,27 +34,25 @@ KINDS = ("instruction", "fact")
 
 @dataclass(eq=False)
 class EncoderOutput:
-    """What an encoder reads from the states of m ids: a request, which `Encoder.fill` answers."""
+    """The vectors of m ids, if they `is_wanted`; a forward pass fills it in."""
 
-    is_wanted: bool = False  # whether the numbers are wanted
+    is_wanted: bool = False
     token_vectors: Tensor | None = None  # [m, D], on the CPU; None if not wanted
 
-    def of_token(self, at: int) -> EncoderOutput:
-        """The readings of the id with this index."""
-        token_vectors = None if self.token_vectors is None else self.token_vectors[at : at + 1]
+    def of_token(self, index: int) -> EncoderOutput:
+        token_vectors = (
+            None if self.token_vectors is None else self.token_vectors[index : index + 1]
+        )
         return EncoderOutput(self.is_wanted, token_vectors)
 
 
 @dataclass(frozen=True, eq=False)
 class Encoder:
-    """Computes D numbers for each token: weight [layers x d, D], and a bias [D] of sentences.
-
-    In a file, the weight is int8, with a scale for each of its rows. By default there is none.
-    """
+    """A linear map of hidden states to vectors of D numbers; by default there is none."""
 
     layers: tuple[int, ...] = ()  # whose outputs are read: ascending, counted from 1
-    weight: Tensor = field(default_factory=lambda: torch.zeros(0))
-    bias: Tensor = field(default_factory=lambda: torch.zeros(0))
+    weight: Tensor = field(default_factory=lambda: torch.zeros(0))  # [layers x d, D]; int8 in files
+    bias: Tensor = field(default_factory=lambda: torch.zeros(0))  # [D], of sentences
     about: Mapping[str, str] = field(default_factory=dict)  # facts about the training, by name
     # A network that tells `KINDS` by a sentence's vector: float32 [H, D + 1] and [2, H + 1], each
     # row with a bias at its end; empty if it was not trained.
@@ -70,25 +68,24 @@ class Encoder:
 
     @cached_property
     def checksum(self) -> int:
-        """A number that tells this map from others; what vectors mean depends on no other part."""
+        """Changes with what the vectors mean: with the layers, the weight and the bias."""
         tensors = (tensor.cpu().numpy().tobytes() for tensor in (self.weight, self.bias))
         return crc32(b"".join((str(self.layers).encode(), *tensors)))
 
     def to(self, device: torch.device) -> Self:
-        """The same map with its weights on `device`."""
         return replace(self, weight=self.weight.to(device), bias=self.bias.to(device))
 
     def token_vectors(self, states: Tensor) -> Tensor:
-        """The numbers [m, D] of m tokens, from their hidden states [m, layers x d]."""
+        """The vectors [m, D] of m tokens, from their hidden states [m, layers x d]."""
         return states.float() @ self.weight.to(states.device)
 
     def fill(self, encoder_output: EncoderOutput, states: Tensor) -> None:
-        """Answer a request about m ids from their states [m, layers x d]."""
+        """Set the vectors of m ids, if wanted, from their states [m, layers x d]."""
         if encoder_output.is_wanted and self.layers:
             encoder_output.token_vectors = self.token_vectors(states).cpu()
 
     def unit_vectors(self, means: Tensor) -> Tensor:
-        """The unit vectors [..., D] of sentences, from the means of their tokens' numbers."""
+        """The unit vectors [..., D] of sentences, from the means of their tokens' vectors."""
         return F.normalize(means + self.bias.to(means.device), dim=-1)
 
     def is_kind(self, kind: str, vectors: Tensor) -> Tensor:

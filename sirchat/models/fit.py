@@ -36,31 +36,19 @@ SHOWN_BUDGETS = (1024, 4096, 16384)
 
 @dataclass(frozen=True)
 class Choice:
-    """The memory that a model takes with one choice of settings; sizes are bytes, None if unknown.
+    """The memory, in bytes, that a model takes with one choice of settings; None if unknown."""
 
-    Attributes:
-        setting: the option to type, such as `--dtype float32`; empty for the present settings.
-        precision: the form of the weights in memory, such as `packed` or `float32`.
-        weights: size of the weights.
-        loading: the most memory that the weights take while they are loaded.
-        working: memory that is needed only while a text is read, besides weights and KV cache.
-        caches: for each of several budgets, in tokens, the size of the KV cache.
-        archive: size of the archive for `TOKENS_PER_HOUR` tokens.
-        largest_budget: the most tokens whose KV cache fits in the free memory, at most the model's
-            context; 0 if the model does not fit; None if unknown.
-    """
-
-    setting: str
-    precision: str
+    setting: str  # the option to type, such as `--dtype float32`; empty for the present settings
+    precision: str  # of the weights in memory, such as `packed` or `float32`
     weights: int
-    loading: int
-    working: int
-    caches: Mapping[int, int | None]
-    archive: int | None
-    largest_budget: int | None
+    loading: int  # the most that the weights take while they are loaded
+    working: int  # only while a text is read, besides weights and KV cache
+    caches: Mapping[int, int | None]  # the KV cache's size for each of several budgets, in tokens
+    archive: int | None  # of `TOKENS_PER_HOUR` tokens
+    largest_budget: int | None  # tokens that fit, at most the context; 0 if the model doesn't fit
 
 
-class _WeightFormat(NamedTuple):
+class _WeightLayout(NamedTuple):
     """The form of the weights in memory."""
 
     precision: str  # what `shape.precision` returns
@@ -72,23 +60,18 @@ class _WeightFormat(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelFit:
-    """The memory that a model takes with several choices of settings, the present ones first.
-
-    `weights` is the number of the model's weights, `free` the bytes of free memory; None if
-    unknown.
-    """
+    """The memory that a model takes with several choices of settings, the present ones first."""
 
     found: FoundModel
-    weights: int
-    free: int | None
+    weights: int  # how many the model has
+    free: int | None  # bytes of free memory; None if unknown
     choices: tuple[Choice, ...]
 
 
 def compute_fit(found: FoundModel, profile: Profile, free: int | None) -> ModelFit:
-    """Compute the memory that a model takes with several choices of settings.
+    """The memory that a model takes with the profile's settings, and with others.
 
-    The first choice has the settings of the profile. `free` is the free memory, in bytes. Raises
-    ModelError if the model's files can't be read.
+    `free` is the free memory, in bytes. Raises ModelError if the model's files can't be read.
     """
     stored, shape = _read_files(found)
     first = _make_choice("", stored, shape, profile, free)
@@ -126,16 +109,13 @@ def _other_settings(shape: ModelShape, profile: Profile) -> Iterator[tuple[str, 
 def _make_choice(
     setting: str, stored: StoredWeights, shape: ModelShape, profile: Profile, free: int | None
 ) -> Choice:
-    weight_format = _weight_format(shape, profile)
-    weights, limit = _weight_bytes(stored, weight_format), shape.context_length
+    layout = _weight_layout(shape, profile)
+    weights, limit = _weight_bytes(stored, layout), shape.context_length
     budgets = {
         *(budget for budget in SHOWN_BUDGETS if limit is None or budget < limit),
         *([limit] if limit else []),
     }
-    loading, working = (
-        _bytes_while_loading(stored, weight_format),
-        _bytes_while_reading(stored, weight_format),
-    )
+    loading, working = _bytes_while_loading(stored, layout), _bytes_while_reading(stored, layout)
     row = cache_bytes(shape, profile, 1)
     largest = None
     if free is not None and row and uses_cpu(profile):
@@ -144,7 +124,7 @@ def _make_choice(
         largest = min(rows, limit or rows) if fits else 0
     return Choice(
         setting,
-        weight_format.precision,
+        layout.precision,
         weights,
         loading,
         working,
@@ -154,8 +134,8 @@ def _make_choice(
     )
 
 
-def _weight_format(shape: ModelShape, profile: Profile) -> _WeightFormat:
-    return _WeightFormat(
+def _weight_layout(shape: ModelShape, profile: Profile) -> _WeightLayout:
+    return _WeightLayout(
         precision=precision(shape, profile),
         item=4 if unpacked_type(profile) == "float32" else 2,
         block=machine_int4_block_rows(profile),
@@ -164,68 +144,63 @@ def _weight_format(shape: ModelShape, profile: Profile) -> _WeightFormat:
     )
 
 
-def _weight_bytes(stored: StoredWeights, weight_format: _WeightFormat) -> int:
-    return sum(_tensor_bytes(tensor, stored, weight_format) for tensor in stored.tensors)
+def _weight_bytes(stored: StoredWeights, layout: _WeightLayout) -> int:
+    return sum(_tensor_bytes(tensor, stored, layout) for tensor in stored.tensors)
 
 
-def _tensor_bytes(tensor: StoredTensor, stored: StoredWeights, weight_format: _WeightFormat) -> int:
-    bits = _packed_bits(tensor, stored, weight_format)
+def _tensor_bytes(tensor: StoredTensor, stored: StoredWeights, layout: _WeightLayout) -> int:
+    bits = _packed_bits(tensor, stored, layout)
     if bits == 4:  # and two numbers of 16 bits for each 32 weights
         return tensor.count * 5 // 8
     if bits == 5:  # and one such number
         return tensor.count * 11 // 16
     if bits == 8:
         return tensor.count + 2 * prod(tensor.shape[:-1])
-    return tensor.count * weight_format.item
+    return tensor.count * layout.item
 
 
-def _packed_bits(
-    tensor: StoredTensor, stored: StoredWeights, weight_format: _WeightFormat
-) -> int | None:
+def _packed_bits(tensor: StoredTensor, stored: StoredWeights, layout: _WeightLayout) -> int | None:
     """The bits of each weight, 4 to 8, by the rules of gguf.model and packing; None: not packed."""
-    if weight_format.precision == "packed":
+    if layout.precision == "packed":
         if len(tensor.shape) < 2 or BLOCKS.get(tensor.type, (0, 1))[1] == 1:
             return None
         may_have_few = not (tensor.is_table or tensor.is_head)
         wants_four = tensor.type in FOUR_BIT and may_have_few
-        if weight_format.uses_native_products and may_have_few and tensor.type in FIVE_BIT:
+        if layout.uses_native_products and may_have_few and tensor.type in FIVE_BIT:
             return 5
-    elif weight_format.precision in ("int8", "int4"):
+    elif layout.precision in ("int8", "int4"):
         if not tensor.is_matrix and not (stored.is_tied and tensor.is_embedding):
             return None
-        wants_four = weight_format.precision == "int4" and tensor.is_matrix and not tensor.is_head
+        wants_four = layout.precision == "int4" and tensor.is_matrix and not tensor.is_head
     else:
         return None
     rows, columns = tensor.shape[-2:]
     if ".ffn_gate_up_exps." in tensor.name:  # becomes two layers
         rows //= 2
-    fits = weight_format.block > 0 and rows % weight_format.block == 0 and columns % 32 == 0
+    fits = layout.block > 0 and rows % layout.block == 0 and columns % 32 == 0
     return 4 if wants_four and fits else 8
 
 
-def _bytes_while_loading(stored: StoredWeights, weight_format: _WeightFormat) -> int:
+def _bytes_while_loading(stored: StoredWeights, layout: _WeightLayout) -> int:
     """The most bytes that the weights take while they are loaded, without pages of the file."""
     largest = max((tensor.count for tensor in stored.tensors), default=0)
-    weights = _weight_bytes(stored, weight_format)
-    if weight_format.precision == "packed":
+    weights = _weight_bytes(stored, layout)
+    if layout.precision == "packed":
         # bytes per weight while a matrix is packed; measured
         factors = {4: 11, 5: 3, 8: 3, None: 4}
-        taken = (
-            factors[_packed_bits(t, stored, weight_format)] * t.count_at_once
-            for t in stored.tensors
-        )
+        taken = (factors[_packed_bits(t, stored, layout)] * t.count_at_once for t in stored.tensors)
         return weights + max(taken, default=0)
-    if weight_format.precision in ("int8", "int4"):  # all are unpacked, then packed one by one
-        return weight_format.item * stored.count + 10 * largest
+    if layout.precision in ("int8", "int4"):  # all are unpacked, then packed one by one
+        return layout.item * stored.count + 10 * largest
     return weights + (4 * largest if stored.is_gguf else 0)
 
 
-def _bytes_while_reading(stored: StoredWeights, weight_format: _WeightFormat) -> int:
+def _bytes_while_reading(stored: StoredWeights, layout: _WeightLayout) -> int:
     """Bytes that unpacked copies (bfloat16) of packed matrices take while a text is read."""
-    if weight_format.uses_native_products:
+    if layout.uses_native_products:
         return 0
-    packed = [tensor for tensor in stored.tensors if _packed_bits(tensor, stored, weight_format)]
+    packed = [tensor for tensor in stored.tensors if _packed_bits(tensor, stored, layout)]
     size = 2 * sum(tensor.count for tensor in packed)
-    if weight_format.on_cpu and size <= MAX_UNPACKED_BYTES:  # a GPU keeps none for the next pass
+    if layout.on_cpu and size <= MAX_UNPACKED_BYTES:  # a GPU keeps none for the next pass
         return size
     return 2 * max((tensor.count_at_once for tensor in packed), default=0)

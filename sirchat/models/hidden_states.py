@@ -24,10 +24,9 @@ def layer_count(module: Any) -> int:
 def record_states(
     module: Any, layers: Sequence[int], *, ends_pass: bool = False
 ) -> Iterator[list[Tensor]]:
-    """Context manager: records the hidden states [m, d] after layers (ascending, from 1) of a pass.
+    """Context manager: yields a list that gets the states [m, d] after `layers` of a forward pass.
 
-    Yields the list to which the states of each layer are added. With `ends_pass`, the block ends
-    after the last of the layers.
+    `layers` ascend, counted from 1. With `ends_pass`, the block ends after the last of them.
     """
     states = list[Tensor]()
 

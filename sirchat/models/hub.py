@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from sirchat.errors import ModelError, did_you_mean
-from sirchat.models.names import cache_folder, cached_folder, locate, part_names, suggestion
+from sirchat.models.names import cache_folder, cached_folder, locate, part_names, suggest_model
 from sirchat.models.new_thread import call_in_new_thread
 from sirchat.models.progress import Progress, bar_class, no_warnings
 
@@ -54,9 +54,9 @@ def require_available(name: str) -> None:
 
 
 def must_use_cache(name: str) -> bool:
-    """Ask the hub; returns whether it can't be reached or lacks the model, but the cache has it.
+    """Whether a model must be loaded from the cache alone, as the hub can't be asked or lacks it.
 
-    The model is then loaded from the cache alone. Raises ModelError if it is not there either.
+    Raises ModelError if it is not in the cache either.
     """
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError
@@ -73,7 +73,7 @@ def must_use_cache(name: str) -> bool:
 
 
 def ask_hub(name: str, *, with_files: bool = False) -> ModelInfo:
-    """Ask the hub about a model; `with_files` adds the sizes of its files.
+    """Ask the hub about a model, with `with_files` also for the sizes of its files.
 
     Raises ModelError if it is unknown or restricted, or if the hub can't be reached.
     """
@@ -112,7 +112,7 @@ def explain_hub_errors(name: str, hint: str = "") -> Iterator[None]:
             hint=f"accept them at https://huggingface.co/{name}, then: hf auth login",
         ) from error
     except RepositoryNotFoundError as error:
-        raise ModelError(f"the hub has no model {name!r}", hint=suggestion(name)) from error
+        raise ModelError(f"the hub has no model {name!r}", hint=suggest_model(name)) from error
     except (HfHubHTTPError, OSError) as error:
         is_network = isinstance(error, HfHubHTTPError | ConnectionError | TimeoutError)
         if not is_network and error.errno is not None:
@@ -155,7 +155,7 @@ def pull(name: str, file: str | None, progress: Progress) -> PulledModel:
 def _unreachable(name: str, hint: str) -> ModelError:
     return ModelError(
         f"model {name!r} is not on this machine, and the hub can't be reached",
-        hint=hint or suggestion(name),
+        hint=hint or suggest_model(name),
     )
 
 

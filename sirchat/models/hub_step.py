@@ -28,9 +28,9 @@ class HubStep:
     Raises ModelError if that can't be done, and says why.
     """
 
-    about = "the model's own operations"
-    pads = observes = False
-    most = 1
+    description = "the model's own operations"
+    pads_batch = observes_attention = False
+    max_batch = 1
     kernels: Kernels = "torch"
 
     def __init__(self, model: Any, wanted_layers: Sequence[int]) -> None:
@@ -42,7 +42,7 @@ class HubStep:
 
     @staticmethod
     def reason_against(model: Any) -> str:
-        """Why a `LoadedModel` can't decode so, in a few words, or ""."""
+        """Why a `LoadedModel` can't decode so, as text, or ""."""
         module = model.module
         if model.has_state:
             return "some of its layers keep a state"
@@ -56,7 +56,7 @@ class HubStep:
             return "its code is not that of transformers"
         return ""
 
-    def key(self, caches: Sequence[BoundedCache]) -> Hashable:
+    def graph_key(self, caches: Sequence[BoundedCache]) -> Hashable:
         """Identifies the graph for this cache, by the addresses and shapes of its buffers.
 
         Also sets slots that are no longer used to zero, because attention reads all slots.
@@ -70,9 +70,9 @@ class HubStep:
         ids: Tensor,
         lengths: Tensor,
         positions: Tensor,
-        places: Any,
+        pools: Any,
         caches: Any,
-        observed: Collection[int] = (),
+        observed_layers: Collection[int] = (),
     ) -> tuple[Tensor, ...]:
         """Read one id; ids, lengths and positions are int64 [1], on the device.
 

@@ -16,12 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 SPLIT = 128  # cached rows that one program attends to
-_BLOCK = 128  # of these at a time
-_MERGED = 16  # splits that are merged at a time
-_LOGITS = 2048  # logits in a block
-_DRAWN = 32  # candidates at a time whose chances are added
-_QUERIES = 16  # least number of rows in a product of matrices
-
+_ATTENTION_BLOCK = 128  # of these at a time
+_MERGE_BLOCK = 16  # splits that are merged at a time
+_LOGITS_BLOCK = 2048
+_DRAW_BLOCK = 32  # candidates whose weights are added at a time
+_MIN_DOT_ROWS = 16  # of a product of matrices
 
 # Of four bytes, puts the low (or high) four bits into the fractions of four floats, as 1 + q / 128;
 # or all bits of a byte XOR 128, as 2^23 + 128 + q. A conversion would take four times as long.
@@ -59,30 +58,31 @@ def _dot(
     COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """The products [ROWS] of the rows `n` of `weight` with x [K], and the sum of x^2."""
-    at = n.to(tl.int64)[:, None]
+    row = n.to(tl.int64)[:, None]
     if BITS == 4:
         GROUPS: tl.constexpr = COLUMNS // 32
         total = tl.zeros([ROWS, GROUPS], tl.float32)
         squares = tl.zeros([GROUPS], tl.float32)
-        place = tl.arange(0, 16)
+        byte_index = tl.arange(0, 16)
         for start in range(0, K // 32, GROUPS):
             group = start + tl.arange(0, GROUPS)
-            here = group < K // 32
-            k = group[:, None] * 32 + place[None, :]  # [GROUPS, 16]
-            low = tl.load(x + k, mask=here[:, None], other=0.0)
-            high = tl.load(x + k + 16, mask=here[:, None], other=0.0)
+            in_range = group < K // 32
+            k = group[:, None] * 32 + byte_index[None, :]  # [GROUPS, 16]
+            low = tl.load(x + k, mask=in_range[:, None], other=0.0)
+            high = tl.load(x + k + 16, mask=in_range[:, None], other=0.0)
             if NORMED:
                 squares += tl.sum(low * low + high * high, 1)
-                low *= tl.load(norm + k, mask=here[:, None], other=0.0).to(tl.float32)
-                high *= tl.load(norm + k + 16, mask=here[:, None], other=0.0).to(tl.float32)
-            ok = inside[:, None] & here[None, :]
-            group_at = at * (K // 32) + group[None, :]
-            q_at = group_at[:, :, None] * 16 + place[None, None, :]  # [ROWS, GROUPS, 16]
-            q = tl.load(weight + q_at, mask=ok[:, :, None], other=0)
+                low *= tl.load(norm + k, mask=in_range[:, None], other=0.0).to(tl.float32)
+                high *= tl.load(norm + k + 16, mask=in_range[:, None], other=0.0).to(tl.float32)
+            mask = inside[:, None] & in_range[None, :]
+            scale_offset = row * (K // 32) + group[None, :]
+            # [ROWS, GROUPS, 16]
+            byte_offset = scale_offset[:, :, None] * 16 + byte_index[None, None, :]
+            q = tl.load(weight + byte_offset, mask=mask[:, :, None], other=0)
             part = _floats(q, _LOW, INTERPRETED) * low[None]
             part += _floats(q, _HIGH, INTERPRETED) * high[None]
             # Scale and zero, two bfloat16: a weight is (q - 8) * scale + zero.
-            pair = tl.load(scales + group_at, mask=ok, other=0)
+            pair = tl.load(scales + scale_offset, mask=mask, other=0)
             scale = (pair << 16).to(tl.float32, bitcast=True)
             zero = (pair & -65536).to(tl.float32, bitcast=True)
             sums = tl.sum(low + high, 1)[None, :]
@@ -93,13 +93,13 @@ def _dot(
         squares = tl.zeros([COLUMNS], tl.float32)
         for start in range(0, K, COLUMNS):
             k = start + tl.arange(0, COLUMNS)
-            here = k < K
-            h = tl.load(x + k, mask=here, other=0.0)
+            in_range = k < K
+            h = tl.load(x + k, mask=in_range, other=0.0)
             if NORMED:
                 squares += h * h
-                h *= tl.load(norm + k, mask=here, other=0.0).to(tl.float32)
-            ok = inside[:, None] & here[None, :]
-            w = tl.load(weight + at * K + k[None, :], mask=ok, other=0)
+                h *= tl.load(norm + k, mask=in_range, other=0.0).to(tl.float32)
+            mask = inside[:, None] & in_range[None, :]
+            w = tl.load(weight + row * K + k[None, :], mask=mask, other=0)
             if BITS == 8:
                 wide = _floats(w.to(tl.uint8, bitcast=True), _BYTE, INTERPRETED)
                 total += (wide - 8388736.0) * h[None, :]
@@ -147,7 +147,7 @@ def _multiply(
 
 
 @triton.jit
-def _turned(head, norm, cos, sin, d, inside, epsilon, D: tl.constexpr, NORMED: tl.constexpr):
+def _rotated(head, norm, cos, sin, d, inside, epsilon, D: tl.constexpr, NORMED: tl.constexpr):
     """Heads [R, D] at the pointers `head` [R, 1], normalized (Qwen 3) and rotated (RoPE)."""
     swapped = (d + D // 2) % D
     x = tl.load(head + d[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -161,8 +161,8 @@ def _turned(head, norm, cos, sin, d, inside, epsilon, D: tl.constexpr, NORMED: t
 
 @triton.jit
 def _attend(
-    rows, query_norm, key_norm, cos, sin, places, lengths, parts, tops, scores, layer, scale,
-    epsilon, most,
+    rows, query_norm, key_norm, cos, sin, pools, lengths, parts, tops, scores, layer, scale,
+    epsilon, slot_count,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NORMED: tl.constexpr,
     SCORED: tl.constexpr, QUERIES: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -174,19 +174,19 @@ def _attend(
     queries = b * H * G + h * G + g  # their numbers in the batch
     if SCORED and first > n:
         for i in range(0, SPLIT, BLOCK):
-            at = first + i + tl.arange(0, BLOCK)
-            to = scores + queries[:, None] * most + at[None, :]
-            none = tl.full([QUERIES, BLOCK], -float("inf"), tl.float32)
-            tl.store(to, none, mask=(g < G)[:, None] & (at < most)[None, :])
+            slot = first + i + tl.arange(0, BLOCK)
+            to = scores + queries[:, None] * slot_count + slot[None, :]
+            minus_infinity = tl.full([QUERIES, BLOCK], -float("inf"), tl.float32)
+            tl.store(to, minus_infinity, mask=(g < G)[:, None] & (slot < slot_count)[None, :])
     if first <= n:
-        pool = tl.load(places + b).to(tl.pointer_type(KIND))
-        size = tl.load(places + tl.num_programs(2) + b) * D  # of one head
+        pool = tl.load(pools + b).to(tl.pointer_type(KIND))
+        size = tl.load(pools + tl.num_programs(2) + b) * D  # of one head
         as_read = pool + ((layer * 3) * H + h) * size
         as_written, values = as_read + H * size, as_read + 2 * H * size
         begin = rows + b * (G + 2) * H * D
-        here = (g < G)[:, None]
-        q = _turned(
-            begin + (h * G + g)[:, None] * D, query_norm, cos + b * D, sin + b * D, d, here,
+        is_query = (g < G)[:, None]
+        q = _rotated(
+            begin + (h * G + g)[:, None] * D, query_norm, cos + b * D, sin + b * D, d, is_query,
             epsilon, D, NORMED,
         )  # fmt: skip
         q = (q * scale).to(KIND)  # [QUERIES, D]
@@ -194,17 +194,18 @@ def _attend(
         total = tl.zeros([QUERIES], tl.float32)
         out = tl.zeros([QUERIES, D], tl.float32)
         for i in range(0, SPLIT, BLOCK):
-            at = first + i + tl.arange(0, BLOCK)
-            ok = at < n
-            where = at[:, None] * D + d[None, :]
-            k_at, v_at = as_read + where, values + where
-            k = tl.load(tl.multiple_of(k_at, [16, 16]), mask=ok[:, None], other=0.0)
-            v = tl.load(tl.multiple_of(v_at, [16, 16]), mask=ok[:, None], other=0.0)
+            slot = first + i + tl.arange(0, BLOCK)
+            is_held = slot < n
+            offset = slot[:, None] * D + d[None, :]
+            key_pointer, value_pointer = as_read + offset, values + offset
+            k = tl.load(tl.multiple_of(key_pointer, [16, 16]), mask=is_held[:, None], other=0.0)
+            v = tl.load(tl.multiple_of(value_pointer, [16, 16]), mask=is_held[:, None], other=0.0)
             score = tl.dot(q, tl.trans(k), input_precision="ieee")  # [QUERIES, BLOCK]
-            score = tl.where(ok[None, :], score, -float("inf"))
+            score = tl.where(is_held[None, :], score, -float("inf"))
             if SCORED:
-                to = scores + queries[:, None] * most + at[None, :]
-                tl.store(to, score, mask=here & (at < most)[None, :] & (at != n)[None, :])
+                to = scores + queries[:, None] * slot_count + slot[None, :]
+                is_other = (slot < slot_count) & (slot != n)
+                tl.store(to, score, mask=is_query & is_other[None, :])
             above = tl.maximum(top, tl.max(score, 1))
             base = tl.where(above == -float("inf"), 0.0, above)
             p = tl.exp(score - base[:, None])
@@ -214,7 +215,7 @@ def _attend(
             top = above
         if n < first + SPLIT:
             one = tl.arange(0, 1)
-            new = _turned(
+            new = _rotated(
                 begin + (H * G + h + one)[:, None] * D, key_norm, cos + b * D, sin + b * D, d,
                 one[:, None] == 0, epsilon, D, NORMED,
             ).to(KIND)  # fmt: skip
@@ -225,7 +226,7 @@ def _attend(
             tl.store(values + to, value)
             score = tl.sum(q.to(tl.float32) * new.to(tl.float32), 1)
             if SCORED:
-                tl.store(scores + queries * most + n, score, mask=g < G)
+                tl.store(scores + queries * slot_count + n, score, mask=g < G)
             above = tl.maximum(top, score)
             p = tl.exp(score - above)
             kept = tl.exp(top - above)
@@ -234,7 +235,7 @@ def _attend(
             top = above
         splits = tl.num_programs(1)
         part = queries * splits + s
-        tl.store(parts + part[:, None] * D + d[None, :], out, mask=here)
+        tl.store(parts + part[:, None] * D + d[None, :], out, mask=is_query)
         tl.store(tops + part * 2, top, mask=g < G)
         tl.store(tops + part * 2 + 1, total, mask=g < G)
 
@@ -242,11 +243,11 @@ def _attend(
 @triton.jit
 def _merge(
     parts, tops, lengths, out, SPLITS: tl.constexpr,
-    HEADS: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr, MERGED: tl.constexpr,
+    QUERY_HEADS: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one query head, in order."""
     query = tl.program_id(0)
-    n = tl.load(lengths + query // HEADS) + 1
+    n = tl.load(lengths + query // QUERY_HEADS) + 1
     d, s = tl.arange(0, D), tl.arange(0, MERGED)
     top = -float("inf")
     total = 0.0
@@ -268,7 +269,7 @@ def _merge(
 
 
 @triton.jit
-def _likeliest(logits, tops, ids, V, BLOCK: tl.constexpr):
+def _block_maxima(logits, tops, ids, V, BLOCK: tl.constexpr):
     """The largest logit of one block, the sum of e^(logit - largest), and the largest one's id."""
     i = tl.program_id(0)
     at = i * BLOCK + tl.arange(0, BLOCK)
@@ -280,8 +281,8 @@ def _likeliest(logits, tops, ids, V, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _note(
-    tops, ids, surprisals, rights, results, slot, numbers, drawn, count,
+def _store_choice(
+    tops, ids, surprisals, is_valid, results, slot, numbers, numbers_used, count,
     BLOCKS: tl.constexpr, READS: tl.constexpr,
 ):  # fmt: skip
     """Write the result of a choice, and what the next step reads; see `store_choice`."""
@@ -289,72 +290,79 @@ def _note(
         i = tl.arange(0, BLOCKS)
         top = tl.load(tops + 2 * i, mask=i < count, other=-float("inf"))
         total = tl.load(tops + 2 * i + 1, mask=i < count, other=0.0)
-        most = tl.max(top, 0)
+        top_of_all = tl.max(top, 0)
         found = tl.load(ids + i, mask=i < count, other=2147483647)
-        chosen = tl.min(tl.where(top == most, found, 2147483647), 0).to(tl.int64)
-        nats = tl.log(tl.sum(total * tl.exp(top - most), 0))
-        is_right = nats == nats
+        chosen = tl.min(tl.where(top == top_of_all, found, 2147483647), 0).to(tl.int64)
+        nats = tl.log(tl.sum(total * tl.exp(top - top_of_all), 0))
+        valid = nats == nats
     else:
         chosen, nats = tl.load(ids), tl.load(surprisals)
-        is_right = (tl.load(rights) != 0) & (nats == nats)  # NaN is no surprisal
+        valid = (tl.load(is_valid) != 0) & (nats == nats)  # NaN is no surprisal
     to = results + 3 * tl.load(slot)
     tl.store(to, chosen.to(tl.float64))
     tl.store(to + 1, nats.to(tl.float64))
-    tl.store(to + 2, is_right.to(tl.float64))
-    tl.store(numbers, tl.where(is_right, chosen, 0))  # the next step may read it: it must be one
+    tl.store(to + 2, valid.to(tl.float64))
+    tl.store(numbers, tl.where(valid, chosen, 0))  # the next step may read it: it must be one
     if READS:
         tl.store(numbers + 1, tl.load(numbers + 1) + 1)
         tl.store(numbers + 2, tl.load(numbers + 2) + 1)
-    tl.store(drawn, tl.load(drawn) + 1)
+    tl.store(numbers_used, tl.load(numbers_used) + 1)
 
 
 @triton.jit
-def _draw(
-    values, ids, tops, draw, chosen, rights, V, count, blocks, most, top_p, min_p, around,
-    N: tl.constexpr, BLOCKS: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+def _draw_token(
+    values, ids, tops, number, chosen, is_valid, V, count, blocks, top_k, top_p, min_p, margin,
+    N: tl.constexpr, BLOCKS: tl.constexpr, HAS_TOP_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Draw from the `count` likeliest of V scores, falling; see `draw_token`."""
     i = tl.arange(0, N)
     value = tl.load(values + i, mask=i < count, other=-float("inf"))
     token = tl.load(ids + i, mask=i < count, other=V)
     top = tl.load(values)
-    chance = tl.exp((value - top).to(tl.float64))
+    weight = tl.exp((value - top).to(tl.float64))
     part = tl.arange(0, BLOCKS)
     above = tl.load(tops + 2 * part, mask=part < blocks, other=-float("inf"))
     sums = tl.load(tops + 2 * part + 1, mask=part < blocks, other=0.0)
     total = tl.sum(sums * tl.exp(above - top), 0).to(tl.float64)
-    few = count
-    if TOP_K:
-        least = tl.sum(tl.where(i == tl.minimum(most, count) - 1, value, 0.0), 0)
-        few = tl.sum((value >= least).to(tl.int32), 0)
-        total = tl.sum(tl.where(i < few, chance, 0.0), 0)
-    many = few
-    likelier = (tl.cumsum(chance, 0) - chance) / total
-    few = tl.minimum(few, tl.sum((likelier < top_p - around).to(tl.int32), 0))
-    many = tl.minimum(many, tl.sum((likelier < top_p + around).to(tl.int32), 0))
-    few = tl.minimum(few, tl.sum((chance >= min_p * (1 + around)).to(tl.int32), 0))
-    many = tl.minimum(many, tl.sum((chance >= min_p * (1 - around)).to(tl.int32), 0))
-    last = tl.sum(tl.where(i == few - 1, value, 0.0), 0)
-    after = tl.sum(tl.where(i == few, value, 0.0), 0)
-    is_told = ((few < count) & (after < last)) | ((few == count) & (count == V))
-    left = i < few
-    height = tl.zeros([N], tl.float64)  # of the chances of all ids up to each
+    kept_at_least = count
+    if HAS_TOP_K:
+        least = tl.sum(tl.where(i == tl.minimum(top_k, count) - 1, value, 0.0), 0)
+        kept_at_least = tl.sum((value >= least).to(tl.int32), 0)
+        total = tl.sum(tl.where(i < kept_at_least, weight, 0.0), 0)
+    kept_at_most = kept_at_least
+    likelier = (tl.cumsum(weight, 0) - weight) / total
+    at_least = tl.sum((likelier < top_p - margin).to(tl.int32), 0)
+    at_most = tl.sum((likelier < top_p + margin).to(tl.int32), 0)
+    kept_at_least = tl.minimum(kept_at_least, at_least)
+    kept_at_most = tl.minimum(kept_at_most, at_most)
+    at_least = tl.sum((weight >= min_p * (1 + margin)).to(tl.int32), 0)
+    at_most = tl.sum((weight >= min_p * (1 - margin)).to(tl.int32), 0)
+    kept_at_least = tl.minimum(kept_at_least, at_least)
+    kept_at_most = tl.minimum(kept_at_most, at_most)
+    last = tl.sum(tl.where(i == kept_at_least - 1, value, 0.0), 0)
+    after = tl.sum(tl.where(i == kept_at_least, value, 0.0), 0)
+    keeps_all = (kept_at_least == count) & (count == V)
+    is_end_known = ((kept_at_least < count) & (after < last)) | keeps_all
+    is_kept = i < kept_at_least
+    cumulative = tl.zeros([N], tl.float64)  # weights of all ids up to each
     for start in range(0, N, BLOCK):
-        if start < few:
+        if start < kept_at_least:
             j = start + tl.arange(0, BLOCK)
-            other = tl.load(values + j, mask=j < few, other=-float("inf"))
-            share = tl.exp((other - top).to(tl.float64))
-            others = tl.load(ids + j, mask=j < few, other=V)
-            height += tl.sum(tl.where(others[None, :] <= token[:, None], share[None, :], 0.0), 1)
-    limit = tl.load(draw) * tl.sum(tl.where(left, chance, 0.0), 0)
-    drawn = tl.min(tl.where(left & (height > limit), token, V), 0)
+            other_value = tl.load(values + j, mask=j < kept_at_least, other=-float("inf"))
+            other_weight = tl.exp((other_value - top).to(tl.float64))
+            other_ids = tl.load(ids + j, mask=j < kept_at_least, other=V)
+            is_before = other_ids[None, :] <= token[:, None]
+            cumulative += tl.sum(tl.where(is_before, other_weight[None, :], 0.0), 1)
+    limit = tl.load(number) * tl.sum(tl.where(is_kept, weight, 0.0), 0)
+    drawn = tl.min(tl.where(is_kept & (cumulative > limit), token, V), 0)
     tl.store(chosen, tl.minimum(drawn, V - 1))
-    tl.store(rights, (few == many) & (few > 0) & is_told & (drawn < V))
+    is_certain = (kept_at_least == kept_at_most) & (kept_at_least > 0) & is_end_known
+    tl.store(is_valid, is_certain & (drawn < V))
 
 
 # Rows and columns that a program multiplies at a time, and its warps: of a few, the fastest.
-_CONFIGS = {16: (2, 1024, 4), 8: (8, 512, 4), 4: (16, 1024, 4)}
-_KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+_PRODUCT_CONFIGS = {16: (2, 1024, 4), 8: (8, 512, 4), 4: (16, 1024, 4)}
+_TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 def multiply(
@@ -377,14 +385,14 @@ def multiply(
     """
     count, columns = x.shape
     rows = len(weight) // 2 if gated else len(weight)
-    block, wide, warps = config or _CONFIGS[bits]
+    row_block, column_block, warps = config or _PRODUCT_CONFIGS[bits]
     out = x.new_empty((count, rows))
     if scales is not None and bits == 4:
         scales = scales.view(torch.int32)
-    _multiply[(triton.cdiv(rows, block), count)](
+    _multiply[(triton.cdiv(rows, row_block), count)](
         x, norm, weight, scales, bias, added, out, rows, epsilon,
         K=columns, BITS=bits, NORMED=norm is not None, BIASED=bias is not None,
-        ADDED=added is not None, GATED=gated, ROWS=block, COLUMNS=wide,
+        ADDED=added is not None, GATED=gated, ROWS=row_block, COLUMNS=column_block,
         INTERPRETED=triton.knobs.runtime.interpret, num_warps=warps,
     )  # fmt: skip
     return out
@@ -397,39 +405,39 @@ def attend(
     epsilon: float,
     cos: Tensor,
     sin: Tensor,
-    places: Tensor,
+    pools: Tensor,
     lengths: Tensor,
-    most: int,
+    slot_count: int,
     *,
     layer: int,
-    heads: int,
+    kv_heads: int,
     scale: float,
     dtype: torch.dtype,
     scores: Tensor | None = None,
 ) -> Tensor:
     """Attention of one new token in each of B conversations: [B, H_q, D] in the type of `rows`.
 
-    `rows` [B, H_q + 2 H, D] are its queries, keys and values, not rotated. `places` int64
+    `rows` [B, H_q + 2 H, D] are its queries, keys and values, not rotated. `pools` int64
     [2, B] has the address and capacity of each cache's pool [L, 3, H, capacity, D] of `dtype`,
-    `lengths` [B] the slot into which the new key and value are written; `most` is at least the
-    largest capacity. `scores` float32 [B, H_q, most] receives the products, -inf in slots not used.
+    `lengths` [B] the slot into which the new key and value are written. `slot_count` is at least
+    the largest capacity. `scores` float32 [B, H_q, slot_count] gets the products, or -inf.
     """
-    count, both, size = rows.shape
-    group = (both - 2 * heads) // heads
-    splits = triton.cdiv(most, SPLIT)
-    parts = rows.new_empty((count * heads * group, splits, size), dtype=torch.float32)
-    tops = rows.new_empty((count * heads * group, splits, 2), dtype=torch.float32)
-    _attend[(heads, splits, count)](
-        rows, query_norm, key_norm, cos, sin, places, lengths, parts, tops, scores, layer, scale,
-        epsilon, most,
-        H=heads, G=group, D=size, KIND=_KINDS[dtype], NORMED=query_norm is not None,
-        SCORED=scores is not None, QUERIES=max(_QUERIES, triton.next_power_of_2(group)),
-        SPLIT=SPLIT, BLOCK=_BLOCK, num_warps=4,
+    count, head_count, size = rows.shape
+    group = (head_count - 2 * kv_heads) // kv_heads
+    splits = triton.cdiv(slot_count, SPLIT)
+    parts = rows.new_empty((count * kv_heads * group, splits, size), dtype=torch.float32)
+    tops = rows.new_empty((count * kv_heads * group, splits, 2), dtype=torch.float32)
+    _attend[(kv_heads, splits, count)](
+        rows, query_norm, key_norm, cos, sin, pools, lengths, parts, tops, scores, layer, scale,
+        epsilon, slot_count,
+        H=kv_heads, G=group, D=size, KIND=_TRITON_TYPES[dtype], NORMED=query_norm is not None,
+        SCORED=scores is not None, QUERIES=max(_MIN_DOT_ROWS, triton.next_power_of_2(group)),
+        SPLIT=SPLIT, BLOCK=_ATTENTION_BLOCK, num_warps=4,
     )  # fmt: skip
-    out = rows.new_empty((count, heads * group, size))
-    _merge[(count * heads * group,)](
+    out = rows.new_empty((count, kv_heads * group, size))
+    _merge[(count * kv_heads * group,)](
         parts, tops, lengths, out,
-        SPLITS=splits, HEADS=heads * group, D=size, SPLIT=SPLIT, MERGED=_MERGED,
+        SPLITS=splits, QUERY_HEADS=kv_heads * group, D=size, SPLIT=SPLIT, MERGED=_MERGE_BLOCK,
         num_warps=1 if size < 128 else 2,
     )  # fmt: skip
     return out
@@ -440,10 +448,10 @@ def block_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns float32 [n, 2], each with the sum of e^(logit - largest), and their ids, int32 [n].
     """
-    count = triton.cdiv(len(logits), _LOGITS)
+    count = triton.cdiv(len(logits), _LOGITS_BLOCK)
     tops = logits.new_empty((count, 2))
     ids = logits.new_empty((count,), dtype=torch.int32)
-    _likeliest[(count,)](logits, tops, ids, len(logits), BLOCK=_LOGITS, num_warps=8)
+    _block_maxima[(count,)](logits, tops, ids, len(logits), BLOCK=_LOGITS_BLOCK, num_warps=8)
     return tops, ids
 
 
@@ -452,21 +460,21 @@ def store_choice(
     results: Tensor,
     slot: Tensor,
     numbers: Tensor,
-    drawn: Tensor,
+    numbers_used: Tensor,
     *,
     reads: bool,
 ) -> None:
     """Note a choice: `likeliest`'s, or an id int64 [1] with its surprisal and whether it is right.
 
     Writes id, surprisal and whether it is right to `results` [slots, 3], the id to `numbers`
-    [5, 1], and adds 1 to `drawn` and, with `reads`, to the next two of the numbers.
+    [5, 1], and adds 1 to `numbers_used` and, with `reads`, to the next two of the numbers.
     """
     is_likeliest = len(chosen) == 2
     tops, ids = chosen if is_likeliest else (None, chosen[0])
-    surprisals, rights = (None, None) if is_likeliest else chosen[1:]
+    surprisals, is_valid = (None, None) if is_likeliest else chosen[1:]
     blocks = triton.next_power_of_2(len(ids)) if is_likeliest else 0
-    _note[(1,)](
-        tops, ids, surprisals, rights, results, slot, numbers, drawn, len(ids),
+    _store_choice[(1,)](
+        tops, ids, surprisals, is_valid, results, slot, numbers, numbers_used, len(ids),
         BLOCKS=blocks, READS=reads, num_warps=4,
     )  # fmt: skip
 
@@ -475,24 +483,24 @@ def draw_token(
     scores: Tensor,
     values: Tensor,
     ids: Tensor,
-    draw: Tensor,
+    number: Tensor,
     top_k: int,
     top_p: float,
     min_p: float,
-    around: float,
+    margin: float,
 ) -> tuple[Tensor, Tensor]:
     """Draw an id from scores [V], whose largest `values` [n] are those of `ids`.
 
-    `draw` float64 [1] is a random number. A `top_k` of 0, `top_p` of 2 and `min_p` of 0 leave all.
-    Returns the id, int64 [1], and whether it is right, bool [1]: whether the limits, moved by
-    `around`, leave the same ids.
+    `number` float64 [1] is random. A `top_k` of 0, `top_p` of 2 and `min_p` of 0 leave all ids.
+    Returns the id, int64 [1], and whether it is valid, bool [1]: whether the limits leave the same
+    ids when `margin` is added or subtracted.
     """
     tops, _ = block_maxima(scores)
-    chosen, rights = ids.new_empty(1), ids.new_empty(1, dtype=torch.bool)
-    _draw[(1,)](
-        values, ids, tops, draw, chosen, rights, len(scores), len(ids), len(tops), top_k, top_p,
-        min_p, around,
+    chosen, is_valid = ids.new_empty(1), ids.new_empty(1, dtype=torch.bool)
+    _draw_token[(1,)](
+        values, ids, tops, number, chosen, is_valid, len(scores), len(ids), len(tops), top_k, top_p,
+        min_p, margin,
         N=triton.next_power_of_2(len(ids)), BLOCKS=triton.next_power_of_2(len(tops)),
-        TOP_K=top_k > 0, BLOCK=_DRAWN, num_warps=8,
+        HAS_TOP_K=top_k > 0, BLOCK=_DRAW_BLOCK, num_warps=8,
     )  # fmt: skip
-    return chosen, rights
+    return chosen, is_valid

@@ -107,11 +107,7 @@ def _start(name: str, trust_remote_code: bool, file: Path, lock: int) -> None:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=output,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(folders),
-                "CUDA_VISIBLE_DEVICES": "",
-            },
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(folders), "CUDA_VISIBLE_DEVICES": ""},
             start_new_session=True,  # it outlives the chat
             pass_fds=[lock],
         )

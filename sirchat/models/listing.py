@@ -19,7 +19,7 @@ from sirchat.models.names import (
     packaged_gguf,
     part_names,
     snapshot_folder,
-    suggestion,
+    suggest_model,
 )
 from sirchat.models.shape import ModelShape, shape_of_folder, shape_of_gguf
 from sirchat.models.stored_weights import weights_in_folder
@@ -73,16 +73,16 @@ def model_names() -> list[str]:
 
 def find_model(name: str) -> FoundModel:
     """Find the model that `--model` would load; raises ModelError if it is none, or several."""
-    source, gguf = locate(name)
+    source, gguf_file = locate(name)
     if Path(source).is_dir():
         kind: Source = "package" if name in PACKAGED else "folder"
-        path = Path(source, *gguf.values())
+        path = Path(source, gguf_file)
         models = [_inspect_model(name, "bundled" if name in BUNDLED else kind, path)]
     else:
         folder = cached_folder(name)
         models = list(_in_hub_cache(name, folder)) if folder.is_dir() else []
     if not models:
-        hint = f"to download it: sirchat models pull {name}" if "/" in name else suggestion(name)
+        hint = f"to download it: sirchat models pull {name}" if "/" in name else suggest_model(name)
         raise ModelError(f"model {name!r} is not on this machine", hint=hint)
     if len(models) > 1:
         names = ", ".join(model.name for model in models)

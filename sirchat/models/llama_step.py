@@ -22,7 +22,7 @@ from sirchat.models.devices import is_spread
 from sirchat.models.model_config import LENGTH_DEPENDENT, LLAMA_KINDS, sliding_window
 from sirchat.models.packed import GROUP, Int4GpuLinear, Int8Head, Int8Linear, PackedLinear
 
-_LEAST_BOUND = 1024
+_MIN_SLOT_BOUND = 1024  # slots that a captured step can attend to at least
 
 Kernels = Literal["triton", "torch"]
 
@@ -30,9 +30,9 @@ Kernels = Literal["triton", "torch"]
 class AttentionParams(NamedTuple):
     """The sizes of one layer's attention, and the norms of its queries and keys (Qwen 3)."""
 
-    queries: int  # H_q
-    keys: int  # H
-    size: int  # D
+    query_heads: int  # H_q
+    kv_heads: int  # H
+    head_dim: int  # D
     scale: float
     query_norm: Tensor | None
     key_norm: Tensor | None
@@ -43,45 +43,48 @@ class UnusedSlots:
     """Sets slots of caches that are not in use to zero, for attention that reads all slots."""
 
     def __init__(self) -> None:
-        # Of each cache, where its rows are, and how many slots have been used since.
-        self._known = WeakKeyDictionary[BoundedCache, tuple[Hashable, int]]()
+        # Of each cache: where its rows are, and how many of its slots may be in use or not zero.
+        self._used_slots = WeakKeyDictionary[BoundedCache, tuple[Hashable, int]]()
 
     @torch.inference_mode()
     def clear(self, cache: BoundedCache) -> Hashable:
-        """Clear a cache's slots, where that is due; returns where its rows are."""
-        tensors = [tensor for layer in cache.row_layers for tensor in layer.tensors]
-        apart = [tensor.buffer for tensor in tensors if tensor.buffer is not None]
-        buffers = apart if cache.pool is None else [cache.pool]
-        place = tuple((buffer.data_ptr(), buffer.shape) for buffer in buffers)
-        before, most = self._known.get(cache, (None, 0))
-        most, length = (most if before == place else cache.capacity), cache.length
-        if most > length:
-            # What a slot has may be no numbers, and a weight of 0 times NaN is NaN.
+        """Clear a cache's unused slots, if necessary; returns where its rows are."""
+        if cache.pool is None:
+            tensors = [tensor for layer in cache.row_layers for tensor in layer.tensors]
+            buffers = [tensor.buffer for tensor in tensors if tensor.buffer is not None]
+        else:
+            buffers = [cache.pool]
+        location = tuple((buffer.data_ptr(), buffer.shape) for buffer in buffers)
+        former_location, end = self._used_slots.get(cache, (None, 0))
+        if location != former_location:
+            end = cache.capacity
+        if end > cache.length:
+            # A slot may have NaN, and a weight of 0 times NaN is NaN.
             for buffer in buffers:
-                buffer[:, :, :, length:most] = 0
-        self._known[cache] = place, length + 1
-        return place
+                buffer[:, :, :, cache.length : end] = 0
+        self._used_slots[cache] = location, cache.length + 1
+        return location
 
 
 class LlamaStep:
     """Computes the next logits of B conversations, and appends one row to the cache of each.
 
-    Raises ModelError if it can't, and says why. `wanted` are the layers, counted from 1, whose
-    hidden states are returned.
+    Raises ModelError if it can't, and says why. The hidden states after `wanted_layers`, counted
+    from 1, are returned.
     """
 
-    observes, most = True, 16
+    observes_attention, max_batch = True, 16
 
-    def __init__(self, module: Any, kernels: Kernels, wanted: Sequence[int] = ()) -> None:
+    def __init__(self, module: Any, kernels: Kernels, wanted_layers: Sequence[int] = ()) -> None:
         if reason := self._reason_against(module):
             raise ModelError(reason)
         if kernels == "triton" and not has_triton():
             raise ModelError("Triton is not installed")
-        self.kernels, self.pads = kernels, kernels == "triton"
-        self.about = "Triton's kernels" if self.pads else "torch's operations"
+        self.kernels, self.pads_batch = kernels, kernels == "triton"
+        self.description = "Triton's kernels" if self.pads_batch else "torch's operations"
         self.vocab_size: int = module.get_output_embeddings().out_features
         self._module = module
-        self._wanted = frozenset(wanted)
+        self._wanted_layers = frozenset(wanted_layers)
         self._unused = UnusedSlots()
         self._layers = [_Layer(layer) for layer in module.model.layers]
         self._norm = _Norm(module.model.norm)
@@ -104,10 +107,10 @@ class LlamaStep:
             return f"its heads have {size} dimensions, which is no power of two from 16 on"
         return ""
 
-    def key(self, caches: Sequence[BoundedCache]) -> Hashable:
+    def graph_key(self, caches: Sequence[BoundedCache]) -> Hashable:
         """What a captured step depends on, beside the number of caches."""
         if self.kernels == "triton":
-            return self._bound(caches)
+            return self._slot_bound(caches)
         return tuple(map(self._unused.clear, caches))
 
     def __call__(
@@ -115,43 +118,46 @@ class LlamaStep:
         ids: Tensor,
         lengths: Tensor,
         positions: Tensor,
-        places: Tensor,
+        pools: Tensor,
         caches: Any,
-        observed: Collection[int] = (),
+        observed_layers: Collection[int] = (),
     ) -> tuple[Tensor, ...]:
         """Compute float32 logits [B, V] and wanted states [B, layers x d].
 
-        `ids`, `lengths` (the new rows' slots) and rotary `positions` are int64 [B], `places` [2, B]
-        the addresses and capacities of the caches' pools. With layers `observed`, also returns the
+        `ids`, `lengths` (the new rows' slots) and rotary `positions` are int64 [B], `pools` [2, B]
+        the addresses and capacities of the caches' pools. With `observed_layers`, also returns the
         attention weights [B, slots], as a sum over these layers and a mean over heads.
         """
         x = self._module.get_input_embeddings()(ids).float()  # [B, d]
         cos, sin = self._module.model.rotary_emb(x[:, None], positions[:, None])  # [B, 1, D]
-        turn = cos[:, 0].float().contiguous(), signed(sin[:, 0].float()).contiguous()
+        rotation = cos[:, 0].float().contiguous(), signed(sin[:, 0].float()).contiguous()
         states, weights = [x[:, :0]], list[Tensor]()
-        for number, layer in enumerate(self._layers):
+        for layer_index, layer in enumerate(self._layers):
             rows = self._multiply(layer.queries_keys_values, x, layer.attention_norm)
-            rows = rows.view(len(x), -1, layer.heads.size)
+            rows = rows.view(len(x), -1, layer.attention.head_dim)
             scores = None
-            if number in observed:
-                scores = x.new_empty((len(x), layer.heads.queries, self._bound(caches)))
+            if layer_index in observed_layers:
+                scores = x.new_empty(
+                    (len(x), layer.attention.query_heads, self._slot_bound(caches))
+                )
             attended = self._attend(
-                number, layer.heads, rows, turn, lengths, places, caches, scores
+                layer_index, layer.attention, rows, rotation, lengths, pools, caches, scores
             )
             if scores is not None:
                 weights.append(scores.softmax(-1).mean(1))
             x = self._multiply(layer.output, attended.flatten(1), added=x)
             inner = self._multiply(layer.gate_up, x, layer.network_norm, gated=True)
             x = self._multiply(layer.down, inner, added=x)
-            if number + 1 in self._wanted:
+            if layer_index + 1 in self._wanted_layers:
                 states.append(x)
         logits = self._multiply(self._head, x, self._norm)
         summed = (sum(weights[1:], weights[0]),) if weights else ()
         return logits, torch.cat(states, 1), *summed
 
-    def _bound(self, caches: Sequence[BoundedCache]) -> int:
-        most = max(cache.capacity for cache in caches)
-        return max(_LEAST_BOUND, 1 << (most - 1).bit_length())
+    def _slot_bound(self, caches: Sequence[BoundedCache]) -> int:
+        """A number of slots that is enough for these caches, and seldom changes."""
+        capacity = max(cache.capacity for cache in caches)
+        return max(_MIN_SLOT_BOUND, 1 << (capacity - 1).bit_length())
 
     def _multiply(
         self,
@@ -167,7 +173,8 @@ class LlamaStep:
         With `gated`, the matrix's halves are those of a gate and of what it opens.
         """
         # With more rows, torch's products read plain weights only once; those of Triton do not.
-        if self.kernels == "triton" and (len(x) == 1 or product.bits < 16) and product.parts == 1:
+        suits_triton = (len(x) == 1 or product.bits < 16) and product.matrix_count == 1
+        if self.kernels == "triton" and suits_triton:
             from sirchat.models.kernels import multiply
 
             return multiply(
@@ -182,7 +189,7 @@ class LlamaStep:
                 gated=gated,
             )
         if norm is not None:
-            x = F.rms_norm(x, x.shape[-1:], norm.wide, norm.epsilon)
+            x = F.rms_norm(x, x.shape[-1:], norm.weight_float32, norm.epsilon)
         y = product(x)
         if gated:
             gate, up = y.chunk(2, 1)
@@ -191,12 +198,12 @@ class LlamaStep:
 
     def _attend(
         self,
-        number: int,
-        heads: AttentionParams,
+        layer_index: int,
+        attention: AttentionParams,
         rows: Tensor,
-        turn: tuple[Tensor, Tensor],
+        rotation: tuple[Tensor, Tensor],
         lengths: Tensor,
-        places: Tensor,
+        pools: Tensor,
         caches: Sequence[BoundedCache],
         scores: Tensor | None,
     ) -> Tensor:
@@ -210,18 +217,19 @@ class LlamaStep:
             pool = caches[0].pool
             assert pool is not None
             return attend(
-                rows, heads.query_norm, heads.key_norm, heads.epsilon, *turn, places, lengths,
-                self._bound(caches), layer=number, heads=heads.keys, scale=heads.scale,
-                dtype=pool.dtype, scores=scores,
+                rows, attention.query_norm, attention.key_norm, attention.epsilon, *rotation,
+                pools, lengths, self._slot_bound(caches), layer=layer_index,
+                kv_heads=attention.kv_heads, scale=attention.scale, dtype=pool.dtype, scores=scores,
             )  # fmt: skip
         attended = []
-        for at, cache in enumerate(caches):
+        for index, cache in enumerate(caches):
             assert cache.pool is not None
-            cos, sin = (part[at : at + 1] for part in turn)
-            one = lengths[at : at + 1]
-            into = None if scores is None else scores[at]
-            pool = cache.pool[number]
-            attended.append(_attend_with_mask(pool, heads, rows[at], cos, sin, one, into))
+            one = slice(index, index + 1)
+            cos, sin = (part[one] for part in rotation)
+            into = None if scores is None else scores[index]
+            pool = cache.pool[layer_index]
+            out = _attend_by_torch(pool, attention, rows[index], cos, sin, lengths[one], into)
+            attended.append(out)
         return torch.stack(attended)
 
 
@@ -230,9 +238,9 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def _attend_with_mask(
+def _attend_by_torch(
     pool: Tensor,
-    heads: AttentionParams,
+    attention: AttentionParams,
     rows: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -240,26 +248,34 @@ def _attend_with_mask(
     scores: Tensor | None,
 ) -> Tensor:
     """What `kernels.attend` computes, for one conversation: a layer's pool [3, H, capacity, D]."""
-    parts = [heads.queries, heads.keys, heads.keys]
+    parts = [attention.query_heads, attention.kv_heads, attention.kv_heads]
     queries, keys, values = torch.split(rows.float(), parts)
-    if heads.query_norm is not None and heads.key_norm is not None:
-        queries = F.rms_norm(queries, (heads.size,), heads.query_norm.float(), heads.epsilon)
-        keys = F.rms_norm(keys, (heads.size,), heads.key_norm.float(), heads.epsilon)
+    if attention.query_norm is not None and attention.key_norm is not None:
+        queries = F.rms_norm(
+            queries, (attention.head_dim,), attention.query_norm.float(), attention.epsilon
+        )
+        keys = F.rms_norm(
+            keys, (attention.head_dim,), attention.key_norm.float(), attention.epsilon
+        )
     queries, keys = (
-        torch.addcmul(x * cos, x.roll(heads.size // 2, -1), sin) for x in (queries, keys)
+        torch.addcmul(x * cos, x.roll(attention.head_dim // 2, -1), sin) for x in (queries, keys)
     )
     new = torch.stack((keys, keys, values))[:, :, None].to(pool.dtype)  # [3, H, 1, D]
     pool.index_copy_(2, length, new)
     sees = torch.arange(pool.shape[2], device=pool.device) <= length
-    grouped = queries.view(1, heads.keys, -1, heads.size).to(pool.dtype)
+    grouped = queries.view(1, attention.kv_heads, -1, attention.head_dim).to(pool.dtype)
     if scores is not None:
-        products = (grouped[0].float() @ pool[0].float().mT) * heads.scale  # [H, G, capacity]
+        products = (grouped[0].float() @ pool[0].float().mT) * attention.scale  # [H, G, capacity]
         scores.fill_(-torch.inf)
         scores[:, : len(sees)] = products.masked_fill(~sees, -torch.inf).flatten(0, 1)
     attended = F.scaled_dot_product_attention(
-        grouped, pool[None, 0], pool[None, 2], attn_mask=sees[None, None, None], scale=heads.scale
+        grouped,
+        pool[None, 0],
+        pool[None, 2],
+        attn_mask=sees[None, None, None],
+        scale=attention.scale,
     )
-    return attended.float().reshape(heads.queries, heads.size)
+    return attended.float().reshape(attention.query_heads, attention.head_dim)
 
 
 class _Layer:
@@ -273,7 +289,7 @@ class _Layer:
         self.down = _Product([network.down_proj])
         size = attention.head_dim
         query_norm = getattr(attention, "q_norm", None)
-        self.heads = AttentionParams(
+        self.attention = AttentionParams(
             attention.q_proj.out_features // size,
             attention.k_proj.out_features // size,
             size,
@@ -287,7 +303,7 @@ class _Layer:
 class _Norm:
     def __init__(self, norm: Any) -> None:
         self.weight: Tensor = norm.weight.detach()
-        self.wide = self.weight.float()
+        self.weight_float32 = self.weight.float()
         self.epsilon: float = norm.variance_epsilon
 
 
@@ -300,7 +316,7 @@ class _Product:
         if len(matrices) > 1 and all(isinstance(layer, nn.Linear) for layer in matrices):
             matrices = [_join(matrices)]
         self._matrices = matrices
-        self.parts = len(matrices)
+        self.matrix_count = len(matrices)
         first = matrices[0]
         self.bits = first.bits if isinstance(first, PackedLinear) else 16
         self.scales: Tensor | None = None

@@ -30,7 +30,7 @@ from sirchat.models.devices import (
     use_threads,
 )
 from sirchat.models.file_checks import TensorSpan
-from sirchat.models.gguf.header import parse_gguf
+from sirchat.models.gguf.header import GgufFile, parse_gguf
 from sirchat.models.gguf.translate import (
     config_values,
     has_blocks,
@@ -63,7 +63,7 @@ from sirchat.text.tokenizer import tokenizer_of_folder
 # weights, where the shape of the matrix allows it.
 Quantize = Literal["auto", "none", "packed", "int8", "int4"]
 
-MIN_RESERVED_ROWS = 4096  # a device map leaves room for the KV cache of at least so many tokens
+MIN_RESERVED_ROWS = 4096  # tokens of the KV cache for which a device map leaves room, at least
 
 _Weights = dict[str, tuple[Path, TensorSpan]]  # by name
 
@@ -75,12 +75,9 @@ def load_model_of(
     progress: Progress | None = None,
     for_hub: bool = False,
 ) -> LoadedModel:
-    """Load the model of a profile, with the sentence encoder and compiled step that it asks for.
-
-    Raises ModelError if one of them can't be loaded, or if `compile` is `on` and fails.
-    """
-    name = profile.recall_encoder
-    own = None if name == "auto" else SentenceEncoder(name)
+    """Load a profile's model, sentence encoder and decode step; ModelError if one fails."""
+    encoder = profile.recall_encoder
+    sentence_encoder = None if encoder == "auto" else SentenceEncoder(encoder)
     model = load_model(
         profile.model,
         device=profile.device,
@@ -93,10 +90,10 @@ def load_model_of(
         cache_type=profile.cache_dtype,
         for_hub=for_hub,
         device_map=profile.device_map,
-        rows=max(profile.budget, MIN_RESERVED_ROWS),
+        cache_rows=max(profile.budget, MIN_RESERVED_ROWS),
         compiles=profile.compile != "off",
     )
-    model = replace(model, sentence_encoder=own)
+    model = replace(model, sentence_encoder=sentence_encoder)
     use_compiled(model, profile.compile, progress)
     return model
 
@@ -116,33 +113,40 @@ def load_model(
     cache_type: DtypeName = "auto",
     for_hub: bool = False,
     device_map: str = "off",
-    rows: int = 0,
+    cache_rows: int = 0,
     compiles: bool = False,
 ) -> LoadedModel:
     """Load a model by its name: a bundled one, `smollm2`, a folder, a GGUF file, or a hub id.
 
     With `for_hub`, module and tokenizer are those of transformers, which can generate and be saved.
-    A device map leaves room for the KV cache of `rows` tokens. `compiles`: for a CPU, the library
-    in C++ is compiled meanwhile, and packs a file's weights. The rest are settings of `Profile`.
-    Raises ModelError if the model can't be loaded, or if tokens can't be evicted from its cache.
+    A device map leaves room for a KV cache of `cache_rows` tokens; `compiles` compiles the library
+    in C++ meanwhile. Raises ModelError for what can't be loaded or evicted from.
     """
-    target, spread = pick_device(device), None
+    target, devices = pick_device(device), None
     if device_map != "off":
-        spread = make_device_map(name, device_map, rows, dtype, device=device, quantize=quantize)
-        target, for_hub = spread.main_device, True
-    if target.type == "cpu" or spread is not None:
+        devices = make_device_map(
+            name, device_map, cache_rows, dtype, device=device, quantize=quantize
+        )
+        target, for_hub = devices.main_device, True
+    if target.type == "cpu" or devices is not None:
         agree_on_instructions()
         use_threads(threads)
     if compiles := compiles and target.type == "cpu":
         compile_in_background()
-    source, gguf = locate(name)
+    source, gguf_file = locate(name)
     try:
         torch_dtype, parts = pick_dtype(dtype, target), None
-        if gguf:
-            path, packs = Path(source) / gguf["gguf_file"], _stays_packed(quantize, dtype, target)
-            options: dict[str, Any] = {"packs": packs, "for_hub": for_hub, "spread": spread}
-            options["compiles"] = compiles
-            parts = load_gguf_parts(path, target, torch_dtype, progress, **options)
+        if gguf_file:
+            parts = load_gguf_parts(
+                Path(source) / gguf_file,
+                target,
+                torch_dtype,
+                progress,
+                stays_packed=_stays_packed(quantize, dtype, target),
+                for_hub=for_hub,
+                devices=devices,
+                compiles=compiles,
+            )
         elif quantize == "packed":
             why = f"the weights of {name!r} can't stay packed (in four or eight bits)"
             raise ModelError(why, hint="--quantize int8 works with any model")
@@ -155,13 +159,13 @@ def load_model(
                 parts = load_folder_parts(Path(source), weights, torch_dtype, progress)
         if parts is None:
             options = {"trust_remote_code": trust_remote_code}
-            parts = _load_with_transformers(name, source, torch_dtype, progress, options, spread)
+            parts = _load_with_transformers(name, source, torch_dtype, progress, options, devices)
         module, tokenizer = parts
         refuse_unusable_tokenizer(module, tokenizer, name)
         refuse_broken_template(tokenizer, name)
         if quantize in ("int8", "int4"):
             pack_module(module, 8 if quantize == "int8" else 4, target)
-        if spread is None:  # only now: a GPU may have no room for weights that are not packed yet
+        if devices is None:  # only now: a GPU may have no room for weights that are not packed yet
             module = module.to(target)
         choose_matmul_method(module, unpack)
         return replace(wrap_model(name, module.eval(), tokenizer), cache_type=cache_type)
@@ -177,65 +181,77 @@ def load_gguf_parts(
     dtype: torch.dtype,
     progress: Progress | None,
     *,
-    packs: bool | None,
+    stays_packed: bool | None,
     for_hub: bool = False,
-    spread: DeviceMap | None = None,
+    devices: DeviceMap | None = None,
     compiles: bool = False,
 ) -> tuple[Any, Any]:
-    """Load module and tokenizer of a GGUF file.
+    """Load module and tokenizer of a GGUF file, or of what an earlier start prepared of it.
 
-    `packs` says whether weights in blocks of few bits stay packed; None: yes if there are such.
-    Packed weights are on `device`, all else on the CPU or where `spread` says.
+    `stays_packed`: whether weights in blocks of few bits stay packed, on `device`; None: if there
+    are such. All else is on the CPU, or where `devices` says.
     """
-    from sirchat.models.gguf import model, prepared, vocabulary
+    from sirchat.models.gguf import prepared
     from sirchat.models.gguf.blocks import NativePacking
 
-    is_usual = device.type == "cpu" and packs is not False and not for_hub and spread is None
-    way = (str(dtype), packing_layout(), str(torch.__version__), sys.byteorder)
-    native, may_pack = None, packs is not False and not for_hub
-    if compiles and may_pack and (library := wait_for_library()) is not None:
-        native = NativePacking(library)
-    # The library alone multiplies five bits fast: what it packed is of no use without it.
-    how_made = way if native is None else (*way, "for the library")
-    place, problem = prepared_path(path, how_made) if is_usual else None, ""
-    if place is not None and place.exists():
+    may_pack = stays_packed is not False and not for_hub
+    library = wait_for_library() if compiles and may_pack else None
+    native = None if library is None else NativePacking(library)
+    prepared_file, problem = None, ""
+    if device.type == "cpu" and may_pack and devices is None:
+        settings = (str(dtype), packing_layout(), str(torch.__version__), sys.byteorder)
+        # The library alone multiplies five bits fast: what it packed is of no use without it.
+        prepared_file = prepared_path(path, (*settings, *["for the library"] * bool(library)))
+    if prepared_file is not None and prepared_file.exists():
         try:
-            if (foreign := find_changeable_by_others(place)) is None:
-                return _mapped(place, dtype)
-            problem = f"could have been changed by others ({with_tilde(foreign)})"
-            place = None if foreign.is_dir() else place  # there it would be refused again
+            if (changeable := find_changeable_by_others(prepared_file)) is None:
+                return _load_prepared(prepared_file, dtype)
+            problem = f"could have been changed by others ({with_tilde(changeable)})"
+            if changeable.is_dir():  # a new file there would be refused again
+                prepared_file = None
         except Exception:  # of all kinds
             problem = "was damaged"
     file = parse_gguf(path)
     refuse_unsupported(file)
-    packs = spread is None and (has_blocks(file) if packs is None else packs)
-    kept = dict[str, Any]()
-    how: dict[str, Any] = {"keep_packed": packs, "for_hub": for_hub, "device": device}
-    if for_hub:
-        tokenizer = vocabulary.hub_tokenizer(file.metadata)
-        module = model.load_module(file, dtype, progress, **how)
-    else:  # of a large vocabulary it takes longer than the weights
-        with ThreadPoolExecutor(1, "tokenizer") as threads:
-            making = threads.submit(vocabulary.load_tokenizer, file.metadata, kept)
-            try:
-                module = model.load_module(file, dtype, progress, native=native, **how)
-            finally:
-                tokenizer = making.result()
-    set_sampling(module, file.metadata)
-    if spread is not None:
-        spread.dispatch(module)
-    if place is not None:
-        prepared.write_prepared(place, path, config_values(file), kept, module)
+    keep_packed = devices is None and (has_blocks(file) if stays_packed is None else stays_packed)
+    options = {"keep_packed": keep_packed, "for_hub": for_hub, "device": device, "native": native}
+    module, tokenizer, tokenizer_metadata = _read_gguf(file, dtype, progress, options)
+    if devices is not None:
+        devices.dispatch(module)
+    if prepared_file is not None:
+        values = config_values(file)
+        prepared.write_prepared(prepared_file, path, values, tokenizer_metadata, module)
     if problem:
         tokenizer.notices.append(f"what was prepared of {path.name} {problem}: it is made again")
     return module, tokenizer
 
 
-def _mapped(place: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+def _read_gguf(
+    file: GgufFile, dtype: torch.dtype, progress: Progress | None, options: dict[str, Any]
+) -> tuple[Any, Any, dict[str, Any]]:
+    """Make module and tokenizer; returns the tokenizer's metadata for a prepared file, too."""
+    from sirchat.models.gguf import model, vocabulary
+
+    metadata = dict[str, Any]()
+    if options["for_hub"]:
+        tokenizer = vocabulary.hub_tokenizer(file.metadata)
+        module = model.load_module(file, dtype, progress, **options)
+    else:  # the tokenizer of a large vocabulary takes longer than the weights
+        with ThreadPoolExecutor(1, "tokenizer") as threads:
+            future = threads.submit(vocabulary.load_tokenizer, file.metadata, metadata)
+            try:
+                module = model.load_module(file, dtype, progress, **options)
+            finally:
+                tokenizer = future.result()
+    set_sampling(module, file.metadata)
+    return module, tokenizer, metadata
+
+
+def _load_prepared(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     """Load module and tokenizer from a prepared file; any exception says that it is damaged."""
     from sirchat.models.gguf import prepared, vocabulary
 
-    found = prepared.map_prepared(place, dtype)
+    found = prepared.map_prepared(path, dtype)
     tokenizer = vocabulary.load_tokenizer(found.tokenizer)
     set_sampling(found.module, found.tokenizer)
     found.tokenizer.clear()  # of a large vocabulary, 60 MB
@@ -249,7 +265,7 @@ def load_folder_parts(
     """Load module and tokenizer of a folder on the CPU without transformers, whose import is slow.
 
     Returns None if transformers must read the folder: it can read more models, and its errors say
-    what is wrong with a damaged folder. `weights` are those of the folder.
+    what is wrong with a damaged folder.
     """
     try:
         config = DecoderConfig.of_folder(load_config(folder / "config.json"))
@@ -285,9 +301,9 @@ def tokenizer_by_transformers(source: str, **options: Any) -> Any:
         options = {"_raise_exceptions_for_missing_entries": False, **options}
         options.pop("trust_remote_code", None)
         if (path := cached_file(source, "tokenizer.json", **options)) is not None:
-            backend, own = tokenizer.backend_tokenizer, Tokenizer.from_file(path)
-            backend.normalizer, backend.pre_tokenizer = own.normalizer, own.pre_tokenizer
-            backend.decoder = own.decoder
+            backend, stored = tokenizer.backend_tokenizer, Tokenizer.from_file(path)
+            backend.normalizer, backend.pre_tokenizer = stored.normalizer, stored.pre_tokenizer
+            backend.decoder = stored.decoder
     return tokenizer
 
 
@@ -304,9 +320,8 @@ def _load_with_transformers(
     dtype: torch.dtype,
     progress: Progress | None,
     options: dict[str, Any],
-    spread: DeviceMap | None,
+    devices: DeviceMap | None,
 ) -> tuple[Any, Any]:
-    """Load module and tokenizer of a folder or a hub id with transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     switch_off_bars()
@@ -316,13 +331,13 @@ def _load_with_transformers(
     refuse_unsupported_layers(config.get_text_config(decoder=True), name)
     tokenizer = tokenizer_by_transformers(source, **options)
     placed: dict[str, Any] = {}
-    if spread is not None:
+    if devices is not None:
         trusts = options["trust_remote_code"]
         with torch.device("meta"):
             outline = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, trust_remote_code=trusts
             )
-        placed = spread.options(outline)
+        placed = devices.options(outline)
     with reporting(progress) as reports:
         module, info = AutoModelForCausalLM.from_pretrained(
             source,
@@ -335,8 +350,8 @@ def _load_with_transformers(
             **reports,
         )
     refuse_other_weights(module, info, name)
-    if spread is not None:
-        spread.finish_loading(module)
+    if devices is not None:
+        devices.finish_loading(module)
     return module, tokenizer
 
 

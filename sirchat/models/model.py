@@ -59,33 +59,19 @@ _MIN_TRIMMED_ROWS = 256
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A causal language model with its tokenizer and the rotations of its layers.
+    """A causal language model with its tokenizer and the rotations of its layers."""
 
-    Attributes:
-        name: the model's name, as the user gave it.
-        module: a `Decoder`, or a model of transformers.
-        rotations: the rotary embedding of each layer with keys and values.
-        context_length: number of tokens that the model was trained for.
-        window: width of the sliding-window layers, in cache slots; None without such layers.
-        encoder: makes vectors of sentences, by which recall finds them.
-        sentence_encoder: the user's own, by which recall finds them instead.
-        kinds: the kind of each layer of a hybrid model; None if all layers have keys and values
-            only.
-        reads_singly: whether a recurrent state can be continued only with one token at a time.
-        cache_type: the setting `cache_dtype`.
-    """
-
-    name: str
-    module: Any
+    name: str  # as the user gave it
+    module: Any  # a `Decoder`, or a model of transformers
     tokenizer: Any
-    rotations: list[LayerRotation]
-    context_length: int
-    window: int | None
-    kinds: list[LayerKind] | None
-    reads_singly: bool
-    cache_type: DtypeName = "auto"
-    encoder: Encoder = field(default_factory=Encoder)
-    sentence_encoder: SentenceEncoder | None = None
+    rotations: list[LayerRotation]  # of each layer with keys and values
+    context_length: int  # tokens that the model was trained for
+    window: int | None  # width of sliding-window layers, in cache slots; None without such layers
+    kinds: list[LayerKind] | None  # of a hybrid model's layers; None if all have keys and values
+    reads_singly: bool  # whether a recurrent state continues only with one token at a time
+    cache_type: DtypeName = "auto"  # the setting `cache_dtype`
+    encoder: Encoder = field(default_factory=Encoder)  # of sentences, by which recall finds them
+    sentence_encoder: SentenceEncoder | None = None  # the user's own, instead
 
     def forward(
         self,

@@ -98,10 +98,7 @@ _ROPE_KEYS = {
 
 
 def load_config(path: Path) -> dict[str, Any]:
-    """Read a JSON file with an object; returns the object as a dictionary.
-
-    Raises ModelError if the file is missing, too large or not a JSON object.
-    """
+    """Read a JSON object; raises ModelError if the file is missing, too large or has none."""
     try:
         if not path.is_file() or path.stat().st_size > _MAX_FILE_BYTES:
             raise ModelError(f"{path} can't be read: it is missing or too large")
@@ -133,10 +130,7 @@ def context_length(config: Any) -> int | None:
 
 
 def refuse_invalid_numbers(config: Any, name: str) -> None:
-    """Raise ModelError if sizes, or numbers of rotary positions, make no sense: nor would replies.
-
-    `config` is as in `context_length`.
-    """
+    """Raise ModelError if a config's sizes, or its numbers for RoPE, make no sense."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     rope = rope if isinstance(rope, dict) else {}
     said = config.to_dict()
@@ -197,21 +191,18 @@ class ConfigValues:
             raise AttributeError(name) from None
 
     def to_dict(self) -> dict[str, Any]:
-        """All config values, by name."""
         return dict(self._values)
 
     def update(self, **values: Any) -> None:
-        """Change these values."""
         self._values.update(values)
 
     to_diff_dict = to_dict  # transformers' method of this name leaves out defaults
 
 
 class DecoderConfig(ConfigValues):
-    """The config of a model that `decoder.py` computes, with the values of transformers' config.
+    """The config of a `Decoder`, with the values of transformers' config, for which `can_read`.
 
-    So a saved chat recognizes the model, whoever has loaded it. `can_read` must be true for the
-    values.
+    So a saved chat recognizes the model, whoever has loaded it.
     """
 
     head_dim: int

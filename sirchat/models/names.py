@@ -29,8 +29,8 @@ _PART_NAME = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.\w+)")
 _GGUF_NAME = re.compile(r"([\w.-]+/[\w.-]+)/((?:[\w.-]+/)*[\w.-]+\.gguf)", re.ASCII | re.IGNORECASE)
 
 
-def locate(name: str) -> tuple[str, dict[str, str]]:
-    """What a name stands for: a folder or hub id, and the option `gguf_file` for a GGUF file.
+def locate(name: str) -> tuple[str, str]:
+    """What a name stands for: a folder or hub id, and a GGUF file's name in the folder, or "".
 
     Raises ModelError if there is no such file or folder, and the name can't be a hub id.
     """
@@ -42,7 +42,7 @@ def locate(name: str) -> tuple[str, dict[str, str]]:
         raise ModelError(f"model {format_value(name)} can't be searched for: {reason}") from error
 
 
-def suggestion(name: str) -> str:
+def suggest_model(name: str) -> str:
     """A hint for an unknown name: the most similar known one, or else the kinds of names."""
     known = (*BUNDLED, *PACKAGED)
     if similar := get_close_matches(name, known, 1):
@@ -64,7 +64,6 @@ def packaged_gguf(name: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """The folder of the Hugging Face cache."""
     if given := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(os.path.expanduser(os.path.expandvars(given)))
     if home := os.environ.get("HF_HOME"):
@@ -111,10 +110,7 @@ def split_gguf_name(name: str) -> tuple[str, str] | None:
 
 
 def part_names(name: str) -> list[str]:
-    """The names of all parts of a model's file by that of one, `NAME-00001-of-00003.gguf`.
-
-    The name alone if the file is not one of several parts.
-    """
+    """The names of a file's parts by that of one, `NAME-00001-of-00003.gguf`, or the name alone."""
     match = _PART_NAME.fullmatch(name)
     if match is None:
         return [name]
@@ -143,9 +139,9 @@ def loading_error(name: str, error: Exception) -> ModelError:
     return ModelError(f"model {name!r} cannot be loaded: {why}", hint=hint)
 
 
-def _resolve(name: str) -> tuple[str, dict[str, str]]:
+def _resolve(name: str) -> tuple[str, str]:
     if name in BUNDLED:
-        return str(paths.tiny_model_dir().parent / name), {}
+        return str(paths.tiny_model_dir().parent / name), ""
     path = packaged_gguf(name) if name in PACKAGED else _find_path(name)
     if path.suffix.lower() == ".gguf" or (path.is_file() and _begins_as_gguf(path)):
         if not path.is_file():
@@ -156,10 +152,10 @@ def _resolve(name: str) -> tuple[str, dict[str, str]]:
                 )
             raise ModelError(f"model file {name!r} does not exist", hint=hint)
         first = path.with_name(part_names(path.name)[0])
-        return str(path.parent), {"gguf_file": (first if first.is_file() else path).name}
+        return str(path.parent), (first if first.is_file() else path).name
     if path.is_dir():
         _check_folder(name, path)
-        return str(path), {}
+        return str(path), ""
     if path.is_file():
         raise ModelError(
             f"model {name!r} is a file, but not a .gguf file",
@@ -170,7 +166,7 @@ def _resolve(name: str) -> tuple[str, dict[str, str]]:
         raise ModelError(
             f"model folder {name!r} does not exist", hint=_suggest_neighbour(name, path)
         )
-    return name, {}
+    return name, ""
 
 
 def _find_path(name: str) -> Path:
@@ -198,7 +194,7 @@ def _check_folder(name: str, folder: Path) -> None:
             hint="give a folder with the merged model",
         )
     if "config.json" not in files:
-        hint = f"give the file: {folder / ggufs[0]}" if ggufs else suggestion(folder.name)
+        hint = f"give the file: {folder / ggufs[0]}" if ggufs else suggest_model(folder.name)
         raise ModelError(f"model folder {name!r} has no config.json", hint=hint)
     if not any(file.endswith(".safetensors") for file in files):
         pickles = [file for file in files if file.endswith((".bin", ".pt", ".pth"))]
@@ -220,4 +216,4 @@ def _suggest_neighbour(name: str, path: Path) -> str:
     beside = [path.name for path in parent.iterdir()] if parent.is_dir() else []
     if similar := get_close_matches(path.name, beside, 1):
         return f"did you mean {parent / similar[0]}?"
-    return suggestion(name)
+    return suggest_model(name)

@@ -21,18 +21,17 @@ from sirchat.models.packed import Int8Head, PackedLinear, SharedEmbedding
 
 MAX_BATCH = 16  # tokens of conversations that are read in one call
 
-_AT_ONCE = 256  # positions whose cosines and sines are computed together
-_LIKELIEST = 16  # largest logits of a packed head, which are computed in float32
-_LANES = 16  # of a head's numbers, which `step.cpp` loads together
+_POSITIONS_PER_BLOCK = 256  # whose cosines and sines are computed together
+_REFINED_LOGITS = 16  # largest logits of a packed head, which are computed in float32
+_HEAD_DIM_MULTIPLE = 16  # numbers that `step.cpp` loads together
 
 # As in `step.cpp`
-_PACKED = {4: 0, 5: 1, 8: 2}  # by bits
-_KINDS = {torch.float32: 3, torch.bfloat16: 4, torch.float16: 5}  # the last of a cache alone
-_OF_WEIGHTS = (torch.float32, torch.bfloat16)
+_KIND_OF_BITS = {4: 0, 5: 1, 8: 2}
+_KIND_OF_TYPE = {torch.float32: 3, torch.bfloat16: 4, torch.float16: 5}  # float16 only in a cache
+_WEIGHT_TYPES = (torch.float32, torch.bfloat16)
 
-TokenToRead = tuple[
-    int, int, BoundedCache
-]  # an id, its rotary position, and the cache of its conversation
+# An id, its rotary position, and the cache of its conversation.
+TokenToRead = tuple[int, int, BoundedCache]
 
 
 def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
@@ -55,14 +54,14 @@ class _Layer(ctypes.Structure):
     _fields_ = [
         *_fields("attention added network last heads", _Norm),
         *_fields("queries_keys_values output gate_up down", _Product),
-        *_fields("turn window is_wanted", ctypes.c_int64),
+        *_fields("rotation_index window is_wanted", ctypes.c_int64),
     ]
 
 
 class _Model(ctypes.Structure):
     _fields_ = [
         *_fields("size inner queries keys head_size layer_count wanted", ctypes.c_int64),
-        *_fields("cache_kind has_gelu rounds_embeddings refined", ctypes.c_int64),
+        *_fields("cache_kind uses_gelu rounds_embeddings refined", ctypes.c_int64),
         *_fields("scale embedding_scale", ctypes.c_double),
         ("embeddings", _Matrix),
         ("norm", _Norm),
@@ -75,7 +74,7 @@ class _Token(ctypes.Structure):
     _fields_ = [
         *_fields("id held capacity", ctypes.c_int64),
         *_fields("cos sin", ctypes.c_void_p),
-        ("apart", ctypes.c_int64),
+        ("rotation_stride", ctypes.c_int64),
         ("rows", ctypes.c_void_p),
     ]
 
@@ -83,25 +82,29 @@ class _Token(ctypes.Structure):
 class NativeStep:
     """Reads one token in each of a few conversations by the library of `step.cpp`.
 
-    `dtype` is the cache's number type; `wanted` are the layers, counted from 1, whose hidden states
-    are returned. Any thread may call it, one at a time. Raises ValueError if the library can't
-    compute such a model.
+    `dtype` is the cache's number type. The hidden states after `wanted_layers`, counted from 1, are
+    returned. Any thread may call it, one at a time. Raises ValueError if the library can't compute
+    such a model.
     """
 
     def __init__(
-        self, library: ctypes.CDLL, module: Any, dtype: torch.dtype, wanted: Sequence[int] = ()
+        self,
+        library: ctypes.CDLL,
+        module: Any,
+        dtype: torch.dtype,
+        wanted_layers: Sequence[int] = (),
     ) -> None:
-        self._kept = list[object]()  # what the description has addresses of
+        self._kept_alive = list[object]()  # what the description has addresses of
         self._embeddings, self._rotary = module.get_input_embeddings(), module.model.rotary_emb
         self._dtype, self._number_type = dtype, module.dtype
-        self._size: int = module.model.layers[0].self_attn.head_dim
-        self._at_once = _AT_ONCE
+        self._head_dim: int = module.model.layers[0].self_attn.head_dim
+        self._positions_per_block = _POSITIONS_PER_BLOCK
         if getattr(self._rotary, "rope_type", "") in LENGTH_DEPENDENT:
-            self._at_once = 1  # later positions would change the frequencies
-        self._turns = dict[int, tuple[int, int, Tensor]]()
-        model = self._described(module, wanted)
-        self.vocab_size, self._ids = _rows(model.head), model.embeddings.n
-        self._states, self._keys = len(wanted) * model.size, model.keys
+            self._positions_per_block = 1  # later positions would change the frequencies
+        self._rotations = dict[int, tuple[int, int, Tensor]]()
+        model = self._describe_model(module, wanted_layers)
+        self.vocab_size, self._id_count = _row_count(model.head), model.embeddings.n
+        self._state_size, self._kv_heads = len(wanted_layers) * model.size, model.keys
         new, end = library.sirchat_new_step, library.sirchat_end_step
         new.restype, new.argtypes = ctypes.c_void_p, [ctypes.POINTER(_Model)]
         end.restype, end.argtypes = None, [ctypes.c_void_p]
@@ -116,11 +119,11 @@ class NativeStep:
     def fits(self, token_id: int, cache: BoundedCache) -> bool:
         """Whether it can read a token: it knows the id, and the cache has room and its type."""
         if cache.pool is None and not cache.length:
-            nothing = torch.empty(1, self._keys, 0, self._size, dtype=self._dtype)
+            nothing = torch.empty(1, self._kv_heads, 0, self._head_dim, dtype=self._dtype)
             for layer in cache.row_layers:
                 layer.update(nothing, nothing)
         pool = cache.pool
-        has_room = cache.length < cache.capacity and 0 <= token_id < self._ids
+        has_room = cache.length < cache.capacity and 0 <= token_id < self._id_count
         return pool is not None and pool.dtype == self._dtype and has_room
 
     def __call__(self, tokens: Sequence[TokenToRead]) -> tuple[Tensor, Tensor]:
@@ -128,87 +131,92 @@ class NativeStep:
 
         Returns float32 logits [B, V] and the states [B, layers x d] of the wanted layers.
         """
-        given = (_Token * len(tokens))(*(self._token(*one) for one in tokens))
+        tokens_in_c = (_Token * len(tokens))(*(self._token(*one) for one in tokens))
         logits = torch.empty(len(tokens), self.vocab_size)
-        states = torch.empty(len(tokens), self._states)
+        states = torch.empty(len(tokens), self._state_size)
         count, threads = len(tokens), torch.get_num_threads()
-        self._read(self._step, given, count, threads, logits.data_ptr(), states.data_ptr())
+        self._read(self._step, tokens_in_c, count, threads, logits.data_ptr(), states.data_ptr())
         return logits, states
 
     def _token(self, token_id: int, position: int, cache: BoundedCache) -> _Token:
-        block, at = divmod(position, self._at_once)
-        cos, sin, _ = self._turns.get(block) or self._turned(block)
-        skipped, rows = 4 * at * self._size, cache.pool
-        assert rows is not None
-        apart = self._at_once * self._size
-        addresses = cos + skipped, sin + skipped, apart, rows.data_ptr()
+        block, index = divmod(position, self._positions_per_block)
+        cos, sin, _ = self._rotations.get(block) or self._rotation_block(block)
+        offset, pool = 4 * index * self._head_dim, cache.pool  # bytes of float32
+        assert pool is not None
+        rotation_stride = self._positions_per_block * self._head_dim
+        addresses = cos + offset, sin + offset, rotation_stride, pool.data_ptr()
         return _Token(token_id, cache.length, cache.capacity, *addresses)
 
     @torch.inference_mode()
-    def _turned(self, block: int) -> tuple[int, int, Tensor]:
+    def _rotation_block(self, block: int) -> tuple[int, int, Tensor]:
         """Addresses of the cosines and sines [kinds, positions, D] of a block of positions."""
-        start, x = block * self._at_once, torch.empty(0, dtype=self._number_type)
-        turns = self._rotary(x, torch.arange(start, start + self._at_once)[None])
-        cos, sin = (turn.float() for turn in turns)
+        start, x = block * self._positions_per_block, torch.empty(0, dtype=self._number_type)
+        cos_sin = self._rotary(x, torch.arange(start, start + self._positions_per_block)[None])
+        cos, sin = (table.float() for table in cos_sin)
         both = torch.stack((cos, signed(sin)))
-        size = 4 * both[0].numel()
-        found = self._turns[block] = both.data_ptr(), both.data_ptr() + size, both
-        return found
+        size = both[0].nbytes
+        entry = self._rotations[block] = both.data_ptr(), both.data_ptr() + size, both
+        return entry
 
     @torch.no_grad()
-    def _described(self, module: Any, wanted: Sequence[int]) -> _Model:
+    def _describe_model(self, module: Any, wanted_layers: Sequence[int]) -> _Model:
         described, layers = (_Layer * len(module.model.layers))(), module.model.layers
-        attention, network, head = (
-            layers[0].self_attn,
-            layers[0].mlp,
-            module.get_output_embeddings(),
-        )
-        for at, (about, layer) in enumerate(zip(described, layers, strict=True), 1):
-            if _sizes(layer) != _sizes(layers[0]):
+        attention, network = layers[0].self_attn, layers[0].mlp
+        head = module.get_output_embeddings()
+        for index, (description, layer) in enumerate(zip(described, layers, strict=True), 1):
+            if _sizes_of_layer(layer) != _sizes_of_layer(layers[0]):
                 raise ValueError("layers of other sizes")
-            self._describe(about, layer)
-            about.is_wanted = at in wanted
-        if self._size % _LANES or self._turned(0)[2].shape[-1] != self._size:
-            raise ValueError(f"heads of {self._size} numbers, or some of them not rotated")
-        self._kept.append(described)
-        heads = (one.out_features // self._size for one in (attention.q_proj, attention.k_proj))
+            self._describe_layer(description, layer)
+            description.is_wanted = index in wanted_layers
+        rotated_dim = self._rotation_block(0)[2].shape[-1]
+        if self._head_dim % _HEAD_DIM_MULTIPLE or rotated_dim != self._head_dim:
+            raise ValueError(f"heads of {self._head_dim} numbers, or some of them not rotated")
+        self._kept_alive.append(described)
+        heads = (one.out_features // self._head_dim for one in (attention.q_proj, attention.k_proj))
         return _Model(
             len(module.model.norm.weight),
             network.down_proj.in_features,
-            *(*heads, self._size, len(layers), len(wanted)),
-            *(_KINDS[self._dtype], getattr(network, "has_gelu", False)),
+            *(*heads, self._head_dim, len(layers), len(wanted_layers)),
+            *(_KIND_OF_TYPE[self._dtype], getattr(network, "uses_gelu", False)),
             self._number_type == torch.bfloat16,
-            _LIKELIEST if isinstance(head, Int8Head) else 0,
+            _REFINED_LOGITS if isinstance(head, Int8Head) else 0,
             attention.scaling,
             self._embedding_scale(),
-            self._table(self._embeddings),
+            self._embedding_matrix(self._embeddings),
             self._norm(module.model.norm),
             self._product(head),
             described,
         )
 
-    def _describe(self, about: _Layer, layer: Any) -> None:
+    def _describe_layer(self, description: _Layer, layer: Any) -> None:
         attention, network = layer.self_attn, layer.mlp
-        about.attention = self._norm(layer.input_layernorm)
-        about.network = self._norm(layer.post_attention_layernorm)
+        description.attention = self._norm(layer.input_layernorm)
+        description.network = self._norm(layer.post_attention_layernorm)
         if getattr(layer, "has_post_norms", False):
-            about.added, about.last = about.network, self._norm(layer.post_feedforward_layernorm)
-            about.network = self._norm(layer.pre_feedforward_layernorm)
+            description.added = description.network
+            description.last = self._norm(layer.post_feedforward_layernorm)
+            description.network = self._norm(layer.pre_feedforward_layernorm)
         projections = attention.q_proj, attention.k_proj, attention.v_proj
         if (norm := getattr(attention, "q_norm", None)) is not None:
             # of each query and key head, [H_q + H, D], as Qwen 3 and Gemma 3 have them
-            each = zip((norm, attention.k_norm), projections, strict=False)
-            scales = [_scale(one).repeat(of.out_features // self._size) for one, of in each]
-            about.heads = _Norm(self._address(torch.cat(scales)), norm.variance_epsilon)
-        about.queries_keys_values = self._product(*projections)
-        about.output = self._product(attention.o_proj)
-        about.gate_up = self._product(network.gate_proj, network.up_proj)
-        about.down = self._product(network.down_proj)
-        about.turn, window = getattr(attention, "turn", 0), getattr(attention, "window", None)
-        about.window = sys.maxsize if window is None else window
+            scales = [
+                _scale_of_norm(head_norm).repeat(projection.out_features // self._head_dim)
+                for head_norm, projection in (
+                    (norm, attention.q_proj),
+                    (attention.k_norm, attention.k_proj),
+                )
+            ]
+            description.heads = _Norm(self._address(torch.cat(scales)), norm.variance_epsilon)
+        description.queries_keys_values = self._product(*projections)
+        description.output = self._product(attention.o_proj)
+        description.gate_up = self._product(network.gate_proj, network.up_proj)
+        description.down = self._product(network.down_proj)
+        description.rotation_index = getattr(attention, "rotation_index", 0)
+        window = getattr(attention, "window", None)
+        description.window = sys.maxsize if window is None else window
 
     def _norm(self, norm: Any) -> _Norm:
-        return _Norm(self._address(_scale(norm)), norm.variance_epsilon)
+        return _Norm(self._address(_scale_of_norm(norm)), norm.variance_epsilon)
 
     def _product(self, *layers: Any) -> _Product:
         joined = getattr(layers[0], "joined", None)
@@ -225,21 +233,22 @@ class NativeStep:
         if not isinstance(layer, PackedLinear):
             if not isinstance(layer, nn.Linear):
                 raise ValueError(f"a {type(layer).__name__}")
-            if layer.out_features < 4 or layer.weight.dtype not in _OF_WEIGHTS:
+            if layer.out_features < 4 or layer.weight.dtype not in _WEIGHT_TYPES:
                 raise ValueError(f"weights {list(shape)} of {layer.weight.dtype}")
-            return _Matrix(_KINDS[layer.weight.dtype], *shape, self._address(layer.weight), None)
+            kind = _KIND_OF_TYPE[layer.weight.dtype]
+            return _Matrix(kind, *shape, self._address(layer.weight), None)
         if not layer.fits_native_products:
             raise ValueError(f"packed weights of the shape {list(shape)}")
         weights = (self._address(getattr(layer, name)) for name in layer.row_dims)
-        return _Matrix(_PACKED[layer.bits], *shape, *weights)
+        return _Matrix(_KIND_OF_BITS[layer.bits], *shape, *weights)
 
-    def _table(self, embeddings: Any) -> _Matrix:
+    def _embedding_matrix(self, embeddings: Any) -> _Matrix:
         if isinstance(embeddings, SharedEmbedding):
             return self._matrix(embeddings.head)
         weight = embeddings.weight
-        if weight.dtype not in _OF_WEIGHTS:
+        if weight.dtype not in _WEIGHT_TYPES:
             raise ValueError(f"embeddings of {weight.dtype}")
-        return _Matrix(_KINDS[weight.dtype], *weight.shape, self._address(weight), None)
+        return _Matrix(_KIND_OF_TYPE[weight.dtype], *weight.shape, self._address(weight), None)
 
     def _embedding_scale(self) -> float:
         """What embeddings are multiplied by, rounded to their type."""
@@ -251,21 +260,21 @@ class NativeStep:
     def _address(self, tensor: Tensor) -> int:
         if not tensor.is_contiguous():
             raise ValueError("weights that are not in one piece")
-        self._kept.append(tensor)
+        self._kept_alive.append(tensor)
         return tensor.data_ptr()
 
 
-def _rows(product: _Product) -> int:
-    return sum(product.parts[at].n for at in range(product.count))
+def _row_count(product: _Product) -> int:
+    return sum(product.parts[index].n for index in range(product.count))
 
 
-def _scale(norm: Any) -> Tensor:
-    scale: Tensor = norm.weight.float() + getattr(norm, "added", 0.0)
+def _scale_of_norm(norm: Any) -> Tensor:
+    scale: Tensor = norm.weight.float() + getattr(norm, "weight_offset", 0.0)
     return scale
 
 
-def _sizes(layer: Any) -> tuple[float, ...]:
+def _sizes_of_layer(layer: Any) -> tuple[float, ...]:
     """What all layers of a model must have alike."""
-    one, inner = layer.self_attn, layer.mlp.down_proj.in_features
-    rows = one.q_proj.out_features, one.k_proj.out_features
-    return one.head_dim, one.scaling, *rows, inner
+    attention, inner = layer.self_attn, layer.mlp.down_proj.in_features
+    rows = attention.q_proj.out_features, attention.k_proj.out_features
+    return attention.head_dim, attention.scaling, *rows, inner

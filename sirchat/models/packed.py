@@ -23,11 +23,11 @@ from sirchat.models.shape import MAX_UNPACKED_BYTES
 # Number of neighbouring four-bit weights that share a scale and a minimum.
 GROUP = 32
 
-_PART = 4096  # a larger matrix is unpacked in parts of so many rows; not one of four bits on a CPU
-_LIKELIEST = 16  # number of a row's largest logits, which are computed in float32
-_AT_ONCE = 32  # rows whose largest logits are computed at the same time
-_LANES = 16  # rows that `products.cpp` multiplies at the same time
-_MANY_PASSES = 10  # so many passes over the same weights make up for arranging them for products
+_UNPACKED_ROWS = 4096  # that are unpacked at a time; on a CPU only of eight bits
+_REFINED_LOGITS = 16  # largest logits of a row, which are computed again in float32
+_REFINED_ROWS = 32  # for which that is done at a time
+_NATIVE_ROW_BLOCK = 16  # rows that `products.cpp` multiplies at the same time
+_MIN_PASSES_TO_ARRANGE = 10  # over the same weights, to make up for arranging them for products
 
 UNLIMITED_ROWS = 2**30  # a limit to a number of rows that is none
 
@@ -35,7 +35,7 @@ Unpacked = Literal["bfloat16", "float32"]
 Empty = Callable[..., Tensor]  # as `torch.empty`, with a shape, `dtype` and `device`
 
 # The unpacked weights that forward passes share; None outside `SharedWeights`.
-_SHARED: ContextVar[_Shared | None] = ContextVar("shared weights", default=None)
+_SHARED: ContextVar[_UnpackedWeights | None] = ContextVar("shared weights", default=None)
 
 
 class MatmulMethod(NamedTuple):
@@ -69,13 +69,13 @@ class PackedLinear(nn.Module, ABC):
 
     @property
     def max_native_rows(self) -> int:
-        """Up to how many rows `products.cpp` multiplies with these weights."""
+        """The most rows that `products.cpp` multiplies with these weights; 0 if it can't."""
         return self.matmul_method.max_native_rows if self.fits_native_products else 0
 
     @property
     def fits_native_products(self) -> bool:
         """Whether `products.cpp` can multiply with weights of this shape."""
-        return self.in_features % GROUP == 0 and self.out_features >= _LANES
+        return self.in_features % GROUP == 0 and self.out_features >= _NATIVE_ROW_BLOCK
 
     @abstractmethod
     def unpacked(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -97,14 +97,14 @@ class PackedLinear(nn.Module, ABC):
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weights, None, "none", [], "")
         return y
 
-    def _shared(self) -> _Shared | None:
+    def _shared(self) -> _UnpackedWeights | None:
         return _SHARED.get()
 
     @abstractmethod
     def multiply_packed(self, x: Tensor) -> Tensor:
         """Multiply a few rows x [m, K] with the packed weights: x W^T [m, N], without a bias."""
 
-    def _for_gpu(self, x: Tensor) -> Tensor:
+    def _rows_for_gpu(self, x: Tensor) -> Tensor:
         """The rows [m, K] of x [..., K] in the type of their products on a GPU."""
         # float16 would overflow: eight-bit weights are multiplied without their scales
         dtype = torch.float32 if x.dtype == torch.float32 else torch.bfloat16
@@ -162,7 +162,7 @@ class Int4Linear(PackedLinear):
     ) -> Self:
         """Make a layer from q, uint8 [N, K], 0 to 15, and scale and minimum [N, K / 32]."""
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.int(), 1)
-        return cls(packed, _zeros_beside(scale, minimum), bias)
+        return cls(packed, _scale_zero_pairs(scale, minimum), bias)
 
     @classmethod
     def from_nibbles(cls, nibbles: Tensor, scale: Tensor, minimum: Tensor) -> Self:
@@ -173,7 +173,7 @@ class Int4Linear(PackedLinear):
         packed = torch.empty(len(upper), groups, 2, 16, half, dtype=torch.uint8)
         torch.bitwise_or(upper & 15, lower << 4, out=packed[:, :, 0])
         torch.bitwise_or(upper >> 4, lower & 0xF0, out=packed[:, :, 1])
-        return cls(packed.view(len(nibbles), -1), _zeros_beside(scale, minimum))
+        return cls(packed.view(len(nibbles), -1), _scale_zero_pairs(scale, minimum))
 
     @staticmethod
     def fits(rows: int, columns: int) -> bool:
@@ -182,11 +182,13 @@ class Int4Linear(PackedLinear):
         return block > 0 and rows % block == 0 and columns % GROUP == 0
 
     def forward(self, x: Tensor) -> Tensor:
-        flat, how = x.reshape(-1, self.in_features), self.matmul_method
-        few = how.max_kernel_rows_4bit if self._shared() is None else how.max_kernel_rows_shared
-        if len(flat) <= max(few, self.max_native_rows):
+        flat, method = x.reshape(-1, self.in_features), self.matmul_method
+        kernel_rows = method.max_kernel_rows_4bit
+        if self._shared() is not None:
+            kernel_rows = method.max_kernel_rows_shared
+        if len(flat) <= max(kernel_rows, self.max_native_rows):
             return _add_bias(self.multiply_packed(flat), x, self.bias)
-        return _add_bias(self._multiply_unpacked(flat.to(how.torch_dtype)), x, self.bias)
+        return _add_bias(self._multiply_unpacked(flat.to(method.torch_dtype)), x, self.bias)
 
     def multiply_packed(self, x: Tensor) -> Tensor:
         scales = self.scales.contiguous()  # no copy, unless the layer is part of a joined one
@@ -223,7 +225,7 @@ class Int5Linear(Int4Linear):
     @staticmethod
     def fits(rows: int, columns: int) -> bool:
         """Whether a matrix [rows, columns] can be packed so."""
-        return rows % _LANES == 0 and columns % GROUP == 0
+        return rows % _NATIVE_ROW_BLOCK == 0 and columns % GROUP == 0
 
     def multiply_packed(self, x: Tensor) -> Tensor:
         if len(x) <= self.max_native_rows:
@@ -232,13 +234,14 @@ class Int5Linear(Int4Linear):
 
     def unpacked(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         groups = self.in_features // GROUP
-        planes = self.packed.view(-1, groups, 5, _LANES, 4)  # 4 neighbours of 16 rows
+        planes = self.packed.view(-1, groups, 5, _NATIVE_ROW_BLOCK, 4)  # 4 neighbours of 16 rows
         fours, fifths = planes[:, :, :4], planes[:, :, 4:]
         low = torch.cat((fours & 15, fours >> 4), 2)  # [N / 16, K / 32, 8, 16, 4]
         high = torch.cat([fifths >> at & 1 for at in range(8)], 2)
         q = (low | high << 4).view(torch.int8) - 16
         in_groups = q.permute(1, 2, 4, 0, 3).reshape(groups, GROUP, self.out_features)
-        scale = self.scales.view(-1, groups, _LANES).transpose(0, 1).reshape(groups, 1, -1)
+        scale = self.scales.view(-1, groups, _NATIVE_ROW_BLOCK).transpose(0, 1)
+        scale = scale.reshape(groups, 1, -1)
         return (in_groups * scale.float()).to(dtype).view(-1, self.out_features)
 
 
@@ -262,7 +265,7 @@ class Int4GpuLinear(Int4Linear):
     def from_nibbles(
         cls, nibbles: Tensor, scale: Tensor, minimum: Tensor, bias: Tensor | None = None
     ) -> Self:
-        scales = _zeros_beside(scale, minimum).transpose(0, 1)  # [N, K / 32, 2]
+        scales = _scale_zero_pairs(scale, minimum).transpose(0, 1)  # [N, K / 32, 2]
         return cls(nibbles.flatten(1), scales.contiguous(), bias)
 
     @staticmethod
@@ -271,19 +274,20 @@ class Int4GpuLinear(Int4Linear):
         return columns % GROUP == 0
 
     def forward(self, x: Tensor) -> Tensor:
-        return _add_bias(self.multiply_packed(self._for_gpu(x)), x, self.bias)
+        return _add_bias(self.multiply_packed(self._rows_for_gpu(x)), x, self.bias)
 
     def multiply_packed(self, x: Tensor) -> Tensor:
-        parts = (slice(at, at + _PART) for at in range(0, self.out_features, _PART))
-        return torch.cat([x @ self._unpacked_rows(some, x.dtype).T for some in parts], 1)
+        starts = range(0, self.out_features, _UNPACKED_ROWS)
+        parts = (slice(start, start + _UNPACKED_ROWS) for start in starts)
+        return torch.cat([x @ self._unpacked_rows(rows, x.dtype).T for rows in parts], 1)
 
     def unpacked(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return self._unpacked_rows(slice(None), dtype).T
 
-    def _unpacked_rows(self, some: slice, dtype: torch.dtype) -> Tensor:
-        groups = self.nibbles[some].view(-1, self.in_features // GROUP, GROUP // 2)
+    def _unpacked_rows(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        groups = self.nibbles[rows].view(-1, self.in_features // GROUP, GROUP // 2)
         q = torch.cat((groups & 15, groups >> 4), -1).view(torch.int8).sub_(8)  # [n, K / 32, 32]
-        scale, zero = self.scales[some, :, :, None].to(dtype).unbind(2)  # [n, K / 32, 1]
+        scale, zero = self.scales[rows, :, :, None].to(dtype).unbind(2)  # [n, K / 32, 1]
         return torch.addcmul(zero, q.to(dtype), scale).flatten(1)  # [n, K]
 
 
@@ -303,12 +307,12 @@ class Int8Linear(PackedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         if not x.is_cpu:
-            return _add_bias(self._multiply_parts(self._for_gpu(x)), x, self.bias)
-        flat, how = x.reshape(-1, self.in_features), self.matmul_method
-        if len(flat) <= max(how.max_kernel_rows_8bit, self.max_native_rows):
+            return _add_bias(self._multiply_parts(self._rows_for_gpu(x)), x, self.bias)
+        flat, method = x.reshape(-1, self.in_features), self.matmul_method
+        if len(flat) <= max(method.max_kernel_rows_8bit, self.max_native_rows):
             return _add_bias(self.multiply_packed(flat), x, self.bias)
-        flat = flat.to(how.torch_dtype)
-        if self._shared() is not None or self.out_features <= _PART:
+        flat = flat.to(method.torch_dtype)
+        if self._shared() is not None or self.out_features <= _UNPACKED_ROWS:
             return _add_bias(self._multiply_unpacked(flat) * self.scale, x, self.bias)
         return _add_bias(self._multiply_parts(flat), x, self.bias)
 
@@ -317,9 +321,10 @@ class Int8Linear(PackedLinear):
 
     def _multiply_parts(self, x: Tensor) -> Tensor:
         y = x.new_empty(len(x), self.out_features)
-        for start in range(0, self.out_features, _PART):  # a large vocabulary takes gigabytes
-            some = slice(start, start + _PART)
-            torch.mul(x @ self.q[some].to(x.dtype).T, self.scale[some], out=y[:, some])
+        # A large vocabulary, unpacked as a whole, would take gigabytes.
+        for start in range(0, self.out_features, _UNPACKED_ROWS):
+            rows = slice(start, start + _UNPACKED_ROWS)
+            torch.mul(x @ self.q[rows].to(x.dtype).T, self.scale[rows], out=y[:, rows])
         return y
 
     def multiply_packed(self, x: Tensor) -> Tensor:
@@ -331,9 +336,9 @@ class Int8Linear(PackedLinear):
         y: Tensor = torch.ops.aten._weight_int8pack_mm.default(x.bfloat16(), self.q, self.scale)
         return y
 
-    def rows(self, which: Tensor) -> Tensor:
+    def rows(self, indices: Tensor) -> Tensor:
         """Unpack the rows with the indices [...]; returns float32 [..., K]."""
-        return self.q[which].float() * self.scale[which].float()[..., None]
+        return self.q[indices].float() * self.scale[indices].float()[..., None]
 
 
 class Int8Head(Int8Linear):
@@ -359,25 +364,25 @@ class Int8Head(Int8Linear):
 
     def _refine_logits(self, y: Tensor, x: Tensor) -> Tensor:
         """Compute the largest of the logits y [m, V] of x [..., K] again, in place."""
-        top = y.topk(min(_LIKELIEST, self.out_features)).indices  # [m, k]
+        top = y.topk(min(_REFINED_LOGITS, self.out_features)).indices  # [m, k]
         rows = x.reshape(-1, self.in_features, 1).float()  # [m, K, 1]
-        for at in range(0, len(top), _AT_ONCE):
-            some = slice(at, at + _AT_ONCE)
-            exact = (self.rows(top[some]) @ rows[some])[..., 0]  # [m, k]
-            y[some].scatter_(
-                1, top[some], exact if self.bias is None else exact + self.bias[top[some]]
-            )
+        for at in range(0, len(top), _REFINED_ROWS):
+            some = slice(at, at + _REFINED_ROWS)
+            refined = (self.rows(top[some]) @ rows[some])[..., 0]  # [m, k]
+            if self.bias is not None:
+                refined = refined + self.bias[top[some]]
+            y[some].scatter_(1, top[some], refined)
         return y
 
 
 class SharedEmbedding(nn.Module):
-    """Token embeddings from the output head's weights, instead of the module `before`."""
+    """Token embeddings from the output head's weights, instead of the module `original`."""
 
-    def __init__(self, before: Any, head: Int8Linear, dtype: torch.dtype) -> None:
+    def __init__(self, original: Any, head: Int8Linear, dtype: torch.dtype) -> None:
         super().__init__()
         self._head = (head,)  # not a submodule, whose buffers would count twice
         self._dtype = dtype
-        scale = getattr(before, "scalar_embed_scale", 1.0)  # as in Gemma
+        scale = getattr(original, "scalar_embed_scale", 1.0)  # as in Gemma
         self.scale = float(torch.tensor(scale, dtype=dtype))
 
     @property
@@ -397,8 +402,8 @@ def quantize_int8(weight: Tensor, out: Tensor | None = None) -> tuple[Tensor, Te
     # Twice over the weights, but without a copy of them.
     largest = torch.maximum(weight.amax(1, keepdim=True), weight.amin(1, keepdim=True).neg())
     # By a tensor: to divide by a number, a GPU multiplies by its inverse, which rounds.
-    of_float = largest.float().clamp_min(1e-12)  # [N, 1]
-    scale = (of_float / torch.full_like(of_float, 127)).bfloat16()
+    largest_float = largest.float().clamp_min(1e-12)  # [N, 1]
+    scale = (largest_float / torch.full_like(largest_float, 127)).bfloat16()
     steps = weight / scale if out is None else weight.div_(scale)
     steps.round_().clamp_(-127, 127)
     return steps.to(torch.int8) if out is None else out.copy_(steps), scale[:, 0]
@@ -407,8 +412,8 @@ def quantize_int8(weight: Tensor, out: Tensor | None = None) -> tuple[Tensor, Te
 def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Round a matrix [N, K] to 16 steps in each group of 32; returns q, scale and minimum."""
     groups = weight.float().view(len(weight), -1, GROUP)
-    minimum, most = groups.amin(-1), groups.amax(-1)
-    scale = ((most - minimum) / torch.full_like(most, 15)).clamp_min(1e-12)  # as above
+    minimum, maximum = groups.amin(-1), groups.amax(-1)
+    scale = ((maximum - minimum) / torch.full_like(maximum, 15)).clamp_min(1e-12)  # as above
     q = ((groups - minimum[..., None]) / scale[..., None]).round().clamp(0, 15)
     return q.to(torch.uint8).view_as(weight), scale, minimum
 
@@ -426,8 +431,8 @@ class SharedWeights:
             for layer in layers
         )
         is_bfloat16 = all(layer.matmul_method.dtype == "bfloat16" for layer in layers)
-        are_arranged = count >= _MANY_PASSES and is_bfloat16 and has_fast_bfloat16()
-        self._shared = _Shared({}, are_arranged) if size <= MAX_UNPACKED_BYTES else None
+        are_arranged = count >= _MIN_PASSES_TO_ARRANGE and is_bfloat16 and has_fast_bfloat16()
+        self._shared = _UnpackedWeights({}, are_arranged) if size <= MAX_UNPACKED_BYTES else None
 
     def __enter__(self) -> None:
         self._before = _SHARED.set(self._shared)
@@ -453,12 +458,12 @@ def has_matrix_units() -> bool:
     return torch._C._dispatch_has_kernel("sirchat::score_8")
 
 
-def set_matmul_method(module: nn.Module, products: MatmulMethod) -> None:
+def set_matmul_method(module: nn.Module, method: MatmulMethod) -> None:
     """Set how all packed layers of a module multiply."""
     for layer in _layers_of(module):
-        layer.matmul_method = products
+        layer.matmul_method = method
         if layer.joined is not None:
-            layer.joined[0].matmul_method = products
+            layer.joined[0].matmul_method = method
 
 
 def matmul_method_of(module: nn.Module) -> MatmulMethod | None:
@@ -515,7 +520,7 @@ def packing_layout() -> str:
     return f"blocks of {block}" + (", pairs of rows" if follow else "")
 
 
-class _Shared(NamedTuple):
+class _UnpackedWeights(NamedTuple):
     """The unpacked weights that the passes of one text share."""
 
     unpacked: dict[PackedLinear, Tensor]
@@ -528,7 +533,7 @@ def _layers_of(module: nn.Module) -> Iterator[PackedLinear]:
     return (layer for layer in module.modules() if isinstance(layer, PackedLinear))
 
 
-def _zeros_beside(scale: Tensor, minimum: Tensor) -> Tensor:
+def _scale_zero_pairs(scale: Tensor, minimum: Tensor) -> Tensor:
     """Pair scales and minima [N, K / 32] as the kernel needs them, which adds (q - 8) scale."""
     pairs = torch.stack([scale, minimum + 8 * scale], -1).transpose(0, 1)  # [K / 32, N, 2]
     return pairs.contiguous().bfloat16()

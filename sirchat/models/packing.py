@@ -23,10 +23,10 @@ from sirchat.models.packed import (
 Rounded = TypeVar("Rounded", bound=tuple[Tensor, ...])
 
 # Groups of layers with the same input; a decode step computes one product for each group.
-_SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_SAME_INPUT_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
-_ALIGN = 64  # bytes
-_ROWS = 4096  # rows of a matrix that are rounded at a time on a GPU
+_ALIGNMENT_BYTES = 64
+_ROUNDED_ROWS = 4096  # rows of a matrix that are rounded at a time on a GPU
 _CPU = torch.device("cpu")
 
 
@@ -61,7 +61,7 @@ def pack_module(module: Any, bits: int, device: torch.device | None = None) -> N
 
 def may_be_joined(path: str) -> bool:
     """Whether other layers have the same input as the layer at `path`, and may be joined."""
-    return any(path.rpartition(".")[2] in group for group in _SAME_INPUT)
+    return any(path.rpartition(".")[2] in group for group in _SAME_INPUT_NAMES)
 
 
 def fuse_projections(module: Any, path: str, store: WeightStore) -> None:
@@ -70,7 +70,7 @@ def fuse_projections(module: Any, path: str, store: WeightStore) -> None:
     Layers with the same input wait until all are packed, and are then joined if packed in one way.
     """
     owner, _, name = path.rpartition(".")
-    names = next((group for group in _SAME_INPUT if name in group), (name,))
+    names = next((group for group in _SAME_INPUT_NAMES if name in group), (name,))
     layers = [getattr(module.get_submodule(owner), name, None) for name in names]
     packed = [layer for layer in layers if isinstance(layer, PackedLinear)]
     if len(packed) < len(layers):
@@ -104,27 +104,27 @@ class WeightStore:
 
         It has none for a tensor on another `device`.
         """
-        own = self._bytes.device
-        if device is None or device == own:
-            place = self._place(prod(shape) * dtype.itemsize)
-            if place is not None:
-                return place.view(dtype).view(shape)
-        return torch.empty(shape, dtype=dtype, device=device or own)
+        block_device = self._bytes.device
+        if device is None or device == block_device:
+            view = self._take(prod(shape) * dtype.itemsize)
+            if view is not None:
+                return view.view(dtype).view(shape)
+        return torch.empty(shape, dtype=dtype, device=device or block_device)
 
     def move(self, layer: nn.Module) -> None:
         """Move a layer's buffers into the block, or beside it where it has no room."""
         for name, buffer in layer.named_buffers():
             if 0 <= buffer.data_ptr() - self._bytes.data_ptr() < len(self._bytes):
                 continue  # made by `empty`
-            place = self._place(buffer.nbytes)
-            if place is None:
+            view = self._take(buffer.nbytes)
+            if view is None:
                 setattr(layer, name, buffer.to(self._bytes.device))
             else:
-                here = place.view(buffer.dtype).view(buffer.shape)
+                here = view.view(buffer.dtype).view(buffer.shape)
                 setattr(layer, name, here.copy_(buffer))
 
-    def _place(self, size: int) -> Tensor | None:
-        start = -(-self._used // _ALIGN) * _ALIGN
+    def _take(self, size: int) -> Tensor | None:
+        start = -(-self._used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         if start + size > len(self._bytes):
             return None
         self._used = start + size
@@ -134,38 +134,39 @@ class WeightStore:
 class PackedExperts(nn.Module):
     """Replaces a layer's experts, stacked tensors in transformers, by packed layers of each expert.
 
-    The gate and the biases of the experts `before` are still used.
+    The gate and the biases of the experts `original` are still used.
     """
 
-    def __init__(self, before: Any, layers: Mapping[Any, Sequence[PackedLinear]]) -> None:
+    def __init__(self, original: Any, layers: Mapping[Any, Sequence[PackedLinear]]) -> None:
         super().__init__()
         self.gate, self.up, self.down = (
             nn.ModuleList(layers[part]) for part in ("gate", "up", "down")
         )
-        self.gate_up_proj_bias = getattr(before, "gate_up_proj_bias", None)  # [E, 2 F]
-        self.down_proj_bias = getattr(before, "down_proj_bias", None)  # [E, K]
-        before.gate_up_proj = before.down_proj = None
-        self._before = (before,)  # in a tuple, so that it is not a submodule
+        self.gate_up_proj_bias = getattr(original, "gate_up_proj_bias", None)  # [E, 2 F]
+        self.down_proj_bias = getattr(original, "down_proj_bias", None)  # [E, K]
+        original.gate_up_proj = original.down_proj = None
+        self._original = (original,)  # in a tuple, so that it is not a submodule
 
     def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """Sum, for each row of x [m, K], the outputs of its k experts `chosen` times `shares`."""
         out = torch.zeros_like(x)
         for expert in set(chosen.flatten().tolist()):
-            rows, places = torch.where(chosen == expert)
-            y = self._of_expert(expert, x[rows]) * shares[rows, places, None]
-            out.index_add_(0, rows, y.to(out.dtype))
+            row_indices, choice_indices = torch.where(chosen == expert)
+            share = shares[row_indices, choice_indices, None]
+            y = self._expert_output(expert, x[row_indices]) * share
+            out.index_add_(0, row_indices, y.to(out.dtype))
         return out
 
-    def _of_expert(self, expert: int, x: Tensor) -> Tensor:
-        before = self._before[0]
+    def _expert_output(self, expert: int, x: Tensor) -> Tensor:
+        original = self._original[0]
         gate, up = self.gate[expert](x), self.up[expert](x)  # [n, F] each
-        if before.is_concatenated:
+        if original.is_concatenated:
             both = torch.cat((gate, up), -1)
         else:  # the rows of gate and up alternate
             both = torch.stack((gate, up), -1).flatten(-2)
         if self.gate_up_proj_bias is not None:
             both = both + self.gate_up_proj_bias[expert]
-        y: Tensor = self.down[expert](before._apply_gate(both))
+        y: Tensor = self.down[expert](original._apply_gate(both))
         return y if self.down_proj_bias is None else y + self.down_proj_bias[expert]
 
 
@@ -175,5 +176,5 @@ def _rounded(
     """Round a matrix [N, K] by a function of packed.py, on a GPU from float32, as a CPU has it."""
     if device.type == "cpu":
         return quantize(weight)
-    parts = [quantize(rows.to(device).float()) for rows in torch.split(weight, _ROWS)]
+    parts = [quantize(rows.to(device).float()) for rows in torch.split(weight, _ROUNDED_ROWS)]
     return cast(Rounded, tuple(torch.cat(each) for each in zip(*parts, strict=True)))

@@ -238,12 +238,10 @@ def _hub_cache(
 
 
 def _check_a_move(module: Any, new: Callable[[], BoundedCache], name: str) -> None:
-    """Raise ModelError if a moved key differs from one computed at the new position.
+    """Raise ModelError if a moved key of layer 0 differs from one computed at the new position."""
 
-    Both are of layer 0, read after the same token, which stays for one of them. Models that ignore
-    the given positions fail.
-    """
-
+    # Both are read after the same token, which stays for one of them. Models that ignore the given
+    # positions fail.
     def row(token: int, is_moved: bool) -> tuple[Tensor, Tensor]:
         kv_cache = new()
         _read(module, [token], kv_cache, 0)
@@ -279,16 +277,17 @@ def _would_be_used(module: Any, key: str) -> bool:
 def _visible_tokens(
     module: Any, name: str, read: Callable[[int], list[Any]]
 ) -> Iterator[tuple[int, list[Any]]]:
-    """Yield ids with what `read` gives of each layer, none of it zero.
-
-    A rotation changes no zeros. Raises ModelError if there is no such token.
-    """
+    """Yield ids with what `read` gives of each layer; none of it is zero, as zeros never rotate."""
     vocabulary = int(module.config.get_text_config(decoder=True).vocab_size)
     ids = [
         (_FIRST_TRIED_TOKEN + at) % vocabulary for at in range(min(_MAX_TRIED_TOKENS, vocabulary))
     ]
     layers = ((token, read(token)) for token in ids)
-    visible = (one for one in layers if all(x.any() for of in one[1] for x in of if x.numel()))
+    visible = (
+        (token, found)
+        for token, found in layers
+        if all(tensor.any() for pair in found for tensor in pair if tensor.numel())
+    )
     first = next(visible, None)
     if first:
         yield first

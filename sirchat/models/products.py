@@ -33,9 +33,9 @@ from sirchat.models.processor import cpuinfo, processor_features, processor_name
 from sirchat.models.shape import compiler
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
-_MAIN = Path(__file__).with_name("step.cpp")  # it includes the others
-_DIGEST = 32  # bytes of the SHA-256 at the end of a file of machine code
-_TOLERANCE = 0.03  # eight bits of the inputs err by 0.005
+_MAIN_SOURCE = Path(__file__).with_name("step.cpp")  # it includes the others
+_DIGEST_BYTES = 32  # bytes of the SHA-256 at the end of a file of machine code
+_MAX_PRODUCT_ERROR = 0.03  # eight bits of the inputs err by 0.005
 
 
 class DamagedProgramError(Exception):
@@ -55,13 +55,13 @@ def supports_processor() -> bool:
 
 def library_name() -> str:
     """The name of the library's file: a hash of all that it depends on."""
-    made_by: list[object] = [*compiler()]
+    compiler_identity: list[object] = [*compiler()]
     with suppress(OSError, IndexError):
-        about = os.stat(compiler()[0])
-        made_by += [about.st_size, about.st_mtime_ns]
+        file_stat = os.stat(compiler()[0])
+        compiler_identity += [file_stat.st_size, file_stat.st_mtime_ns]
     machine = (torch.__version__, processor_name(), cpuinfo("flags", "Features"), *_flags())
-    all_of_it = repr(([source.read_bytes() for source in _SOURCES], made_by, machine))
-    return f"step-{hashlib.sha256(all_of_it.encode()).hexdigest()[:24]}.so"
+    dependencies = repr(([source.read_bytes() for source in _SOURCES], compiler_identity, machine))
+    return f"step-{hashlib.sha256(dependencies.encode()).hexdigest()[:24]}.so"
 
 
 def build_library(path: Path) -> None:
@@ -73,21 +73,21 @@ def build_library(path: Path) -> None:
     folders = [f"-I{include}", f"-L{lib}"]
     if sys.platform != "win32":
         folders.append(f"-Wl,-rpath,{lib}")
-    command = [*compiler(), *_flags(), *folders, str(_MAIN), "-ltorch_cpu", "-o"]
+    command = [*compiler(), *_flags(), *folders, str(_MAIN_SOURCE), "-ltorch_cpu", "-o"]
     env = {**os.environ, "LC_ALL": "C"}  # errors are told apart by their words
-    done = subprocess.run([*command, str(path)], capture_output=True, text=True, env=env)
-    if done.returncode < 0:
+    result = subprocess.run([*command, str(path)], capture_output=True, text=True, env=env)
+    if result.returncode < 0:
         raise OSError(errno.EINTR, "the compiler was killed")
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip() or f"{command[0]} ended with {done.returncode}")
+    if result.returncode:
+        raise RuntimeError(result.stderr.strip() or f"{command[0]} ended with {result.returncode}")
     code = path.read_bytes()
     path.write_bytes(code + hashlib.sha256(code).digest())
 
 
 def check_digest(path: Path) -> None:
     """Raise DamagedProgramError if a file is not as `build_library` left it."""
-    written = path.read_bytes()  # loading an incomplete file can kill the process
-    if hashlib.sha256(written[:-_DIGEST]).digest() != written[-_DIGEST:]:
+    content = path.read_bytes()  # loading an incomplete file can kill the process
+    if hashlib.sha256(content[:-_DIGEST_BYTES]).digest() != content[-_DIGEST_BYTES:]:
         raise DamagedProgramError
 
 
@@ -113,11 +113,11 @@ def _compare_with_torch() -> None:
     layers: list[PackedLinear] = [four, eight]
     for layer, rows in product(layers, (1, 19, 40)):
         x = torch.linspace(-2, 3, rows * columns).sin_().view(rows, columns)
-        wanted = layer.multiply_packed(x).float()
+        expected = layer.multiply_packed(x).float()
         layer.matmul_method = MatmulMethod(max_native_rows=rows)
-        error = (layer.multiply_packed(x) - wanted).norm() / wanted.norm()
+        error = (layer.multiply_packed(x) - expected).norm() / expected.norm()
         layer.matmul_method = MatmulMethod()
-        if not error < _TOLERANCE:  # NaN, too
+        if not error < _MAX_PRODUCT_ERROR:  # NaN, too
             raise WrongProgramError(f"products of the compiled library err by {error:.2g}")
 
 

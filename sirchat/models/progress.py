@@ -46,9 +46,9 @@ def no_warnings() -> Iterator[None]:
 
 @contextmanager
 def reporting(progress: Progress | None) -> Iterator[dict[str, Any]]:
-    """Context manager: transformers' progress bars call `progress` instead of drawing.
+    """Context manager: transformers' progress bars call `progress`, if any, instead of drawing.
 
-    Yields options to give to `from_pretrained`; with None, nothing changes.
+    Yields options for `from_pretrained`.
     """
     if progress is None:
         yield {}

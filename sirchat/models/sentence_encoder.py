@@ -55,13 +55,13 @@ class Pooling:
     @classmethod
     def of_model(cls, name: str) -> Self | None:
         """What the files of a language model say; None if nothing, ModelError if it can't be so."""
-        source, gguf = locate(name)
-        if not gguf:
+        source, gguf_file = locate(name)
+        if not gguf_file:
             folder = (
                 Path(source) if Path(source).is_dir() else snapshot_folder(cached_folder(source))
             )
             return cls.of_folder(folder) if folder else None
-        file = parse_gguf(Path(source, gguf["gguf_file"]), with_text_lists=False)
+        file = parse_gguf(Path(source, gguf_file), with_text_lists=False)
         if (said := file.settings.get("pooling_type")) is None:
             return None
         file.require(said in (1, 2, 3), "pooling_type", "1, 2 or 3: mean, first or last")

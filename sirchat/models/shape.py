@@ -36,17 +36,20 @@ from sirchat.models.model_config import (
 # The most bytes of unpacked weights that several passes share; see `packed.SharedWeights`.
 MAX_UNPACKED_BYTES = 2**29
 
-_MOST_LAYERS = 10_000
-_WITH_ROWS = (
+_MAX_LAYERS = 10_000
+_ATTENTION_LAYERS = (
     *("full_attention", "sliding_attention", "chunked_attention", "attention"),
     *("hybrid", "hybrid_sliding"),
 )
 # Types of models that are refused at loading, although their config does not show why.
-_NOT_HELD = ("gpt2", "opt", "mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "rwkv")
+_REFUSED_MODELS = ("gpt2", "opt", "mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "rwkv")
 # Types of models whose config may not show which of their layers have keys and values.
-_HYBRID = ("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h", "zamba", "zamba2")
+_HYBRID_MODELS = (
+    *("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h"),
+    *("zamba", "zamba2"),
+)
 
-_Elements = tuple[int, int] | tuple[None, None]
+_ElementCounts = tuple[int, int] | tuple[None, None]
 
 
 @dataclass(frozen=True)
@@ -86,10 +89,10 @@ def shape_of_folder(folder: Path) -> ModelShape:
         raise ModelError(f"{folder / 'config.json'} has no model_type")
     layers = _layer_types(text)
     is_refused = any(layer in REFUSED_LAYERS for layer in map(str, layers))
-    is_refused |= bool(layers) and not any(layer in _WITH_ROWS for layer in layers)
-    if kind in _NOT_HELD or is_refused:
+    is_refused |= bool(layers) and not any(layer in _ATTENTION_LAYERS for layer in layers)
+    if kind in _REFUSED_MODELS or is_refused:
         raise ModelError(f"{folder} is of type {kind[:60]}; tokens can't be evicted from its cache")
-    cached, archived = _elements(text)
+    cached, archived = _count_elements(text)
     context = context_length(ConfigValues(text))
     return ModelShape(kind, context, cached, archived_elements=archived)
 
@@ -106,7 +109,7 @@ def shape_of_gguf(path: Path) -> ModelShape:
         weights[tensor.type] += prod(tensor.shape)
     kind = " ".join([architecture, *(name for name, _ in weights.most_common(1))])
     values = config_values(file)
-    cached, archived = _elements(values)
+    cached, archived = _count_elements(values)
     context = context_length(ConfigValues(values))
     return ModelShape(kind, context, cached, has_blocks(file), archived)
 
@@ -129,8 +132,8 @@ def precision(shape: ModelShape, profile: Profile) -> str:
     """The form of the weights in memory: `packed`, `int8`, `int4`, or the name of a number type."""
     if profile.quantize in ("packed", "int8", "int4"):
         return profile.quantize
-    unasked = profile.quantize == "auto" and profile.dtype == "auto"
-    if unasked and shape.stays_packed:
+    is_default = profile.quantize == "auto" and profile.dtype == "auto"
+    if is_default and shape.stays_packed:
         return "packed"
     return unpacked_type(profile)
 
@@ -162,11 +165,11 @@ def hides_avx512() -> bool:
 
 def compiler() -> list[str]:
     """The command of this machine's C++ compiler: $CXX, or g++, clang++, or zig; [] without one."""
-    wanted = shlex.split(os.environ.get("CXX", ""))
-    for name, *options in [wanted] if wanted else [["g++"], ["clang++"]]:
+    command = shlex.split(os.environ.get("CXX", ""))
+    for name, *options in [command] if command else [["g++"], ["clang++"]]:
         if (path := shutil.which(name)) is not None:
             return [path, *options]
-    if not wanted and find_spec("ziglang"):
+    if not command and find_spec("ziglang"):
         return [sys.executable, "-m", "ziglang", "c++"]
     return []
 
@@ -196,48 +199,49 @@ def machine_int4_block_rows(profile: Profile) -> int:
 
 def _layer_types(config: Mapping[str, Any]) -> list[Any]:
     """The kind of each layer; empty if the config does not say it."""
-    listed, interval = (
-        config.get("layer_types"),
-        positive_int(config.get("full_attention_interval")),
-    )
-    layers = positive_int(config.get("num_hidden_layers"), _MOST_LAYERS)
+    listed = config.get("layer_types")
+    interval = positive_int(config.get("full_attention_interval"))
+    layers = positive_int(config.get("num_hidden_layers"), _MAX_LAYERS)
     if listed is None and layers and interval:
-        return ["none" if at % interval else _WITH_ROWS[0] for at in range(1, layers + 1)]
+        numbers = range(1, layers + 1)
+        return ["none" if number % interval else _ATTENTION_LAYERS[0] for number in numbers]
     return listed if isinstance(listed, list) else []
 
 
-def _elements(config: Mapping[str, Any]) -> _Elements:
+def _count_elements(config: Mapping[str, Any]) -> _ElementCounts:
     """Count a token's numbers in all layers of the KV cache, and in those of the archive."""
     kinds = _layer_types(config)
-    layers = positive_int(config.get("num_hidden_layers") or config.get("n_layer"), _MOST_LAYERS)
+    layers = positive_int(config.get("num_hidden_layers") or config.get("n_layer"), _MAX_LAYERS)
     if config.get("model_type") == "longcat_flash":  # two attention layers in each layer
-        layers = 2 * (positive_int(config.get("num_layers"), _MOST_LAYERS) or 0) or None
+        layers = 2 * (positive_int(config.get("num_layers"), _MAX_LAYERS) or 0) or None
     heads = positive_int(config.get("num_attention_heads") or config.get("n_head"))
     hidden = positive_int(config.get("hidden_size") or config.get("n_embd"))
-    if layers is None or heads is None or (not kinds and config.get("model_type") in _HYBRID):
+    is_unknown_hybrid = not kinds and config.get("model_type") in _HYBRID_MODELS
+    if layers is None or heads is None or is_unknown_hybrid:
         return None, None
     # The last layers may use others' keys; the others than those with rows have a constant state.
     layers -= positive_int(config.get("num_kv_shared_layers")) or 0
-    kinds = [*kinds[:layers], *([_WITH_ROWS[0]] * (layers - len(kinds)))]
+    kinds = [*kinds[:layers], *([_ATTENTION_LAYERS[0]] * (layers - len(kinds)))]
     latent = positive_int(config.get("kv_lora_rank"))
     if latent is not None:  # DeepSeek: a compressed part and a rotated part
         rotated_part = positive_int(config.get("qk_rope_head_dim")) or 0
-        count = sum(kind in _WITH_ROWS for kind in kinds)
+        count = sum(kind in _ATTENTION_LAYERS for kind in kinds)
         return count * (latent + 2 * rotated_part), count * (latent + rotated_part)
     size = positive_int(config.get("head_dim")) or (hidden // heads if hidden else None)
     if not size:  # unknown, or more heads than numbers
         return None, None
-    near = _key_value_heads(config, heads) * size
-    far = positive_int(config.get("global_head_dim")) or size  # Gemma 4: of layers that see all
-    far *= positive_int(config.get("num_global_key_value_heads")) or near // size
+    keys = _key_value_heads(config, heads) * size
+    # Gemma 4: of layers that see all
+    full_keys = positive_int(config.get("global_head_dim")) or size
+    full_keys *= positive_int(config.get("num_global_key_value_heads")) or keys // size
     interval = positive_int(config.get("no_rope_layer_interval")) or layers + 1
-    rotated = config.get("no_rope_layers")  # 1 for a layer with positions, despite its name
-    rotates = rotated if isinstance(rotated, list) else []
-    rotates = [*rotates, *((at + 1) % interval for at in range(len(rotates), layers))]
-    once = [far if kind == _WITH_ROWS[0] else near for kind in kinds]
-    once = [2 * row if kind in _WITH_ROWS else 0 for row, kind in zip(once, kinds, strict=True)]
-    both = zip(once, rotates, strict=False)
-    return sum(row * 3 // 2 if turns else row for row, turns in both), sum(once)
+    listed = config.get("no_rope_layers")  # 1 for a layer with positions, despite its name
+    has_rope = listed if isinstance(listed, list) else []
+    has_rope = [*has_rope, *((i + 1) % interval for i in range(len(has_rope), layers))]
+    sizes = dict.fromkeys(_ATTENTION_LAYERS, 2 * keys) | {_ATTENTION_LAYERS[0]: 2 * full_keys}
+    archived = [sizes.get(str(kind), 0) for kind in kinds]
+    pairs = zip(archived, has_rope, strict=False)
+    return sum(row * 3 // 2 if rotates else row for row, rotates in pairs), sum(archived)
 
 
 def _key_value_heads(config: Mapping[str, Any], heads: int) -> int:
@@ -245,8 +249,8 @@ def _key_value_heads(config: Mapping[str, Any], heads: int) -> int:
         return heads
     if config.get("multi_query") is True:
         return 1
-    given = (positive_int(config.get(name)) for name in ("num_key_value_heads", "num_kv_heads"))
-    return next((count for count in given if count), heads)
+    counts = (positive_int(config.get(name)) for name in ("num_key_value_heads", "num_kv_heads"))
+    return next((count for count in counts if count), heads)
 
 
 def _item_size(shape: ModelShape, profile: Profile) -> int:
@@ -261,8 +265,8 @@ def _has_accelerator() -> bool:
     # Not asked of torch, because importing it would take seconds.
     if sys.platform == "darwin":
         return platform.machine() == "arm64"
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if hidden or not Path("/dev/nvidiactl").exists():
+    hides_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if hides_gpus or not Path("/dev/nvidiactl").exists():
         return False
     with suppress(PackageNotFoundError):
         return not version("torch").endswith("+cpu")

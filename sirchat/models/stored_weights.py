@@ -34,15 +34,14 @@ _SIZE_KEYS = [
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a model's file: its name, its shape and its type, such as `BF16` or `Q4_1`."""
+    """A tensor in a model's file."""
 
     name: str
     shape: tuple[int, ...]
-    type: str
+    type: str  # such as `BF16` or `Q4_1`
 
     @property
     def count(self) -> int:
-        """The number of values."""
         return prod(self.shape)
 
     @property
@@ -52,12 +51,10 @@ class StoredTensor:
 
     @property
     def is_head(self) -> bool:
-        """Whether this is the model's output head."""
         return self.name.endswith(_HEAD_SUFFIXES) or self.name == "output.weight"
 
     @property
     def is_embedding(self) -> bool:
-        """Whether this is the matrix of the model's input embeddings."""
         return self.name.endswith(_EMBEDDING_SUFFIXES) or self.name == "token_embd.weight"
 
     @property
@@ -74,15 +71,10 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """A model's weights as its files store them.
+    """A model's weights as its files store them."""
 
-    Attributes:
-        tensors: all tensors, without an output head that equals the input embeddings.
-        is_tied: whether the output head has the weights of the input embeddings.
-    """
-
-    tensors: tuple[StoredTensor, ...]
-    is_tied: bool
+    tensors: tuple[StoredTensor, ...]  # without an output head that equals the input embeddings
+    is_tied: bool  # whether the output head has the weights of the input embeddings
     is_gguf: bool = False
 
     @property
@@ -92,10 +84,7 @@ class StoredWeights:
 
 
 def stored_weights(path: Path) -> StoredWeights:
-    """List the weights of a model from the headers of its GGUF file or its folder.
-
-    Raises ModelError if the files can't be read.
-    """
+    """List the weights in a GGUF file or a folder; raises ModelError if it can't be read."""
     if path.is_file():
         file = parse_gguf(path, with_text_lists=False)
         tensors = tuple(StoredTensor(n, t.shape, t.type) for n, t in file.tensors.items())

@@ -107,7 +107,6 @@ class _FloatProducts:
         self._head, self._hidden = head, hidden.float()
 
     def select_weights(self, start: int, end: int) -> None:
-        """Select the weights of the tokens `start` to `end`."""
         head = self._head
         rows = head.q[start:end] if isinstance(head, Int8Linear) else head.weight[start:end]
         self._weight = rows.float().T  # [d, n]
@@ -118,11 +117,10 @@ class _FloatProducts:
 
 
 class _WholeNumberProducts:
-    """Like `_FloatProducts`, in whole numbers, which are fast with VNNI and need no other weights.
+    """Like `_FloatProducts`, in whole numbers, which are fast with VNNI."""
 
-    Each state is the sum of three eight-bit digits times their steps, exact to 2^-24 of its largest
-    number.
-    """
+    # A state is the sum of three eight-bit digits times their steps, exact to 2^-24 of its largest
+    # number.
 
     def __init__(self, head: Int8Linear, hidden: Tensor) -> None:
         self._head, rest = head, hidden.float()

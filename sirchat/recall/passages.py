@@ -33,19 +33,30 @@ VectorOf = Callable[[int, int], Tensor | None]
 class Passages:
     """The passages of one chat, in stream order, with a vector of each.
 
-    `rows` [n] has the fields of `PASSAGE`, in tokens of the stream; `vectors` [n, D] are unit
-    vectors in float16, or NaN where there is none. `torn` [seen] is as `torn_sentences` says.
+    `torn` [seen] is as `torn_sentences` says.
     """
 
     def __init__(self, texts: Texts) -> None:
         self._texts = texts
-        self._until = 0  # all tokens before this stream position are in passages
-        self.rows = np.zeros(0, PASSAGE)
-        self.vectors = np.zeros((0, 0), np.float16)
+        self._end = 0  # all tokens before this stream position are in passages
+        # Their first n rows are in use; they grow by doubling.
+        self._row_buffer = np.zeros(0, PASSAGE)
+        self._vector_buffer = np.zeros((0, 0), np.float16)
+        self._count = 0
         self.torn = np.zeros(0, bool)
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return self._count
+
+    @property
+    def rows(self) -> NDArray[np.void]:
+        """Where each passage [n] is: a view, with the fields of `PASSAGE`."""
+        return self._row_buffer[: self._count]
+
+    @property
+    def vectors(self) -> NDArray[np.float16]:
+        """The unit vector of each passage: a view [n, D], NaN where there is none."""
+        return self._vector_buffer[: self._count]
 
     def update(self, ledger: Ledger, vector_of: VectorOf = lambda start, end: None) -> None:
         """Add the passages of the complete turns that were read since the last update."""
@@ -54,27 +65,20 @@ class Passages:
             self.torn = torn_sentences(ledger, self._texts)
         self.torn = np.pad(self.torn, (0, ledger.seen - len(self.torn)))
         self.torn[ledger.torn] = True
-        runs = list(_runs(ledger, self._until, self.torn))
+        runs = list(_runs(ledger, self._end, self.torn))
         spans = [span for start, end in runs for span in self._divided(ledger, start, end)]
         rows = np.zeros(len(spans), PASSAGE)
         if spans:
             rows["start"], rows["end"] = np.array(spans).T
             for name in ("turn", "role"):
                 rows[name] = ledger.column(name)[rows["start"]]
-        vectors = [vector_of(start, end) for start, end in spans]
-        dims = next((len(one) for one in vectors if one is not None), self.vectors.shape[1])
-        new = np.full((len(spans), dims), np.nan, np.float16)
-        for at, one in enumerate(vectors):
-            if one is not None:
-                new[at] = one.numpy()
-        self._until = ledger.seen
-        self._append(rows, new)
+        self._append(rows, [vector_of(start, end) for start, end in spans])
+        self._end = ledger.seen
 
     def truncate(self, seen: int) -> None:
         """Keep the passages of the first `seen` tokens of the stream."""
-        if seen < self._until:
-            count = int(np.searchsorted(self.rows["end"], seen, side="right"))
-            self.rows, self.vectors, self._until = self.rows[:count], self.vectors[:count], seen
+        if seen < self._end:
+            self._count, self._end = int(self.rows["end"].searchsorted(seen, side="right")), seen
         self.torn = self.torn[:seen]
 
     def reorder(self, ledger: Ledger, rank: NDArray[np.int64]) -> int:
@@ -90,7 +94,7 @@ class Passages:
         rows = rows[at]
         rows["turn"] = ledger.column("turn")[rows["start"]]
         same = rows == self.rows[: len(rows)]
-        self.rows, self.vectors, self._until = rows, self.vectors[at], ledger.seen
+        self._replace(rows, self.vectors[at], ledger.seen)
         self.torn = torn_sentences(ledger, self._texts)
         return int(np.argmin(np.append(same, False)))
 
@@ -101,7 +105,7 @@ class Passages:
         lost = counts[self.rows["end"]] - counts[self.rows["start"]]
         self.vectors[lost > 0] = np.nan
         stays = lost < self.rows["end"] - self.rows["start"]
-        self.rows, self.vectors = self.rows[stays], self.vectors[stays]
+        self._replace(self.rows[stays], self.vectors[stays], self._end)
 
     def texts(self, ledger: Ledger, start: int = 0, stop: int | None = None) -> list[str]:
         """The text of each passage from number `start` to `stop` - 1, without torn sentences."""
@@ -115,21 +119,32 @@ class Passages:
 
     def state(self) -> dict[str, NDArray[np.generic]]:
         """All of it as arrays, to be saved."""
-        return {"rows": self.rows, "vectors": self.vectors, "until": np.array([self._until])}
+        return {"rows": self.rows, "vectors": self.vectors, "until": np.array([self._end])}
 
     def load(self, state: Mapping[str, NDArray[np.generic]]) -> None:
         """Continue with the arrays that `state` returned."""
-        self.rows = np.asarray(state["rows"]).astype(PASSAGE)
-        self.vectors = np.asarray(state["vectors"]).astype(np.float16)
-        self._until = int(state["until"][0])
+        rows = np.asarray(state["rows"]).astype(PASSAGE)
+        vectors = np.asarray(state["vectors"]).astype(np.float16)
+        self._replace(rows, vectors, int(state["until"][0]))
         self.torn = np.zeros(0, bool)  # not known yet
 
-    def _append(self, rows: NDArray[np.void], vectors: NDArray[np.float16]) -> None:
-        known, dims = len(self.rows), vectors.shape[1]
-        if self.vectors.shape[1] != dims:  # the first vectors of the chat
-            self.vectors = np.full((known, dims), np.nan, np.float16)
-        self.rows = np.concatenate([self.rows, rows])
-        self.vectors = np.concatenate([self.vectors, vectors])
+    def _replace(self, rows: NDArray[np.void], vectors: NDArray[np.float16], end: int) -> None:
+        self._row_buffer, self._vector_buffer = rows, vectors
+        self._count, self._end = len(rows), end
+
+    def _append(self, rows: NDArray[np.void], vectors: Sequence[Tensor | None]) -> None:
+        count, dims = self._count + len(rows), self._vector_buffer.shape[1]
+        dims = next((len(vector) for vector in vectors if vector is not None), dims)
+        if self._vector_buffer.shape[1] != dims:  # the first vectors of the chat
+            self._vector_buffer = np.full((len(self._row_buffer), dims), np.nan, np.float16)
+        if missing := max(0, count - len(self._row_buffer)):
+            missing = max(missing, len(self._row_buffer))
+            self._row_buffer = np.pad(self._row_buffer, (0, missing))
+            self._vector_buffer = np.pad(self._vector_buffer, ((0, missing), (0, 0)))
+        self._row_buffer[self._count : count] = rows
+        for number, vector in enumerate(vectors, self._count):
+            self._vector_buffer[number] = np.nan if vector is None else vector.numpy()
+        self._count = count
 
     def _divided(self, ledger: Ledger, start: int, end: int) -> Iterator[tuple[int, int]]:
         """The passages of a turn's tokens, given as their first and last + 1."""

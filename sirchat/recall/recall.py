@@ -154,51 +154,66 @@ class Recall:
         The new turn is read after this, as `at`. The tokens at `asked` are restored, too. Returns
         None if recall is off and there are none.
         """
-        ids = turn.ids
         engine, recall = self._engine, self._engine.settings.recall
         self.update()
-        by_hand = np.intersect1d(asked, engine.store.recallable()) if len(asked) else _NO_POSITIONS
-        if len(by_hand):
-            by_hand = by_hand[max(0, len(by_hand) - engine.evictor.free_budget(len(ids)) // 2) :]
-        if recall is None and not len(by_hand):
+        requested = self._requested(asked, len(turn.ids))
+        if recall is None and not len(requested):
             self.undo()
             return None
         start, result, problem = time.perf_counter(), None, ""
-        released, self.found = np.fromiter(self.scores, np.int64), None
+        released = np.fromiter(self.scores, np.int64)
         is_all_held = engine.resident == engine.ledger.seen
         try:
-            # Another retriever reads the turn first, which may evict tokens.
-            if recall and not isinstance(retriever(recall.retriever), PassageRetriever):
-                result = search(engine, self._model, ids, turn.roles, at)
-            elif recall and len(self.search.passages) and (self._focus() or not is_all_held):
-                room = max(0, engine.evictor.recall_room(len(ids)) - len(by_hand))
-                self.found = self.find(turn, room)
-                result = self.found.result
-                self.found = None if len(by_hand) else self.found  # not from passages alone
+            result = self._search(turn, at, requested)
         except LookupError as error:
             problem = str(error)
+        if len(requested):
+            result = with_requested(result, requested)
         is_focused = self.found is not None and self.found.is_question
-        if result is not None and self.found is None:
-            room = engine.evictor.recall_room(len(ids)) - len(by_hand)
-            result = best_tokens(result, room, self.search.passages.torn)
-        result = with_requested(result, by_hand) if len(by_hand) else result
         if result is not None:
             found, fits = result.positions, result.scores.numpy()
-            engine.evictor.begin_recall(found, incoming=len(ids), focused=is_focused, scores=fits)
+            incoming = len(turn.ids)
+            engine.evictor.begin_recall(found, incoming=incoming, focused=is_focused, scores=fits)
         restored = engine.store.placement.recalled
         if result is not None and is_focused:
             restored = result.positions
         scores = _scores_of(restored, result)
         self.scores = dict(zip(restored.tolist(), scores, strict=True))
         self.turns = self._describe(restored)
-        why = problem or "nothing evicted fits it, or there was no room"
-        if turn.tool_result_turn < 0:  # not for what a tool returned
-            why = "all was held" if is_all_held else why
-            self.nothing_restored_reason = why if recall and not len(restored) else ""
+        if turn.tool_result_turn < 0:  # a reason is kept for the user's messages alone
+            reason = problem or "nothing evicted fits it, or there was no room"
+            reason = "all was held" if is_all_held else reason
+            self.nothing_restored_reason = reason if recall and not len(restored) else ""
         seconds = time.perf_counter() - start
         return RecallResult(
             restored, scores, self.turns, released, seconds, problem, focused=is_focused
         )
+
+    def _requested(self, asked: Sequence[int], incoming: int) -> Positions:
+        """Those of the positions `asked` that can be restored: the newest, for half of the room."""
+        if not len(asked):
+            return _NO_POSITIONS
+        positions: Positions = np.intersect1d(asked, self._engine.store.recallable())
+        room = self._engine.evictor.free_budget(incoming) // 2
+        return positions[max(0, len(positions) - room) :]
+
+    def _search(self, turn: NewTurn, at: TurnRef, requested: Positions) -> SearchResult | None:
+        """What fits a turn, beside the `requested` tokens; sets `found` if it is passages alone."""
+        engine, recall, result = self._engine, self._engine.settings.recall, None
+        is_all_held = engine.resident == engine.ledger.seen
+        self.found = None
+        if recall and not isinstance(retriever(recall.retriever), PassageRetriever):
+            # This reads the turn first, which may evict tokens, so the room is known after it.
+            result = search(engine, self._model, turn.ids, turn.roles, at)
+            if result is not None:
+                room = engine.evictor.recall_room(len(turn.ids)) - len(requested)
+                result = best_tokens(result, room, self.search.passages.torn)
+        elif recall and len(self.search.passages) and (self._focus() or not is_all_held):
+            room = engine.evictor.recall_room(len(turn.ids)) - len(requested)
+            found = self.find(turn, max(0, room))
+            self.found = None if len(requested) else found
+            result = found.result
+        return result
 
     def find(self, turn: NewTurn, room: int) -> FoundPassages:
         """Find the passages that fit a new turn, of at most `room` tokens together.

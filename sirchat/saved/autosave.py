@@ -1,8 +1,8 @@
 """Saves a running chat to its file after every turn.
 
-What is new is appended. Ledger and session say how much of the past is as it was saved; where an
-undo, say, has changed it, the file is cut off there first. Keys and values are saved when the chat
-ends, or on request.
+What is new is appended. Ledger and session say how much of the past is as it was saved: where an
+undo, say, has changed it, the file is cut off first. Keys and values are saved when the chat ends,
+or on request.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from sirchat.saved.segments import MIN_FILE_TOKENS, TEXT_COLUMNS
 from sirchat.saved.session_list import create_branch, make_room, remove_session, reveals_text
 from sirchat.saved.store import Extent, SavedTurn, SessionStore, StateRecord
 
-# With `save_kv: auto`, the most bytes of keys and values that are saved when a chat ends, and of
-# those of evicted tokens that are saved before that.
+# With `save_kv: auto`, at most so many bytes of keys and values are saved when a chat ends, and as
+# many of evicted tokens before that.
 AUTO_KV_BYTES = 256 * 2**20
 
 
 class Autosave:
-    """Keeps one session's file up to date; no file is made before the first turn is finished.
+    """Keeps one session's file up to date; a session has one such object at a time.
 
-    A session has one at a time. `store` is the open file that it was resumed from; a new one is
-    made in `folder`, by default that of the user's chats.
+    `store` is the open file that the session was resumed from. Without it, a file is made in
+    `folder`, by default that of the user's chats, when the first turn is finished.
     """
 
     def __init__(
         self, session: Session, store: SessionStore | None = None, folder: Path | None = None
     ) -> None:
         self.name = store.name if store else ""  # given by the user; the next `save` writes it
-        self.extra_fields: dict[str, Any] = {}  # further values, as JSON, for the head
+        self.extra_fields: dict[str, Any] = {}  # further JSON values for the state record
         self._session, self._store = session, store
         self._folder = folder or paths.sessions_dir()
         self._family = str(store.meta.get("family", "")) if store else ""
@@ -62,14 +62,13 @@ class Autosave:
 
     @property
     def family(self) -> str:
-        """The id of the chat that this one was branched from, in one or more steps; or its own."""
+        """The id of the chat from which this one was branched, in one or more steps; or its own."""
         return self._family or self.id
 
     def save(self) -> None:
-        """Write to the file what has changed in the session since it was last saved.
+        """Write what has changed in the session since it was last saved; SessionError if it fails.
 
-        Once this method has returned, a power loss can't undo the changes. Raises SessionError if
-        writing fails.
+        Once this method has returned, a power loss can't undo the changes.
         """
         session = self._session
         if self._epoch != session.epoch:
@@ -90,24 +89,22 @@ class Autosave:
 
     def _append(self, store: SessionStore) -> None:
         """Write what is new, in place of what has changed."""
-        session, ledger, size, before = (
-            self._session,
-            self._session.ledger,
-            store.size,
-            self._record,
-        )
+        session, ledger, size = self._session, self._session.ledger, store.size
         turn, start = min(session.state.saved_turns, size.turns), min(ledger.saved, size.rows)
-        encoder = before and before.fields.get("encoder")
-        is_encoder = encoder == session.model.passage_encoder.checksum
-        passages, end = new_passages(session, min(start, size.passages) if is_encoder else 0)
+        old_encoder = self._record and self._record.fields.get("encoder")
+        is_same_encoder = old_encoder == session.model.passage_encoder.checksum
+        passages, passages_end = new_passages(
+            session, min(start, size.passages) if is_same_encoder else 0
+        )
         saved = session.engine.save(start)
-        record = self._make_head(saved)
-        turns, kept = _saved_turns(session, turn), Extent(turn, start, end, turn)
-        at = sorted(position for position in ledger.flagged if position < start)
-        flags = dict(zip(at, ledger.column("flags")[at].tolist(), strict=True))
+        record = self._make_record(saved)
+        turns, extent = _saved_turns(session, turn), Extent(turn, start, passages_end, turn)
+        flagged = sorted(position for position in ledger.flagged if position < start)
+        flags = dict(zip(flagged, ledger.column("flags")[flagged].tolist(), strict=True))
         is_longer = turns or len(saved.rows) or len(passages.rows)
-        if is_longer or flags or kept != size or not _is_same_state(record, before):
-            store.append(turns, saved.rows, record, passages, kept, flags)
+        is_cut = extent != size
+        if is_longer or is_cut or flags or not _is_same_state(record, self._record):
+            store.append(turns, saved.rows, record, passages, extent, flags)
         else:  # saved keys and values stay valid
             store.check_not_removed()
         if start < size.rows:
@@ -130,7 +127,7 @@ class Autosave:
         saved = self._session.engine.save(self._session.seen)
         tensors = key_value_tensors(rows) | attention_tensors(received) | state_tensors(saved.state)
         self._store.kv.save(tensors, stamp)
-        self._record = self._make_head(saved, stamp)
+        self._record = self._make_record(saved, stamp)
         self._store.append([], saved.rows, self._record)
         make_room(self._folder, parse_size(self._session.profile.save_kv_limit) or 0)
         return True
@@ -172,27 +169,24 @@ class Autosave:
         self._rescan_archive()
 
     def replace_session(self, session: Session) -> None:
-        """From now on, save `session`, which has the same conversation, in this file."""
+        """From now on, save `session`, which has the same conversation, to this file."""
         is_current = self._epoch == self._session.epoch
         self._session, self._epoch = session, session.epoch if is_current else -1
         self._erasures, self._is_replaced = session.erasures, self._store is not None
 
-    def drop_revealing_name(self, said: str, *, whole: bool) -> bool:
-        """Remove the chat's name if it reveals the erased text `said`; return whether it did."""
-        if not reveals_text(self.name, said, whole=whole):
+    def drop_revealing_name(self, erased_text: str, *, is_whole_turn: bool) -> bool:
+        """Remove the chat's name if it reveals the erased text; return whether it did."""
+        if not reveals_text(self.name, erased_text, is_whole_turn=is_whole_turn):
             return False
         self.name = ""
         return True
 
     def _rescan_archive(self) -> None:
-        """Let the next `_save_evicted` look at all of the archive, not at what came to it."""
+        """Let the next `_save_evicted` look at the whole archive, not only at what is new in it."""
         self._archive_mark, self._unwritten = 0, np.zeros(0, np.int64)
 
     def _save_evicted(self, store: SessionStore) -> None:
-        """Write keys and values of tokens that were evicted since then, once they fill a file.
-
-        Errors are ignored, for what was not written can be read again.
-        """
+        """Write the keys and values of newly evicted tokens, once they are enough for a file."""
         session, ledger, mode = self._session, self._session.ledger, self._session.profile.save_kv
         if mode == "off":
             return
@@ -204,11 +198,11 @@ class Autosave:
         if len(new) >= MIN_FILE_TOKENS:
             text = {name: ledger.column(name) for name in TEXT_COLUMNS}
             limit = AUTO_KV_BYTES if mode == "auto" else None
-            with suppress(SessionError):
+            with suppress(SessionError):  # what was not written can be read again
                 store.segments.add(new, session.engine.store.archive.fetch, text, limit)
 
     def _detach_file(self) -> None:
-        """Leave the file as it is; the next `save` begins a new one."""
+        """Close the file as it is; the next `save` begins a new one."""
         self.close()
         self._store, self._epoch, self._record = None, self._session.epoch, None
         self._rescan_archive()
@@ -218,7 +212,7 @@ class Autosave:
         folder = paths.make_private_dir(self._folder)
         return SessionStore.create(folder, session_metadata(self._session.model, self._family))
 
-    def _make_head(self, saved: EngineState, stamp: str = "") -> StateRecord:
+    def _make_record(self, saved: EngineState, stamp: str = "") -> StateRecord:
         record = make_state_record(saved, self._session, stamp)
         return replace(record, fields=record.fields | self.extra_fields)
 
@@ -231,8 +225,8 @@ def rewrite_file(
 ) -> StateRecord:
     """Replace all contents of a session's file by those of `session`, and `metadata` if given.
 
-    Nothing of the old contents stays in any file. `extra_fields` are further values for the
-    record, which is returned.
+    Nothing of the old contents stays in any file. Returns the new state record, which also has the
+    `extra_fields`.
     """
     passages, saved = new_passages(session)[0], session.engine.save()
     record = make_state_record(saved, session)

@@ -64,7 +64,6 @@ def resume_session(session: Session, store: SessionStore, *, rebuild: bool = Fal
 
 
 def _one_token_cache(model: LoadedModel) -> BoundedCache:
-    """A cache of the model that holds one token."""
     cache = model.new_cache(1)
     model.forward([0], cache)
     cache.commit(1)

@@ -60,20 +60,22 @@ def pop_key_values(tensors: dict[str, torch.Tensor]) -> KeyValues:
     return KeyValues(positions, written_at, [tensors[str(n)] for n in range(len(tensors))], tiers)
 
 
-def key_values_fit(rows: KeyValues, row: KeyValues, seen: int) -> bool:
+def key_values_fit(rows: KeyValues, example: KeyValues, seen: int) -> bool:
     """Whether saved keys and values fit a model and a stream of `seen` tokens.
 
-    `row` has the keys and values of one token of that model.
+    `example` has the keys and values of one token of that model.
     """
-    count, shapes = len(rows), [(*t.shape[:1], len(rows), *t.shape[2:]) for t in row.tensors]
+    count = len(rows)
+    shapes = [(*tensor.shape[:1], count, *tensor.shape[2:]) for tensor in example.tensors]
     return (
         _are_ascending(rows.positions, seen)
         and rows.written_at.shape == (count,)
         and rows.written_at.dtype == np.int64
         and bool(((rows.written_at >= 0) & (rows.written_at < 2**31)).all())
         and [tuple(tensor.shape) for tensor in rows.tensors] == shapes
-        and [tensor.dtype for tensor in rows.tensors] == [tensor.dtype for tensor in row.tensors]
-        and (rows.tiers is None or rows.tiers.fit(row.tensors, seen))
+        and [tensor.dtype for tensor in rows.tensors]
+        == [tensor.dtype for tensor in example.tensors]
+        and (rows.tiers is None or rows.tiers.fit(example.tensors, seen))
     )
 
 

@@ -87,10 +87,9 @@ def key_value_bytes(folder: Path) -> int:
 
 
 def make_room(folder: Path, limit: int) -> int:
-    """Delete files of keys and values, oldest first, until all others have `limit` bytes together.
+    """Delete the oldest files of keys and values, until the others have at most `limit` bytes.
 
-    Returns how many bytes were freed. No chat needs these files: a chat without its file reads its
-    text again.
+    Returns how many bytes were freed. A chat without its file reads its text again.
     """
     files, freed = _key_value_files(folder), 0
     over = sum(size for _, size, _ in files) - limit
@@ -133,9 +132,9 @@ def find_session(folder: Path, ident: str, *, may_be_open: bool = False) -> Path
     matches = by_name or [id for id in ids if ident and id.startswith(ident)]
     if len(matches) > 1:
         how = "are called" if by_name else "begin with"
-        first_few = ", ".join(matches[:5]) + (" and more" if len(matches) > 5 else "")
+        listed = ", ".join(matches[:5]) + (" and more" if len(matches) > 5 else "")
         raise SessionError(
-            f"several sessions {how} {format_value(ident)}: {first_few}",
+            f"several sessions {how} {format_value(ident)}: {listed}",
             hint="give the id of one of them",
         )
     if not matches:
@@ -265,10 +264,9 @@ def export_session(path: Path, stream: BinaryIO) -> None:
 
 
 def read_summary(path: Path) -> SavedSession:
-    """The list entry of the session in the file `path`.
+    """The list entry of a session's file, made of the file's name and time if it can't be read.
 
-    A locked file, or one with an interrupted commit, is read without locks; if that fails, the
-    entry is made of the file's name and time.
+    A locked file, or one with an interrupted commit, is read without locks.
     """
     with as_damage_errors(path):
         try:
@@ -284,18 +282,15 @@ def read_summary(path: Path) -> SavedSession:
 
 
 def names_match(name: str, other: str) -> bool:
-    """Whether two names are equal but for case, spaces and Unicode composition."""
+    """Whether two names are equal, apart from case, spaces and Unicode composition."""
     return bool(name) and _name_key(name) == _name_key(other)
 
 
-def reveals_text(name: str, erased_text: str, *, whole: bool) -> bool:
-    """Whether a name reveals the erased text `erased_text`: whether it contains this text.
-
-    With `whole`, `erased_text` is all of a turn, and a name that is a part of it reveals it, too.
-    """
+def reveals_text(name: str, erased_text: str, *, is_whole_turn: bool) -> bool:
+    """Whether a chat's name has the erased text in it, or is a part of a turn erased as a whole."""
     name_key, text_key = _name_key(name), _name_key(erased_text)
-    repeats = text_key in name_key or (whole and name_key in text_key)
-    return bool(name_key and text_key) and repeats
+    is_revealing = text_key in name_key or (is_whole_turn and name_key in text_key)
+    return bool(name_key and text_key) and is_revealing
 
 
 def _open_elsewhere(chat: SavedSession) -> SessionError:

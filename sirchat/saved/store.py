@@ -1,7 +1,7 @@
 """The file of a saved session: its turns, one ledger row per token, and the state after all turns.
 
-One transaction writes a turn's text, its rows and the new state (the head); undo removes all three.
-Deleted data is overwritten. The file is an SQLite database, locked while it is open.
+One transaction writes a turn's text, its rows and the new state; undo removes all three. Deleted
+data is overwritten. The file is an SQLite database, locked while it is open.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from sirchat.text.transcript import RoleName
 
 _ROLES = get_args(RoleName)
 _NO_LIMIT = 2**62  # larger than every index
-_ROWS_PER_RECORD = 1024  # most ledger rows in a record
-_MAX_COPY_TRIES = 20  # most tries to copy a session that is being written
+_ROWS_PER_RECORD = 1024  # at most: ledger rows in a record
+_MAX_COPY_TRIES = 20  # to copy a session that is being written
 _COPY_PAUSE_S = 0.05  # seconds between two tries
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTurn:
-    """A saved message; all but its index is as in `chat.state.Turn`."""
+    """A saved message: its index, and the fields of `chat.state.Turn`."""
 
     index: int  # from 0
     role: str
@@ -77,7 +77,7 @@ PASSAGE = np.dtype([("start", "<i8"), ("end", "<i8"), ("turn", "<i4"), ("role", 
 class SavedPassages:
     """The passages of a chat in stream order: `rows` [n] of `PASSAGE`, and `vectors` [n, D].
 
-    A vector that is not known is NaN.
+    An unknown vector is NaN.
     """
 
     rows: NDArray[np.void] = field(default_factory=lambda: np.zeros(0, PASSAGE))
@@ -86,45 +86,40 @@ class SavedPassages:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateRecord:
-    """The head of a session's file: the record of the session's state after its last turn."""
+    """The state of a session after its last turn: the record in the table `head` of its file."""
 
     seen: int  # tokens of the stream so far; each has one ledger row
     held: NDArray[np.int64]  # [n], stream positions of the tokens in the cache, ascending
     logits: NDArray[np.float32] | None  # [vocabulary], raw, after the last token
     fields: dict[str, Any]  # all other values of the state, as JSON values
-    # [n], as `held`, with the tokens that recall holds; of a head that is read, None
+    # [n], `held` and the tokens that recall holds, to be written; None in a record that was read
     cached: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How many of the turns and ledger rows in the file a change leaves as they are.
+    """A leading part of a session's file: all of it, or what a change leaves as it is."""
 
-    `passages`: those before this position stay. `held`: up to this turn, the file still says right
-    which tokens were held.
-    """
-
-    turns: int = _NO_LIMIT
-    rows: int = _NO_LIMIT
-    passages: int = _NO_LIMIT
-    held: int = _NO_LIMIT
+    turns: int = _NO_LIMIT  # number of turns
+    rows: int = _NO_LIMIT  # number of ledger rows
+    passages: int = _NO_LIMIT  # stream position at which the passages end
+    held: int = _NO_LIMIT  # number of turns after which the file says which tokens were held
 
 
 _EVERYTHING, _NO_PASSAGES = Extent(), SavedPassages()
 
 
 class SessionStore:
-    """The file of one saved session, open and locked; use `create` or `open` to make a store.
+    """The file of one saved session, open and locked; `create`, `open` or `read` makes a store.
 
     Once a method that writes has returned, a power loss can't undo the change. If the file can't be
-    written, it raises SessionError, and nothing is changed. `kv` is the file of keys and values,
-    `segments` are those of evicted tokens.
+    written, it raises SessionError, and nothing is changed.
     """
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path, self._connection = path, connection
         self.kv = KeysAndValues(path)
-        self.segments = SavedSegments(path)
+        self.segments = SavedSegments(path)  # keys and values of evicted tokens
         with as_damage_errors(path):
             self._file = path.stat()
             self.meta: dict[str, Any] = dict(self._about_value("meta"))
@@ -134,10 +129,9 @@ class SessionStore:
 
     @classmethod
     def create(cls, folder: Path, meta: Mapping[str, Any]) -> Self:
-        """Create the file of a new session in `folder`.
+        """Create the file of a new session in `folder`; SessionError if that fails.
 
-        `meta` are facts as JSON values, without text of the chat: they are not erased. Raises
-        SessionError if no file can be created.
+        `meta` are facts as JSON values, without text of the chat, as they are not erased.
         """
         about = {"meta": dict(meta), "created": time.time()}
         path = create_session_file(folder, SUFFIX)
@@ -179,9 +173,9 @@ class SessionStore:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """As `open`, but only to read; of a session in use, this is a copy of what was saved last.
+        """As `open`, but only to read; a session in use is copied as it was saved last.
 
-        So it is of a file of the older format, which stays as it is. Raises SessionError as `open`.
+        A file of the older format is copied, too, and stays as it is.
         """
         refused = SessionError(f"{path} changed while it was read", hint="try again")
         if not has_older_format(path):
@@ -236,7 +230,6 @@ class SessionStore:
 
     @property
     def size(self) -> Extent:
-        """The numbers of saved turns and ledger rows, and the position where the passages end."""
         with as_session_errors(self.path):
             ((turns,),) = self._fetch("SELECT max(turn) + 1 FROM turns")
             ends = self._fetch("SELECT end FROM passages ORDER BY start DESC LIMIT 1")
@@ -251,10 +244,10 @@ class SessionStore:
         extent: Extent = _EVERYTHING,
         flags: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        """Add turns, ledger rows [k], passages and a head; before that, delete all but `extent`.
+        """Delete all that is not in `extent`; then add turns, ledger rows [k] and passages.
 
-        `flags` are new ones of earlier rows, by position; else, saved rows never change: what can
-        change, such as which rows are held, is in the head.
+        `record` replaces the old state. `flags` are new flags of older rows, by position; nothing
+        else of saved rows ever changes.
         """
         size = self.size
         is_cut = extent.turns < size.turns or extent.rows < size.rows
@@ -268,7 +261,7 @@ class SessionStore:
             remove_from_index(self.path)
 
     def rename(self, name: str) -> None:
-        """Set the user's name for the session; an empty text removes it."""
+        """Set the user's name for the session; "" removes it."""
         with self._transaction():
             self._write_about("name", name)
         self.name = name
@@ -293,13 +286,12 @@ class SessionStore:
             turns = list[SavedTurn]()
             for record in self._fetch("SELECT * FROM turns ORDER BY turn"):
                 *values, is_summary, is_left_out, torn, _ = record
-                told: dict[str, Any] = {"torn": tuple(json.loads(torn))}
-                told |= {"is_summary": bool(is_summary), "is_left_out": bool(is_left_out)}
-                turns.append(SavedTurn(*values, **told))
+                values += [bool(is_summary), bool(is_left_out), tuple(json.loads(torn))]
+                turns.append(SavedTurn(*values))
             for number, turn in enumerate(turns):
                 require(turn.index == number and turn.role in _ROLES)
-                said = turn.text, turn.finish, turn.thinking, *turn.torn
-                require(all(isinstance(text, str) for text in said))
+                texts = turn.text, turn.finish, turn.thinking, *turn.torn
+                require(all(isinstance(text, str) for text in texts))
                 require(turn.time is None or isinstance(turn.time, int))  # of a wrong clock, too
             return turns
 
@@ -312,17 +304,16 @@ class SessionStore:
             return saved.astype(dtype)
 
     def passages(self) -> SavedPassages:
-        """The passages of the chat."""
         with as_damage_errors(self.path):
             query = "SELECT start, end, turn, role, vector FROM passages ORDER BY start"
             records, seen = self._fetch(query), self._count_rows()
             rows = np.array([tuple(record[:4]) for record in records], PASSAGE)
-            known = [np.frombuffer(data or b"", "<f2") for *_, data in records]
-            size = max((len(one) for one in known), default=0)
+            saved = [np.frombuffer(data or b"", "<f2") for *_, data in records]
+            size = max(map(len, saved), default=0)
             vectors = np.full((len(rows), size), np.nan, np.float16)
-            for at, one in enumerate(known):
-                require(len(one) in (0, size))
-                vectors[at] = one if len(one) else np.nan
+            for index, vector in enumerate(saved):
+                require(len(vector) in (0, size))
+                vectors[index] = vector if len(vector) else np.nan
             bounds = rows[["start", "end"]].tolist()
             require(all(0 <= start < end <= seen for start, end in bounds))
             require(bool((rows["start"][1:] >= rows["end"][:-1]).all()))
@@ -330,17 +321,17 @@ class SessionStore:
             return SavedPassages(rows, vectors)
 
     def held_by_turn(self) -> dict[int, NDArray[np.int64]]:
-        """The positions [n] of the tokens in the cache when the chat was saved after a turn.
+        """The positions [n] of the tokens in the cache after each turn, by the turn's number.
 
-        By the turn's number, ascending; a turn after which it was not saved is missing.
+        A turn after which the chat was not saved is missing.
         """
         with as_damage_errors(self.path):
-            known, seen = dict[int, NDArray[np.int64]](), self._count_rows()
+            held, seen = dict[int, NDArray[np.int64]](), self._count_rows()
             for turn, data in self._fetch("SELECT turn, positions FROM held ORDER BY turn"):
                 steps = np.frombuffer(zlib.decompressobj().decompress(data, 4 * seen + 4), "<i4")
-                known[turn] = np.cumsum(steps, dtype=np.int64) - 1
-                require(bool((steps > 0).all()) and known[turn][-1:].sum() < seen)
-            return known
+                held[turn] = np.cumsum(steps, dtype=np.int64) - 1
+                require(bool((steps > 0).all()) and held[turn][-1:].sum() < seen)
+            return held
 
     def state_record(self) -> StateRecord | None:
         """The session's state after its last turn; None for a session without turns."""
@@ -360,8 +351,7 @@ class SessionStore:
     ) -> None:
         """Replace all contents, and `meta` if given; the old contents stay in no file.
 
-        But which tokens were held is still true up to turn `held`.
-        Keys and values, which were computed from the old text, are deleted, too.
+        Keys and values are deleted, too. Which tokens were held stays true up to turn `held`.
         """
         self.kv.drop()
         self.segments.drop()
@@ -398,7 +388,7 @@ class SessionStore:
         passages: SavedPassages,
         extent: Extent,
     ) -> None:
-        """Write what `append` says, in a transaction."""
+        """Write what `append` describes, within a transaction."""
         connection, start = self._connection, min(extent.rows, self._count_rows())
         _check_count(rows, record.seen - start)
         connection.execute("DELETE FROM turns WHERE turn >= ?", (extent.turns,))
@@ -410,32 +400,32 @@ class SessionStore:
                 connection, "turns", turn.index, *texts, turn.time, *flags, json.dumps(turn.torn)
             )
         for values, vector in zip(passages.rows.tolist(), passages.vectors, strict=True):
-            known = None if np.isnan(vector).any() else vector.astype("<f2").tobytes()
-            insert_record(connection, "passages", *values, known)
+            data = None if np.isnan(vector).any() else vector.astype("<f2").tobytes()
+            insert_record(connection, "passages", *values, data)
         self._cut_rows(start)
         if len(rows) and not start:
             self._write_about("row", _packed(rows.dtype).descr)
-        for at in range(0, len(rows), _ROWS_PER_RECORD):
-            data = rows[at : at + _ROWS_PER_RECORD].astype(self._file_dtype(rows.dtype)).tobytes()
-            insert_record(connection, "rows", start + at, data)
+        for first in range(0, len(rows), _ROWS_PER_RECORD):
+            block = rows[first : first + _ROWS_PER_RECORD].astype(self._file_dtype(rows.dtype))
+            insert_record(connection, "rows", start + first, block.tobytes())
         connection.execute("DELETE FROM head")
         held = np.asarray(record.held, "<i8").tobytes()
         logits = None if record.logits is None else np.asarray(record.logits, "<f4").tobytes()
         insert_record(connection, "head", 0, record.seen, held, logits, json.dumps(record.fields))
-        last = self.size.turns - 1
-        connection.execute("DELETE FROM held WHERE turn >= ?", (min(extent.held, last),))
-        if last >= 0:
+        last_turn = self.size.turns - 1
+        connection.execute("DELETE FROM held WHERE turn >= ?", (min(extent.held, last_turn),))
+        if last_turn >= 0:
             cached = record.held if record.cached is None else record.cached
             steps = np.diff(cached, prepend=-1).astype("<i4").tobytes()  # small numbers, mostly 1
-            insert_record(connection, "held", last, zlib.compress(steps, 1))
+            insert_record(connection, "held", last_turn, zlib.compress(steps, 1))
 
     def _write_flags(self, flags: Mapping[int, int]) -> None:
         """Set the flags of saved rows, given by position."""
-        left = sorted(flags, reverse=True)
-        while left:
-            start, rows = self._row_record(left[-1])
-            while left and left[-1] < start + len(rows):
-                position = left.pop()
+        remaining = sorted(flags, reverse=True)
+        while remaining:
+            start, rows = self._row_record(remaining[-1])
+            while remaining and remaining[-1] < start + len(rows):
+                position = remaining.pop()
                 rows["flags"][position - start] = flags[position]
             self._connection.execute("DELETE FROM rows WHERE start = ?", (start,))
             insert_record(self._connection, "rows", start, rows.tobytes())
@@ -449,7 +439,7 @@ class SessionStore:
                 insert_record(self._connection, "rows", start, rows[: seen - start].tobytes())
 
     def _row_record(self, position: int) -> tuple[int, NDArray[Any]]:
-        """A copy of the saved rows that one record has with that at `position`, and its start."""
+        """The first position in the record that has this row, and a copy of the record's rows."""
         query = "SELECT start, data FROM rows WHERE start <= ? ORDER BY start DESC LIMIT 1"
         ((start, data),) = self._fetch(query, position)
         fields = np.dtype([(name, kind) for name, kind in self._about_value("row")])
@@ -482,10 +472,12 @@ class SessionStore:
 
 
 def _file_times(path: Path) -> tuple[int, ...]:
-    """Sizes and times of a session's file and its journal; empty while they are being written."""
-    files = [file.stat() for file in (path, Path(f"{path}-journal")) if file.exists()]
-    is_written = any(file.st_size for file in files[1:])
-    return () if is_written else tuple(at for one in files for at in (one.st_size, one.st_mtime_ns))
+    """Size and time of a session's file, and of its journal, if any; empty while it is written."""
+    file, journal = path.stat(), Path(f"{path}-journal")
+    stats = [file, journal.stat()] if journal.exists() else [file]
+    if any(stat.st_size for stat in stats[1:]):
+        return ()
+    return tuple(number for stat in stats for number in (stat.st_size, stat.st_mtime_ns))
 
 
 def _check_count(rows: NDArray[Any], expected: int) -> None:
@@ -494,7 +486,7 @@ def _check_count(rows: NDArray[Any], expected: int) -> None:
 
 
 def _packed(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Little-endian and without padding, which would write arbitrary memory to the file."""
+    """The dtype in little-endian and without padding, which would write arbitrary memory."""
     return np.dtype([(name, dtype[name].newbyteorder("<")) for name in dtype.names or ()])
 
 

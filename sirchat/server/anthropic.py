@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from sirchat.server.completions import ReplySerializer, server_sent_event
 from sirchat.server.fields import (
     MAX_MESSAGES,
     MAX_TOKEN_LIMIT,
     FunctionName,
     Json,
     Options,
-    RequestBody,
     RequestError,
     RequestObject,
     make_request,
@@ -24,15 +23,16 @@ from sirchat.server.fields import (
 from sirchat.server.parts import ReplyEnd, ReplyText
 from sirchat.server.requests import (
     ChatRequest,
-    ConversationFields,
     FlatTool,
     HostedTool,
+    ReplyBody,
     chat_tools,
+    schema_format,
+    shared_fields,
 )
+from sirchat.server.streaming import ReplySerializer, server_sent_event
 from sirchat.text.tool_calls import ToolCall
 
-_RENAMED = {"max_tokens": "max_completion_tokens", "stop_sequences": "stop"}
-_SAME = ("model", "temperature", "top_p", "top_k", "stream", "sirchat")
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 _Blocks = Annotated[
     list[dict[str, Any]],
@@ -103,16 +103,13 @@ def _kind_of_tool(tool: Any) -> str:
     return "hosted" if is_hosted else "custom"
 
 
-class MessagesRequest(RequestBody):
+class MessagesRequest(ReplyBody):
     """The body of a request to `/v1/messages`."""
 
     model: str
     max_tokens: int = Field(ge=1, le=MAX_TOKEN_LIMIT)
     stop_sequences: list[str] = Field(default=[])
-    temperature: float | None = None
-    top_p: float | None = None
     top_k: int | None = None
-    stream: bool = False
     messages: list[AnthropicMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: _Blocks | None = None
     tools: list[
@@ -125,20 +122,18 @@ class MessagesRequest(RequestBody):
     thinking: ThinkingOptions | None = None
     output_config: OutputOptions = OutputOptions()
     output_format: OutputFormat | None = None
-    sirchat: ConversationFields = ConversationFields()
 
     def as_chat_request(self) -> ChatRequest:
         """This request in OpenAI's shape; RequestError if a value is not allowed."""
-        messages = [
-            chat_message for message in self.messages for chat_message in message.messages()
-        ]
+        messages = list(chain.from_iterable(message.messages() for message in self.messages))
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": self.system})
         choice: Any = self.tool_choice.type.replace("any", "required")
         if choice == "tool":
             choice = {"type": "function", "function": {"name": self.tool_choice.name}}
         is_single = self.tool_choice.disable_parallel_tool_use
-        fields = {name: getattr(self, name) for name in (*_SAME, *_RENAMED)} | {
+        fields = shared_fields(self) | {
+            "stop": self.stop_sequences,
             "messages": messages,
             "tools": chat_tools(self.tools),
             "tool_choice": choice,
@@ -146,9 +141,8 @@ class MessagesRequest(RequestBody):
             "reasoning_effort": self._reasoning_effort,
         }
         if output_format := self.output_config.format or self.output_format:
-            schema = {"name": "format", "schema": output_format.schema_}
-            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-        return make_request(ChatRequest, {_RENAMED.get(k, k): v for k, v in fields.items()})
+            fields["response_format"] = schema_format(output_format.schema_)
+        return make_request(ChatRequest, fields)
 
     @property
     def _reasoning_effort(self) -> str | None:
@@ -173,19 +167,16 @@ class MessageSerializer(ReplySerializer):
         self._index, self._open = -1, ""  # of the last block, and its kind if that has not ended
 
     def response_body(self, reply: ReplyText, end: ReplyEnd) -> dict[str, Any]:
-        """The JSON object of a message with this reply, in one part."""
         content = [_thinking(reply.thinking)] if reply.thinking else []
         content += [_text(reply.text)] if reply.text or not reply.calls else []
         content += [_call(call) | {"input": json.loads(call.arguments)} for call in reply.calls]
         return {**self._message, "content": content, **_stop_fields(end), "sirchat": end.memory}
 
     def first_events(self) -> Iterable[str]:
-        """The first event: a message without content."""
         empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
         return (_event("message_start", message={**self._message, **empty, "usage": _usage({})}),)
 
     def last_events(self, end: ReplyEnd) -> Iterable[str]:
-        """The last events."""
         yield from self._end_block()
         stop_fields = _stop_fields(end)
         usage = stop_fields.pop("usage")
@@ -193,16 +184,13 @@ class MessageSerializer(ReplySerializer):
         yield _event("message_stop")
 
     def error_events(self, error: RequestError) -> Iterable[str]:
-        """The last event, if the reply fails."""
         return (server_sent_event(error.body_for("/messages"), "error"),)
 
     def part_events(self, part: ReplyText) -> Iterable[str]:
-        """The events that tell a part, in blocks."""
         for kind, text in (("thinking", part.thinking), ("text", part.text)):
             if text:
-                yield from self._begin_block(
-                    kind, _thinking("") if kind == "thinking" else _text("")
-                )
+                empty = _thinking("") if kind == "thinking" else _text("")
+                yield from self._begin_block(kind, empty)
                 yield self._delta(type=f"{kind}_delta", **{kind: text})
         for call in part.calls:
             yield from self._begin_block("", _call(call))

@@ -6,12 +6,11 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
@@ -19,9 +18,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
 
 from sirchat.chat.formats import ModelFormats
 from sirchat.chat.model_defaults import with_model_defaults
@@ -34,15 +32,15 @@ from sirchat.models.model import LoadedModel
 from sirchat.paths import server_port_file
 from sirchat.server.access import Access, read_body, show_error
 from sirchat.server.anthropic import MessageSerializer, MessagesRequest
-from sirchat.server.completions import ChatCompletionSerializer, Part, ReplySerializer
+from sirchat.server.completions import ChatCompletionSerializer
 from sirchat.server.conversation import History
 from sirchat.server.fields import RequestError, make_request, parse_json_object, parse_request
 from sirchat.server.formats import reply_format
 from sirchat.server.model_routes import ModelRoutes
 from sirchat.server.ollama import OllamaRequest, OllamaSerializer
-from sirchat.server.parts import ReplyEnd, ReplyOptions
+from sirchat.server.parts import ReplyOptions
 from sirchat.server.pool import ConversationPool
-from sirchat.server.reply_thread import ReplyThread, SentPart, WaitingReply
+from sirchat.server.reply_thread import ReplyThread
 from sirchat.server.requests import (
     MAX_NAME_CHARS,
     AskFields,
@@ -53,16 +51,21 @@ from sirchat.server.requests import (
 from sirchat.server.responses import ResponsesRequest, ResponsesSerializer
 from sirchat.server.saved_conversations import SavedConversations
 from sirchat.server.session_routes import SessionRoutes
+from sirchat.server.streaming import (
+    EventStream,
+    ReplyParts,
+    ReplySerializer,
+    await_unless_disconnected,
+)
 
 _LOG = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
 # The requests for a reply, and what makes the JSON of the reply to each.
 REPLY_ENDPOINTS: dict[str, tuple[Any, Callable[..., ReplySerializer]]] = {
     "/v1/chat/completions": (ChatRequest, ChatCompletionSerializer),
-    "/v1/messages": (MessagesRequest, lambda asked, model: MessageSerializer(model)),
+    "/v1/messages": (MessagesRequest, lambda body, model: MessageSerializer(model)),
     "/v1/responses": (ResponsesRequest, ResponsesSerializer),
-    "/api/chat": (OllamaRequest, lambda asked, model: OllamaSerializer(model)),
+    "/api/chat": (OllamaRequest, lambda body, model: OllamaSerializer(model)),
 }
 _CORS: dict[str, Any] = {
     "allow_methods": ["*"],
@@ -70,22 +73,16 @@ _CORS: dict[str, Any] = {
     "expose_headers": ["*"],
     "allow_private_network": True,
 }
-_MAX_LOGGED_NOTES = (
-    1000  # different notes that the log has once; also characters of those of a request
-)
-_KEEPALIVE_SECONDS = 1.0  # after which a stream without an event sends a comment
-_UNREAD_SECONDS = 60.0  # for which a client may leave a stream unread, while its buffers are full
+_MAX_LOGGED_NOTES = 1000  # different ones, each of which the log has once
+_MAX_HEADER_CHARS = 1000  # of the notes of one request
 _HEADERS_SECONDS = 0.5  # after which a stream begins, not counting the parsing of its request
 _CHARS_PER_ENCODING = 50_000  # characters of a text that are counted at once
-_CLIENT_SETTINGS = (
-    "description",
-    "model",
-    "seed",
-    "save",
-    "learn_encoder",
-)  # a client may have others
-# Settings that are fixed when a model is loaded, so a request can't have others.
-_MODEL_SETTINGS = tuple(name for name in FIXED_SETTINGS if name not in _CLIENT_SETTINGS)
+# Settings that are fixed when a model is loaded, so that a request can't have others.
+_MODEL_SETTINGS = tuple(
+    name
+    for name in FIXED_SETTINGS
+    if name not in ("description", "model", "seed", "save", "learn_encoder")
+)
 
 
 class Limits(BaseModel):
@@ -118,12 +115,10 @@ def open_server(
     `profile` has the settings of all conversations; SettingError if one does not work here. Web
     pages of the origins `cors` may ask.
     """
-    full_profile = with_model_defaults(profile, model)
-    check_profile(full_profile, model)
-    disk = (
-        SavedConversations(model, full_profile, limits.saved, folder) if full_profile.save else None
-    )
-    conversations = ConversationPool(model, full_profile, limits.conversations, disk, limits.reuse)
+    profile = with_model_defaults(profile, model)
+    check_profile(profile, model)
+    disk = SavedConversations(model, profile, limits.saved, folder) if profile.save else None
+    conversations = ConversationPool(model, profile, limits.conversations, disk, limits.reuse)
     return ChatServer(conversations, queue=limits.queue, host=host, key=key, cors=cors)
 
 
@@ -148,18 +143,14 @@ class ChatServer:
         self._model, self._profile = conversations.model, conversations.profile
         names = model_names(conversations.model.name)
         self.model = names[-1]
-        model_routes = ModelRoutes(conversations.model, names, self.replies)
-        self._check_model = model_routes.check_name
-        self._logged_notes = set[str]()  # notes that the log has
+        self._model_routes = ModelRoutes(conversations.model, names, self.replies)
+        self._logged_notes = set[str]()
         self._formats = ModelFormats()
         routes = [
             Route("/health", self._health),
-            *model_routes.routes,
+            *self._model_routes.routes,
             *SessionRoutes(self.replies, conversations).routes,
-            *(
-                Route(path, partial(self._reply, *of), methods=["POST"])
-                for path, of in REPLY_ENDPOINTS.items()
-            ),
+            *(Route(p, partial(self._reply, p), methods=["POST"]) for p in REPLY_ENDPOINTS),
             Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
         ]
         # Some clients take the address for the whole of it.
@@ -180,68 +171,44 @@ class ChatServer:
     async def _health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
-    async def _reply(
-        self,
-        body_class: Any,
-        serializer_of: Callable[[Any, str], ReplySerializer],
-        request: Request,
-    ) -> Response:
+    async def _reply(self, endpoint: str, request: Request) -> Response:
+        """Generate the reply to a request; the response is a stream if the request asks for one."""
+        body_class, serializer_of = REPLY_ENDPOINTS[endpoint]
         body = parse_request(await read_body(request), body_class)
         serializer = serializer_of(body, self.model)
+        self._model_routes.check_name(body.model)
         if isinstance(serializer, OllamaSerializer) and not body.messages:
-            self._check_model(body.model)
             return JSONResponse(serializer.loaded_body())
-        return await self._respond(
-            request, body.as_chat_request(), serializer, ignored_parts_notes(body)
-        )
+        chat = body.as_chat_request()
+        options = self._options(chat)
+        options.notes.extend(ignored_parts_notes(body))
+        name = request.headers.get("X-Sirchat-Conversation", "")[:MAX_NAME_CHARS]
+        parts = ReplyParts(self.replies, self._history(chat, name), options)
+        try:
+            first_part = await_unless_disconnected(request, parts.begin())
+            with suppress(TimeoutError):  # then a stream begins, whose client sees it is alive
+                await asyncio.wait_for(first_part, _HEADERS_SECONDS if chat.stream else None)
+            headers = self._note_headers(options.notes) | options.headers
+            if chat.stream:
+                return EventStream(serializer.events(parts), serializer.media, parts, headers)
+            content = await await_unless_disconnected(request, serializer.collect_response(parts))
+            return JSONResponse(content, headers=headers)
+        except BaseException:
+            parts.cancel()
+            raise
 
     async def _count_tokens(self, request: Request) -> Response:
         """The tokens of a request's texts, without those that the chat template adds."""
         fields = {"max_tokens": 1} | parse_json_object(await read_body(request))
-        chat_request = make_request(MessagesRequest, fields).as_chat_request()
-        self._check_model(chat_request.model)
-        history = self._history(chat_request)
+        chat = make_request(MessagesRequest, fields).as_chat_request()
+        self._model_routes.check_name(chat.model)
+        history = self._history(chat)
         texts = [history.system or "", history.tools, *(text for _, text in history.messages)]
-        return JSONResponse({"input_tokens": await asyncio.to_thread(self._count, texts)})
-
-    def _count(self, texts: Sequence[str]) -> int:
-        encode = self._model.tokenizer.encode
-        # No other thread runs while the tokenizer reads: a cut may add a token.
-        pieces = (
-            text[start : start + _CHARS_PER_ENCODING]
-            for text in texts
-            for start in range(0, len(text), _CHARS_PER_ENCODING)
-        )
-        return sum(len(encode(piece, add_special_tokens=False)) for piece in pieces)
-
-    async def _respond(
-        self,
-        request: Request,
-        asked: ChatRequest,
-        shape: ReplySerializer,
-        notes: Sequence[str] = (),
-    ) -> Response:
-        """Generate the reply to a request; the response is a stream if the request asks for one.
-
-        Raises RequestError if it names another model, or if the reply fails before it begins.
-        """
-        self._check_model(asked.model)
-        options = self._options(asked)
-        options.notes.extend(notes)
-        name = request.headers.get("X-Sirchat-Conversation", "")[:MAX_NAME_CHARS]
-        parts = ReplyParts(self.replies, self._history(asked, name), options)
-        try:
-            begun = _await_unless_disconnected(request, parts.begin())
-            with suppress(TimeoutError):  # then a stream begins, whose client sees it is alive
-                await asyncio.wait_for(begun, _HEADERS_SECONDS if asked.stream else None)
-            headers = self._note_headers(options.notes) | options.headers
-            if asked.stream:
-                return _EventStream(shape.events(parts), shape.media, parts, headers)
-            whole = await _await_unless_disconnected(request, shape.collect_response(parts))
-            return JSONResponse(whole, headers=headers)
-        except BaseException:
-            parts.cancel()
-            raise
+        # No other thread runs while the tokenizer reads a text; a cut may add a token.
+        starts = [(t, i) for t in texts for i in range(0, len(t), _CHARS_PER_ENCODING)]
+        texts = [text[start : start + _CHARS_PER_ENCODING] for text, start in starts]
+        ids = await self._model_routes.encode(texts, add_special_tokens=False)
+        return JSONResponse({"input_tokens": sum(map(len, ids))})
 
     def _note_headers(self, notes: list[str]) -> dict[str, str]:
         """The header that says what is not quite as the request asked; the log says it once."""
@@ -249,27 +216,24 @@ class ChatServer:
         notes = [on_one_line(note).encode("ascii", "backslashreplace").decode() for note in notes]
         for note in set(notes) - self._logged_notes:
             _LOG.warning("a request is not quite met: %s", note)
-        self._logged_notes = {
-            *notes,
-            *(self._logged_notes if len(self._logged_notes) < _MAX_LOGGED_NOTES else ()),
-        }
-        return (
-            {"X-Sirchat-Note": "; ".join(dict.fromkeys(notes))[:_MAX_LOGGED_NOTES]} if notes else {}
-        )
+        if len(self._logged_notes) >= _MAX_LOGGED_NOTES:
+            self._logged_notes.clear()
+        self._logged_notes.update(notes)
+        header = "; ".join(dict.fromkeys(notes))[:_MAX_HEADER_CHARS]
+        return {"X-Sirchat-Note": header} if notes else {}
 
-    def _history(self, chat_request: ChatRequest, name: str = "") -> History:
+    def _history(self, chat: ChatRequest, name: str = "") -> History:
         """The messages of a request, for the conversation `name` unless the request names one."""
-        if chat_request.sirchat_ask is not None:
-            profile = self._profile_for_ask(chat_request.sirchat_ask)
-            return History.of_single_message(chat_request.messages[-1].text, profile)
-        name = chat_request.sirchat.conversation or name
-        keeps_own_prompt = (
-            chat_request.system is not None or name
-        )  # a name stands for what was sent before, too
-        system = chat_request.system if keeps_own_prompt else self._profile.system
-        tools = [tool.model_dump(exclude_none=True) for tool in chat_request.tools]
+        if chat.sirchat_ask is not None:
+            profile = self._profile_for_ask(chat.sirchat_ask)
+            return History.of_single_message(chat.messages[-1].text, profile)
+        name = chat.sirchat.conversation or name
+        # A name stands for what was sent before, also a system prompt.
+        uses_default = chat.system is None and not name
+        system = self._profile.system if uses_default else chat.system
+        tools = [tool.model_dump(exclude_none=True) for tool in chat.tools]
         tools_json = json.dumps(tools, ensure_ascii=False) if tools else ""
-        return History.of(system, chat_request.turns, tools_json, name)
+        return History.of(system, chat.turns, tools_json, name)
 
     def _profile_for_ask(self, ask: AskFields) -> Profile:
         """The settings that a `sirchat ask` sends for its question, with the model's defaults.
@@ -282,29 +246,21 @@ class ChatServer:
             raise RequestError("the settings are not those of this version of sirchat") from None
         if is_path(profile.policy):
             raise RequestError("a question can't name a policy of your own")
-        different = [
-            name
-            for name in _MODEL_SETTINGS
-            if getattr(profile, name) != getattr(self._profile, name)
-        ]
-        if server_port_file(profile.model) != server_port_file(self._profile.model):
-            different.insert(0, "model")
-        if different:
-            value = getattr(self._profile, different[0])
-            raise RequestError(f"the server has a different {different[0]}: {value}", status=409)
+        is_other_model = server_port_file(profile.model) != server_port_file(self._profile.model)
+        for name in (*(("model",) if is_other_model else ()), *_MODEL_SETTINGS):
+            if (value := getattr(self._profile, name)) != getattr(profile, name):
+                raise RequestError(f"the server has a different {name}: {value}", status=409)
         return with_model_defaults(profile, self._model)
 
-    def _options(self, chat_request: ChatRequest) -> ReplyOptions:
+    def _options(self, chat: ChatRequest) -> ReplyOptions:
         """How to generate the reply; RequestError if a setting can't have the request's value."""
-        if chat_request.sirchat_ask is not None:
-            fields = chat_request.sirchat_ask.model_dump(exclude={"settings"})
-            options = ReplyOptions(is_for_ask=True, **fields)
-            return replace(
-                options, format=partial(reply_format, self._formats, chat_request, options.notes)
-            )
-        settings, notes = chat_request.settings(), list[str]()
-        last = chat_request.messages[-1]
-        if last.role == "assistant" and last.text.strip() and chat_request.turns[-1][0] == "user":
+        settings, notes = chat.settings(), list[str]()
+        make_format = partial(reply_format, self._formats, chat, notes)
+        if chat.sirchat_ask is not None:
+            fields = chat.sirchat_ask.model_dump(exclude={"settings"})
+            return ReplyOptions(is_for_ask=True, format=make_format, notes=notes, **fields)
+        last = chat.messages[-1]
+        if last.role == "assistant" and last.text.strip() and chat.turns[-1][0] == "user":
             notes.append("the last message is the assistant's: the reply is another one after it")
         for name, value in settings.items():
             settings[name] = allowed = clamped_setting(name, value)
@@ -318,10 +274,10 @@ class ChatServer:
             settings.setdefault("seed", secrets.randbelow(2**63))
         return ReplyOptions(
             settings,
-            tuple(chat_request.stop),
-            chat_request.call_parser(),
-            format=partial(reply_format, self._formats, chat_request, notes),
-            must_call=bool(chat_request.required_tools),
+            tuple(chat.stop),
+            chat.call_parser(),
+            format=make_format,
+            must_call=bool(chat.required_tools),
             notes=notes,
         )
 
@@ -329,100 +285,3 @@ class ChatServer:
 def model_names(model: str) -> tuple[str, ...]:
     """The names by which clients may call a model: its full name, and its part after the last /."""
     return tuple(dict.fromkeys((model, model.rstrip("/").rpartition("/")[2])))
-
-
-class ReplyParts:
-    """The parts of the reply to a request, which another thread generates.
-
-    A new instance submits it; iterating raises RequestError if it fails.
-    """
-
-    def __init__(self, thread: ReplyThread, history: History, options: ReplyOptions) -> None:
-        self._thread, self._queue = thread, asyncio.Queue[SentPart]()
-        self._first: Part | None = None
-        self._loop = asyncio.get_running_loop()
-        self._reply = WaitingReply(history, options, self._send)
-        thread.submit(self._reply)
-
-    def _send(self, part: SentPart) -> None:
-        with suppress(RuntimeError):  # the event loop has ended: no client is left
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, part)
-
-    async def begin(self) -> None:
-        """Wait for the first part of the reply; raises RequestError if the reply fails first."""
-        self._first = await self._next()
-
-    async def __aiter__(self) -> AsyncIterator[Part]:
-        part = self._first or await self._next()
-        yield part
-        while not isinstance(part, ReplyEnd):
-            part = await self._next()
-            yield part
-
-    def cancel(self) -> None:
-        """Stop generating the reply, because the client no longer waits for it."""
-        self._thread.cancel(self._reply)
-
-    async def _next(self) -> Part:
-        part = await self._queue.get()
-        if isinstance(part, RequestError):
-            raise part
-        return part
-
-
-class _EventStream(StreamingResponse):
-    """A streamed HTTP response; the reply is cancelled if the client leaves, or reads no more."""
-
-    def __init__(
-        self, events: AsyncIterator[str], media: str, parts: ReplyParts, headers: dict[str, str]
-    ) -> None:
-        if media == "text/event-stream":
-            events = _with_keepalives(events)
-        super().__init__(events, headers={"Cache-Control": "no-store", **headers}, media_type=media)
-        self._parts = parts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_in_time(event: Message) -> None:
-            async with asyncio.timeout(_UNREAD_SECONDS):
-                await send(event)
-
-        try:
-            with suppress(TimeoutError):
-                await super().__call__(scope, receive, send_in_time)
-        finally:
-            self._parts.cancel()
-
-
-async def _with_keepalives(events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """Server-sent events, with a comment, by which the client waits on, in each long silence."""
-    following = asyncio.ensure_future(anext(events, None))
-    try:
-        while True:
-            await asyncio.wait((following,), timeout=_KEEPALIVE_SECONDS)
-            if not following.done():
-                yield ": waiting\n\n"
-                continue
-            if (event := following.result()) is None:
-                return
-            yield event
-            following = asyncio.ensure_future(anext(events, None))
-    finally:
-        following.cancel()
-
-
-async def _await_unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Wait for the result of `work`; RequestError if the client closes the connection first."""
-
-    async def wait_for_end() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task, disconnected = asyncio.create_task(work), asyncio.create_task(wait_for_end())
-    try:
-        await asyncio.wait((task, disconnected), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise RequestError("the client closed the connection", status=499)
-    finally:
-        task.cancel()
-        disconnected.cancel()

@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -131,8 +132,8 @@ def conversation_key(path: str, body: bytes, name: str = "") -> bytes:
     beginning: Any = None
     if endpoint is not None:
         with suppress(RequestError):  # the replica answers with the same error
-            asked = parse_request(body, endpoint[0]).as_chat_request()
-            beginning = asked.sirchat.conversation or name or [asked.system, asked.turns[0]]
+            chat = parse_request(body, endpoint[0]).as_chat_request()
+            beginning = chat.sirchat.conversation or name or [chat.system, chat.turns[0]]
     return sha256(json.dumps(beginning).encode()).digest()
 
 
@@ -158,17 +159,12 @@ def app(settings: Mapping[str, Any]) -> Any:
     from ray import serve
 
     folder = options.folder or served_dir()
+    deployment = partial(serve.deployment, max_ongoing_requests=_MAX_ONGOING_REQUESTS)
     actor = {"num_cpus": options.cpus, "num_gpus": options.gpus}
-    deployed = serve.deployment(
-        ray_actor_options=actor, max_ongoing_requests=_MAX_ONGOING_REQUESTS
-    )(Replica)
+    deployed = deployment(ray_actor_options=actor)(Replica)
     names = [f"replica-{number}" for number in range(options.replicas)]
     replicas = [
         deployed.options(name=name).bind(profile, options, folder.absolute() / name, key)
         for name in names
     ]
-    actor = {"num_cpus": 0}
-    router = serve.deployment(ray_actor_options=actor, max_ongoing_requests=_MAX_ONGOING_REQUESTS)(
-        Router
-    )
-    return router.bind(*replicas)
+    return deployment(ray_actor_options={"num_cpus": 0})(Router).bind(*replicas)

@@ -210,28 +210,24 @@ class ServedConversation(KnownConversation):
         return len(self.session.undo_points)
 
     def history_with_earlier(self, history: History, matched_count: int) -> History:
-        """A history that goes on here by this conversation's name, with all messages before.
+        """The history of a request that names this conversation, with all earlier messages.
 
         Of those that the client sends, the first ones may be the last ones here: it may send only
-        what is new, or a window. If it sends the chat from its beginning, or if more of it is
-        `found` here than a window would have, `history` itself.
+        what is new, or a window. `history` itself if it has the chat from its beginning, or if
+        more messages of it match (`matched_count`) than a window would have.
         """
         marks, size = history.marks, len(self.marks)
         if not self.roles or (len(marks) > 1 and marks[0] == self.marks[0]):
             return history
         messages = history.messages
-        if (
-            messages[0] == ("user", "") and len(marks) > 1
-        ):  # stands before a window with a reply first
+        # An empty message stands before a window that begins with a reply.
+        if messages[0] == ("user", "") and len(marks) > 1:
             messages, marks = messages[1:], marks[1:]
         sizes = range(min(size, len(marks) - 1), -1, -1)
         end, overlap = size, next(n for n in sizes if [*marks[:n]] == self.marks[size - n :])
-        question, sent_before = self._last_question, len(marks) - 1
-        if (
-            0 < sent_before <= question
-            and [*marks] == self.marks[question - sent_before : question + 1]
-        ):
-            end, overlap = question, sent_before  # another reply to the last message
+        question, earlier = self._last_question, len(marks) - 1
+        if 0 < earlier <= question and self.marks[question - earlier : question + 1] == [*marks]:
+            end, overlap = question, earlier  # another reply to the last message
         if matched_count > overlap:
             return history
         # Calls and results are read again, if need be, as the texts that the session has of them.
@@ -251,11 +247,8 @@ class ServedConversation(KnownConversation):
 
     def has_same_question(self, history: History) -> bool:
         """Whether `history` differs from this conversation only after its last user message."""
-        question_end = 1 + self._last_question
-        return (
-            len(history.keys) > question_end
-            and history.keys[question_end] == self.keys[question_end]
-        )
+        end = 2 + self._last_question
+        return list(history.keys[end - 1 : end]) == self.keys[end - 1 : end]
 
     def has_answered(self, history: History) -> bool:
         """Whether the last messages here are the last one of `history`, and a reply to it."""

@@ -23,9 +23,7 @@ from sirchat.text.tool_calls import is_too_deep
 
 MAX_BODY_BYTES = 16 * 2**20  # of a request's body
 MAX_MESSAGES = 10_000
-MAX_TOKEN_LIMIT = (
-    10**9
-)  # the highest limit of tokens, such as `max_tokens`, that a request may give
+MAX_TOKEN_LIMIT = 10**9  # the highest `max_tokens` that a request may give
 
 # Fields that ask for another kind of answer: refused, unless they have one of these values. Any
 # other unknown field has no effect, which the header `X-Sirchat-Note` says.
@@ -80,9 +78,8 @@ class RequestError(Exception):
         super().__init__(message)
         self.status = status
         error_type = "invalid_request_error" if status < 500 else "server_error"
-        self.body = {
-            "error": {"message": message, "type": error_type, "param": param, "code": code}
-        }
+        error = {"message": message, "type": error_type, "param": param, "code": code}
+        self.body = {"error": error}
         self.headers = headers or {}
 
     def body_for(self, path: str) -> dict[str, Any]:
@@ -156,12 +153,8 @@ class RequestObject(BaseModel):
 def _unsupported(name: str, value: Any) -> PydanticCustomError:
     """The error of a field that asks for what can't be had."""
     allowed = " or ".join(map(format_value, _REFUSED_UNLESS[name]))
-    problem = f"can't be {format_value(value)}; allowed: {allowed}"
-    return PydanticCustomError(
-        "unsupported",
-        "{problem}",
-        {"problem": problem if allowed else "can't be had", "field": name},
-    )
+    problem = f"can't be {format_value(value)}; allowed: {allowed}" if allowed else "can't be had"
+    return PydanticCustomError("unsupported", "{problem}", {"problem": problem, "field": name})
 
 
 class Options(RequestObject):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from difflib import SequenceMatcher
 from functools import partial
+from itertools import chain, starmap
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from sirchat.text.template import TurnIds
 # same short messages, and one must not remember the other.
 MIN_SHARED_CHARS = 200
 _MIN_COMMON_END = 32  # tokens at the end of a system prompt that are worth to be kept
-_ROLE_BESIDE = {"tool": "user", "calls": "assistant"}  # as the messages after them tell them
+_ROLE_FOR_NEIGHBOURS = {"tool": "user", "calls": "assistant"}
 
 # Reads a message, of this role and text, before one of a role, if that is given; with these ids.
 ReadMessage = Callable[[str, str, str | None, TurnIds | None], Iterable[Event]]
@@ -57,9 +58,8 @@ def matched(conversation: KnownConversation, history: History) -> dict[int, int]
     after = {history.messages[new] for new, old in pairs.items() if old >= first_missing}
     chars = sum(len(text) for role, text in after if role != "calls")
     if not (is_named or has_all) and chars < MIN_SHARED_CHARS:  # then what both begin with
-        pairs = {
-            number: number for number in range(shared_prefix_length(keys, history.keys[:-1]) - 1)
-        }
+        common = range(shared_prefix_length(keys, history.keys[:-1]) - 1)
+        pairs = dict(zip(common, common, strict=True))
         _cut_to_last_reply(pairs, history)
     return pairs if len(pairs) > 1 else {}
 
@@ -108,13 +108,12 @@ class _Edit:
         self._conversation, self._history, self._numbers = conversation, history, numbers
         self._session, self._read = conversation.session, read
         self._ids, self._flags = map(self._session.ledger.column, ("token_id", "flags"))
-        first_text = history.messages[0][1]
-        self._system_ids, self._first_message_ids = self._session.template.opening(
-            first_text, history.system
-        )
+        opening = self._session.template.opening(history.messages[0][1], history.system)
+        self._system_ids, self._first_message_ids = opening
         self._rows = dict[int, Positions]()  # of the messages that stay
-        self._roles = conversation.roles, [role for role, _ in history.messages]
-        self._message_of_turn = {turn: index for index, turn in enumerate(numbers)}
+        self._old_roles = _roles_for_neighbours(conversation.roles)
+        self._new_roles = _roles_for_neighbours(role for role, _ in history.messages)
+        self._request_marks = set(history.marks)
 
     def parts(self, reused: Mapping[int, int]) -> list[KeptTurn | ReadTurns]:
         """The parts, up to the last of the messages `reused` that can stay."""
@@ -125,51 +124,33 @@ class _Edit:
         _cut_to_last_reply(self._rows, self._history)
         if not self._rows:
             return []
-        parts, next_turn, next_message = (
-            self._system_parts(),
-            0,
-            0,
-        )  # turns, and messages of the request, in them
-        reused_rows, request_marks = (
-            np.concatenate([*self._rows.values()]),
-            set(self._history.marks),
-        )
+        parts, next_turn, next_message = self._system_parts(), 0, 0
         before_reused = list[KeptTurn | ReadTurns]()  # what stands before all that stays
         for number, rows in sorted(self._rows.items()):
             turn, new_messages = self._numbers[reused[number]], range(next_message, number)
-            left_out = (
-                self._left_out_turns(
-                    range(next_turn, turn), new_messages, reused_rows, request_marks
-                )
-                if turn > next_turn
-                else []
-            )
+            left_out = self._left_out_turns(range(next_turn, turn), new_messages)
             if parts or not left_out:
                 parts += left_out
             else:  # the first tokens of a chat are sinks, and these must be there
                 before_reused = left_out
             if new_messages:
-                unread_messages = [
-                    self._read_arguments(next_message, reused) for next_message in new_messages
-                ]
-                parts.append(ReadTurns(partial(self._read_all, unread_messages)))
+                arguments = [self._read_arguments(new, reused) for new in new_messages]
+                read = partial(chain.from_iterable, starmap(self._read, arguments))
+                parts.append(ReadTurns(read))
             parts.append(KeptTurn(turn, rows))
-            if before_reused and self._roles[1][number] in ("assistant", "calls"):
+            if before_reused and self._new_roles[number] == "assistant":
                 parts, before_reused = [*parts, *before_reused], []
             next_turn, next_message = turn + 1, number + 1
         return parts
 
     def _rows_in_place(self, number: int, old: int, has_first: bool) -> Positions | None:
         """The rows of a message that stays, if the template writes it so in its new place, too."""
-        session, messages = self._session, self._history.messages
-        role, text = messages[number]
+        session, (role, text) = self._session, self._history.messages[number]
         rows = session.ledger.of_turn(self._numbers[old])
-        old_roles, new_roles = self._roles
-        if role in ("user", "tool") and (
-            _role_beside(old_roles, old + 1) != _role_beside(new_roles, number + 1)
-        ):
+        role_before, role_after = self._new_roles[number - 1], self._new_roles[number + 1]
+        if role in ("user", "tool") and self._old_roles[old + 1] != role_after:
             return None
-        is_moved = _role_beside(old_roles, old - 1) != _role_beside(new_roles, number - 1)
+        is_moved = self._old_roles[old - 1] != role_before
         is_moved |= number == 0 and self._history.keys[0] != self._conversation.keys[0]
         is_erased = self._flags[rows] & np.uint8(Flag.ERASED) != 0
         if not is_moved or is_erased.any():  # what was erased is not read again
@@ -178,24 +159,16 @@ class _Edit:
             return None
         ids = self._first_message_ids
         if number:
-            ids = session.template.user_turn(
-                text, after_user=_role_beside(new_roles, number - 1) == "user"
-            )
-        followers = (
-            (None, "assistant") if _role_beside(new_roles, number + 1) == "assistant" else ("user",)
-        )
+            ids = session.template.user_turn(text, after_user=role_before == "user")
         old_ids, first_rows = self._ids[rows].tolist(), session.ledger.of_turn(self._numbers[0])
-        for new_ids in (
-            session.template.followed_by(ids, following).ids for following in followers
-        ):
+        for next_role in (None, "assistant") if role_after == "assistant" else ("user",):
+            new_ids = session.template.followed_by(ids, next_role).ids
             if new_ids == old_ids:
                 return rows
             # What the template writes before a chat stands before the message that was the first.
             prompt_rows = first_rows[: max(0, len(new_ids) - len(old_ids))]
-            if (
-                not (number or has_first)
-                and [*self._ids[prompt_rows].tolist(), *old_ids] == new_ids
-            ):
+            may_be_first = number == 0 and not has_first
+            if may_be_first and [*self._ids[prompt_rows].tolist(), *old_ids] == new_ids:
                 return np.concatenate([prompt_rows, rows])
         return None
 
@@ -224,67 +197,42 @@ class _Edit:
                 session.engine.evictor.check_pins(len(rest.ids))
             yield from session.read_system(rest)
 
-        changed_part = ReadTurns(read, joins=common > 0, joins_next=tail > 0)
-        kept_part = [KeptTurn(0, rows[:common])] if common else []
-        return [
-            *kept_part,
-            changed_part,
-            *([KeptTurn(0, rows[len(old_ids) - tail :])] if tail else []),
-        ]
+        parts: list[KeptTurn | ReadTurns] = [KeptTurn(0, rows[:common])] if common else []
+        parts.append(ReadTurns(read, joins=common > 0, joins_next=tail > 0))
+        return [*parts, KeptTurn(0, rows[len(old_ids) - tail :])] if tail else parts
 
-    def _left_out_turns(
-        self, turns: range, new: range, reused_rows: Positions, request_marks: Collection[bytes]
-    ) -> list[KeptTurn | ReadTurns]:
-        """Those of these turns that only recall may use: none that the messages `new` replace.
+    def _left_out_turns(self, turns: range, new_messages: range) -> list[KeptTurn | ReadTurns]:
+        """Those of these turns that only recall may use: none that the new messages replace.
 
-        Without the tokens `taken` by others, and the messages `known_fields` to be in the request.
+        Without the tokens that other messages reuse, and the messages that are in the request.
         """
-        session, marks, (old_roles, new_roles) = (
-            self._session,
-            self._conversation.marks,
-            self._roles,
-        )
-        old_messages = [
-            self._message_of_turn[turn] for turn in turns if turn in self._message_of_turn
-        ]
-        are_replaced = [_role_beside(old_roles, index) for index in old_messages] == [
-            _role_beside(new_roles, index) for index in new
-        ]
+        session, marks = self._session, self._conversation.marks
         left_out = {turn for turn in turns if session.turns[turn].is_left_out}
-        if not (new and are_replaced):
-            left_out |= {
-                self._numbers[index] for index in old_messages if marks[index] not in request_marks
-            }
-        rows = (
-            (turn, np.setdiff1d(session.ledger.of_turn(turn), reused_rows))
-            for turn in sorted(left_out)
-        )
-        return [
-            KeptTurn(turn, turn_rows, is_left_out=True)
-            for turn, turn_rows in rows
-            if len(turn_rows)
-        ]
+        old_messages = [i for i, turn in enumerate(self._numbers) if turn in turns]
+        old_roles = [self._old_roles[i] for i in old_messages]
+        if not new_messages or old_roles != [self._new_roles[i] for i in new_messages]:
+            unsent = [i for i in old_messages if marks[i] not in self._request_marks]
+            left_out |= {self._numbers[i] for i in unsent}
+        parts, reused_rows = list[KeptTurn | ReadTurns](), [*self._rows.values()]
+        for turn in sorted(left_out):
+            rows = np.setdiff1d(session.ledger.of_turn(turn), np.concatenate(reused_rows))
+            if len(rows):
+                parts.append(KeptTurn(turn, rows, is_left_out=True))
+        return parts
 
     def _read_arguments(self, number: int, reused: Mapping[int, int]) -> tuple[Any, ...]:
         """What `ReadMessage` takes for a message; a generated reply after it is not given."""
+        role, text = self._history.messages[number]
         next_role: str | None = self._history.messages[number + 1][0]
         if number + 1 in self._rows and next_role in ("assistant", "calls"):
             reply = self._session.turns[self._numbers[reused[number + 1]]]
             next_role = next_role if reply.finish == "read" else None
-        return (
-            *self._history.messages[number],
-            next_role,
-            None if number else self._first_message_ids,
-        )
-
-    def _read_all(self, messages: Iterable[tuple[Any, ...]]) -> Iterator[Event]:
-        for message in messages:
-            yield from self._read(*message)
+        return role, text, next_role, None if number else self._first_message_ids
 
 
-def _role_beside(roles: Sequence[str], number: int) -> str:
-    """The role of the message with this number, as those beside it tell it; "" if there is none."""
-    return _ROLE_BESIDE.get(roles[number], roles[number]) if 0 <= number < len(roles) else ""
+def _roles_for_neighbours(roles: Iterable[str]) -> list[str]:
+    """The role of each message as its neighbours see it, and "" for those beyond both ends."""
+    return [*(_ROLE_FOR_NEIGHBOURS.get(role, role) for role in roles), ""]
 
 
 def _cut_to_last_reply(found: dict[int, Any], history: History) -> None:

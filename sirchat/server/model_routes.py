@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from base64 import b64encode
+from collections.abc import Sequence
 from datetime import UTC
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -81,6 +82,11 @@ class ModelRoutes:
                 code="model_not_found",
             )
 
+    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """The token ids of texts, computed while the server goes on."""
+        encode = partial(self._model.tokenizer.encode, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(lambda: [encode(text) for text in texts])
+
     async def _list(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._as_openai]})
 
@@ -99,14 +105,8 @@ class ModelRoutes:
         body = parse_request(await read_body(request), EmbeddingRequest)
         self.check_name(body.model)
         vectors, tokens = await self._vectors(body)
-        data = [
-            {
-                "object": "embedding",
-                "index": index,
-                "embedding": _encode_vector(vector, body.encoding_format),
-            }
-            for index, vector in enumerate(vectors)
-        ]
+        numbered = enumerate(_encode_vector(vector, body.encoding_format) for vector in vectors)
+        data = [{"object": "embedding", "index": i, "embedding": v} for i, v in numbered]
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         response = {"object": "list", "data": data, "model": self._names[-1], "usage": usage}
         model = self._model
@@ -126,14 +126,14 @@ class ModelRoutes:
         hidden = model.module.config.get_text_config(decoder=True).hidden_size
         try:
             size = model.passage_encoder.size or hidden
-            adds_special_tokens = model.sentence_encoder is None and model.pooling is not None
+            add_special_tokens = model.sentence_encoder is None and model.pooling is not None
         except Exception as error:  # for damaged files, of all kinds
             raise RequestError(f"this model makes no vectors: {error}") from error
         if body.dimensions not in (None, size):
             problem = f"dimensions can't be {body.dimensions}; allowed: {size}, the model's own"
             raise RequestError(problem, param="dimensions", code="unsupported_value")
-        encode = partial(model.tokenizer.encode, add_special_tokens=adds_special_tokens)
-        token_ids = await asyncio.to_thread(lambda: [encode(text) or [0] for text in texts])
+        found_ids = await self.encode(texts, add_special_tokens=add_special_tokens)
+        token_ids = [ids or [0] for ids in found_ids]
         if (longest := max(map(len, token_ids))) > max_tokens:
             raise RequestError(
                 f"a text has {longest:,} tokens; the model's context length is {max_tokens:,}",
@@ -152,15 +152,8 @@ class ModelRoutes:
 
     async def _list_as_ollama(self, request: Request) -> Response:
         size = weights_by_device(self._model.module).total()
-        name, modified_at = self._names[-1], self._loaded_at_text
-        fields = {
-            "name": name,
-            "model": name,
-            "size": size,
-            "digest": "",
-            "modified_at": modified_at,
-        }
-        return JSONResponse({"models": [fields | {"details": self._details}]})
+        fields = {"name": self._names[-1], "model": self._names[-1], "size": size, "digest": ""}
+        return JSONResponse({"models": [fields | self._details]})
 
     async def _show(self, request: Request) -> Response:
         body = parse_request(await read_body(request), ShowRequest)
@@ -171,14 +164,14 @@ class ModelRoutes:
         length = self._model.context_length
         model_info = {"general.architecture": kind, f"{kind}.context_length": length}
         fields = {"template": template, "model_info": model_info, "capabilities": capabilities}
-        modified_at = self._loaded_at_text
-        return JSONResponse(fields | {"details": self._details, "modified_at": modified_at})
+        return JSONResponse(fields | self._details)
 
     @property
     def _details(self) -> dict[str, Any]:
         kind = self._model.module.config.model_type
-        fields = {"parent_model": "", "format": "", "family": kind, "families": [kind]}
-        return fields | {"parameter_size": "", "quantization_level": ""}
+        details = {"parent_model": "", "format": "", "family": kind, "families": [kind]}
+        details |= {"parameter_size": "", "quantization_level": ""}
+        return {"details": details, "modified_at": self._loaded_at_text}
 
 
 async def _version(request: Request) -> Response:

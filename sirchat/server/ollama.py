@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from sirchat.server.completions import ReplySerializer
 from sirchat.server.fields import (
     MAX_MESSAGES,
     MAX_TOKEN_LIMIT,
@@ -32,7 +31,10 @@ from sirchat.server.requests import (
     FunctionCall,
     SamplingFields,
     Tool,
+    schema_format,
+    shared_fields,
 )
+from sirchat.server.streaming import ReplySerializer
 from sirchat.text.tool_calls import call_id
 
 
@@ -79,18 +81,16 @@ class OllamaRequest(RequestBody):
 
     def as_chat_request(self) -> ChatRequest:
         """This request in OpenAI's shape; RequestError if a value is not allowed."""
-        shared = ("model", "stream", "sirchat", "tools")
-        fields: dict[str, Any] = {name: getattr(self, name) for name in shared}
-        if isinstance(self.think, bool):
-            fields["reasoning_effort"] = "on" if self.think else "none"
-        else:
-            fields["reasoning_effort"] = self.think
-        fields["messages"] = list(self._messages())
+        is_switch = isinstance(self.think, bool)
+        fields = shared_fields(self) | {
+            "stream": self.stream,
+            "messages": list(self._messages()),
+            "reasoning_effort": ("on" if self.think else "none") if is_switch else self.think,
+        }
         if self.format == "json":
             fields["response_format"] = {"type": "json_object"}
         elif self.format is not None:
-            schema = {"name": "format", "schema": self.format}
-            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+            fields["response_format"] = schema_format(self.format)
         option_names = set(OllamaOptions.model_fields)
         options = self.options.model_dump(include=option_names, exclude_unset=True)
         fields["max_tokens"] = options.pop("num_predict", None)
@@ -129,23 +129,18 @@ class OllamaSerializer(ReplySerializer):
         return self._reply_body(ReplyText("")) | {"done": True, "done_reason": "load"}
 
     def response_body(self, reply: ReplyText, end: ReplyEnd) -> dict[str, Any]:
-        """The JSON object of a response with this reply, in one part."""
         return self._reply_body(reply) | self._end_fields(end)
 
     def first_events(self) -> Iterable[str]:
-        """Nothing."""
         return ()
 
     def part_events(self, part: ReplyText) -> Iterable[str]:
-        """The line that tells a part."""
         return (_line(self._reply_body(part)),) if part != ReplyText("") else ()
 
     def last_events(self, end: ReplyEnd) -> Iterable[str]:
-        """The last line."""
         return (_line(self._reply_body(ReplyText("")) | self._end_fields(end)),)
 
     def error_events(self, error: RequestError) -> Iterable[str]:
-        """The last line, if the reply fails."""
         return (_line(error.body_for("/api/")),)
 
     def _reply_body(self, part: ReplyText) -> dict[str, Any]:

@@ -206,13 +206,11 @@ class ConversationPool:
     def _find_retry(self, history: History) -> ServedConversation | None:
         """A conversation with the one message of `history` alone, for another reply to it."""
         for conversation in reversed(self._in_memory):
-            has_own_settings = (
-                bool(conversation.settings.keys() - {"pin_system"}) or conversation.is_edited
-            )
-            is_private = (
-                has_own_settings or conversation.name != history.name
-            )  # for its own client alone
-            if conversation.has_answered(history) and not (conversation.is_busy or is_private):
+            has_own_settings = conversation.settings.keys() - {"pin_system"}
+            is_other = conversation.name != history.name or conversation.is_edited
+            if conversation.is_busy or has_own_settings or is_other:
+                continue
+            if conversation.has_answered(history):
                 conversation.is_retry = True
                 return conversation
         return None
@@ -229,19 +227,17 @@ class ConversationPool:
     def _find_editable(self, history: History, max_chars: int) -> ServedConversation | None:
         """The conversation that has read most of `history`, whatever stands between.
 
-        None if more than `most` characters are left to read. A copy, if the client goes on from
-        before the last question, perhaps with both. BusyError if it is in use.
+        None if more than `max_chars` are left to read. A copy, if the client goes on from before
+        the last question, perhaps with both. BusyError if it is in use.
         """
         best, reused = None, dict[int, int]()
         for each in self._newest_first:
             pairs = matched(each, history) if history.may_use(each.name) else {}
             chars = unread(history, pairs, each.keys[0] == history.keys[0])
-            session = each.session if isinstance(each, ServedConversation) else None
-            if (
-                pairs
-                and chars < max_chars
-                and (self._can_edit if session is None else can_edit(session))
-            ):
+            is_editable = self._can_edit
+            if isinstance(each, ServedConversation):
+                is_editable = can_edit(each.session)
+            if pairs and chars < max_chars and is_editable:
                 best, reused, max_chars = each, pairs, chars
         if isinstance(best, SavedConversation):
             best = self._load(best)
@@ -268,13 +264,9 @@ class ConversationPool:
         profile = self.profile
         if history.system is not None or not history.name:
             profile = profile.model_copy(update={"system": history.system})
-        same_prompt = (
-            each for each in reversed(self._in_memory) if each.keys[0] == history.keys[0]
-        )
-        sources = (
-            each for each in same_prompt if each.roles and not each.reused and each.has_exact_prompt
-        )
-        source = next(sources, None)
+        exact = (each for each in reversed(self._in_memory) if each.has_exact_prompt)
+        idle = (each for each in exact if each.roles and not each.reused)
+        source = next((each for each in idle if each.keys[0] == history.keys[0]), None)
         source = source or self._load_same_prompt(history)
         session = Session(self.model, history.profile or profile)
         new = ServedConversation(session=session, keys=[history.keys[0]], roles=[])
@@ -283,9 +275,8 @@ class ConversationPool:
             new.settings = {} if is_pinned is None else {"pin_system": is_pinned}
             changes = {"budget": max(profile.budget, new.least_budget), **new.settings}
             profile = profile.model_copy(update=changes)
-            new.session = copy_system_prompt(source.session, profile) or Session(
-                self.model, profile
-            )
+            copied = copy_system_prompt(source.session, profile)
+            new.session = copied or Session(self.model, profile)
         return new
 
     def _load_same_prompt(self, history: History) -> ServedConversation | None:

@@ -35,9 +35,7 @@ from sirchat.text.tool_calls import (
 
 # Of the budget: what the tools may take where a text tells of them, unless they are needed.
 _MAX_TOOLS_SHARE = 0.5
-_MIN_BUDGET_RATIO = (
-    1.25  # the smallest budget, relative to system prompt and tools that are not pinned
-)
+_MIN_BUDGET_RATIO = 1.25  # to the size of system prompt and tools that are not pinned
 _CUT_REASONS = ("length", "loop", "context")  # reasons of an end that cuts a reply
 
 
@@ -49,8 +47,8 @@ Parts = Generator[Part | Generation, StepResult | None]
 class ReplyGenerator:
     """Answers one request, which has the messages of `history`, in its conversation.
 
-    Once `gone()` is true, the client has left: the reply ends, and its text is kept; a message that
-    is not completely read is undone.
+    Once `is_cancelled()` is true, the client has left: the reply ends, and its text is kept; a
+    message that is not completely read is undone.
     """
 
     def __init__(
@@ -89,7 +87,7 @@ class ReplyGenerator:
                 is_retry = conversation.is_retry and conversation.undo_reply()
                 cached = yield from self._go_back(is_retry=is_retry)
                 options.headers["X-Sirchat-Reused"] = str(cached)
-                if (yield from self._read_all_but_last(self._is_cancelled)):
+                if (yield from self._read_all_but_last()):
                     yield from self._reply(cached, allowed, is_retry=is_retry)
             except (ContextFullError, SettingError, RequestError):
                 # Most of these errors are raised before anything of the message is read.
@@ -135,9 +133,10 @@ class ReplyGenerator:
         conversation.set_messages(self._history, 0)
         conversation.reused = {}
 
-    def _read_all_but_last(self, is_cancelled: Interrupted) -> Generator[None, None, bool]:
+    def _read_all_but_last(self) -> Generator[None, None, bool]:
         """Read the messages before the last one; False, as soon as the client has left."""
         conversation, session = self._conversation, self._session
+        is_cancelled = self._is_cancelled
         unread = self._history.messages[len(conversation.roles) :]
         for (role, text), (next_role, _) in pairwise(unread):
             yield from (None for _ in _read_message(session, is_cancelled, role, text, next_role))
@@ -188,9 +187,8 @@ class ReplyGenerator:
         if plain is not None:
             end.memory["quote"] = plain.quote
             end.memory["notes"] = [*notes, *options.notes, *splitter.notes]
-        yield replace(
-            end, stopped_by=splitter.stops.complete_stop, finish=_finish_reason(done, calls)
-        )
+        stop = splitter.stops.complete_stop
+        yield replace(end, stopped_by=stop, finish=_finish_reason(done, calls))
 
     def _generate(
         self, splitter: ReplySplitter, allowed: TokenFilter | None
@@ -258,7 +256,7 @@ def _read_message(
     next_role: str | None,
     ids: TurnIds | None = None,
 ) -> Iterator[Event]:
-    """Read a message, before one of the role `following`; `given` are its ids, if known."""
+    """Read a message, before one of the role `next_role`; `ids` are its token ids, if known."""
     stored_text, stored_ids = _stored_text_and_ids(session, role, text)
     ids = ids or stored_ids
     if role not in ("user", "tool"):
@@ -284,12 +282,13 @@ def _set_template(session: Session, history: History, options: ReplyOptions) -> 
     session.template = template
 
 
-def _reasoning_notes(session: Session, options: ReplyOptions) -> Iterator[str]:
+def _reasoning_notes(session: Session, options: ReplyOptions) -> list[str]:
     """A note if the reasoning that the request asks for can't be had."""
     reasoning, switches = options.settings.get("reasoning", "auto"), session.template.switches
-    needs_no_note = reasoning in ("off", "medium") and not switches.has_effort
-    if not needs_no_note and (problem := switches.problem(reasoning)):
-        yield problem
+    if reasoning in ("off", "medium") and not switches.has_effort:
+        return []
+    problem = switches.problem(reasoning)
+    return [problem] if problem else []
 
 
 def _stored_text_and_ids(session: Session, role: str, text: str) -> tuple[str, TurnIds | None]:
@@ -305,9 +304,8 @@ def _stored_text_and_ids(session: Session, role: str, text: str) -> tuple[str, T
     with _refuse_template_errors("messages"):
         if role == "tool":
             results = results_from_json(text)
-            return "\n".join(turn["content"] for turn in results), template.tool_results_turn(
-                results
-            )
+            contents = "\n".join(result["content"] for result in results)
+            return contents, template.tool_results_turn(results)
         answer, calls = calls_from_key(text)
         ids = template.tool_calls_turn(answer, calls, session.state.reply_header)
         return calls_as_text(answer, [call["function"] for call in calls]), ids
@@ -332,7 +330,7 @@ def _reply_end(
 ) -> ReplyEnd:
     """The end of a reply.
 
-    When it began, the tokens `asked` were seen, and held; `cached` ones were not read again.
+    `start`: how many tokens were seen, and held, when it began; `cached` ones were not read again.
     """
     seen, held = start
     ledger, left_out = conversation.session.ledger, len(conversation.session.ledger.left_out)

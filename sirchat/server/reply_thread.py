@@ -26,6 +26,7 @@ from sirchat.server.replies import Parts, ReplyGenerator
 SentPart = ReplyText | ReplyEnd | RequestError  # the last one sent is a `ReplyEnd` or an error
 
 Result = TypeVar("Result")
+_Call = tuple[Callable[[], Any], Future[Any]]  # a function, and what gets its result
 
 _LOG = logging.getLogger(__name__)
 _JOIN_SECONDS = 5.0  # for which the end of the program waits for the last step
@@ -55,7 +56,7 @@ class WaitingReply:
 class ReplyThread:
     """A thread that generates several replies at a time, each in its own conversation.
 
-    At most `most` replies may be under way or wait for a conversation that is free.
+    At most `max_replies` replies may be under way or wait for a conversation that is free.
     """
 
     def __init__(self, conversations: ConversationPool, max_replies: int) -> None:
@@ -63,10 +64,8 @@ class ReplyThread:
         self._max_replies = max_replies
         self._replies = set[WaitingReply]()  # all that wait or are under way
         self._running: list[WaitingReply] = []
-        self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
-        self._postponed: list[
-            tuple[Callable[[], Any], Future[Any]]
-        ] = []  # called when a reply ends
+        self._calls: list[_Call] = []
+        self._postponed: list[_Call] = []  # called again when a reply ends
         self._changed = threading.Condition()
         self._may_begin = False  # whether a reply that waits could begin in the next round
         self._retries_postponed = False  # whether it could in this one
@@ -88,9 +87,8 @@ class ReplyThread:
                 )
             self._replies.add(reply)
             self._may_begin = True  # those that wait longer are tried before it
-            self.call(partial(self._begin, reply)).add_done_callback(
-                partial(self._send_begin_error, reply)
-            )
+            begun = self.call(partial(self._begin, reply))
+            begun.add_done_callback(partial(self._send_begin_error, reply))
 
     def cancel(self, reply: WaitingReply) -> None:
         """Stop a reply, because the client no longer waits for it."""
@@ -104,7 +102,7 @@ class ReplyThread:
             self._changed.notify()
 
     def call(self, function: Callable[[], Result]) -> Future[Result]:
-        """Let the thread call `work` between two steps; if that raises BusyError, again later."""
+        """Let the thread call `function` between two steps; after a BusyError, again later."""
         result: Future[Result] = Future()
         with self._changed:
             if self._is_ending:
@@ -174,9 +172,8 @@ class ReplyThread:
         if reply.is_cancelled:
             raise RequestError("the request was cancelled", status=499)
         reply.conversation = conversation = self._conversations.take(reply.history)
-        generator = ReplyGenerator(
-            conversation, reply.history, reply.options, lambda: reply.is_cancelled
-        )
+        history, options = reply.history, reply.options
+        generator = ReplyGenerator(conversation, history, options, lambda: reply.is_cancelled)
         reply.parts = generator.parts()
         self._running.append(reply)
 
@@ -202,7 +199,7 @@ class ReplyThread:
                 self._advance(reply, result)
 
     def _advance(self, reply: WaitingReply, result: StepResult | None = None) -> None:
-        """Let a reply go on, after the step `done`, and send its parts.
+        """Let a reply go on, after the step with `result`, and send its parts.
 
         It stops where a part of a message was read, or where it needs its next step.
         """

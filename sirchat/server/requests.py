@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -42,12 +43,12 @@ MAX_NAME_CHARS = 256  # of a conversation
 
 _MAX_STOP_STRINGS = 64
 _MAX_TOOLS = 128
-_MAX_NOTE_CHARS = 300  # characters
+_MAX_NOTE_CHARS = 300
 
 _SAMPLING_SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 # The setting `reasoning` that an effort stands for, if it has another name.
 _REASONING_OF_EFFORT = {"none": "off", "minimal": "low", "xhigh": "high"}
-# Between which values a setting is had: others, from 0 on, are changed to the clamped_setting.
+# Between which values a setting is had: others, from 0 on, are changed to the nearest.
 _SETTING_RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 10),
     "top_p": (1e-6, 1),
@@ -144,12 +145,8 @@ def clamped_setting(name: str, value: Any) -> Any:
 
 def chat_tools(tools: Iterable[Any]) -> list[dict[str, Any]]:
     """The given tools that can be had, in the form of a chat request."""
-    functions = (tool for tool in tools if not isinstance(tool, HostedTool))
-    return [
-        {"type": "function", "function": function}
-        for tool in functions
-        for function in tool.functions()
-    ]
+    functions = (tool.functions() for tool in tools if not isinstance(tool, HostedTool))
+    return [{"type": "function", "function": each} for each in chain.from_iterable(functions)]
 
 
 class ToolName(RequestObject):
@@ -280,6 +277,15 @@ class AskFields(RequestObject):
     source: int = Field(default=0, ge=0, le=MAX_TOKEN_LIMIT)
 
 
+class ReplyBody(RequestBody):
+    """The fields that requests for a reply have in most APIs."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool = False
+    sirchat: ConversationFields = ConversationFields()
+
+
 class SamplingFields(RequestObject):
     """How each token of a reply is chosen, and where it ends; `ChatServer` checks the values."""
 
@@ -299,13 +305,12 @@ class SamplingFields(RequestObject):
     ] = Field(default=[])
 
 
-class ChatRequest(SamplingFields, RequestBody):
+class ChatRequest(SamplingFields, ReplyBody):
     """A request for a reply in a chat, with the fields of OpenAI's chat completions."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKEN_LIMIT)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKEN_LIMIT)
-    stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     tools: list[Tool] = Field(default=[], max_length=_MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
@@ -314,7 +319,6 @@ class ChatRequest(SamplingFields, RequestBody):
     sirchat_ask: AskFields | None = None
     reasoning_effort: Effort | None = None
     chat_template_kwargs: TemplateOptions = TemplateOptions()
-    sirchat: ConversationFields = ConversationFields()
 
     def as_chat_request(self) -> Self:
         """This request itself: others are put into its shape."""
@@ -375,13 +379,9 @@ class ChatRequest(SamplingFields, RequestBody):
         """Raise RequestError if fields contradict each other."""
         if self.tool_choice not in ("none", "auto") and not self.required_tools:
             raise RequestError("tool_choice names no tool of the request", param="tool_choice")
-        other_fields = self.model_fields_set - {
-            "messages",
-            "stream",
-            "response_format",
-            "sirchat_ask",
-        }
-        if self.sirchat_ask is not None and (other_fields or len(self.messages) > 1):
+        ask_fields = {"messages", "stream", "response_format", "sirchat_ask"}
+        has_others = self.model_fields_set - ask_fields or len(self.messages) > 1
+        if self.sirchat_ask is not None and has_others:
             raise RequestError("sirchat_ask takes one message alone", param="sirchat_ask")
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             raise RequestError(
@@ -432,11 +432,9 @@ def _merged_turns(messages: Sequence[ChatMessage]) -> list[_Turn]:
         if role == "tool" and any(turn.role != "user" for turn in turns):
             if (call_id := message.tool_call_id or "") not in unanswered:
                 results = sum(earlier.role == "tool" for earlier in messages[: number + 1])
-                problem = "but the reply before has no such call, or it is answered already"
-                message_text = (
-                    f"tool result {results} answers the call {format_value(call_id)}, {problem}"
-                )
-                raise RequestError(message_text, param="messages")
+                problem = f"tool result {results} answers the call {format_value(call_id)}, but "
+                problem += "the reply before has no such call, or it is answered already"
+                raise RequestError(problem, param="messages")
             add_result(call_id, message.name, text)
             continue
         role = "user" if role == "tool" else role  # its call is in a part that was cut off
@@ -460,3 +458,14 @@ def _merged_turns(messages: Sequence[ChatMessage]) -> list[_Turn]:
         last = turns.pop()
         turns += [last, _Turn("user")] if last.text.strip() else []
     return turns
+
+
+def shared_fields(body: RequestBody) -> dict[str, Any]:
+    """The fields of a request of another API that a chat request has, too, if they are given."""
+    names = body.model_fields_set & type(body).model_fields.keys() & ChatRequest.model_fields.keys()
+    return {name: getattr(body, name) for name in names}
+
+
+def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
+    """The field `response_format` of a chat request for JSON by a schema."""
+    return {"type": "json_schema", "json_schema": {"name": "format", "schema": schema}}

@@ -7,11 +7,11 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator
 
-from sirchat.server.completions import ReplySerializer, server_sent_event
 from sirchat.server.fields import (
     MAX_MESSAGES,
     MAX_TOKEN_LIMIT,
@@ -20,7 +20,6 @@ from sirchat.server.fields import (
     Json,
     Name,
     Options,
-    RequestBody,
     RequestError,
     RequestObject,
     join_text_parts,
@@ -30,15 +29,17 @@ from sirchat.server.parts import ReplyEnd, ReplyText
 from sirchat.server.requests import (
     ChatMessage,
     ChatRequest,
-    ConversationFields,
     ConversationName,
     Effort,
     FlatTool,
     HostedTool,
+    ReplyBody,
     ToolName,
     chat_tools,
     mark_images,
+    shared_fields,
 )
+from sirchat.server.streaming import ReplySerializer, server_sent_event
 from sirchat.text.tool_calls import ToolCall
 
 _ID_PREFIXES = {"output_text": "msg_", "reasoning_text": "rs_"}  # of an item's id
@@ -51,8 +52,7 @@ _HOSTED_TOOLS = (
     *("computer_use", "local_shell", "shell", "apply_patch", "tool_search"),
 )
 _NOT_STORED = "responses are not kept: send their items again, or name the conversation"
-# Fields that a chat request has, too, and those that the response repeats.
-_SAME = ("model", "temperature", "top_p", "stream", "sirchat")
+# Fields of the request that the response repeats.
 _ECHOED_FIELDS = {
     *("instructions", "previous_response_id", "max_output_tokens", "temperature", "top_p"),
     *("parallel_tool_calls", "tools"),
@@ -68,7 +68,7 @@ class FunctionTool(FlatTool):
 class CustomTool(RequestObject):
     """A tool that takes a text; for the model it is a function with one argument.
 
-    A grammar of the text is told, but not kept to.
+    The model sees a grammar of the text, but need not keep to it.
     """
 
     type: Literal["custom"]
@@ -77,13 +77,9 @@ class CustomTool(RequestObject):
     format: Json = Field(default={"type": "text"})
 
     def functions(self) -> list[dict[str, Any]]:
-        """This tool, as the field `function` of a tool of a chat request."""
         descriptions = [self.description or "", str(self.format.get("definition") or "")]
-        schema = {
-            "type": "object",
-            "properties": {_TEXT_ARGUMENT: {"type": "string"}},
-            "required": [_TEXT_ARGUMENT],
-        }
+        properties = {_TEXT_ARGUMENT: {"type": "string"}}
+        schema = {"type": "object", "properties": properties, "required": [_TEXT_ARGUMENT]}
         function = {"description": "\n".join(filter(None, descriptions)), "parameters": schema}
         return [{"name": self.name, **function}]
 
@@ -97,12 +93,8 @@ class Namespace(RequestObject):
     tools: list[FunctionTool]
 
     def functions(self) -> list[dict[str, Any]]:
-        """These functions, each as the field `function` of a tool of a chat request."""
-        functions = [function for tool in self.tools for function in tool.functions()]
-        return [
-            function | {"name": _qualified_name(self.name, function["name"])}
-            for function in functions
-        ]
+        functions = chain.from_iterable(tool.functions() for tool in self.tools)
+        return [f | {"name": _qualified_name(self.name, f["name"])} for f in functions]
 
 
 class NamedFunction(ToolName):
@@ -147,7 +139,6 @@ class InputMessage(RequestObject):
     content: Annotated[str, BeforeValidator(join_text_parts)]
 
     def message(self) -> dict[str, Any]:
-        """This item as a message of a chat request."""
         return {"role": self.role, "content": self.content}
 
 
@@ -166,7 +157,6 @@ class CalledFunction(RequestObject):
         return _qualified_name(info.data.get("namespace"), name) if isinstance(name, str) else name
 
     def message(self) -> dict[str, Any]:
-        """This item as a message of a chat request."""
         call = ToolCall(self.call_id, self.name, self.arguments)
         return {"role": "assistant", "tool_calls": [call.message()]}
 
@@ -180,9 +170,8 @@ class CalledCustom(RequestObject):
     input: str
 
     def message(self) -> dict[str, Any]:
-        """This item as a message of a chat request."""
-        given = json.dumps({_TEXT_ARGUMENT: self.input}, ensure_ascii=False)
-        call = ToolCall(self.call_id, self.name, given)
+        arguments = json.dumps({_TEXT_ARGUMENT: self.input}, ensure_ascii=False)
+        call = ToolCall(self.call_id, self.name, arguments)
         return {"role": "assistant", "tool_calls": [call.message()]}
 
 
@@ -194,7 +183,6 @@ class CallOutput(RequestObject):
     output: Annotated[str, BeforeValidator(join_text_parts), BeforeValidator(mark_images)]
 
     def message(self) -> dict[str, Any]:
-        """This item as a message of a chat request."""
         return {"role": "tool", "tool_call_id": self.call_id, "content": self.output}
 
 
@@ -205,10 +193,8 @@ def _as_messages(items: Any) -> Any:
     """The field `input` as messages, without what is not read: reasoning, and calls of hosts."""
     if not isinstance(items, list):
         return [{"role": "user", "content": items}] if isinstance(items, str) else items
-    ignored_types, messages = (
-        ["reasoning", *(f"{kind}_call" for kind in _HOSTED_TOOLS)],
-        list[Any](),
-    )
+    ignored_types = ["reasoning", *(f"{kind}_call" for kind in _HOSTED_TOOLS)]
+    messages = list[Any]()
     for number, item in enumerate(items):
         kind = str(item.get("type")) if isinstance(item, dict) else ""
         is_only_id = kind == "None" and "id" in item and "role" not in item
@@ -232,7 +218,7 @@ def _qualified_name(namespace: str | None, name: str) -> str:
     return f"{namespace}.{name}" if namespace else name
 
 
-class ResponsesRequest(RequestBody):
+class ResponsesRequest(ReplyBody):
     """The body of a request to `/v1/responses`."""
 
     input: Annotated[
@@ -243,9 +229,6 @@ class ResponsesRequest(RequestBody):
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKEN_LIMIT)
-    temperature: float | None = None
-    top_p: float | None = None
-    stream: bool = False
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
     tools: list[
@@ -259,7 +242,6 @@ class ResponsesRequest(RequestBody):
     ] = Field(default=[])
     tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
     parallel_tool_calls: bool = True
-    sirchat: ConversationFields = ConversationFields()
     conversation: Annotated[
         ConversationName | None,
         BeforeValidator(lambda given: given.get("id") if isinstance(given, dict) else given),
@@ -279,15 +261,13 @@ class ResponsesRequest(RequestBody):
         if not isinstance(choice, str):
             name = _qualified_name(choice.namespace, choice.name)
             choice = {"type": "function", "function": {"name": name}}
-        has_parallel_choice = "parallel_tool_calls" in self.model_fields_set
-        fields = {name: getattr(self, name) for name in _SAME} | {
+        fields = shared_fields(self) | {
             "messages": messages,
             "tools": chat_tools(self.tools),
             "tool_choice": choice,
             "max_completion_tokens": self.max_output_tokens,
             "response_format": self.text.response_format(),
             "reasoning_effort": self.reasoning.effort,
-            "parallel_tool_calls": self.parallel_tool_calls if has_parallel_choice else None,
         }
         if self.conversation is not None:
             fields["sirchat"] = self.sirchat.model_copy(update={"conversation": self.conversation})
@@ -327,19 +307,16 @@ class ResponsesSerializer(ReplySerializer):
         }
 
     def response_body(self, reply: ReplyText, end: ReplyEnd) -> dict[str, Any]:
-        """The JSON object of a response with this reply, in one part."""
         self._is_unstreamed = True
         deque(self.part_events(reply), maxlen=0)
         self.last_events(end)
         return self._response
 
     def first_events(self) -> Iterable[str]:
-        """The first events: a response without output."""
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response=self._response_with("in_progress"))
 
     def part_events(self, part: ReplyText) -> Iterable[str]:
-        """The events that tell a part, in items."""
         if part.thinking:
             yield from self._add_text("reasoning_text", part.thinking)
         if part.text or part.calls:
@@ -350,7 +327,6 @@ class ResponsesSerializer(ReplySerializer):
             yield from self._add_call(call)
 
     def last_events(self, end: ReplyEnd) -> Iterable[str]:
-        """The last events."""
         status, incomplete, events = "completed", None, list[str]()
         if end.finish == "length":
             status, incomplete = "incomplete", {"reason": "max_output_tokens"}
@@ -358,25 +334,14 @@ class ResponsesSerializer(ReplySerializer):
             events += self._add_text("output_text", "")
         for kind in tuple(self._open):
             events += self._end_text(kind, status)
-        fields = {
-            "usage": _usage(end.usage),
-            "incomplete_details": incomplete,
-            "sirchat": end.memory,
-        }
-        self._response = self._response_with(status) | fields
+        fields = {"usage": _usage(end.usage), "incomplete_details": incomplete}
+        self._response = self._response_with(status, **fields, sirchat=end.memory)
         return [*events, self._event(f"response.{status}", response=self._response)]
 
     def error_events(self, error: RequestError) -> Iterable[str]:
-        """The last event, if the reply fails: a response without output."""
-        error_fields = error.body["error"]
-        shown_error = {
-            "code": error_fields["code"] or "server_error",
-            "message": error_fields["message"],
-        }
+        problem = {"code": error.body["error"]["code"] or "server_error", "message": str(error)}
         self._items = []
-        yield self._event(
-            "response.failed", response=self._response_with("failed") | {"error": shown_error}
-        )
+        yield self._event("response.failed", response=self._response_with("failed", error=problem))
 
     def _add_text(self, kind: str, text: str) -> Iterator[str]:
         """Add text to the output item of the reasoning or the answer, which begins if need be."""
@@ -420,8 +385,8 @@ class ResponsesSerializer(ReplySerializer):
         yield self._event(f"response.{kind}_{field}.done", **place, **{field: text}, **name_field)
         yield self._event("response.output_item.done", output_index=index, item=item)
 
-    def _response_with(self, status: str) -> dict[str, Any]:
-        return {**self._common, "status": status, "output": [*self._items]}
+    def _response_with(self, status: str, **fields: Any) -> dict[str, Any]:
+        return {**self._common, "status": status, "output": [*self._items], **fields}
 
     def _event(self, kind: str, **fields: Any) -> str:
         if self._is_unstreamed:  # nobody gets it
@@ -431,9 +396,7 @@ class ResponsesSerializer(ReplySerializer):
         return server_sent_event(numbered, kind)
 
 
-def _output_item(
-    kind: str, ident: str, status: str, content: list[dict[str, Any]]
-) -> dict[str, Any]:
+def _output_item(kind: str, ident: str, status: str, content: list[Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {"type": "message", "role": "assistant"}
     if kind == "reasoning_text":
         fields = {"type": "reasoning", "summary": []}

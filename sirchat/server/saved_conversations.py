@@ -37,11 +37,7 @@ MAX_BRANCHES = 16  # of all conversations, with which nobody went on
 
 _LOG = logging.getLogger(__name__)
 _LOG_INTERVAL_SECONDS = 600  # least number of seconds between two logged errors of writing
-_HEAD_FIELD = (
-    "served"  # the name of what is known of a conversation in the table `state_record` of its file
-)
-
-
+_HEAD_FIELD = "served"  # of a file's state record: a `KnownConversation`
 _ADAPTER = TypeAdapter(KnownConversation)
 
 
@@ -56,11 +52,9 @@ class SavedConversation(KnownConversation):
     file: Future[Path | None]
 
     @staticmethod
-    def from_memory(
-        conversation: ServedConversation, file: Future[Path | None]
-    ) -> SavedConversation:
+    def from_memory(served: ServedConversation, file: Future[Path | None]) -> SavedConversation:
         """The entry for a conversation in memory."""
-        return SavedConversation(**conversation.known_fields(), first=conversation.first, file=file)
+        return SavedConversation(**served.known_fields(), first=served.first, file=file)
 
     @staticmethod
     def from_file(store: SessionStore) -> SavedConversation:
@@ -68,13 +62,10 @@ class SavedConversation(KnownConversation):
         head, file = store.state_record(), Future[Path | None]()
         with as_damage_errors(store.path):
             fields: Any = head and head.fields.get(_HEAD_FIELD)
-            known_fields, turns = _ADAPTER.validate_json(json.dumps(fields)), store.turns()
-            require(
-                len(turns) == fields["turns"]
-                and len(known_fields.keys) == len(known_fields.roles) + 1
-            )
+            known, turns = _ADAPTER.validate_json(json.dumps(fields)), store.turns()
+            require(len(turns) == fields["turns"] and len(known.keys) == len(known.roles) + 1)
         file.set_result(store.path)
-        return SavedConversation(**known_fields.known_fields(), first=preview(turns), file=file)
+        return SavedConversation(**known.known_fields(), first=preview(turns), file=file)
 
     @property
     def kv_file(self) -> Path | None:
@@ -106,16 +97,14 @@ class SavedConversations:
         self._writer = ThreadPoolExecutor(1, "saving")
         self._logged_at = -math.inf  # time of the last logged error, in seconds
         self._files: dict[ServedConversation, SavedConversation] = {}  # entries of those in memory
-        self._reading: Future[list[SavedConversation]] | None = self._writer.submit(
-            self._read_folder
-        )
-        self._entries: list[SavedConversation] = []
+        self._entries: list[SavedConversation] | None = None  # None until the folder is read
+        self._reading = self._writer.submit(self._read_folder)
 
     @property
     def entries(self) -> list[SavedConversation]:
         """Entries of the conversations that are only on disk; the one used last is at the end."""
-        if self._reading is not None:
-            self._entries, self._reading = self._reading.result(), None
+        if self._entries is None:
+            self._entries = self._reading.result()
         return self._entries
 
     def load(self, saved: SavedConversation) -> ServedConversation | None:
@@ -193,15 +182,13 @@ class SavedConversations:
 
     def _resume(self, store: SessionStore, saved: SavedConversation) -> Session:
         """The session saved in `store`, under the server's settings and those of its own."""
-        saved_settings = saved_profile(store, (self._profile.policy,))
+        profile = saved_profile(store, (self._profile.policy,))
         current = {name: getattr(self._profile, name) for name in Profile.model_fields}
-        session = Session(
-            self._model, saved_settings.model_copy(update={n: current[n] for n in FIXED_SETTINGS})
-        )
+        profile = profile.model_copy(update={name: current[name] for name in FIXED_SETTINGS})
+        session = Session(self._model, profile)
         resume_session(session, store)
-        values = {
-            name: current[name] for name in current if name not in (*FIXED_SETTINGS, "system")
-        }
+        unchanged = (*FIXED_SETTINGS, "system")
+        values = {name: current[name] for name in current if name not in unchanged}
         values |= saved.settings
         values["budget"] = max(values["budget"], saved.least_budget)
         changed = {name: v for name, v in values.items() if getattr(session.profile, name) != v}

@@ -95,9 +95,8 @@ class SessionRoutes:
 
     async def _facts(self, request: Request) -> Response:
         conversation_id, words = request.path_params["id"], request.query_params.get("words", "")
-        facts = await self._call(
-            lambda: self._conversations.find(conversation_id).session.facts(words)
-        )
+        find = self._conversations.find
+        facts = await self._call(lambda: find(conversation_id).session.facts(words))
         return JSONResponse({"object": "list", "data": list(map(asdict, facts))}, headers=_NO_STORE)
 
     async def _change(self, request: Request) -> Response:
@@ -110,9 +109,8 @@ class SessionRoutes:
             loop.call_soon_threadsafe(saved.set)
 
         def work() -> tuple[ServedConversation, dict[str, Any]]:
-            conversation, events = self._conversations.change(
-                conversation_id, change.apply, on_saved
-            )
+            changed = self._conversations.change(conversation_id, change.apply, on_saved)
+            conversation, events = changed
             memory = {"events": [to_json(event) for event in events], **_memory(conversation)}
             return conversation, {**memory, "busy": False}
 

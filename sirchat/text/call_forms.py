@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-_MOST_NESTED = 1000  # brackets that Python's parser gets
+_MAX_BRACKETS = 1000  # brackets that Python's parser gets
 FUNCTION = "<function="  # how a call may begin without tags around it
 Schemas = Mapping[str, Mapping[str, Any]]  # of the parameters of each tool, by its name
 
@@ -144,7 +144,7 @@ def _may_be_text(schema: Any) -> bool:
 
 def _python_calls(text: str, tools: Collection[str]) -> list[dict[str, Any]]:
     """The calls in lists of Python (LFM2), such as `[weather(city="Oslo")]`."""
-    if text[:1] != "[" or sum(map(text.count, "[({")) > _MOST_NESTED:
+    if text[:1] != "[" or sum(map(text.count, "[({")) > _MAX_BRACKETS:
         return []
     names = list[str]()
 

@@ -24,13 +24,17 @@ SENTENCE_END = re.compile(
 QUESTION_MARKS = ("?", "\uff1f")
 UNFINISHED = "\ufffd"  # what a tokenizer returns for a token with only some bytes of a character
 _UNREADABLE = "the model's tokenizer can't make a text of tokens"
-_LONGEST = 8  # tokens that are decoded together, because they share parts of characters
+_MAX_CHARACTER_TOKENS = (
+    8  # tokens that are decoded together, because they share parts of characters
+)
 # Latin, Armenian, Arabic, Indian and East Asian marks.
 _SENTENCE_ENDS = frozenset(
     ".!?\u2026\u203c\u2047\u2048\u2049\u0589\u061f\u06d4\u0964\u0965\u3002\uff01\uff0e\uff1f\uff61"
 )
-_CLOSERS = ("Pe", "Pf")  # categories of closing brackets and quotes, which may follow
-_INSIDE = "-'\u2019/@_&"  # punctuation that belongs to the word of the letter or digit before it
+_CLOSING_CATEGORIES = ("Pe", "Pf")  # categories of closing brackets and quotes, which may follow
+_WORD_PUNCTUATION = (
+    "-'\u2019/@_&"  # punctuation that belongs to the word of the letter or digit before it
+)
 
 
 class TextStream:
@@ -52,7 +56,7 @@ class TextStream:
         """Add an id; return the new text, which is empty while a character is incomplete."""
         self._ids.append(token_id)
         text = self._decode(self._ids[self._start :])[self._prefix_length :]
-        if text.endswith(UNFINISHED) and len(self._ids) - self._returned < _LONGEST:
+        if text.endswith(UNFINISHED) and len(self._ids) - self._returned < _MAX_CHARACTER_TOKENS:
             return ""
         return self._mark_returned(text)
 
@@ -94,7 +98,7 @@ class TokenTexts:
 
         Returns the number of tokens; 1 if some are missing, and nothing is changed.
         """
-        for end in range(start + 2, min(start + _LONGEST, len(ids)) + 1):
+        for end in range(start + 2, min(start + _MAX_CHARACTER_TOKENS, len(ids)) + 1):
             if positions[end - 1] != positions[start] + end - 1 - start:
                 break
             character = self._decode(ids[start:end])
@@ -162,7 +166,7 @@ class SentenceEnds:
 def ends_sentence(text: str) -> bool:
     """Whether a text ends with a mark such as `.`, `?` or `。`; quotes and brackets may follow."""
     text = text.rstrip()
-    while text and (unicodedata.category(text[-1]) in _CLOSERS or text[-1] in "\"'"):
+    while text and (unicodedata.category(text[-1]) in _CLOSING_CATEGORIES or text[-1] in "\"'"):
         text = text[:-1]
     return bool(text) and text[-1] in _SENTENCE_ENDS
 
@@ -185,8 +189,8 @@ def continues_word(previous: str, text: str) -> bool:
     """Whether the word at the end of the token `previous` goes on in the token `text`."""
     last, first = previous[-1:], text[:1]
     if _is_part(first):
-        return _is_part(last) or (last != "" and last in _INSIDE + ".,:")
-    joins = first != "" and (first in _INSIDE or (first == ":" and last.isdigit()))
+        return _is_part(last) or (last != "" and last in _WORD_PUNCTUATION + ".,:")
+    joins = first != "" and (first in _WORD_PUNCTUATION or (first == ":" and last.isdigit()))
     return joins and last.isalnum()
 
 

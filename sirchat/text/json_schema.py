@@ -13,12 +13,18 @@ from sirchat.text.transcript import parse_json
 
 # llguidance fails, or even crashes, with some bounds of numbers that are far from zero. Those with
 # this sign exclude no number that a model writes, and are left out.
-_BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
-_FAR = 10**18
-_VALUES = ("enum", "const", "default", "examples")  # of a schema: may look like one
+_BOUND_SIGNS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
+_MAX_BOUND = 10**18
+_VALUE_KEYWORDS = ("enum", "const", "default", "examples")  # of a schema: may look like one
 # Objects that have schemas by names, which may be those of a bound or value.
-_SCHEMAS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
-_NOT_KEPT = "a part of the schema is not kept"
+_NAMED_SCHEMA_KEYWORDS = (
+    "properties",
+    "patternProperties",
+    "dependentSchemas",
+    "$defs",
+    "definitions",
+)
+_IGNORED_NOTE = "a part of the schema is not kept"
 _EXCERPT = re.compile(r"\n +\d+ \| ")  # begins the part of a grammar that an error shows
 # JSON has blanks only where Python's `json.dumps` writes them: with others allowed, small models
 # would write blanks without end.
@@ -69,12 +75,12 @@ def check_grammar(
     What of its schemas is not kept is added to `notes`.
     """
     check = import_llguidance(subject).LLMatcher.validate_grammar_with_warnings
-    is_error, told = check(grammar, vocabulary)
+    is_error, messages = check(grammar, vocabulary)
     if is_error:
-        problem = _EXCERPT.split(told[0])[0]
+        problem = _EXCERPT.split(messages[0])[0]
         raise format_error(subject, f"has a schema that can't be used: {problem}")
     if notes is not None:
-        notes += [f"{_NOT_KEPT}: {warning}" for warning in told]
+        notes += [f"{_IGNORED_NOTE}: {warning}" for warning in messages]
 
 
 def format_error(subject: str, problem: str) -> SettingError:
@@ -89,7 +95,7 @@ def json_rule(schema: dict[str, Any], subject: str, notes: list[str]) -> str:
     """
     kept = _with_near_bounds(schema, subject, notes)
     if _has_far_number(kept):  # anywhere, as a reference may make a schema of any part
-        raise format_error(subject, f"has a schema with a value of {-_FAR:,} or less")
+        raise format_error(subject, f"has a schema with a value of {-_MAX_BOUND:,} or less")
     rule = f"%json {json.dumps({**kept, 'x-guidance': _GUIDANCE})}"
     library = import_llguidance(subject)
     matcher = library.LLMatcher(library.LLTokenizer("byte"), f"start: {rule}", log_level=0)
@@ -109,16 +115,22 @@ def _with_near_bounds(schema: Any, subject: str, notes: list[str]) -> Any:
         return schema
     kept: dict[str, Any] = {}
     for name, value in schema.items():
-        is_far = name in _BOUNDS and isinstance(value, int | float) and abs(value) >= _FAR
-        if is_far and value * _BOUNDS[name] > 0:
-            notes.append(f"{_NOT_KEPT}: {name} {format_value(value)}")
+        is_far = (
+            name in _BOUND_SIGNS and isinstance(value, int | float) and abs(value) >= _MAX_BOUND
+        )
+        if is_far and value * _BOUND_SIGNS[name] > 0:
+            notes.append(f"{_IGNORED_NOTE}: {name} {format_value(value)}")
         elif is_far:
-            raise format_error(subject, f"has a schema with a bound of {_FAR:,} or more from zero")
-        elif name in _SCHEMAS and isinstance(value, dict):
+            raise format_error(
+                subject, f"has a schema with a bound of {_MAX_BOUND:,} or more from zero"
+            )
+        elif name in _NAMED_SCHEMA_KEYWORDS and isinstance(value, dict):
             named = value.items()
             kept[name] = {own: _with_near_bounds(one, subject, notes) for own, one in named}
         else:
-            kept[name] = value if name in _VALUES else _with_near_bounds(value, subject, notes)
+            kept[name] = (
+                value if name in _VALUE_KEYWORDS else _with_near_bounds(value, subject, notes)
+            )
     return kept
 
 
@@ -127,4 +139,4 @@ def _has_far_number(value: Any) -> bool:
     if isinstance(value, list | dict):
         items = value.values() if isinstance(value, dict) else value
         return any(map(_has_far_number, items))
-    return isinstance(value, int) and value <= -_FAR
+    return isinstance(value, int) and value <= -_MAX_BOUND

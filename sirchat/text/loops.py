@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 
 # All lengths are in bytes of UTF-8: a token of English has about 4, an emoji 4.
-_REACH = 4096  # how far back a passage is looked for
-_SAME = 24  # the newest bytes, which must have stood there before
+_MAX_DISTANCE = 4096  # how far back a passage is looked for
+_MATCH_BYTES = 24  # the newest bytes, which must have stood there before
 # The repetitions of a passage are at least 2 1/2 times as long as itself (a line of verse may come
 # three times) and have the first length; without letters, as in rules of dashes, the second.
-_LEAST, _LEAST_OF_SIGNS = 64, 320
-_LONG = 256  # so long a passage, about 64 tokens, comes 2 1/4 times: a chorus may come twice
+_MIN_REPEATED_BYTES, _MIN_REPEATED_SIGNS = 64, 320
+_LONG_PASSAGE_BYTES = (
+    256  # so long a passage, about 64 tokens, comes 2 1/4 times: a chorus may come twice
+)
 _COUNTER = re.compile(r"\s*(?:\d+[.):]|[-*+•])\s*")  # of an item in a list; it is left out
 _FENCE = re.compile(r"\s*(?:```|~~~)")
 _INDENT = re.compile(rb"\n(?: {4}|\t)")
@@ -36,7 +38,7 @@ class LoopCheck:
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:
             self._is_code ^= bool(_FENCE.match(line))
-            self._before = (self._before + _without_counter(line) + b"\n")[-_REACH:]
+            self._before = (self._before + _without_counter(line) + b"\n")[-_MAX_DISTANCE:]
         if not (self._is_code or "|" in self._line):
             self.found = _ends_in_loop(self._before + _without_counter(self._line))
 
@@ -47,16 +49,16 @@ def _without_counter(line: str) -> bytes:
 
 
 def _ends_in_loop(text: bytes) -> bool:
-    before = text.rfind(text[-_SAME:], 0, -1)
-    if before < 0 or len(text) < _LEAST:
+    before = text.rfind(text[-_MATCH_BYTES:], 0, -1)
+    if before < 0 or len(text) < _MIN_REPEATED_BYTES:
         return False
-    period = len(text) - _SAME - before
+    period = len(text) - _MATCH_BYTES - before
     passage = text[-period:]
-    if b"|" in passage or not passage.strip() or _INDENT.search(text[-period - _SAME :]):
+    if b"|" in passage or not passage.strip() or _INDENT.search(text[-period - _MATCH_BYTES :]):
         return False
-    if period < _LONG:
+    if period < _LONG_PASSAGE_BYTES:
         has_letters = any(map(str.isalpha, passage.decode(errors="ignore")))
-        length = max(period * 5 // 2, _LEAST if has_letters else _LEAST_OF_SIGNS)
+        length = max(period * 5 // 2, _MIN_REPEATED_BYTES if has_letters else _MIN_REPEATED_SIGNS)
     else:
         length = period * 5 // 4
     is_there = len(text) >= length + period

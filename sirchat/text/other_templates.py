@@ -26,7 +26,7 @@ from sirchat.text.template import (
 )
 from sirchat.text.tool_calls import CallParser, calls_as_text
 
-_STUB: Message = {
+_STUB_TOOL: Message = {
     "type": "function",
     "function": {
         "name": QUESTION_TEXT,
@@ -35,7 +35,7 @@ _STUB: Message = {
     },
 }
 # What a model that can't tell when to call may choose instead.
-_NO_CALL: Message = {
+_NO_CALL_TOOL: Message = {
     "type": "function",
     "function": {
         "name": "none",
@@ -43,11 +43,11 @@ _NO_CALL: Message = {
         "parameters": {"type": "object", "properties": {}},
     },
 }
-_NEUTRAL = "a"
+_NEUTRAL_TEXT = "a"
 _QUOTE = ' "'
-_OF_RESULT = {Role.USER: Role.TOOL}
-_TOLD = "the model's chat template takes no tools; a text tells of them instead"
-_UNREAD = (
+_RESULT_ROLES = {Role.USER: Role.TOOL}
+_PROMPTED_TOOLS_NOTE = "the model's chat template takes no tools; a text tells of them instead"
+_UNREADABLE_CALLS_NOTE = (
     "the model's chat template writes calls of tools in a form that can't be read: "
     "calls may be shown as text"
 )
@@ -88,7 +88,7 @@ class ToolTemplate(Template):
     def _take_tools(self) -> None:
         """Let the chat template have the tools, if it takes some, and these can be read."""
         without = self._render([STUB_QUESTION], prompt=True)
-        self._tools = [_STUB]
+        self._tools = [_STUB_TOOL]
         if self._render([STUB_QUESTION], prompt=True) == without:
             raise NoToolsError("the model's chat template takes no tools")
         self._tools = json.loads(self.tools) if self.tools else None
@@ -111,7 +111,11 @@ class ToolTemplate(Template):
         parser.finish(marks.call_lead)
         found = [{"name": c.name, "arguments": json.loads(c.arguments)} for c in parser.calls]
         # A template that leaves calls out says nothing of their form.
-        return _UNREAD if ANSWER_TEXT in marks.call_sample and found != [SAMPLE_CALL] else ""
+        return (
+            _UNREADABLE_CALLS_NOTE
+            if ANSWER_TEXT in marks.call_sample and found != [SAMPLE_CALL]
+            else ""
+        )
 
     def opening(self, content: str, system: str | None = None) -> tuple[TurnIds | None, TurnIds]:
         """The ids of the system prompt with the tools, or None, and of the first user turn."""
@@ -244,7 +248,7 @@ class ToolTemplate(Template):
         return Counter(i for i in ids if i in self._control)
 
     def _without_controls(self, value: Any) -> Any:
-        """A copy of `value` with `_NEUTRAL` in place of each text that has a control token.
+        """A copy of `value` with `_NEUTRAL_TEXT` in place of each text that has a control token.
 
         Raises ModelError if a key has one: the template gets keys as they are, without marks.
         """
@@ -254,7 +258,7 @@ class ToolTemplate(Template):
             return {name: self._without_controls(item) for name, item in value.items()}
         if isinstance(value, list | tuple):
             return [self._without_controls(item) for item in value]
-        return _NEUTRAL if isinstance(value, str) and self._has_control(value) else value
+        return _NEUTRAL_TEXT if isinstance(value, str) and self._has_control(value) else value
 
     def _has_control(self, text: str) -> bool:
         return any(token in text for token in self._control_tokens.texts)
@@ -272,7 +276,7 @@ class PromptedTools(ToolTemplate):
     @cached_property
     def note(self) -> str:
         """A line for users on how the model is told of the tools."""
-        return _TOLD
+        return _PROMPTED_TOOLS_NOTE
 
     def opening(self, content: str, system: str | None = None) -> tuple[TurnIds | None, TurnIds]:
         """The ids of the system prompt with the tools, or None, and of the first user turn."""
@@ -286,7 +290,7 @@ class PromptedTools(ToolTemplate):
         """The ids of one turn with all `messages`: results of tools."""
         each = [f"<tool_response>\n{one['content']}\n</tool_response>" for one in messages]
         turn = super().user_turn("\n".join(each))
-        return replace(turn, roles=[_OF_RESULT.get(role, role) for role in turn.roles])
+        return replace(turn, roles=[_RESULT_ROLES.get(role, role) for role in turn.roles])
 
     def tool_calls_turn(
         self, content: str, calls: Sequence[Message], header: list[int] | None = None
@@ -314,7 +318,7 @@ class PromptedTools(ToolTemplate):
         return found
 
     def _all_tools(self) -> list[Message]:
-        return [_NO_CALL, *json.loads(self.tools)] if self.tools else []
+        return [_NO_CALL_TOOL, *json.loads(self.tools)] if self.tools else []
 
     def _with_tools(self, system: str) -> str:
         if not self.tools:

@@ -25,7 +25,7 @@ REASONING_MARKS = (
 REPLY_CONTROLS = frozenset({"<|constrain|>", "<|channel>"}.union(*REASONING_MARKS))
 
 # Before calls of models whose templates may write none: LFM2, Llama, Mistral, Phi.
-_CALLS = ("<|tool_call_start|>", "<|python_tag|>", "[TOOL_CALLS]", "<|tool_call|>")
+_CALL_MARKS = ("<|tool_call_start|>", "<|python_tag|>", "[TOOL_CALLS]", "<|tool_call|>")
 
 Message = dict[str, Any]
 
@@ -39,7 +39,7 @@ _SWITCHES, _EFFORT = ("enable_thinking", "thinking", "reasoning"), "reasoning_ef
 _PARTS = [{"type": "thinking", "thinking": _THOUGHT}, {"type": "text", "text": _ANSWER}]
 
 _OPENS = re.compile("start|begin", re.IGNORECASE)
-_WHOLE = re.compile(
+_UNPAIRED = re.compile(
     r"text|turn|sentence|sequence|document|message|header|role|prompt|inst|utterance|im_|\A<s>"
     r"|\A<\|(start|begin)\|>",
     re.IGNORECASE,
@@ -198,7 +198,7 @@ def find_marks(
     end = first if closing.startswith(first) else ""
     others = opening, closing, answer, first
     call = _find_call(header, rendered, others)
-    if not call[0] and (known := next((mark for mark in _CALLS if mark in added), None)):
+    if not call[0] and (known := next((mark for mark in _CALL_MARKS if mark in added), None)):
         call = spell(known), *call[1:]
     stop = _text_at_end(tail.partition(_QUESTION)[0])
     return Marks(opening, closing, opens_in_header, answer, end, history_lead, *call, stop)
@@ -263,7 +263,7 @@ def paired_controls(names: Collection[str]) -> set[str]:
     for name in names:
         closing = _OPENS.sub(lambda word: "END" if word[0].isupper() else "end", name)
         closing = re.sub(r"\A([<\[])(?=\w)", r"\1/", name) if closing == name else closing
-        if closing != name and closing in names and not _WHOLE.search(name):
+        if closing != name and closing in names and not _UNPAIRED.search(name):
             found |= {name, closing}
     return found
 

@@ -17,7 +17,7 @@ from sirchat.text.tokenizer import CONTROL_END, CONTROL_START
 Part = Literal["thinking", "answer", "call"]
 _Next = Part | Literal["end"] | None  # what a mark begins; None: another mark tells
 
-_LONGEST_HEAD = 300  # characters of the header of a message
+_MAX_HEADER_CHARS = 300  # characters of the header of a message
 
 
 class Piece(NamedTuple):
@@ -54,7 +54,7 @@ class PartSplitter:
             table.pop("", None)
         self._part: Part | None = None
         self._is_after_mark = marks.opens_in_header
-        self._said = set[Part]()
+        self._parts_seen = set[Part]()
         self._waiting, self._at = "", 0  # the text not divided yet, and its index
         self._count = 0  # characters before it, without those of private use
         self.bounds: list[tuple[int, _Next]] = []
@@ -73,12 +73,12 @@ class PartSplitter:
         pieces: list[Piece] = []
         self._waiting += text
         while self._waiting and not self.has_ended:
-            step = self._go_on if self._part else self._begin
+            step = self._continue_part if self._part else self._begin_part
             if not step(pieces, is_end):
                 break
         return pieces
 
-    def _begin(self, pieces: list[Piece], is_end: bool) -> bool:
+    def _begin_part(self, pieces: list[Piece], is_end: bool) -> bool:
         """Find out which part begins; False if more text must tell."""
         first, (begin, stop), text = self._first, self._head, self._waiting.lstrip()
         blanks, heads = len(self._waiting) - len(text), (begin, "to=") if begin else ()
@@ -86,7 +86,7 @@ class PartSplitter:
             head, found, _ = text.partition(stop)
             if found:
                 first = {head + stop: self._part_after(head + stop)}
-            elif not is_end and len(head) < _LONGEST_HEAD:
+            elif not is_end and len(head) < _MAX_HEADER_CHARS:
                 return False
         mark = max(filter(text.startswith, first), key=len, default="")
         longer = (other for other in (*first, *heads) if len(other) > len(mark))
@@ -110,16 +110,16 @@ class PartSplitter:
         usual: Part = "answer" if {*thinks}.isdisjoint(words) else "thinking"
         return self._first.get(head, "call" if is_call else usual)
 
-    def _go_on(self, pieces: list[Piece], is_end: bool) -> bool:
+    def _continue_part(self, pieces: list[Piece], is_end: bool) -> bool:
         """Add the text of this part to `pieces`, up to a mark; False if there is none yet."""
         part, later = self._part, self._later[self._part or "answer"]
         at, mark = self._find(later, is_end)
         size = len(self._waiting[:at].rstrip()) if part == "thinking" else at
         text = CONTROL.sub(self._written, self._take(size))
         if part and (text := text.lstrip() if self._is_after_mark else text):
-            gap = "\n\n" if self._is_after_mark and part in self._said else ""
+            gap = "\n\n" if self._is_after_mark and part in self._parts_seen else ""
             pieces.append(Piece(gap + text, part, self._count))
-            self._said.add(part)
+            self._parts_seen.add(part)
             self._is_after_mark = False
         if mark:
             self._take(at - size)  # blanks

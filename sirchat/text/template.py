@@ -46,7 +46,7 @@ _PLAIN = (
 )
 
 # The reasoning with which a reply begins; the template may have written its `<think>`.
-_THOUGHT = re.compile(r"\s*(<think>)?(.*?)</think>\s*", re.DOTALL)
+_LEADING_REASONING = re.compile(r"\s*(<think>)?(.*?)</think>\s*", re.DOTALL)
 
 # Only letters: tokenizers do not merge them with the control token, space or newline after them.
 QUESTION_TEXT = "qzv"
@@ -195,7 +195,7 @@ class Template:
 
         Before it are those of its header that have not been read: `header` is as in `TurnIds`.
         """
-        ids = self._given_reply(content)
+        ids = self._reply_ids(content)
         return self._anchored(self._after_header(ids, content, header), content)
 
     @cached_property
@@ -256,9 +256,9 @@ class Template:
         """The ids of `text` alone, without anything from the chat template."""
         return self._control_tokens.text_ids(text)
 
-    def _given_reply(self, content: str) -> list[int] | None:
+    def _reply_ids(self, content: str) -> list[int] | None:
         """`_reply` of a text; None also if the text would become control tokens."""
-        for message in self._told(content):
+        for message in self._reply_messages(content):
             usual = self._replies
             if REASONING_KEYS[0] in message:
                 usual = [self._reply(_STUB_THOUGHT) or []]
@@ -267,10 +267,13 @@ class Template:
                 return ids
         return None
 
-    def _told(self, content: str) -> list[Message]:
+    def _reply_messages(self, content: str) -> list[Message]:
         """Forms of a message with this text of a reply; the template may take reasoning out."""
         marked, plain = self._control_tokens.delimited, _message("assistant", content)
-        source, thought = str(self._tokenizer.chat_template or ""), _THOUGHT.match(content)
+        source, thought = (
+            str(self._tokenizer.chat_template or ""),
+            _LEADING_REASONING.match(content),
+        )
         if not thought or not (thought[1] or "</think>" in source):
             return [plain]
         rest = content[thought.end() :]
@@ -320,7 +323,7 @@ class Template:
 
     def _written(self, content: str) -> str:
         """What the template writes of a reply's text; all of it, if it can't be told."""
-        replies = STUB_HISTORY[1], self._told(content)[0]
+        replies = STUB_HISTORY[1], self._reply_messages(content)[0]
         told, chat = (
             self._render_text([STUB_QUESTION, m, STUB_QUESTION], prompt=True) for m in replies
         )
@@ -453,8 +456,8 @@ class Template:
                 **self._variables,
             )
         except Exception as error:  # a template is a program, and may fail in any way
-            kind, is_told = type(error).__name__, isinstance(error, TemplateError)
-            what = "refuses this turn" if is_told else f"fails: {kind}"
+            kind, is_refusal = type(error).__name__, isinstance(error, TemplateError)
+            what = "refuses this turn" if is_refusal else f"fails: {kind}"
             raise ModelError(f"the model's chat template {what}: {_brief(error)}") from error
 
     def _marked(self, value: Any) -> Any:

@@ -27,11 +27,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 _SECONDS = 0.5  # of processor time; templates of real models take some milliseconds
-_MOST_SOURCE = 2**17  # characters of a template; compiling them takes 2 seconds at most
-_MOST_ADDED = 200_000  # characters that a template may add to the texts
-_MOST_COPIES = 8  # copies of the texts that one rendering may contain
-_MOST_REPEATED = 2**20  # characters or items of a repeated text or list
-_MOST_BITS = 2**10  # of a factor
+_MAX_SOURCE_CHARS = 2**17  # characters of a template; compiling them takes 2 seconds at most
+_MAX_ADDED_CHARS = 200_000  # characters that a template may add to the texts
+_MAX_COPIES = 8  # copies of the texts that one rendering may contain
+_MAX_REPEATED_ITEMS = 2**20  # characters or items of a repeated text or list
+_MAX_FACTOR_BITS = 2**10  # of a factor
 # Compiled code, in which no time is measured, whose time can grow with the square of the text, or
 # whose result can be of any size.
 _COSTLY_FILTERS = {"center", "pprint", "striptags", "urlize", "wordwrap", "xmlattr"}
@@ -49,7 +49,7 @@ def render(source: str, size: int, /, **variables: Any) -> str:
         text = environment.render_in_time(template, variables)
     except (MemoryError, RecursionError):
         raise TemplateError("rendering takes too much memory") from None
-    if len(text) > _MOST_ADDED + _MOST_COPIES * size:
+    if len(text) > _MAX_ADDED_CHARS + _MAX_COPIES * size:
         raise TemplateError(f"it makes a text of {len(text):,} characters")
     return text
 
@@ -125,8 +125,8 @@ def _to_json(
 
 @lru_cache(maxsize=8)
 def _compiled(source: str) -> tuple[_LimitedEnvironment, jinja2.Template]:
-    if len(source) > _MOST_SOURCE:
-        raise TemplateError(f"the template has more than {_MOST_SOURCE:,} characters")
+    if len(source) > _MAX_SOURCE_CHARS:
+        raise TemplateError(f"the template has more than {_MAX_SOURCE_CHARS:,} characters")
     environment = _LimitedEnvironment()
     with warnings.catch_warnings(action="ignore"):  # Python's, of the template's code
         return environment, environment.from_string(source)
@@ -180,10 +180,12 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         if operator == "**":
             raise TemplateError("the template computes a power, which may take for ever")
         for one, other in ((left, right), (right, left)):
-            if isinstance(one, int) and one.bit_length() > _MOST_BITS:
-                raise TemplateError(f"the template has a number of more than {_MOST_BITS} bits")
+            if isinstance(one, int) and one.bit_length() > _MAX_FACTOR_BITS:
+                raise TemplateError(
+                    f"the template has a number of more than {_MAX_FACTOR_BITS} bits"
+                )
             is_repeated = isinstance(one, int) and isinstance(other, str | bytes | list | tuple)
-            if is_repeated and one * len(other) > _MOST_REPEATED:
+            if is_repeated and one * len(other) > _MAX_REPEATED_ITEMS:
                 raise TemplateError("rendering takes too much memory")
         return super().call_binop(context, operator, left, right)
 

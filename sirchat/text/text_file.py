@@ -19,12 +19,12 @@ from sirchat.errors import UsageError, did_you_mean
 
 MAX_FILE_BYTES = 2**20  # of a file that can be put into a message
 MAX_FILES = 100  # of a folder or a pattern that can be put into a message
-_MOST_NAMES = 20_000  # that are looked at for a pattern with `**`
+_MAX_NAMES = 20_000  # that are looked at for a pattern with `**`
 MAX_DATA_BYTES = 2**31  # of a file with the data of a study or a training
 
 _FENCE = re.compile(r" {0,3}(?P<fence>`{3,}(?=[^`]*$)|~{3,})")
 # How files that are no text begin, what they are, and what helps.
-_FORMS = (
+_NON_TEXT_FORMATS = (
     (rb"%PDF-", "a PDF", "pdftotext writes its text"),
     (rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF....WEBP|BM....\0{4}|II\*\0|MM\0\*", "an image", ""),
     (rb"PK\x03\x04", "an archive or an office document", "take a file out, or save it as text"),
@@ -110,7 +110,7 @@ def matching_files(name: str) -> Iterator[str]:
     if not any_depth:
         yield from filter(os.path.isfile, iglob(pattern))
         return
-    last, left = last.strip("/") or "*", _MOST_NAMES
+    last, left = last.strip("/") or "*", _MAX_NAMES
     for path, folders, files in os.walk(folder or "."):
         folders[:] = sorted(one for one in folders if not one.startswith("."))
         for file in sorted(files):
@@ -152,7 +152,7 @@ def decode_text(name: str, data: bytes) -> str:
 
     Line ends become `\\n`, a byte order mark goes. UsageError if it is no text.
     """
-    for form, what, hint in _FORMS:
+    for form, what, hint in _NON_TEXT_FORMATS:
         if re.match(form, data, re.DOTALL):
             raise UsageError(f"{name} is {what}, not text", hint=hint)
     has_mark = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))

@@ -16,7 +16,7 @@ _SHARE = 10  # the beginning of a chat is a tenth of its turns, and so is its en
 _DAY = timedelta(days=1)
 _NUMBERS = ("a", "one", "two", "three", "four", "five", "six", "seven")  # "a" is 1, too
 
-_LAST = 253_402_300_799  # the last second of the year 9999
+_MAX_TIME = 253_402_300_799  # in seconds: the end of the year 9999
 
 _Span = tuple[datetime, datetime]
 
@@ -61,7 +61,7 @@ def local_time(seconds: float) -> datetime:
     try:
         return datetime.fromtimestamp(seconds).astimezone()
     except (ValueError, OverflowError, OSError):
-        return datetime.fromtimestamp(max(0, min(seconds, _LAST)), UTC)
+        return datetime.fromtimestamp(max(0, min(seconds, _MAX_TIME)), UTC)
 
 
 def time_ago(time: float | None, now: float) -> str:
@@ -110,7 +110,7 @@ def _weeks(back: int) -> Callable[..., _Span]:
 
 _WEEKDAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
 _COUNT = rf"(?P<count>\d+|{'|'.join(_NUMBERS)})"
-_SAID = r"say|said|tell|told|ask|asked|mention|mentioned|write|wrote|written|talk|talked"
+_SPEECH_VERBS = r"say|said|tell|told|ask|asked|mention|mentioned|write|wrote|written|talk|talked"
 
 # What is searched for in a text, and the time that it means. Another language is more lines; of
 # several that fit, the first counts.
@@ -137,12 +137,12 @@ _PLACES = [
         (
             "first",
             r"\b(?:at|in) the (?:very )?(?:beginning|start)\b|\bfirst (?:thing|message|question)\b|"
-            rf"\b(?:{_SAID})\b[^.!]*\bfirst\b|\bfirst (?:{_SAID})\b",
+            rf"\b(?:{_SPEECH_VERBS})\b[^.!]*\bfirst\b|\bfirst (?:{_SPEECH_VERBS})\b",
         ),
         (
             "last",
             r"\blast (?:thing|message|question)\b|\bmost recently\b|"
-            rf"\b(?:{_SAID})\b[^.!]*\blast\W*$|\blast (?:{_SAID})\b",
+            rf"\b(?:{_SPEECH_VERBS})\b[^.!]*\blast\W*$|\blast (?:{_SPEECH_VERBS})\b",
         ),
     )
 ]

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from sirchat.errors import panic_as_model_error
 
 # Classes of transformers that read `tokenizer.json` as it is.
-_GENERAL = ("TokenizersBackend", "PreTrainedTokenizerFast")
+_GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 # The delimiters, which are those of transformers.
 CONTROL_START, CONTROL_END = "\U000f0000", "\U000f0001"
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -102,7 +102,7 @@ def tokenizer_of_folder(folder: Path) -> FastTokenizer | None:
     """The tokenizer in a model's folder; None if only transformers knows how to read it."""
     about = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
     odd = ("add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces")
-    if about.get("tokenizer_class") not in _GENERAL or any(about.get(name) for name in odd):
+    if about.get("tokenizer_class") not in _GENERIC_CLASSES or any(about.get(name) for name in odd):
         return None
     special = {name: _text(about.get(name)) for name in SPECIAL_TOKEN_NAMES}
     if (path := folder / "special_tokens_map.json").exists():

@@ -28,7 +28,7 @@ _BARE = ('{"name"', '[{"name"', FUNCTION)  # how calls without tags begin
 _FENCE, _FENCED = "```json", re.compile(r"```json\s*(.*?)\s*```", re.DOTALL)  # as some write it
 _HALF_TAG = re.compile(r"<[^<>\s]*\Z")
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-_DEEPEST = 64  # levels of lists and objects in JSON
+_MAX_DEPTH = 64  # levels of lists and objects in JSON
 
 
 @dataclass(frozen=True)
@@ -316,7 +316,7 @@ def results_from_json(text: str) -> list[dict[str, str]]:
 def is_too_deep(value: Any) -> bool:
     """Whether a JSON value is nested too deeply to be passed on."""
     level = [value]
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_DEPTH):
         nested = [item for item in level if isinstance(item, dict | list)]
         level = [
             each for item in nested for each in (item.values() if isinstance(item, dict) else item)

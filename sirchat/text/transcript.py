@@ -25,14 +25,14 @@ Line = tuple[int, str]  # number (from 1), text without the newline
 FORMATS = ("auto", "jsonl", "sharegpt", "text", "lines")
 _ROLES: dict[str, RoleName] = {name: name for name in get_args(RoleName)}
 _SHAREGPT_ROLES: dict[str, RoleName] = {"system": "system", "human": "user", "gpt": "assistant"}
-_KEYS = ("conversations", "messages")  # of the list of messages in a ShareGPT object
+_MESSAGES_KEYS = ("conversations", "messages")  # of the list of messages in a ShareGPT object
 _PREFIX = re.compile(r"(user|assistant|system): ?(.*)", re.IGNORECASE)
 # Maximum size of a line, in bytes, and of a JSON document, in characters; parsed JSON can take
 # fifty times as much memory.
 MAX_LINE_BYTES = 2**22
 _OBJECT = re.compile(r'\s*(?:\[\s*)?\{\s*"[^"\\]*"\s*:')
 _BRACKETS = re.compile(r"\s*\[?\s*\{?\s*")  # with which an object may begin in a later line
-_AS_TEXT = 'a message is {"role": ..., "content": ...}; --format lines reads it as text'
+_FORMAT_HINT = 'a message is {"role": ..., "content": ...}; --format lines reads it as text'
 # Control characters that `json` does not escape, and those that change the direction of writing.
 _CONTROLS = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 THINK_OPEN, THINK_CLOSE = (
@@ -191,7 +191,7 @@ def parse_json(text: str, name: str, line: int = 1) -> Any:
         line, problem = line + error.lineno - 1, error.msg
     except (ValueError, RecursionError):
         problem = "a number is too long, or brackets are nested too deeply"
-    raise TranscriptError(f"{name}, line {line}: not valid JSON: {problem}", hint=_AS_TEXT)
+    raise TranscriptError(f"{name}, line {line}: not valid JSON: {problem}", hint=_FORMAT_HINT)
 
 
 def _plain_turns(lines: Iterable[Line]) -> Iterator[TranscriptTurn]:
@@ -274,7 +274,9 @@ def _conversations(value: Any, name: str, line: int) -> Iterator[list[Any]]:
     match value:
         case {"conversations": list(messages)} | {"messages": list(messages)}:
             yield messages
-        case list() if any(isinstance(one, dict) and {*_KEYS} & one.keys() for one in value):
+        case list() if any(
+            isinstance(one, dict) and {*_MESSAGES_KEYS} & one.keys() for one in value
+        ):
             for one in value:
                 yield from _conversations(one, name, line)
         case [{"role": _} | {"from": _}, *_] | []:
@@ -284,7 +286,7 @@ def _conversations(value: Any, name: str, line: int) -> Iterator[list[Any]]:
         case _:
             raise TranscriptError(
                 f"{name}, line {line}: this JSON is neither a message nor a conversation",
-                hint=_AS_TEXT,
+                hint=_FORMAT_HINT,
             )
 
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from sirchat.errors import SirchatError, UsageError, format_value
 
-_PLACES = ("mcpServers", "servers")  # Claude and Cursor, VS Code
+_SERVER_KEYS = ("mcpServers", "servers")  # Claude and Cursor, VS Code
 _NAME = r"input:[\w-]+|[A-Za-z_]\w*"
 _VARIABLE = re.compile(rf"\$\{{(?:env:)?(?P<name>{_NAME})(?::-(?P<default>[^}}]*))?\}}")
 
@@ -57,7 +57,7 @@ def read_servers(path: str) -> dict[str, ServerFields]:
     try:
         text = Path(path).expanduser().read_text("utf-8-sig")
         written = json.loads(text)
-        servers = written[next((name for name in _PLACES if name in written), "")]
+        servers = written[next((name for name in _SERVER_KEYS if name in written), "")]
         found = {str(name): ServerFields.model_validate(one) for name, one in servers.items()}
     except OSError as error:
         raise UsageError(f"--tools {path} cannot be read: {error.strerror}") from None

@@ -24,22 +24,24 @@ from sirchat.chat.turn import Interrupted, never
 from sirchat.errors import SirchatError, UsageError
 from sirchat.tools.config import ServerFields
 
-_END = 6.0  # seconds that a server may take to end
-_LIST = 5.0  # seconds that a server that runs may take to list its tools; else it hangs
-_WHY = 1.0  # seconds until an ended connection says why
-_LOOK = 0.1  # seconds between two looks whether the user stops a call
-_LONGEST_NAME = 64
+_END_SECONDS = 6.0  # seconds that a server may take to end
+_LIST_SECONDS = 5.0  # seconds that a server that runs may take to list its tools; else it hangs
+_REASON_SECONDS = 1.0  # seconds until an ended connection says why
+_POLL_SECONDS = 0.1  # seconds between two looks whether the user stops a call
+_MAX_NAME_CHARS = 64
 _STOPPED = "the user stopped this"
 # More would take the memory, or the disk, that the chat needs.
-_MOST_PAGES = 100  # of tools that a server lists
-_LONGEST = 4_000_000  # characters of a result
-_LONGEST_EVENT = 16_000_000  # bytes of a message over HTTP
-_MOST_ERRORS = 1 << 20  # bytes that are kept of a server's standard error
+_MAX_PAGES = 100  # of tools that a server lists
+_MAX_RESULT_CHARS = 4_000_000  # characters of a result
+_MAX_EVENT_BYTES = 16_000_000  # bytes of a message over HTTP
+_MAX_STDERR_BYTES = 1 << 20  # bytes that are kept of a server's standard error
 # What is probably wrong, by the number with which a server refuses a request.
 _KEY, _URL = 'is the key in its "headers" right?', 'is its "url" right?'
 _REFUSALS = {401: _KEY, 403: _KEY, 404: _URL, 405: _URL, 429: "too many requests"}
-_CLOSED = -32000  # the code of an error of a connection that has ended
-_FORGOTTEN = "Session terminated"  # the SDK's error if a server over HTTP knows a chat no more
+_CONNECTION_CLOSED = -32000  # the code of an error of a connection that has ended
+_SESSION_TERMINATED = (
+    "Session terminated"  # the SDK's error if a server over HTTP knows a chat no more
+)
 
 
 class ToolServers:
@@ -69,7 +71,7 @@ class ToolServers:
         running = self._running.get(name)
         if running is not None and not running.ended.done():
             try:
-                limit = min(_LIST, self._limit())
+                limit = min(_LIST_SECONDS, self._limit())
                 self._wait(running, running.list_tools(), limit, interrupted)
             except _HangsError:  # such as in a call that was stopped
                 running = self._start(name, interrupted)
@@ -99,7 +101,7 @@ class ToolServers:
         for running in list(self._running.values()):
             self._end(running)
         for running in self._ending:
-            running.is_gone.wait(_END)  # the SDK kills what does not end
+            running.is_gone.wait(_END_SECONDS)  # the SDK kills what does not end
         self._ending = []
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -109,7 +111,7 @@ class ToolServers:
         """What a model calls a tool by; numbers tell apart what would be called the same."""
         plain = plain_name("__".join(origin))
         ends = chain([""], map("_{}".format, count(2)))
-        names = (plain[: _LONGEST_NAME - len(end)] + end for end in ends)
+        names = (plain[: _MAX_NAME_CHARS - len(end)] + end for end in ends)
         return next(name for name in names if self._origins.setdefault(name, origin) == origin)
 
     def _start(self, name: str, interrupted: Interrupted) -> _Running:
@@ -155,7 +157,7 @@ class ToolServers:
         running.heard, running.is_unread = time.monotonic(), False
         request, begun = self._submit(work), running.begun.done()
         try:
-            while not wait((request,), _LOOK).done:
+            while not wait((request,), _POLL_SECONDS).done:
                 if interrupted():
                     raise SirchatError(_STOPPED)
                 if running.is_unread:
@@ -170,8 +172,11 @@ class ToolServers:
         except SirchatError:
             raise
         except Exception as error:
-            root, status = _root(error), running.status
-            is_gone = getattr(root, "code", None) == _CLOSED or str(root) == _FORGOTTEN
+            root, status = _first_error(error), running.status
+            is_gone = (
+                getattr(root, "code", None) == _CONNECTION_CLOSED
+                or str(root) == _SESSION_TERMINATED
+            )
             if not begun or not (is_gone or running.ended.done()):
                 why = str(root).partition("\n")[0] or type(root).__name__
                 if isinstance(root, ValidationError):
@@ -184,7 +189,7 @@ class ToolServers:
         finally:
             request.cancel()
         self._end(running)
-        wait((running.ended,), _WHY)
+        wait((running.ended,), _REASON_SECONDS)
         ended = f"the server {name} has ended"
         self._note(f"{ended}; the next call starts it again")
         raise SirchatError(ended)
@@ -202,8 +207,8 @@ class ToolServers:
         text = "\n".join(map(_as_text, result.content))
         if not text and result.structured_content is not None:
             text = json.dumps(result.structured_content, ensure_ascii=False)
-        if len(text) > _LONGEST:
-            text = f"{text[:_LONGEST]}\n[cut: the result has {len(text):,} characters]"
+        if len(text) > _MAX_RESULT_CHARS:
+            text = f"{text[:_MAX_RESULT_CHARS]}\n[cut: the result has {len(text):,} characters]"
         if result.is_error:
             raise RuntimeError(text or "the tool does not say why")  # in all its lines
         return text
@@ -243,13 +248,13 @@ class _Running:
                 await self.list_tools()
                 self.begun.set_result(None)
                 while not self.ends:
-                    if os.fstat(self._errors.fileno()).st_size > _MOST_ERRORS:
+                    if os.fstat(self._errors.fileno()).st_size > _MAX_STDERR_BYTES:
                         self._errors.seek(0)  # the server's place in it, too
                         self._errors.truncate()
-                    await asyncio.sleep(_LOOK)
+                    await asyncio.sleep(_POLL_SECONDS)
         except BaseException as error:
             if not self.begun.done():
-                self.begun.set_exception(_root(error))
+                self.begun.set_exception(_first_error(error))
         finally:
             self.is_gone.set()
 
@@ -260,7 +265,7 @@ class _Running:
     async def list_tools(self) -> None:
         """Let the server list its tools anew."""
         listed, cursor = list[Any](), None
-        for _ in range(_MOST_PAGES):
+        for _ in range(_MAX_PAGES):
             page = await self._client.list_tools(cursor=cursor)
             listed += page.tools
             if not (cursor := page.next_cursor):
@@ -283,8 +288,8 @@ class _Running:
     def last_words(self) -> str:
         """The last line that the server has written to its standard error."""
         size = os.fstat(self._errors.fileno()).st_size
-        self._errors.seek(max(0, size - _MOST_ERRORS))
-        lines = self._errors.read(_MOST_ERRORS).decode(errors="replace").splitlines()
+        self._errors.seek(max(0, size - _MAX_STDERR_BYTES))
+        lines = self._errors.read(_MAX_STDERR_BYTES).decode(errors="replace").splitlines()
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
     def _connection(self) -> Any:
@@ -302,7 +307,7 @@ class _Running:
             http = create_mcp_http_client(fields.headers)
             http.event_hooks = {"response": [note_status]}
             transport: Any = streamable_http_client(
-                fields.url, http_client=http, max_sse_event_size=_LONGEST_EVENT
+                fields.url, http_client=http, max_sse_event_size=_MAX_EVENT_BYTES
             )
         else:
             parameters = StdioServerParameters(
@@ -330,7 +335,7 @@ def _as_text(part: Any) -> str:
     return f"[{part.type}, not shown: {what}]"
 
 
-def _root(error: BaseException) -> BaseException:
+def _first_error(error: BaseException) -> BaseException:
     """The first error within groups of them."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -1,7 +1,4 @@
-"""Puts the texts of files into messages (`@path` and `/read`), and completes the names of files.
-
-A file is attached only if the user typed its name.
-"""
+"""Puts the texts of files whose names the user typed into messages: `@path` and `/read`."""
 
 from __future__ import annotations
 
@@ -29,15 +26,15 @@ if TYPE_CHECKING:  # a prompt must not import a model, nor `sirchat ask` a promp
     from sirchat.chat.session import Session
 
 # A path as a user types it, and as a terminal writes one that is dropped on it: maybe quoted, or
-# with a backslash before each blank.
+# with a backslash before each blank. `{0}` stands behind the closing quote.
 _PATH = r"""(?:"(?P<double>[^"\n]+)"{0}|'(?P<single>[^'\n]+)'{0}|(?P<word>(?:\\[^\S\n]|\S)+))"""
 _MENTION = re.compile(r"(?<!\S)(?P<escape>\\?)@" + _PATH.format(""))
-_FIRST = re.compile(rf"\s*{_PATH.format('?')}\s*")
-_ESCAPED = re.compile(r"\\(.)")
-_LIKE_A_PATH = re.compile(r"/|\w\.\w{1,5}$")
-_OPEN = re.compile(r'(?<!\S)@(?:"[^"\n]*|[^\s"]*)$')
-_CLOSING = ".,;:!?)]}'\"…"  # cut off at the end of an `@path` if no file has the full name
-_BEGUN = re.compile(r'("[^"\n]*|[^\s"]*)$')
+_LEADING_PATH = re.compile(rf"\s*{_PATH.format('?')}\s*")  # a closing quote may be missing
+_UNFINISHED_MENTION = re.compile(r'(?<!\S)@(?:"[^"\n]*|[^\s"]*)$')
+_UNFINISHED_PATH = re.compile(r'("[^"\n]*|[^\s"]*)$')
+_ESCAPED_CHAR = re.compile(r"\\(.)")
+_LOOKS_LIKE_PATH = re.compile(r"/|\w\.\w{1,5}$")
+_CLOSING_PUNCTUATION = ".,;:!?)]}'\"…"  # cut off an `@path` if no file has the full name
 
 
 @dataclass(frozen=True)
@@ -56,162 +53,165 @@ class AttachedFile:
 def attach_mentions(
     text: str, note: Callable[[str], None], pasted_at_signs: Collection[int] = ()
 ) -> tuple[str, list[AttachedFile]]:
-    """Load the files that a typed `text` names by `@path`; return the message, and the files.
+    """Load the files that a typed `text` mentions as `@path`; return the message, and the files.
 
-    `pasted_at_signs` has the index of each `@` that was pasted: it names no file. Remarks go to
-    `note`. Raises UsageError if a file exists but can't be used.
+    `pasted_at_signs` are indices of `@` in `text` that mention no file. Remarks go to `note`.
+    Raises UsageError if a file can't be used, or all of `text` is the path of a file.
     """
     files: dict[str, AttachedFile] = {}
-    said = list[str]()  # the words of the message that are not names of files
-    message, at = list[str](), 0
+    message = words = ""  # `words` lacks the names of attached files
+    end = 0
     for mention in _MENTION.finditer(text):
+        between, end = text[end : mention.start()], mention.end()
         if mention.end("escape") in pasted_at_signs:
-            name, shown = "", mention[0]
-            _note_pasted(mention, note)
+            path, shown = "", mention[0]
+            _warn_of_pasted_mention(mention, note)
         else:
-            name, shown = _named(mention, note)
-        if name and name not in files:
-            files |= {file.name: file for file in load_attachments(name)}
-        between = text[at : mention.start()]
-        message += (between, shown)
-        said += (between, shown.removeprefix(name) if name else shown)
-        at = mention.end()
-    message.append(text[at:])
-    has_words = bool("".join([*said, text[at:]]).strip())
-    if not files and (path := _as_path(text)):
+            path, shown = _resolve_mention(mention, note)
+        if path and path not in files:
+            files |= {file.name: file for file in load_attachments(path)}
+        message += between + shown
+        words += between + shown.removeprefix(path)
+    message, words = message + text[end:], words + text[end:]
+    if not files and (path := _find_bare_path(text)):
         raise UsageError(
             f"{shorten(path, 60)} is a file, and nothing is sent",
             hint='@ before it sends its text; a name with blanks goes in quotes: @"a b.txt"',
         )
     attached = list(files.values())
-    return _joined(attached, "".join(message) if has_words else ""), attached
+    return _build_message(attached, message if words.strip() else ""), attached
 
 
 def mentioned_names(text: str) -> list[str]:
-    """The names after each `@` of a text, as they are typed, and without closing signs."""
+    """The name after each `@` of a text, without closing punctuation."""
     return [
-        mention["double"] or mention["single"] or mention["word"].rstrip(_CLOSING)
+        mention["double"] or mention["single"] or mention["word"].rstrip(_CLOSING_PUNCTUATION)
         for mention in _MENTION.finditer(text)
         if not mention["escape"]
     ]
 
 
 def unfinished_mention(before: str) -> str | None:
-    """The unfinished name after an `@` at the end of `before`, with its opening quote, or None."""
-    match = _OPEN.search(before)
+    """The name, with its opening quote, that is typed after an `@` at the end of `before`."""
+    match = _UNFINISHED_MENTION.search(before)
     return match[0][1:] if match else None
 
 
-def attach_named_files(rest: str) -> tuple[str, list[AttachedFile]]:
-    """The message that `/read FILE [QUESTION]` sends, and its files; UsageError without a name."""
-    name, question = split_leading_path(rest)
+def attach_named_files(arguments: str) -> tuple[str, list[AttachedFile]]:
+    """The message that `/read FILE [QUESTION]` sends, and its files; raises UsageError."""
+    name, question = split_leading_path(arguments)
     if not name:
         raise UsageError(
             "/read: expected the name of a file", hint="type /read FILE, or /read FILE QUESTION"
         )
     files = load_attachments(name)
-    return _joined(files, question), files
+    return _build_message(files, question), files
 
 
 def load_attachments(name: str) -> list[AttachedFile]:
-    """Load the file that a name means, or those of a folder or a pattern; UsageError as there."""
+    """Load a file, or those of a folder or a pattern; raises UsageError if one can't be used."""
     return [AttachedFile(path, text) for path, text in load_text_files(name).items()]
 
 
 def split_leading_path(text: str) -> tuple[str, str]:
     """Split a text into the file name at its start, a word or a quoted text, and the rest."""
-    match = _FIRST.match(text)
+    match = _LEADING_PATH.match(text)
     if match is None:
         return "", text
     word = match["word"] or ""
     if is_missing(word):
-        word = _ESCAPED.sub(r"\1", word)
+        word = _ESCAPED_CHAR.sub(r"\1", word)
     return match["double"] or match["single"] or word, text[match.end() :]
 
 
 def describe_size(files: list[AttachedFile], session: Session) -> str:
     """How many tokens each file takes, and whether a part will be evicted while it is read."""
-    counts = [len(session.template.as_text(file.block)) for file in files]
-    parts = [
-        f"{displayable_line(file.name)}: {count:,} tokens"
-        for file, count in zip(files, counts, strict=True)
-    ]
-    line, total = f"{', '.join(parts)}; the budget is {session.budget:,} tokens", sum(counts)
-    room = session.engine.evictor.divide_budget().evictable
+    sizes = {file.name: len(session.template.as_text(file.block)) for file in files}
+    listed = ", ".join(f"{displayable_line(name)}: {n:,} tokens" for name, n in sizes.items())
+    description = f"{listed}; the budget is {session.budget:,} tokens"
+    total, room = sum(sizes.values()), session.engine.evictor.divide_budget().evictable
     if room < session.budget // 2 and total <= 2 * session.budget:
-        line += f", of which a message can take {room:,}"
+        description += f", of which a message can take {room:,}"
     if total <= room or session.profile.policy == "full":
-        return line
+        return description
     share = "most" if total > 2 * room else "a part"
-    return f"{line}, so {share} of the text will be evicted while it is read"
+    return f"{description}, so {share} of the text will be evicted while it is read"
 
 
-def unfinished_path(text: str, commands: re.Pattern[str] = re.compile("/read +")) -> str | None:
-    """The unfinished file name at the end of `text`, after `@` or a command of a file, or None."""
+def unfinished_path(text: str, commands: re.Pattern[str]) -> str | None:
+    """The file name that is typed at the end of `text`, after `@` or one of `commands`, or None."""
     command = commands.match(text)
-    if command and (begun := _BEGUN.match(text, command.end())):
-        return begun[1]
+    if command and (path := _UNFINISHED_PATH.match(text, command.end())):
+        return path[1]
     return unfinished_mention(text) if not text.startswith("/") or text.startswith("//") else None
 
 
-def complete_path(begun: str, event: CompleteEvent) -> Iterator[Completion]:
-    """Yield each file and folder whose path begins so; hidden ones only after a typed dot."""
+def complete_path(typed: str, event: CompleteEvent) -> Iterator[Completion]:
+    """Yield each file and folder whose path begins as typed; hidden ones only after a dot."""
     from prompt_toolkit.completion import Completion, PathCompleter
     from prompt_toolkit.document import Document
 
-    name, is_quoted = begun.removeprefix('"'), begun.startswith('"')
+    name, is_quoted = typed.removeprefix('"'), typed.startswith('"')
     for entry in PathCompleter(expanduser=True).get_completions(Document(name), event):
         path, is_folder = name + entry.text, entry.display_text.endswith("/")
         if displayable_line(path) != path or '"' in path:  # can't be typed
             continue
         if entry.display_text.startswith(".") and not basename(name).startswith("."):
             continue
-        quotes = is_quoted or " " in path
-        text = f'"{path}' + ("" if is_folder else '"') if quotes else path
-        yield Completion(text + ("/" if is_folder else ""), -len(begun), display=entry.display)
+        if is_quoted or " " in path:
+            path = f'"{path}' if is_folder else f'"{path}"'
+        yield Completion(path + "/" * is_folder, -len(typed), display=entry.display)
 
 
-def _named(mention: re.Match[str], note: Callable[[str], None]) -> tuple[str, str]:
-    """The file's name, "" if there is none, and what the message has in place of the `@path`."""
-    word, quoted = mention["word"] or "", mention["double"] or mention["single"]
+def _resolve_mention(mention: re.Match[str], note: Callable[[str], None]) -> tuple[str, str]:
+    """The path that an `@path` means, "" if nothing is there, and what to send in its place."""
     if mention["escape"]:
         return "", mention[0][1:]
-    if quoted and (not is_missing(quoted) or _matches(quoted)):
+    quoted, word = mention["double"] or mention["single"], mention["word"] or ""
+    if quoted and (not is_missing(quoted) or _matches_files(quoted)):
         return quoted, quoted
-    plain = _ESCAPED.sub(r"\1", word)
-    forms = word, word.rstrip(_CLOSING), plain, plain.rstrip(_CLOSING)
-    names = [*dict.fromkeys(filter(None, forms))]
-    there = [one for one in names if not is_missing(one) and ("/" in one or not os.path.isdir(one))]
-    # A question mark behind a name is seldom a part of a pattern.
-    if found := there or [one for one in names if "*" in one and _matches(one)]:
-        return found[0], word if word.startswith(found[0]) else plain
-    bare = quoted or word.rstrip(_CLOSING)
-    if quoted or _LIKE_A_PATH.search(bare):
-        is_address = "://" in bare
-        what = "nothing is fetched" if is_address else f"there is no file {shorten(bare, 60)}"
-        note(f"{what}, so the name is sent as plain text")
+    unescaped = _ESCAPED_CHAR.sub(r"\1", word)
+    if path := _find_path(word, unescaped):
+        return path, word if word.startswith(path) else unescaped
+    name = quoted or word.rstrip(_CLOSING_PUNCTUATION)
+    if "://" in name:
+        note("nothing is fetched, so the name is sent as plain text")
+    elif quoted or _LOOKS_LIKE_PATH.search(name):
+        note(f"there is no file {shorten(name, 60)}, so the name is sent as plain text")
     return "", mention[0]
 
 
-def _matches(pattern: str) -> bool:
-    """Whether a file matches a pattern, which has a dot or a slash."""
+def _find_path(*spellings: str) -> str:
+    """The first spelling, with or without closing punctuation, that a file or a pattern has."""
+    paths = [path for word in spellings for path in (word, word.rstrip(_CLOSING_PUNCTUATION))]
+    for path in filter(None, paths):
+        if not is_missing(path) and ("/" in path or not os.path.isdir(path)):
+            return path
+    for path in paths:  # a question mark behind a name is seldom a part of a pattern
+        if "*" in path and _matches_files(path):
+            return path
+    return ""
+
+
+def _matches_files(pattern: str) -> bool:
+    """Whether a pattern, which has a dot or a slash, matches a file."""
     return re.search(r"[./]", pattern) is not None and any(matching_files(pattern))
 
 
-def _as_path(text: str) -> str:
-    """The path, from the root or the home folder, of a file whose name is all of `text`; or ""."""
-    name, rest = split_leading_path(text)
-    is_one = not rest and name.startswith(("/", "~/")) and "\n" not in name
-    return name if is_one and os.path.isfile(expand_path(name)) else ""
+def _find_bare_path(text: str) -> str:
+    """`text` if it is nothing but the absolute path of a file; else ""."""
+    path, rest = split_leading_path(text)
+    is_absolute = path.startswith(("/", "~/")) and "\n" not in path
+    return path if is_absolute and not rest and os.path.isfile(expand_path(path)) else ""
 
 
-def _note_pasted(mention: re.Match[str], note: Callable[[str], None]) -> None:
-    named = mention["double"] or mention["single"] or mention["word"]
-    if not mention["escape"] and os.path.isfile(expand_path(named)):
+def _warn_of_pasted_mention(mention: re.Match[str], note: Callable[[str], None]) -> None:
+    path = mention["double"] or mention["single"] or mention["word"]
+    if not mention["escape"] and os.path.isfile(expand_path(path)):
         word = shorten(mention[0], 60)
         note(f"{word} was pasted, so it is sent as plain text; type the @ yourself to attach it")
 
 
-def _joined(files: list[AttachedFile], message: str) -> str:
+def _build_message(files: list[AttachedFile], message: str) -> str:
     """The files' texts, and then the message: what comes first is usually evicted first."""
     return "\n\n".join([*(file.block for file in files), *([message] if message.strip() else [])])

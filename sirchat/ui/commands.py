@@ -1,8 +1,4 @@
-"""The slash commands of a chat: methods of `Commands`, or settings of the same name.
-
-What `/help` tells of each is in `help.yaml`. An unknown command is an error that names the nearest
-one; it is never sent to the model.
-"""
+"""The slash commands of a chat; `help.yaml` has what `/help` says of each."""
 
 from __future__ import annotations
 
@@ -13,10 +9,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from time import time
-from typing import Any, Final
+from typing import Any
 
 import yaml
 from rich.console import Group, RenderableType
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
@@ -48,21 +45,21 @@ from sirchat.ui.turn_commands import Retry, parse_retry, undo
 from sirchat.ui.typed_input import TypedHistory
 from sirchat.ui.why import show_why
 
-_AROUND = 12  # tokens before, and after, the words that `/recall WORDS` restores with them
-_LONGEST = 40  # most characters shown of an unknown command
+_RECALL_CONTEXT_TOKENS = 12  # that `/recall WORDS` restores before the words, and as many after
+_MAX_COMMAND_CHARS = 40  # shown of an unknown command
 
-_ELSEWHERE = {  # commands that other programs have, and what does the same here
+_HINTS_FOR_FOREIGN_COMMANDS = {  # commands that other programs have, and what does the same here
     **dict.fromkeys(("sessions", "chats", "list", "resume"), "/load lists the saved chats"),
     **dict.fromkeys(("delete", "rm"), "sirchat sessions rm ID deletes a saved chat"),
     "find": "/search WORDS finds messages of this chat, and other chats",
 }
 _ALIASES = {"?": "help", "quit": "exit", "bye": "exit", "regen": "retry"}
-_FORMER = {"forget": "erase", "forgotten": "evicted"}  # they still work, but are not listed
-_ALSO = {"format": "json_schema"}  # other names of settings; `--format` is that of a transcript
-
-_MORE: Final = "/help COMMAND explains one of these, /help all tells what each does. "
-_NAMES, _COLUMN = 16, 50  # cells: the names of commands; a column of groups and its gap
-_MOST_COLUMNS = 3
+_RENAMED_COMMANDS = {"forget": "erase", "forgotten": "evicted"}  # old names, which still work
+_SETTING_ALIASES = {"format": "json_schema"}  # the setting `format` is that of a transcript
+_HELP_HINT = "/help COMMAND explains one of these, /help all tells what each does. "
+# Widths on the screen, in cells: the names of commands, and a group of commands with its gap.
+_COMMAND_CELLS, _GROUP_CELLS = 16, 50
+_MAX_COLUMNS = 3  # of groups
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ class Continue:
 
 @dataclass(frozen=True)
 class Edit:
-    """Asks the chat to replace the user's last message by `text`; "" lets the user edit it."""
+    """Asks the chat to replace the last message by `text`; "": the user edits the message."""
 
     text: str = ""
 
@@ -96,7 +93,7 @@ class Summarize:
 
 @dataclass(frozen=True)
 class SwitchSession:
-    """Asks the chat to go on with `session`: another chat, or the same chat in a new session."""
+    """Asks the chat to go on with another chat, or with a new session of the same chat."""
 
     session: Session
     is_other_chat: bool
@@ -107,7 +104,7 @@ Action = Leave | Send | Continue | Retry | Edit | Summarize | SwitchSession
 
 
 class Commands:
-    """The slash commands of one chat: `/NAME` is the method `do_NAME`, or changes that setting."""
+    """The slash commands of one chat: `/NAME` calls `do_NAME`, or else changes the setting NAME."""
 
     def __init__(
         self,
@@ -116,10 +113,12 @@ class Commands:
         history: TypedHistory,
         saved_chat: SavedChat,
         trusted_policies: Collection[str] = (),
-        models: ModelSwitching | None = None,
+        model_switching: ModelSwitching | None = None,
     ) -> None:
         self._session = session
-        self._models = models or ModelSwitching(screen, saved_chat, trusted_policies)
+        self._model_switching = model_switching or ModelSwitching(
+            screen, saved_chat, trusted_policies
+        )
         self._history = history
         self._saved_chat = saved_chat
         self._screen = screen
@@ -129,78 +128,69 @@ class Commands:
     @classmethod
     def names(cls) -> list[str]:
         """Names of all slash commands and of their aliases, without the slash."""
-        return [*_help()["commands"], *_ALIASES]
+        return [*_load_help()["commands"], *_ALIASES]
 
     @classmethod
     def help_of(cls, name: str) -> tuple[str, str]:
         """The arguments of the command `name`, such as `[NAME]`, and what it does."""
         if name in _ALIASES:
             return "", f"the same as /{_ALIASES[name]}"
-        told = _help()["commands"][name]
-        return told.get("arguments", ""), told["does"]
+        command = _load_help()["commands"][name]
+        return command.get("arguments", ""), command["does"]
 
     def run(self, line: str) -> Action | None:
         """Run the command `line`, with its slash; return what the chat must do next, or None."""
-        word, rest = [*line[1:].split(None, 1), "", ""][:2]
-        name, rest = self._known(word), rest.strip()
-        needs = self.help_of(name)[0]
-        if rest and not needs:
+        word, arguments = [*line[1:].split(None, 1), "", ""][:2]
+        name, arguments = self._resolve_name(word), arguments.strip()
+        allowed = self.help_of(name)[0]
+        if arguments and not allowed:
             raise UsageError(f"/{word} takes no argument", hint=f"type /{word} alone")
-        if not rest and needs and not needs.startswith("["):
-            hint = f"for example: {_help()['commands'][name]['example']}"
-            raise UsageError(f"/{word} needs {needs}", hint=hint)
+        if not arguments and allowed and not allowed.startswith("["):
+            hint = f"for example: {_load_help()['commands'][name]['example']}"
+            raise UsageError(f"/{word} needs {allowed}", hint=hint)
         command: Callable[[str], Action | None] | None = getattr(self, f"do_{name}", None)
         if command is None:
-            self._switching.change_setting(f"/{name}", name, rest)
-        elif (action := command(rest)) is not None:
+            self._switching.change_setting(f"/{name}", name, arguments)
+        elif (action := command(arguments)) is not None:
             return action
-        self._models.check(self._session)
+        self._model_switching.drop_outdated_session(self._session)
         return None
 
-    def _known(self, word: str) -> str:
+    def _resolve_name(self, word: str) -> str:
+        """The name of the command that the user means by `word`; UsageError if there is none."""
         word = word.removeprefix("/")
-        if word in _FORMER:
-            self._screen.note(f"/{word} is now called /{_FORMER[word]}")
-            return _FORMER[word]
+        if word in _RENAMED_COMMANDS:
+            self._screen.note(f"/{word} is now called /{_RENAMED_COMMANDS[word]}")
+            return _RENAMED_COMMANDS[word]
         if word not in self.names():
-            close = _ELSEWHERE.get(word) or did_you_mean(word, self.names(), "/")
+            hint = _HINTS_FOR_FOREIGN_COMMANDS.get(word) or did_you_mean(word, self.names(), "/")
             if os.path.isfile(f"/{word}"):
-                close = "@ before a path sends the file's text"
+                hint = "@ before a path sends the file's text"
             raise UsageError(
-                f"there is no command /{shorten(displayable_line(word), _LONGEST)}",
-                hint=close or "/help lists all commands; //x sends /x as a message",
+                f"there is no command /{shorten(displayable_line(word), _MAX_COMMAND_CHARS)}",
+                hint=hint or "/help lists all commands; //x sends /x as a message",
             )
         return _ALIASES.get(word, word)
 
-    def do_help(self, rest: str) -> None:
-        if rest in ("", "all"):
-            names = Table.grid(padding=(0, 2, 0, 0))
-            for group, commands in _help()["groups"].items():
-                named = re.findall(r"/\w+", " ".join(commands))
-                names.add_row(Text(group, "bold"), Text(" ".join(named)))
-            keys = Text(f"{'' if rest else _MORE}{_help()['keys']}", self._screen.theme.secondary)
-            self._screen.page(Group(draw_help(self._screen.width) if rest else names, keys))
-            return
-        name = self._known(rest)
-        arguments, description = self.help_of(name)
-        others = ", ".join(f"/{alias}" for alias, target in _ALIASES.items() if target == name)
-        also = f" (also {others})" if others else ""
-        usage = Text.assemble((f"/{name} {arguments}".rstrip(), "bold"), also)
-        told = _help()["commands"][name]
-        example = Text(f"Example: {told['example']}", self._screen.theme.secondary)
-        meaning = f"{description[:1].upper()}{description[1:]} {told['more']}"
-        self._screen.page(Group(usage, Text(meaning), example))
+    def do_help(self, arguments: str) -> None:
+        keys, quiet = _load_help()["keys"], self._screen.theme.secondary
+        if not arguments:
+            self._screen.page(Group(_draw_command_names(), Text(_HELP_HINT + keys, quiet)))
+        elif arguments == "all":
+            self._screen.page(Group(draw_help(self._screen.width), Text(keys, quiet)))
+        else:
+            self._screen.page(_draw_command(self._resolve_name(arguments), quiet))
 
-    def do_model(self, rest: str) -> Action | None:
-        if not rest:
-            self._models.show(self._session)
-        elif (session := self._models.switch(self._session, without_quotes(rest))) is not None:
-            return SwitchSession(session, is_other_chat=False)
-        return None
+    def do_model(self, arguments: str) -> Action | None:
+        if not arguments:
+            self._model_switching.show(self._session)
+            return None
+        session = self._model_switching.switch(self._session, without_quotes(arguments))
+        return None if session is None else SwitchSession(session, is_other_chat=False)
 
-    def do_policy(self, rest: str) -> None:
-        if rest:
-            name, *options = rest.split()
+    def do_policy(self, arguments: str) -> None:
+        if arguments:
+            name, *options = arguments.split()
             self._switching.change_policy(name, options)
         else:
             current = self._session.profile.policy
@@ -209,16 +199,17 @@ class Commands:
                 f"policy is {displayable_line(current)}; /policy NAME chooses; {ALSO_KEPT_NOTE}"
             )
 
-    def do_recall(self, rest: str) -> None:
-        if (asked := time_range(rest, time())) and asked.words == rest:
-            self._switching.restore_time(asked)
-        elif rest and self._are_words(rest):
-            self._switching.restore(rest, around=_AROUND)
-        elif rest or not self._show_recalled():
-            self._switching.change_setting("/recall", "recall", rest)
+    def do_recall(self, arguments: str) -> None:
+        period = time_range(arguments, time())
+        if period and period.words == arguments:
+            self._switching.restore_time(period)
+        elif arguments and self._is_text_of_chat(arguments):
+            self._switching.restore(arguments, context_tokens=_RECALL_CONTEXT_TOKENS)
+        elif arguments or not self._show_recalled():
+            self._switching.change_setting("/recall", "recall", arguments)
 
     def _show_recalled(self) -> bool:
-        """Show what was restored for the last message, or else what fits it and was held."""
+        """Show the tokens restored for the last message, or held that fit it; False if none."""
         recall, theme, screen = self._session.recall, self._screen.theme, self._screen
         held, held_turns = recall.found_but_held()
         if shown := recall.scores or held:
@@ -235,45 +226,49 @@ class Commands:
             screen.note(f"sentence encoder: {self._session.model.encoder_description}")
         return bool(shown)
 
-    def _are_words(self, rest: str) -> bool:
-        """Whether `rest` is words of the chat, not a value of the setting `recall`."""
+    def _is_text_of_chat(self, arguments: str) -> bool:
+        """Whether `arguments` is words of the chat, not a value of the setting `recall`."""
         names = ["on", "off", *RETRIEVERS.names()]
-        if rest.startswith('"') or rest in names:
-            return rest.startswith('"')
+        if arguments.startswith('"'):
+            return True
+        if arguments in names:
+            return False
         try:
-            return bool(self._session.why(rest))
+            return bool(self._session.why(arguments))
         except UsageError:
-            return not did_you_mean(rest, names)
+            return not did_you_mean(arguments, names)
 
-    def do_set(self, rest: str) -> None:
-        name, value = [*rest.split(None, 1), "", ""][:2]
-        if (name := _ALSO.get(name, name)) == "json_schema":
+    def do_set(self, arguments: str) -> None:
+        name, value = [*arguments.split(None, 1), "", ""][:2]
+        if (name := _SETTING_ALIASES.get(name, name)) == "json_schema":
             value = without_quotes(value)
         if name and value.strip():
             self._switching.change_setting("/set", name, value.strip())
         else:
             self.do_show(name)
 
-    def do_show(self, rest: str) -> None:
-        if rest:
-            self._screen.note(self._switching.describe(_ALSO.get(rest, rest)))
+    def do_show(self, arguments: str) -> None:
+        if arguments:
+            self._screen.note(self._switching.describe(_SETTING_ALIASES.get(arguments, arguments)))
         else:
             self._screen.page(draw_settings(self._session.profile, self._screen.theme))
 
-    def do_profile(self, rest: str) -> None:
-        self._switching.apply_profile(rest)
+    def do_profile(self, arguments: str) -> None:
+        self._switching.apply_profile(arguments)
 
-    def do_panel(self, rest: str) -> None:
-        if rest in ("", "full"):
+    def do_panel(self, arguments: str) -> None:
+        if arguments in ("", "full"):
             snapshot, screen = self._session.snapshot(), self._screen
             screen.page(draw_full_panel(snapshot, screen.theme, screen.width))
         else:
-            _one_of("/panel", rest, ("full", "live", "turn", "prompt", "auto", "on", "off"))
-            self._switching.change_setting("/panel", "panel", "auto" if rest == "on" else rest)
+            modes = ("full", "live", "turn", "prompt", "auto", "on", "off")
+            _check_choice("/panel", arguments, modes)
+            mode = "auto" if arguments == "on" else arguments
+            self._switching.change_setting("/panel", "panel", mode)
 
-    def do_thinking(self, rest: str) -> None:
-        if rest:
-            self._switching.change_setting("/thinking", "thinking", rest)
+    def do_thinking(self, arguments: str) -> None:
+        if arguments:
+            self._switching.change_setting("/thinking", "thinking", arguments)
             return
         thoughts = (turn.thinking for turn in reversed(self._session.turns))
         if text := next(filter(None, thoughts), ""):
@@ -281,14 +276,14 @@ class Commands:
         else:
             self._screen.note("no reply so far contains reasoning")
 
-    def do_tokens(self, rest: str) -> None:
-        rows = self._rows_asked_for(*(rest.split() or ["all"]))
+    def do_tokens(self, arguments: str) -> None:
+        screen, rows = self._screen, self._select_rows(*(arguments.split() or ["all"]))
         if rows:
-            self._screen.page(draw_tokens(rows, self._screen.theme, self._screen.width))
+            screen.page(draw_tokens(rows, screen.theme, screen.width))
         else:
-            self._screen.note(f"no held token matches /tokens {displayable_line(rest)}".rstrip())
+            screen.note(f"no held token matches /tokens {displayable_line(arguments)}".rstrip())
 
-    def do_stats(self, rest: str) -> None:
+    def do_stats(self, arguments: str) -> None:
         end, session = self._session.closing_event(), self._session
         speed = end.tokens_out / max(end.seconds_decode, 1e-9)
         self._screen.note(
@@ -301,156 +296,177 @@ class Commands:
         )
         self._screen.note(describe_memory(session))
 
-    def do_tools(self, rest: str) -> None:
-        run_tools_command(self._session, rest)
+    def do_tools(self, arguments: str) -> None:
+        run_tools_command(self._session, arguments)
 
-    def do_pin(self, rest: str) -> None:
-        self._switching.pin(rest, pinned=True)
+    def do_pin(self, arguments: str) -> None:
+        self._switching.pin(arguments)
 
-    def do_unpin(self, rest: str) -> None:
-        self._switching.pin(rest, pinned=False)
+    def do_unpin(self, arguments: str) -> None:
+        self._switching.unpin(arguments)
 
-    def do_erase(self, rest: str) -> None:
-        self._erasing.run(rest)
+    def do_erase(self, arguments: str) -> None:
+        self._erasing.run(arguments)
 
-    def do_evicted(self, rest: str) -> None:
+    def do_evicted(self, arguments: str) -> None:
         screen, turns = self._screen, list(evicted_turns(self._session))
-        named = [turn for turn in turns if turn.words or not turn.held]
-        if named:
-            screen.page(draw_evicted(named, screen.theme, screen.width))
+        listed = [turn for turn in turns if turn.words or not turn.held]
+        if listed:
+            screen.page(draw_evicted(listed, screen.theme, screen.width))
             screen.note('/recall "words" restores words, and the words around them')
-        if others := len(turns) - len(named):
-            messages = pluralize(others, "more message" if named else "message")
+        if others := len(turns) - len(listed):
+            messages = pluralize(others, "more message" if listed else "message")
             screen.note(f"{messages} lost only punctuation and words that are held elsewhere")
         if not turns:
             screen.note("nothing is evicted")
 
-    def do_facts(self, rest: str) -> None:
-        facts = self._session.facts(without_quotes(rest))
+    def do_facts(self, arguments: str) -> None:
+        facts = self._session.facts(without_quotes(arguments))
         if facts:
             self._screen.page(draw_facts(facts, time(), self._screen.theme))
         else:
-            self._screen.note("you stated no facts" + (" with these words" if rest else ""))
+            self._screen.note("you stated no facts" + (" with these words" if arguments else ""))
 
-    def do_summarize(self, rest: str) -> Action:
+    def do_summarize(self, arguments: str) -> Action:
         return Summarize()
 
-    def do_why(self, rest: str) -> None:
-        show_why(self._session, self._screen, rest)
+    def do_why(self, arguments: str) -> None:
+        show_why(self._session, self._screen, arguments)
 
-    def do_undo(self, rest: str) -> Action | None:
-        before = self._models.restore_previous_session(self._session)
-        if before is None:
-            before = undo(self._session, self._screen, self._saved_chat)
-        return None if before is None else SwitchSession(before, is_other_chat=False)
+    def do_undo(self, arguments: str) -> Action | None:
+        session = self._model_switching.restore_previous_session(self._session)
+        if session is None:
+            session = undo(self._session, self._screen, self._saved_chat)
+        return None if session is None else SwitchSession(session, is_other_chat=False)
 
-    def do_retry(self, rest: str) -> Action:
-        return parse_retry(rest)
+    def do_retry(self, arguments: str) -> Action:
+        return parse_retry(arguments)
 
-    def do_continue(self, rest: str) -> Action:
+    def do_continue(self, arguments: str) -> Action:
         return Continue()
 
-    def do_edit(self, rest: str) -> Action:
-        return Edit(rest)
+    def do_edit(self, arguments: str) -> Action:
+        return Edit(arguments)
 
-    def do_read(self, rest: str) -> Action:
-        text, files = attach_named_files(rest)
+    def do_read(self, arguments: str) -> Action:
+        text, files = attach_named_files(arguments)
         self._screen.note(describe_size(files, self._session))
         return Send(text)
 
-    def do_copy(self, rest: str) -> None:
-        copy_reply(self._session, self._screen, rest)
+    def do_copy(self, arguments: str) -> None:
+        copy_reply(self._session, self._screen, arguments)
 
-    def do_export(self, rest: str) -> None:
-        export_chat(self._session, self._screen, rest)
+    def do_export(self, arguments: str) -> None:
+        export_chat(self._session, self._screen, arguments)
 
-    def do_save(self, rest: str) -> None:
-        self._saved_chat.save_as(without_quotes(rest) if rest else None)
+    def do_save(self, arguments: str) -> None:
+        self._saved_chat.save_as(without_quotes(arguments) if arguments else None)
 
-    def do_branch(self, rest: str) -> None:
-        name, _, count = rest.rpartition(" ")
+    def do_branch(self, arguments: str) -> None:
+        name, _, count = arguments.rpartition(" ")
         if not name or not count.isdecimal():
-            name, count = rest, "0"
+            name, count = arguments, "0"
         self._saved_chat.branch(without_quotes(name), int(count))
 
-    def do_branches(self, rest: str) -> None:
+    def do_branches(self, arguments: str) -> None:
         self._saved_chat.show_branches()
 
-    def do_switch(self, rest: str) -> Action | None:
-        if not rest:
+    def do_switch(self, arguments: str) -> Action | None:
+        if not arguments:
             self._saved_chat.show_branches()
-        elif (session := self._saved_chat.switch(without_quotes(rest))) is not None:
+        elif (session := self._saved_chat.switch(without_quotes(arguments))) is not None:
             return SwitchSession(session, is_other_chat=True)
         return None
 
-    def do_load(self, rest: str) -> Action | None:
-        ident = self._saved_chat.choose_chat(without_quotes(rest))
-        if ident and (session := self._saved_chat.load(ident)) is not None:
-            self._models.drop_previous_session()
-            return SwitchSession(session, is_other_chat=True)
-        return None
+    def do_load(self, arguments: str) -> Action | None:
+        name_or_id = self._saved_chat.choose_chat(without_quotes(arguments))
+        session = self._saved_chat.load(name_or_id) if name_or_id else None
+        if session is None:
+            return None
+        self._model_switching.drop_previous_session()
+        return SwitchSession(session, is_other_chat=True)
 
-    def do_search(self, rest: str) -> None:
-        self._saved_chat.search(without_quotes(rest))
+    def do_search(self, arguments: str) -> None:
+        self._saved_chat.search(without_quotes(arguments))
 
-    def do_reset(self, rest: str) -> None:
+    def do_reset(self, arguments: str) -> None:
         self._session.reset()
         self._screen.note("the conversation is empty now; the settings stay")
 
-    def do_clear(self, rest: str) -> None:
+    def do_clear(self, arguments: str) -> None:
         self._screen.clear()
 
-    def do_exit(self, rest: str) -> Action:
+    def do_exit(self, arguments: str) -> Action:
         return Leave()
 
-    def _rows_asked_for(self, kind: str, *numbers: str) -> list[TokenRow]:
+    def _select_rows(self, kind: str, *numbers: str) -> list[TokenRow]:
         snapshot = self._session.snapshot()
-        _one_of("/tokens", kind, ("turn", "top", "next", "all"))
+        _check_choice("/tokens", kind, ("turn", "top", "next", "all"))
         if kind in ("next", "all") and numbers:
             raise SettingError(
                 f"/tokens {kind} takes no number", hint="/tokens turn N and /tokens top N take one"
             )
+        if kind == "all":
+            return list(snapshot.rows)
         if kind == "turn":
-            turn = _number("/tokens turn", *numbers, least=0)
+            turn = _parse_number("/tokens turn", *numbers, minimum=0)
             return [row for row in snapshot.rows if row.turn == turn]
         if kind == "top":
-            count = _number("/tokens top", *(numbers or ("20",)), least=1)
+            count = _parse_number("/tokens top", *(numbers or ("20",)), minimum=1)
             return sorted(snapshot.rows, key=lambda row: -row.shown_rank)[:count]
-        if kind == "next":
-            leaving = set(snapshot.evicted_next)
-            rows = [row for row in snapshot.rows if row.position in leaving]
-            return sorted(rows, key=lambda row: row.shown_rank)
-        return list(snapshot.rows)
+        evicted_next = set(snapshot.evicted_next)
+        rows = [row for row in snapshot.rows if row.position in evicted_next]
+        return sorted(rows, key=lambda row: row.shown_rank)
 
 
 @cache
-def _help() -> dict[str, Any]:
-    """What `/help` tells: the commands by their groups, the keys, and all about each command."""
-    file = Path(__file__).with_name("help.yaml")
-    told: dict[str, Any] = yaml.safe_load(file.read_text("utf-8"))
-    return told
+def _load_help() -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("help.yaml").read_bytes())
+    return content
+
+
+def _draw_command_names() -> RenderableType:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for group, commands in _load_help()["groups"].items():
+        table.add_row(Text(group, "bold"), Text(" ".join(re.findall(r"/\w+", " ".join(commands)))))
+    return table
+
+
+def _draw_command(name: str, quiet: Style) -> RenderableType:
+    """Draw all that is known of a command; its example has the style `quiet`."""
+    arguments, description = Commands.help_of(name)
+    aliases = ", ".join(f"/{alias}" for alias, target in _ALIASES.items() if target == name)
+    also = f" (also {aliases})" if aliases else ""
+    usage = Text.assemble((f"/{name} {arguments}".rstrip(), "bold"), also)
+    command = _load_help()["commands"][name]
+    meaning = f"{description[:1].upper()}{description[1:]} {command['more']}"
+    return Group(usage, Text(meaning), Text(f"Example: {command['example']}", quiet))
 
 
 def draw_help(width: int) -> RenderableType:
     """Draw the help of all commands, in groups, in as many columns as fit into `width` cells."""
-    count = max(1, min(_MOST_COLUMNS, (width + 2) // _COLUMN))
-    names = list(_help()["groups"])
-    share = -(-len(names) // count)
-    columns = [names[start : start + share] for start in range(0, len(names), share)]
+    num_columns = max(1, min(_MAX_COLUMNS, (width + 2) // _GROUP_CELLS))
+    groups = list(_load_help()["groups"])
+    column_length = -(-len(groups) // num_columns)
     table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_row(*(Group(*map(_group, column)) for column in columns))
+    table.add_row(
+        *(
+            Group(*map(_draw_group, groups[start : start + column_length]))
+            for start in range(0, len(groups), column_length)
+        )
+    )
     return table
 
 
-def _group(name: str) -> RenderableType:
+def _draw_group(name: str) -> RenderableType:
     table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(min_width=_NAMES)
-    for commands, meaning in _help()["groups"][name].items():
+    table.add_column(min_width=_COMMAND_CELLS)
+    for commands, meaning in _load_help()["groups"][name].items():
         table.add_row(Text(f" {commands}", no_wrap=True), Text(meaning))
     return Group(Text(name, style="bold"), table)
 
 
-def _one_of(command: str, word: str, allowed: tuple[str, ...]) -> None:
+def _check_choice(command: str, word: str, allowed: tuple[str, ...]) -> None:
     if word not in allowed:
         raise SettingError(
             f"{command}: {displayable_line(word)!r} is not allowed; allowed: {', '.join(allowed)}",
@@ -458,10 +474,10 @@ def _one_of(command: str, word: str, allowed: tuple[str, ...]) -> None:
         )
 
 
-def _number(command: str, *words: str, least: int) -> int:
-    if len(words) != 1 or not words[0].isdecimal() or int(words[0]) < least:
-        given = displayable_line(" ".join(words))
+def _parse_number(command: str, *words: str, minimum: int) -> int:
+    if len(words) != 1 or not words[0].isdecimal() or int(words[0]) < minimum:
+        text = displayable_line(" ".join(words))
         raise SettingError(
-            f"{command}: {given!r} is not allowed; allowed: a whole number, {least} or more"
+            f"{command}: {text!r} is not allowed; allowed: a whole number, {minimum} or more"
         )
     return int(words[0])

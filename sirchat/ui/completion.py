@@ -1,4 +1,4 @@
-"""Completes what the user types at the prompt: commands and their values, and names of files."""
+"""Completes commands, their arguments, and names of files at the prompt."""
 
 from __future__ import annotations
 
@@ -27,101 +27,98 @@ from sirchat.ui.commands import Commands
 from sirchat.ui.exporting import EXPORT_FORMATS
 from sirchat.ui.text import class_summary, displayable_line, shorten
 
-# A value that completion offers, and its meaning, which is shown as help.
+# A word that completion offers, and its help.
 Suggestion = tuple[str, str]
 
 # A word that can follow a command, such as `on` in its arguments `[NAME|on NAME]`.
-_WORD = re.compile(r"(?<![A-Za-z-])(?:--)?[a-z][a-z0-9]*")
-_PATHS = f"read|export +(?:{'|'.join(EXPORT_FORMATS)})|set +(?:format|json_schema)"
-_BEFORE_PATH = re.compile(rf"/(?:{_PATHS}) +")
+_ARGUMENT_WORD = re.compile(r"(?<![A-Za-z-])(?:--)?[a-z][a-z0-9]*")
+_PATH_COMMAND = re.compile(  # the start of a command whose argument is a path
+    rf"/(?:read|export +(?:{'|'.join(EXPORT_FORMATS)})|set +(?:format|json_schema)) +"
+)
 
 
 class SlashCompleter(Completer):
-    """Completes slash commands, their arguments, and names of files after `@` and commands."""
-
     def __init__(self, session: Callable[[], Session]) -> None:
         self._session = session
-        self._profiles: list[Suggestion] = []  # read when the user types that command
-        self._saved: list[Suggestion] = []  # likewise
-        self._models: list[str] = []  # likewise
+        self._lists: dict[str, list[Suggestion]] = {}  # what is on disk, by command
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
         text = document.text_before_cursor
-        path = unfinished_path(text, _BEFORE_PATH)
+        path = unfinished_path(text, _PATH_COMMAND)
         if path is not None:
             yield from complete_path(path, event)
             return
         if not text.startswith("/") or text.startswith("//") or "\n" in text:
             return
-        *before, word = text[1:].split(" ")
-        if before == ["profile"] and not (word and self._profiles):
-            infos = list_profiles()
-            self._profiles = [(info.name, displayable_line(info.description)) for info in infos]
-        if before[:1] in (["load"], ["switch"]):
-            before, word = before[:1], " ".join([*before[1:], word])  # a name may be several words
-            self._saved = self._saved if word and self._saved else list(_saved_chats())
-        if before == ["model"] and not (word and self._models):
-            self._models = model_names()
-        for value, meaning in self._choices(before):
+        *words, word = text[1:].split(" ")
+        words = list(filter(None, words))
+        if words[:1] in (["load"], ["switch"]):  # a name may be several words
+            words, word = words[:1], " ".join([*words[1:], word])
+        for value, meaning in self._suggest(words, is_begun=bool(word)):
             if value.startswith(word):
                 yield Completion(
                     value, -len(word), display=displayable_line(value), display_meta=meaning
                 )
 
-    def _choices(self, before: list[str]) -> Iterator[Suggestion]:
-        """Yield each value that can follow the words `before` in a command line, with its help."""
-        before = [word for word in before if word]
-        match before:
+    def _suggest(self, words: list[str], *, is_begun: bool) -> Iterator[Suggestion]:
+        """Yield what can follow `words` in a command line; `is_begun`: some of it is typed."""
+        match words:
             case [] | ["help" | "?"]:
                 yield from ((name, Commands.help_of(name)[1]) for name in Commands.names())
-                if before:
+                if words:
                     yield "all", "what each command does, in a line"
+            case ["profile" | "model" | "load" | "switch" as command]:
+                if not is_begun or command not in self._lists:
+                    self._lists[command] = list(_READ_LIST[command]())
+                yield from self._lists[command]
             case ["policy"]:
                 yield from self._policies
             case ["policy", name, *_]:
-                yield from ((f"{option}=", help) for option, help in _options(name))
-            case ["profile"]:
-                yield from self._profiles
-            case ["model"]:
-                yield from ((name, "") for name in self._models)
-            case ["load" | "switch"]:
-                yield from self._saved
+                yield from ((f"{option}=", help) for option, help in _suggest_options(name))
             case ["retry"]:
                 yield from (("full", ""), ("recall", ""))
                 for name in SAMPLING_PARAMETERS:
-                    yield f"--{name.replace('_', '-')}", _description(name)
+                    yield f"--{name.replace('_', '-')}", _describe_setting(name)
             case ["show" | "set"]:
-                yield from self._settings()
+                yield from self._suggest_settings()
             case ["recall" as name] | ["set", name]:
-                yield from self._values(name)
+                yield from self._suggest_values(name)
             case [name] if name in Commands.names():
-                yield from ((word, "") for word in _WORD.findall(Commands.help_of(name)[0]))
+                arguments = Commands.help_of(name)[0]
+                yield from ((word, "") for word in _ARGUMENT_WORD.findall(arguments))
 
     @cached_property
     def _policies(self) -> list[Suggestion]:
         """Name and help of each eviction policy; cached, because the search for plugins is slow."""
         return [(name, class_summary(policy_class, name)) for name in policy_choices()]
 
-    def _settings(self) -> Iterator[Suggestion]:
-        yield from (
-            (name, _description(name))
-            for name in Profile.model_fields
-            if name not in FIXED_SETTINGS
-        )
-        yield from _options(self._session().profile.policy)
+    def _suggest_settings(self) -> Iterator[Suggestion]:
+        names = (name for name in Profile.model_fields if name not in FIXED_SETTINGS)
+        yield from ((name, _describe_setting(name)) for name in names)
+        yield from _suggest_options(self._session().profile.policy)
 
-    def _values(self, setting: str) -> Iterator[Suggestion]:
+    def _suggest_values(self, setting: str) -> Iterator[Suggestion]:
         if setting == "policy":
             yield from self._policies
         elif setting in Profile.model_fields:
-            yield from ((value, _value_help(setting, value)) for value in allowed_values(setting))
+            for value in allowed_values(setting):
+                yield value, _describe_value(setting, value)
 
 
-def _saved_chats() -> Iterator[Suggestion]:
-    """Yield what can follow `/load`, with first messages; chats that are open are left out."""
+def _suggest_profiles() -> Iterator[Suggestion]:
+    for profile in list_profiles():
+        yield profile.name, displayable_line(profile.description)
+
+
+def _suggest_models() -> Iterator[Suggestion]:
+    yield from ((name, "") for name in model_names())
+
+
+def _suggest_saved_chats() -> Iterator[Suggestion]:
+    """Yield names and ids of saved chats that are not open, with their first messages."""
     yield "last", "the chat that was saved last"
-    listed = list_sessions(sessions_dir(), MAX_LISTED).sessions
-    sessions = [session for session in listed if not session.in_use]
+    listing = list_sessions(sessions_dir(), MAX_LISTED)
+    sessions = [session for session in listing.sessions if not session.in_use]
     for session in sessions:
         if session.name and displayable_line(session.name) == session.name:
             yield session.name, shorten(displayable_line(session.first_message), 60)
@@ -129,11 +126,19 @@ def _saved_chats() -> Iterator[Suggestion]:
         yield session.id, shorten(displayable_line(session.first_message), 60)
 
 
-def _description(setting: str) -> str:
+_READ_LIST: dict[str, Callable[[], Iterator[Suggestion]]] = {
+    "profile": _suggest_profiles,
+    "model": _suggest_models,
+    "load": _suggest_saved_chats,
+    "switch": _suggest_saved_chats,
+}
+
+
+def _describe_setting(setting: str) -> str:
     return Profile.model_fields[setting].description or ""
 
 
-def _value_help(setting: str, value: str) -> str:
+def _describe_value(setting: str, value: str) -> str:
     if setting != "recall" or value == "off":
         return ""
     if value == "on":
@@ -141,7 +146,7 @@ def _value_help(setting: str, value: str) -> str:
     return class_summary(retriever, value)
 
 
-def _options(policy: str) -> Iterator[Suggestion]:
+def _suggest_options(policy: str) -> Iterator[Suggestion]:
     try:
         options = options_of(policy)
     except SirchatError:

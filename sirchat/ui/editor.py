@@ -1,4 +1,4 @@
-"""Lets the user change a text in an editor."""
+"""Lets the user change a text in `$VISUAL` or `$EDITOR`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ from sirchat.paths import memory_dir
 from sirchat.text.text_file import decode_text
 from sirchat.ui.interrupt import leave_ctrl_c_to_child
 
-_USUAL = ("editor", "nano", "pico", "vi", "emacs")
+_COMMON_EDITORS = ("editor", "nano", "pico", "vi", "emacs")
 
 
-def editor_command(*, is_needed: bool = False) -> list[str]:
-    """The words of the user's editor command, from VISUAL or EDITOR.
-
-    If neither is set: empty or, if one `is_needed`, a usual editor.
-    """
+def editor_command(*, has_default: bool = False) -> list[str]:
+    """The command, as words, of the user's editor; if none is set, [] or the usual one."""
     command = os.environ.get("VISUAL") or os.environ.get("EDITOR") or ""
-    if is_needed and not command:
-        return [next(filter(shutil.which, _USUAL), _USUAL[-1])]
+    if has_default and not command:
+        return [next(filter(shutil.which, _COMMON_EDITORS), _COMMON_EDITORS[-1])]
     try:
         return shlex.split(command)
     except ValueError:  # an open quote
@@ -32,15 +29,12 @@ def editor_command(*, is_needed: bool = False) -> list[str]:
 
 
 def edit_in_editor(command: list[str], text: str) -> str:
-    """Open `text` in the user's editor, in a private file; return the text that the user saved.
-
-    Raises UsageError if the editor can't be started or fails.
-    """
-    number, name = tempfile.mkstemp(prefix="sirchat-", suffix=".md", dir=memory_dir())  # 0600
+    """Open `text` in an editor; return what the user saved. Raises UsageError if that fails."""
+    descriptor, name = tempfile.mkstemp(prefix="sirchat-", suffix=".md", dir=memory_dir())  # 0600
     path = Path(name)
     try:
         with leave_ctrl_c_to_child():
-            with open(number, "w", encoding="utf-8") as file:
+            with open(descriptor, "w", encoding="utf-8") as file:
                 file.write(text + "\n")
             code = subprocess.run([*command, name], check=False).returncode
         if code:
@@ -49,14 +43,14 @@ def edit_in_editor(command: list[str], text: str) -> str:
             )
         data = path.read_bytes()
         try:
-            text = decode_text("the edited file", data)
+            edited = decode_text("the edited file", data)
         except UsageError:  # what was typed there must not be lost
-            text = data.decode("utf-8", "replace")
-        return text.removesuffix("\n")
+            edited = data.decode("utf-8", "replace")
+        return edited.removesuffix("\n")
     except OSError as error:
-        why = error.strerror or type(error).__name__
+        reason = error.strerror or type(error).__name__
         raise UsageError(
-            f"the editor {command[0]!r} can't be started: {why}",
+            f"the editor {command[0]!r} can't be started: {reason}",
             hint="set EDITOR to another editor, or leave it empty to edit at the prompt",
         ) from error
     finally:

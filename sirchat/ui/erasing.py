@@ -83,7 +83,7 @@ class EraseCommand:
         matches = self._line_matcher(target, everywhere=everywhere)
         of_this_chat, of_other_chats = self._count_typed_lines(target)
         typed = of_this_chat + everywhere * of_other_chats
-        unnamed = self._saved_chat.drop_revealing_name(erased_text, whole=turn is not None)
+        unnamed = self._saved_chat.drop_revealing_name(erased_text, is_whole_turn=turn is not None)
         try:
             events = session.erase(target)
         except UsageError:

@@ -250,7 +250,7 @@ def describe_memory(session: Session) -> str:
     Tokens are counted in the tier of their keys and values, also those that the cache holds, too.
     """
     kinds = {"weights": "weights", "cache": "KV cache", "archive": "archive"}
-    tiers = session.engine.store.archive.by_tier()
+    tiers = session.engine.store.archive.tier_sizes()
     parts = [
         f"{pluralize(tokens, 'token')} {f'in {bits} bits' if bits else 'exact'}"
         f" ({format_bytes(size)})"

@@ -1,4 +1,4 @@
-"""Text that was pasted: which of its signs are in the typed text, and how it must be typed."""
+"""Pasted text: where its `@` signs are in the typed text, and how a message must be typed."""
 
 from __future__ import annotations
 
@@ -6,58 +6,59 @@ import re
 from bisect import bisect_left
 
 FENCE = '"""'  # opens and closes a block of typed lines
-_WORD = re.compile(r"@\S+")
+_MENTION = re.compile(r"@\S+")
 
 
 class PastedAtSigns:
-    """Knows which `@` signs of the typed text were pasted; call `update` after each change.
+    """Knows which `@` of the typed text were pasted; call `update` after each change of the text.
 
-    A pasted word that is inserted again whole (from history, by undo or yank) counts as pasted.
+    A pasted word that comes back whole (from history, by undo or yank) counts as pasted.
     """
 
     def __init__(self) -> None:
-        self._words = set[str]()
+        self._pasted_mentions = set[str]()
         self.reset()
 
     def reset(self) -> None:
-        """Start again with an empty text; words that were pasted earlier are still known."""
+        """Begin with an empty text; words that were pasted earlier stay known."""
         self._text = ""
-        self.indices = frozenset[int]()  # of all `@` in the text that were pasted
+        self.indices = frozenset[int]()  # of each `@` in the text that was pasted
 
-    def update(self, text: str, *, pasted: bool = False) -> int:
-        """Take the text after a change; `pasted`: whether the new part was pasted, not typed.
+    def update(self, text: str, *, is_pasted: bool = False) -> int:
+        """Take the changed text, whose new part was pasted or typed.
 
-        Returns how many characters came and went.
+        Returns the number of characters that were inserted and deleted.
         """
         old = self._text
-        start = _common_length(old, text)
-        tail = _common_length(old[start:][::-1], text[start:][::-1])
-        end, shift, new = len(old) - tail, len(text) - len(old), text[start : len(text) - tail]
-        stay = {index for index in self.indices if index < start}
-        stay |= {index + shift for index in self.indices if index >= end}
-        if pasted:
-            self._words |= set(_WORD.findall(new))
-            stay |= {index for index, char in enumerate(new, start) if char == "@"}
-        elif len(new) > 1:  # more than a key types
-            words = (word for word in _WORD.finditer(new) if self._was_pasted(word[0]))
-            stay |= {start + word.start() for word in words}
-        self._text, self.indices = text, frozenset(stay)
-        return len(new) + end - start
+        start = _common_prefix_length(old, text)
+        num_after = _common_prefix_length(old[start:][::-1], text[start:][::-1])
+        old_end, new_end = len(old) - num_after, len(text) - num_after
+        inserted = text[start:new_end]
+        indices = {index for index in self.indices if index < start}
+        indices |= {index + new_end - old_end for index in self.indices if index >= old_end}
+        if is_pasted:
+            self._pasted_mentions |= set(_MENTION.findall(inserted))
+            indices |= {index for index, char in enumerate(inserted, start) if char == "@"}
+        elif len(inserted) > 1:  # more than a key types
+            mentions = _MENTION.finditer(inserted)
+            indices |= {start + word.start() for word in mentions if self._was_pasted(word[0])}
+        self._text, self.indices = text, frozenset(indices)
+        return len(inserted) + old_end - start
 
     def _was_pasted(self, word: str) -> bool:
         """Whether a pasted word equals `word`, begins with it, or is its beginning."""
-        return any(word.startswith(known) or known.startswith(word) for known in self._words)
+        pasted_words = self._pasted_mentions
+        return any(word.startswith(known) or known.startswith(word) for known in pasted_words)
 
 
 def escape_message(message: str) -> str:
-    """How a message must be typed, which no sign of it may turn into something else."""
+    """How a message must be typed to be sent as it is: `/x` as `//x`, and others in a block."""
     if message.lstrip().startswith("/"):
         return f"/{message.lstrip()}"
     is_block = message.lstrip().startswith(FENCE) or message.endswith("\\")
     return f"{FENCE}\n{message}\n{FENCE}" if is_block else message
 
 
-def _common_length(left: str, right: str) -> int:
-    """Number of equal characters at the beginning of two texts, which may be long."""
-    lengths = range(1, min(len(left), len(right)) + 1)
+def _common_prefix_length(left: str, right: str) -> int:
+    lengths = range(1, min(len(left), len(right)) + 1)  # of texts that may be long
     return bisect_left(lengths, True, key=lambda length: left[:length] != right[:length])

@@ -43,28 +43,27 @@ from sirchat.ui.keys import ESCAPE_SECONDS, ChordEscape, terminal_keys
 from sirchat.ui.pasted import FENCE, PastedAtSigns, escape_message
 from sirchat.ui.text import displayable
 
-# Takes the index of a list's item and a width in cells; returns the item's lines. Each is a list of
-# parts: a style (`dim`, `bold`, `match` or "") and a text.
+# Takes the index of a list's item and a width in cells; returns the item's lines, each a list of
+# (style, text), where style is `dim`, `bold`, `match` or "".
 DrawItem = Callable[[int, int], list[list[tuple[str, str]]]]
 
-_PROMPT = FormattedText([("class:prompt", "> ")])
-_EDIT = FormattedText([("class:prompt", "edit> ")])
+_PROMPT_TEXT = FormattedText([("class:prompt", "> ")])
+_EDIT_PROMPT_TEXT = FormattedText([("class:prompt", "edit> ")])
 
-# What asyncio says if Ctrl-C comes at the moment when a prompt closes.
-_CLOSED = "Event loop is closed"
+_LOOP_CLOSED = "Event loop is closed"  # asyncio's error if Ctrl-C comes while a prompt closes
 
 _GREY = "fg:ansibrightblack"
-_PLAIN = {
+_COLOURLESS = {
     "bottom-toolbar": "noreverse",
     "prompt": "bold",
     "bold": "bold",
     "match": "bold underline",
 }
-_PLAIN_STYLE = Style.from_dict(_PLAIN)
+_COLOURLESS_STYLE = Style.from_dict(_COLOURLESS)
 _STYLE = Style.from_dict(
-    {**_PLAIN, "bottom-toolbar": f"noreverse {_GREY}", "placeholder": _GREY, "dim": _GREY}
+    {**_COLOURLESS, "bottom-toolbar": f"noreverse {_GREY}", "placeholder": _GREY, "dim": _GREY}
 )
-_MOST = 20  # rows of a list shown at a time
+_MAX_LIST_ROWS = 20
 
 
 @dataclass(frozen=True)
@@ -74,22 +73,17 @@ class InputLine:
     text: str
     is_command: bool
     is_stopped: bool = False  # Ctrl-C came after Enter, before the prompt had closed
-    pasted_at_signs: frozenset[int] = frozenset()  # where `text` has an `@` that was pasted
+    pasted_at_signs: frozenset[int] = frozenset()  # indices of `@` in `text` that were pasted
 
     @property
     def ends_chat(self) -> bool:
-        """Whether this is a command that ends the chat, which needs no session."""
         return self.is_command and self.text in ("/exit", "/quit", "/bye")
 
 
 class Prompt:
-    """Reads the user's input from the keyboard.
+    """Reads the user's input from `keys`, which others may read between two prompts.
 
-    Args:
-        keys: the source of keys; other code may read from it between two prompts.
-        output: the terminal.
-        history: the lines that were typed earlier.
-        has_colours: returns whether colours may be used; called at every redraw.
+    `has_colours` is called at each redraw.
     """
 
     def __init__(
@@ -100,19 +94,20 @@ class Prompt:
         history: History,
         has_colours: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._pasted: str | None = None
-        self._signs = PastedAtSigns()
-        self._line = -1  # which line of the history is shown
-        self._pastes = set[str]()  # what text that was pasted began with, since the chat began
+        self._pasted_start: str | None = None  # the paste with which the text begins
+        self._at_signs = PastedAtSigns()
+        self._history_index = -1  # which line of the history is shown
+        self._earlier_pastes = set[str]()  # that began a text
         self._is_pasting = False
-        self._entered: str | None = None
+        self._entered: str | None = None  # the text at the last Enter
         self._is_editing = False
-        self._complaint = ""  # shown below the prompt
-        self._suggested = ""
+        self._editor_error = ""
+        self._suggestion = ""
         self._has_colours = has_colours
-        self._toolbar: Callable[[], str] = str
-        self._header: Callable[[], str] = str
-        self._printed = 0, Size(0, 0)  # rows of the header above the prompt, and the window's size
+        self._draw_toolbar: Callable[[], str] = str
+        self._draw_header: Callable[[], str] = str
+        self._header_rows = 0  # right above the prompt
+        self._header_size = Size(0, 0)  # of the window when the header was printed
         self._prompt: PromptSession[str] = PromptSession(
             self._message,
             input=keys,
@@ -120,101 +115,101 @@ class Prompt:
             multiline=True,
             prompt_continuation="  ",
             completer=DummyCompleter(),
-            complete_while_typing=Condition(self._is_completed),
+            complete_while_typing=Condition(self._completes_while_typing),
             bottom_toolbar=self._toolbar_text,
             placeholder=self._placeholder,
             history=history,
             key_bindings=self._bindings(),
-            input_processors=[_Filtered()],
+            input_processors=[_ControlCharFilter()],
             enable_suspend=True,
             style=DynamicStyle(self._style),
         )
-        self._prompt.default_buffer.on_text_changed += self._changed
-        # It prints a traceback of a signal that ends the chat while the history is read.
+        self._prompt.default_buffer.on_text_changed += self._on_text_changed
+        # It would print a traceback if a signal ended the chat while the history is read.
         logging.getLogger("prompt_toolkit.buffer").disabled = True
 
-    def set_completer(self, completer: Completer, toolbar: Callable[[], str]) -> None:
-        """Use `completer` from now on, and show the text returned by `toolbar` below the prompt."""
+    def set_completer(self, completer: Completer, draw_toolbar: Callable[[], str]) -> None:
+        """Use `completer` from now on, and show what `draw_toolbar` returns below the prompt."""
         self._prompt.completer = completer
-        self._toolbar = toolbar
+        self._draw_toolbar = draw_toolbar
 
-    def set_header(self, header: Callable[[], str]) -> None:
-        """Show rows of text with colours, which `header` returns, above each prompt until Enter."""
-        self._header = header
+    def set_header(self, draw_header: Callable[[], str]) -> None:
+        """Show the rows (with escape sequences) of `draw_header` above each prompt until Enter."""
+        self._draw_header = draw_header
 
     def set_editing_mode(self, mode: str) -> None:
-        """Let messages be edited by the keys of `emacs` or of `vi`."""
+        """Set whose keys edit the text: those of `emacs` or `vi`."""
         self._prompt.editing_mode = EditingMode[mode.upper()]
 
     @property
     def completer(self) -> Completer:
-        """The object that completes the user's input at present."""
         return self._prompt.completer or DummyCompleter()
 
     def read(
-        self, suggested: str = "", meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None
+        self,
+        suggestion: str = "",
+        background: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> InputLine | None:
-        """Read the next line that is not blank; None at the end of the input.
+        """Read the next line that is not blank, or that Enter takes from `suggestion`; None at EOF.
 
-        Enter alone enters the line `suggested`. `meanwhile` runs in the prompt's event loop. Raises
-        KeyboardInterrupt for Ctrl-C at an empty prompt, and the error given to `abort`.
+        `background` runs in the prompt's event loop. Raises KeyboardInterrupt for Ctrl-C at an
+        empty prompt, and the error given to `abort`.
         """
 
         def begin() -> None:
             self._prepare()
-            if meanwhile is not None:
-                self._prompt.app.create_background_task(meanwhile())
+            if background is not None:
+                self._prompt.app.create_background_task(background())
 
         while True:
-            self._begin(suggested)
-            self._show_header()
-            stopped = False
+            self._reset(suggestion)
+            self._print_header()
+            is_stopped = False
             try:
                 text = self._prompt.prompt(pre_run=begin)
             except EOFError:
                 return None
             except (KeyboardInterrupt, RuntimeError) as error:
-                if isinstance(error, RuntimeError) and str(error) != _CLOSED:
+                if isinstance(error, RuntimeError) and str(error) != _LOOP_CLOSED:
                     raise
                 if self._entered is None:
                     raise KeyboardInterrupt from None
-                text, stopped = self._entered, True  # the prompt was about to close
-            line = self._parsed(text)
+                text, is_stopped = self._entered, True  # the prompt was about to close
+            line = self._parse_line(text)
             if line.text.strip():
                 start = text.find(line.text)
-                signs = frozenset(index - start for index in self._signs.indices)
-                return replace(line, is_stopped=stopped, pasted_at_signs=signs)
+                at_signs = frozenset(index - start for index in self._at_signs.indices)
+                return replace(line, is_stopped=is_stopped, pasted_at_signs=at_signs)
 
     def edit(self, text: str) -> str:
-        """Let the user change the message `text`; return the result, or "" if the user cancels."""
-        self._begin()
+        """Let the user change `text`; returns "" if the user cancels."""
+        self._reset()
         self._is_editing = True
         try:
-            return self._prompt.prompt(_EDIT, default=text, pre_run=self._prepare)
+            return self._prompt.prompt(_EDIT_PROMPT_TEXT, default=text, pre_run=self._prepare)
         except (EOFError, KeyboardInterrupt):
             return self._entered or ""
         finally:
             self._is_editing = False
-            self._prompt.message = self._message  # else the prompt session keeps the other one
+            self._prompt.message = self._message  # `prompt` has replaced it
 
-    def pick(self, count: int, draw: DrawItem, more: str = "") -> int | None:
-        """Let the user choose one of `count` items, which `draw` draws, by arrow keys.
+    def pick(self, count: int, draw: DrawItem, remark: str = "") -> int | None:
+        """Let the user choose one of `count` items by arrow keys; None after Esc, Ctrl-C or Ctrl-D.
 
-        Returns its index, or None after Esc, Ctrl-C or Ctrl-D. `more` is a remark below the list,
-        which is removed from the screen at the end. The prompt must not be open.
+        Returns the item's index. The list, with `remark` below it, then leaves the screen.
         """
         output = self._prompt.output
 
-        def item(number: int) -> FormattedText:
+        def format_item(index: int) -> FormattedText:
             width = output.get_size().columns - 3  # the last column stays free: some terminals wrap
-            shown: list[tuple[str, str]] = []
-            for line in draw(number, width):
-                shown += [("", "\n  " if shown else "")]
-                shown += [(f"class:{style}" if style else "", text) for style, text in line]
-            return FormattedText(shown)
+            parts: list[tuple[str, str]] = []
+            for line in draw(index, width):
+                parts += [("", "\n  " if parts else "")]
+                parts += [(f"class:{style}" if style else "", text) for style, text in line]
+            return FormattedText(parts)
 
         items = RadioList(
-            [(number, partial(item, number)) for number in range(count)],
+            [(index, partial(format_item, index)) for index in range(count)],
             select_on_focus=True,
             open_character="",
             select_character=">",
@@ -222,16 +217,16 @@ class Prompt:
             show_cursor=False,
             show_scrollbar=False,
         )
-        items.window.height = Dimension(max=_MOST)
+        items.window.height = Dimension(max=_MAX_LIST_ROWS)
         items.window.scroll_offsets = ScrollOffsets(bottom=1)  # an item may have two rows
 
-        def keys() -> str:
-            at = f"{items.current_value + 1} of {count}{more}"
-            return f"{at}: arrows, Enter opens, Esc leaves"
+        def footer_text() -> str:
+            position = f"{items.current_value + 1} of {count}{remark}"
+            return f"{position}: arrows, Enter opens, Esc leaves"
 
-        below = Window(FormattedTextControl(keys, style="class:dim"), height=1)
+        footer = Window(FormattedTextControl(footer_text, style="class:dim"), height=1)
         app: Application[int | None] = Application(
-            layout=Layout(HSplit([items, below])),
+            layout=Layout(HSplit([items, footer])),
             key_bindings=_picker_bindings(items),
             input=self._prompt.input,
             output=output,
@@ -239,23 +234,20 @@ class Prompt:
             erase_when_done=True,
         )
         app.ttimeoutlen = app.timeoutlen = ESCAPE_SECONDS
-        return app.run(pre_run=_leave_signals_alone)
+        return app.run(pre_run=_silence_signal_tracebacks)
 
     def ask_for_key(self, question: str, keys: Collection[str]) -> str:
-        """Show `question` until the user presses one of `keys`, and return that key."""
         return ask_for_key(question, keys, self._prompt.output, self._prompt.input)
 
     def redraw(self) -> None:
-        """Ask the prompt to draw itself again soon; any thread may call this."""
+        """Draw the prompt again soon; any thread may call this."""
         self._prompt.app.invalidate()
 
     def print_above(self, show: Callable[[], object]) -> None:
-        """Call `show`, whose output appears above the open prompt; only in its event loop.
-
-        The terminal stays in the prompt's mode, so that no key is lost or echoed meanwhile.
-        """
+        """Call `show`, whose output appears above the open prompt; only in its event loop."""
+        # Unlike prompt_toolkit's own way, this leaves the terminal's mode, so no key is lost.
         renderer = self._prompt.app.renderer
-        self._leave_header()
+        self._header_rows = 0
         renderer.erase()
         show()
         renderer.request_absolute_cursor_position()
@@ -270,48 +262,45 @@ class Prompt:
         app.erase_when_done = not buffer.text
         app.exit(exception=error)
 
-    def escape_message(self, text: str) -> str:
-        """How a text of the prompt must be typed to mean the same: what was pasted stays text."""
+    def escape_pasted(self, text: str) -> str:
+        """How a text of the prompt must be typed to mean the same: a paste is never a command."""
         return escape_message(text) if self._is_literal(text) else text
 
     def _prepare(self) -> None:
-        """Begin in the open prompt: a signal may have ended the last one within a search."""
-        _leave_signals_alone()
+        _silence_signal_tracebacks()
+        # A signal may have ended the last prompt within a search.
         self._prompt.layout.focus(self._prompt.default_buffer)
         self._prompt.search_buffer.reset()
 
-    def _begin(self, suggested: str = "") -> None:
-        self._pasted = self._entered = None
-        self._suggested, self._complaint = suggested, ""
-        self._signs.reset()
+    def _reset(self, suggestion: str = "") -> None:
+        self._pasted_start = self._entered = None
+        self._suggestion, self._editor_error = suggestion, ""
+        self._at_signs.reset()
 
-    def _show_header(self) -> None:
-        """Print the header: as a part of the prompt, drawn with each key, it makes typing slow."""
-        header, output = self._header(), self._prompt.output
-        self._printed = header.count("\n"), output.get_size()
+    def _print_header(self) -> None:
+        # As a part of the prompt, drawn with each key, it would make typing slow.
+        header, output = self._draw_header(), self._prompt.output
+        self._header_rows, self._header_size = header.count("\n"), output.get_size()
         output.write_raw(header.replace("\n", "\r\n"))
         output.flush()
 
     def _message(self) -> FormattedText:
-        """The prompt; while it closes, the header above it leaves the screen, if all is there."""
-        app, (rows, size) = self._prompt.app, self._printed
+        """The prompt's text; while the prompt closes, this also erases the header above it."""
+        app, output, rows = self._prompt.app, self._prompt.output, self._header_rows
         if rows and app.is_done:
-            self._printed = 0, size
-            screen, at = app.renderer.last_rendered_screen, app.renderer._cursor_pos
+            self._header_rows = 0
+            screen, cursor = app.renderer.last_rendered_screen, app.renderer._cursor_pos
             height = screen.height if screen is not None else 1  # it was entered beforehand
-            if self._prompt.output.get_size() == size and rows + height <= size.rows:
-                up, down = f"\x1b[{at.y + rows}A", f"\x1b[{at.y}B" if at.y else ""
-                self._prompt.output.write_raw(f"{up}\x1b[{rows}M{down}\x1b[{at.x + 1}G")
-        return _PROMPT
-
-    def _leave_header(self) -> None:
-        """Other rows come between header and prompt, or it moves: it stays where it is."""
-        self._printed = 0, self._printed[1]
+            is_visible = rows + height <= self._header_size.rows
+            if is_visible and output.get_size() == self._header_size:
+                up, down = f"\x1b[{cursor.y + rows}A", f"\x1b[{cursor.y}B" if cursor.y else ""
+                output.write_raw(f"{up}\x1b[{rows}M{down}\x1b[{cursor.x + 1}G")
+        return _PROMPT_TEXT
 
     def _style(self) -> Style:
-        return _STYLE if self._has_colours() else _PLAIN_STYLE
+        return _STYLE if self._has_colours() else _COLOURLESS_STYLE
 
-    def _parsed(self, text: str) -> InputLine:
+    def _parse_line(self, text: str) -> InputLine:
         if self._is_literal(text):
             return InputLine(text, is_command=False)
         stripped = text.strip()
@@ -323,26 +312,21 @@ class Prompt:
         return InputLine(stripped, is_command=stripped.startswith("/"))
 
     def _is_literal(self, text: str) -> bool:
-        """Whether `text` begins with pasted text; such a text is a message, never a command."""
-        return self._pasted is not None and text.startswith(self._pasted)
+        """Whether `text` begins with pasted text, so that it is a message, never a command."""
+        return self._pasted_start is not None and text.startswith(self._pasted_start)
 
-    def _changed(self, buffer: Buffer) -> None:
-        """Pasted text at the beginning that was edited no longer counts as pasted; its `@` do.
-
-        If it comes back at once, as by undo or from another line, it counts as pasted.
-        """
+    def _on_text_changed(self, buffer: Buffer) -> None:
+        """See whether the text still begins with a paste, or does so again, as by undo."""
         text = buffer.text
-        changed = self._signs.update(text, pasted=self._is_pasting)
-        is_back, self._line = (
-            changed > 1 or buffer.working_index != self._line,
-            buffer.working_index,
-        )
+        num_changed = self._at_signs.update(text, is_pasted=self._is_pasting)
+        is_other_line = buffer.working_index != self._history_index
+        self._history_index = buffer.working_index
         if not self._is_literal(text):
-            back = (paste for paste in self._pastes if is_back and text.startswith(paste))
-            self._pasted = max(back, key=len, default=None)
+            # What comes back at once was not typed, key by key.
+            pastes = self._earlier_pastes if num_changed > 1 or is_other_line else ()
+            self._pasted_start = max(filter(text.startswith, pastes), key=len, default=None)
 
-    def _is_completed(self) -> bool:
-        """Whether completions show while the user types: in commands, and in names after `@`."""
+    def _completes_while_typing(self) -> bool:
         document = self._prompt.default_buffer.document
         text = document.text
         if unfinished_mention(document.text_before_cursor) is not None:
@@ -350,28 +334,27 @@ class Prompt:
         return text.startswith("/") and "\n" not in text and not self._is_literal(text)
 
     def _placeholder(self) -> FormattedText:
-        """The suggested line; empty once the prompt closes, so that the line leaves the screen."""
-        is_shown = not self._prompt.app.is_done
-        return FormattedText([("class:placeholder", self._suggested if is_shown else "")])
+        is_closing = self._prompt.app.is_done  # then the suggestion leaves the screen
+        return FormattedText([("class:placeholder", "" if is_closing else self._suggestion)])
 
     def _toolbar_text(self) -> str:
         if self._is_literal(self._prompt.default_buffer.text):
             return " pasted text: sent as it is, never run as a command"
-        if self._complaint:
-            return f" {displayable(self._complaint)}"
+        if self._editor_error:
+            return f" {displayable(self._editor_error)}"
         if self._prompt.editing_mode == EditingMode.VI:
             mode = self._prompt.app.vi_state.input_mode
             name = "normal" if mode == InputMode.NAVIGATION else mode.value.removeprefix("vi-")
-            return f" {name} · {self._toolbar()}"
-        return f" {self._toolbar()}"
+            return f" {name} · {self._draw_toolbar()}"
+        return f" {self._draw_toolbar()}"
 
     def _bindings(self) -> KeyBindings:
         keys = KeyBindings()
         typing = has_focus("DEFAULT_BUFFER") & ~is_searching
 
-        keys.add("enter", filter=typing)(self._enter)
-        keys.add("c-c", filter=typing)(self._cancel)
-        keys.add(Keys.BracketedPaste, filter=typing)(self._paste)
+        keys.add("enter", filter=typing)(self._on_enter)
+        keys.add("c-c", filter=typing)(self._on_ctrl_c)
+        keys.add(Keys.BracketedPaste, filter=typing)(self._on_paste)
 
         @keys.add("escape", "enter", filter=typing & ~vi_mode)  # in vi they leave insert, and send
         @keys.add("c-j", filter=typing)
@@ -390,87 +373,93 @@ class Prompt:
 
         @keys.add("c-x", "c-e", filter=typing)
         def _edit(event: KeyPressEvent) -> None:
-            self._leave_header()
+            self._header_rows = 0
             event.app.create_background_task(self._open_editor(event.current_buffer))
 
         @keys.add("c-z", filter=typing)
         def _suspend(event: KeyPressEvent) -> None:
-            self._leave_header()
+            self._header_rows = 0
             event.app.suspend_to_background()
 
         @keys.add("c-l", filter=typing)
         def _clear(event: KeyPressEvent) -> None:
-            self._leave_header()
+            self._header_rows = 0
             event.app.renderer.clear()
 
         @keys.add(Keys.Vt100MouseEvent, eager=True)
         def _no_mouse(event: KeyPressEvent) -> None:
-            """Ignore what looks like a mouse event: it is part of a typed escape sequence."""
+            """Ignore it: the mouse is never asked for, so it is a typed escape sequence."""
 
         return keys
 
-    def _enter(self, event: KeyPressEvent) -> None:
-        """Enter the typed text or the suggested line; behind `\\` or in open quotes, a new line."""
+    def _on_enter(self, event: KeyPressEvent) -> None:
+        """Enter the text, or the suggestion; a new line after a backslash and in an open block."""
         buffer = event.current_buffer
-        if not buffer.text and self._suggested:
-            buffer.insert_text(self._suggested)
-        text = buffer.text
-        is_open = text.lstrip().startswith(FENCE) and text.count(FENCE) % 2 == 1
-        is_open &= not (text.lstrip().startswith(f"{FENCE}\n") and text.endswith(f"\n{FENCE}"))
-        continues = buffer.document.text_before_cursor.endswith("\\") and text[:1] != "/"
-        if self._is_literal(text) or not (is_open or continues):
+        if not buffer.text and self._suggestion:
+            buffer.insert_text(self._suggestion)
+        text, is_literal = buffer.text, self._is_literal(buffer.text)
+        has_backslash = buffer.document.text_before_cursor.endswith("\\") and text[:1] != "/"
+        if not is_literal and _is_open_block(text):
+            buffer.insert_text("\n")
+        elif not is_literal and has_backslash:
+            buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        else:
             self._entered = text
             buffer.validate_and_handle()
-            return
-        if not is_open:
-            buffer.delete_before_cursor()
-        buffer.insert_text("\n")
 
-    def _cancel(self, event: KeyPressEvent) -> None:
-        """Handle Ctrl-C: clear the typed text, which is kept in the history; else, interrupt."""
+    def _on_ctrl_c(self, event: KeyPressEvent) -> None:
+        """Move the typed text into the history; interrupt if there is none, or while editing."""
         buffer = event.current_buffer
         if not buffer.text or self._is_editing:
             event.app.exit(exception=KeyboardInterrupt, style="class:aborting")
             return
         buffer.append_to_history()
         buffer.reset()
-        self._pasted = None
-        self._signs.reset()
+        self._pasted_start = None
+        self._at_signs.reset()
 
-    def _paste(self, event: KeyPressEvent) -> None:
+    def _on_paste(self, event: KeyPressEvent) -> None:
         buffer, data = event.current_buffer, event.data.replace("\r\n", "\n").replace("\r", "\n")
-        begins = not buffer.text.strip() and bool(data)
-        if begins:
+        is_first = not buffer.text.strip() and bool(data)
+        if is_first:
             buffer.reset()
         self._is_pasting = True
         try:
             buffer.insert_text(data)
         finally:
             self._is_pasting = False
-        if begins:  # set last: every change of the text is compared with it
-            self._take_as_text(data)
+        if is_first:  # last: each change of the text is compared with it
+            self._mark_as_pasted(data)
 
-    def _take_as_text(self, text: str) -> None:
-        """Let the typed text, which begins with `text`, be a message, whatever it looks like."""
-        self._pasted = text
-        if len(text) > 1:  # else a command that is recalled might begin with it
-            self._pastes.add(text)
+    def _mark_as_pasted(self, text: str) -> None:
+        """Let a text that begins so be a message, never a command."""
+        self._pasted_start = text
+        if len(text) > 1:  # else a command from the history might begin with it
+            self._earlier_pastes.add(text)
 
     async def _open_editor(self, buffer: Buffer) -> None:
-        """Let the user change the text in an editor; what was no command becomes none there."""
+        """Let the user change the text in an editor; a message never becomes a command there."""
         before = buffer.text
         was_typed = not self._is_literal(before) and before.lstrip().startswith(("/", FENCE))
-        command = editor_command(is_needed=True)
+        command = editor_command(has_default=True)
         try:
             text = await run_in_terminal(lambda: edit_in_editor(command, before))
         except UsageError as error:
-            self._complaint = str(error)
+            self._editor_error = str(error)
             return
         buffer.document = Document(text)
         if was_typed:
-            self._pasted = None
+            self._pasted_start = None
         elif text.lstrip().startswith(("/", FENCE)):
-            self._take_as_text(text)
+            self._mark_as_pasted(text)
+
+
+def _is_open_block(text: str) -> bool:
+    """Whether the text begins with quotes that open a block of lines, and does not close it."""
+    start = text.lstrip()
+    is_closed = start.startswith(f"{FENCE}\n") and text.endswith(f"\n{FENCE}")
+    return start.startswith(FENCE) and text.count(FENCE) % 2 == 1 and not is_closed
 
 
 def ask_for_key(
@@ -478,25 +467,26 @@ def ask_for_key(
 ) -> str:
     """Show `question` until the user presses one of `keys`, and return that key.
 
-    A line that begins with another sign, such as a command, is no answer up to its end. Keys are
-    read from `source`, or else from the terminal. Raises KeyboardInterrupt for Ctrl-C and Ctrl-D.
+    A line that begins with another character, such as a command, is ignored up to Enter. Reads
+    `source`, by default the terminal. Raises KeyboardInterrupt for Ctrl-C and Ctrl-D.
     """
-    bindings, is_line = KeyBindings(), False
+    bindings, is_in_line = KeyBindings(), False
 
-    def shown() -> str:
-        return question + "(a line is no answer; Enter ends it)" * is_line
+    def question_text() -> str:
+        return question + "(a line is no answer; Enter ends it)" * is_in_line
 
     @bindings.add(Keys.Any)
     @bindings.add("enter")
     def answer(event: KeyPressEvent) -> None:
-        nonlocal is_line
+        nonlocal is_in_line
         press = event.key_sequence[0]
         key = press.data.lower()
         is_typed = len(key) == 1 and press.key != Keys.BracketedPaste
-        is_key = is_typed and key in keys and not isinstance(press, ChordEscape)
-        if is_key and not event.app.is_done and (not is_line or press.key == Keys.Escape):
+        is_answer = is_typed and key in keys and not isinstance(press, ChordEscape)
+        if is_answer and not event.app.is_done and (not is_in_line or press.key == Keys.Escape):
             event.app.exit(result=key)
-        is_line = press.key != Keys.Enter if is_line else bool(key) and key.isprintable()
+        begins_line = bool(key) and key.isprintable()
+        is_in_line = press.key != Keys.Enter and (is_in_line or begins_line)
 
     @bindings.add("c-c")
     @bindings.add("c-d")
@@ -505,34 +495,34 @@ def ask_for_key(
         if not event.app.is_done:
             event.app.exit(exception=KeyboardInterrupt())
 
-    line: Application[str] = Application(
-        layout=Layout(Window(FormattedTextControl(shown), height=1)),
+    app: Application[str] = Application(
+        layout=Layout(Window(FormattedTextControl(question_text), height=1)),
         key_bindings=bindings,
         input=source or terminal_keys(),
         output=output,
         erase_when_done=True,
     )
-    line.ttimeoutlen = ESCAPE_SECONDS
-    return line.run(pre_run=_leave_signals_alone)
+    app.ttimeoutlen = ESCAPE_SECONDS
+    return app.run(pre_run=_silence_signal_tracebacks)
 
 
-def _leave_signals_alone() -> None:
+def _silence_signal_tracebacks() -> None:
     """Make the event loop print no traceback of a signal that ends the program."""
-    # One within a key ends the generator of keys, so that the next key is a StopIteration; and the
-    # cursor's position may come when nobody waits for it any more.
-    signs = SystemExit, KeyboardInterrupt, StopIteration, asyncio.InvalidStateError
+    # A signal within a key ends the generator of keys, so that the next key is a StopIteration; and
+    # the cursor's position may come when nobody waits for it any more.
+    silenced = SystemExit, KeyboardInterrupt, StopIteration, asyncio.InvalidStateError
     loop = asyncio.get_running_loop()
-    usual = loop.get_exception_handler() or type(loop).default_exception_handler
+    former = loop.get_exception_handler() or type(loop).default_exception_handler
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if not isinstance(context.get("exception"), signs):
-            usual(loop, context)
+        if not isinstance(context.get("exception"), silenced):
+            former(loop, context)
 
     loop.set_exception_handler(handle)
 
 
-class _Filtered(Processor):
-    """Shows a dot in place of each control character in the typed text; the text is unchanged."""
+class _ControlCharFilter(Processor):
+    """Shows a dot in place of each control character of the typed text."""
 
     def apply_transformation(self, transformation_input: TransformationInput) -> Transformation:
         shown: list[tuple[str, str]] = []
@@ -544,11 +534,11 @@ class _Filtered(Processor):
 
 
 def _picker_bindings(items: RadioList[int]) -> KeyBindings:
-    keys, of_list = KeyBindings(), items.control.key_bindings
-    assert of_list is not None
-    # Pages and letters of a RadioList move it without its mark: the arrows alone stay.
+    keys, default_keys = KeyBindings(), items.control.key_bindings
+    assert default_keys is not None
+    # Other keys of a RadioList, such as Page Down, move it without its mark: the arrows alone stay.
     items.control.key_bindings = None
-    for binding in of_list.bindings:
+    for binding in default_keys.bindings:
         if binding.keys in ((Keys.Up,), (Keys.Down,)):
             keys.add(*binding.keys)(binding)
 

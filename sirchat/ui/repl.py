@@ -42,41 +42,35 @@ from sirchat.ui.turn_commands import Retry, make_undoable, retry
 from sirchat.ui.typed_input import Keyboard, TerminalInput
 
 # Words that end other programs; the first time one is typed, the chat asks whether to leave.
-_LEAVING = ("exit", "quit", "q", ":q", "bye")
+_EXIT_WORDS = ("exit", "quit", "q", ":q", "bye")
 
-
-_MIN_WINDOW_ROWS = 24  # least rows of a window for the panel above the prompt
-
-_REVIEW = "k or Enter keeps it, e edits, d drops: "
+_MIN_WINDOW_ROWS = 24  # for the panel above the prompt
+_REVIEW_QUESTION = "k or Enter keeps it, e edits, d drops: "
 
 
 class Chat:
-    """A chat at the prompt: reads lines, and runs each as a command or sends it to the model.
+    """A chat at the prompt, which ends when the user leaves.
 
-    Args:
-        session: what the chat begins with.
-        screen: where everything is shown.
-        entry: keyboard, history and prompt.
-        store: the file from which the chat was resumed, or None.
-        debug: whether unexpected errors are raised; if not, they are printed, and the chat goes on.
-        trusted: the `module:Class` policies that profiles and saved chats may name.
-        tools: the servers of tools.
+    `store` is the file from which the chat was resumed. Unexpected errors are printed, and with
+    `debug` raised. `trusted_policies` (`module:Class`) may be named by profiles and saved chats.
     """
 
     def __init__(
         self,
         session: Session,
         screen: Screen,
-        entry: TerminalInput,
+        terminal_input: TerminalInput,
         store: SessionStore | None,
         debug: bool,
         trusted_policies: Collection[str],
         tools: ToolFlags | None = None,
     ) -> None:
-        self._trusted = trusted_policies
+        self._trusted_policies = trusted_policies
         self._screen = screen
-        self._ctrl_c = entry.ctrl_c
-        self._keyboard, self._history, self._prompt = entry.keyboard, entry.history, entry.prompt
+        self._ctrl_c = terminal_input.ctrl_c
+        self._keyboard = terminal_input.keyboard
+        self._history = terminal_input.history
+        self._prompt = terminal_input.prompt
         self.saved_chat = SavedChat(
             session, screen, store, debug=debug, trusted_policies=trusted_policies, pick=self._pick
         )
@@ -90,16 +84,15 @@ class Chat:
             lambda: self._session.profile.tool_timeout,
             self._keyboard.escape_pressed,
         )
-        self._models = ModelSwitching(screen, self.saved_chat, trusted_policies)
+        self._model_switching = ModelSwitching(screen, self.saved_chat, trusted_policies)
         self._switch_to(session)
         self._prompt.set_completer(
             SlashCompleter(lambda: self._session), lambda: toolbar_text(self._session, screen.width)
         )
-        self._prompt.set_header(self._memory)
+        self._prompt.set_header(self._draw_header)
 
-    def run(self, first: InputLine | None = None) -> None:
-        """Run the line `first`, if given, and then each line read, until the user leaves."""
-        line = first
+    def run(self, line: InputLine | None = None) -> None:
+        """Handle `line`, if given, and then each line that is read, until the user leaves."""
         while True:
             try:
                 with self._ctrl_c.interruptible():
@@ -108,8 +101,8 @@ class Chat:
                         self._history.is_persistent = self._session.profile.save
                         self._prompt.set_editing_mode(self._session.profile.editing)
                         line = self._prompt.read()
-                    goes_on = line is not None and self._act_on(line)
-                if not goes_on:
+                    is_open = line is not None and self._handle_line(line)
+                if not is_open:
                     return
                 with InterruptFlag():  # ends only at the third Ctrl-C
                     self.saved_chat.save()
@@ -118,7 +111,7 @@ class Chat:
             line = None
 
     def greet(self, events: Iterable[Event]) -> None:
-        """Show the events of the session's start, the model in use, and the last turns, if any."""
+        """Show the events of the session's start, its model, and the last turns, if any."""
         with LiveView(self._session, self._screen) as view:
             for event in events:
                 view.show(event)
@@ -133,41 +126,45 @@ class Chat:
         if self._session.seen and not self._screen.is_quiet:
             show_resumed_chat(self._session, self._screen)
 
-    def _memory(self) -> str:
+    def _draw_header(self) -> str:
         """The panel above the prompt, or "" where it is not wanted, or nothing was said yet."""
         session, screen = self._session, self._screen
-        how, rows = session.profile.panel, screen.console.size.height
-        is_wanted = how == "prompt" or (how == "auto" and rows >= _MIN_WINDOW_ROWS)
+        mode, window_rows = session.profile.panel, screen.console.size.height
+        is_wanted = mode == "prompt" or (mode == "auto" and window_rows >= _MIN_WINDOW_ROWS)
         if not is_wanted or screen.is_plain or not session.seen:
             return ""
         facts = session.facts() if len(session.model.encoder.kinds) else []
         snapshot = session.snapshot(strongest=0)
         with screen.console.capture() as captured:
-            shares = max(1, rows // 12)  # so that the panel takes less than half of the window
-            screen.show(draw_prompt_panel(snapshot, facts, screen.theme, screen.width, shares))
+            rows = max(1, window_rows // 12)  # so that the panel takes less than half of the window
+            screen.show(draw_prompt_panel(snapshot, facts, screen.theme, screen.width, rows))
         return captured.get()
 
-    def _pick(self, count: int, draw: DrawItem, more: str) -> int | None:
+    def _pick(self, count: int, draw: DrawItem, remark: str) -> int | None:
         self._keyboard.pass_keys_to_prompt()
-        return self._prompt.pick(count, draw, more)
+        return self._prompt.pick(count, draw, remark)
 
     def _switch_to(self, session: Session) -> None:
         self._session, session.toolbox = session, self.tools
         self._commands = Commands(
-            session, self._screen, self._history, self.saved_chat, self._trusted, self._models
+            session,
+            self._screen,
+            self._history,
+            self.saved_chat,
+            self._trusted_policies,
+            self._model_switching,
         )
         self._screen.use_theme(session.profile.theme)
 
-    def _act_on(self, line: InputLine) -> bool:
-        """Run `line` as a command or send it, and print any error; False if the user leaves."""
+    def _handle_line(self, line: InputLine) -> bool:
+        """Run the line as a command, or send it; print errors. Returns False if the user leaves."""
         try:
             if line.is_command:
-                return self._do(self._commands.run(line.text), line)
-            if line.text.strip().casefold() in _LEAVING and not self._has_asked_to_leave:
+                return self._perform(self._commands.run(line.text), line)
+            if line.text.strip().casefold() in _EXIT_WORDS and not self._has_asked_to_leave:
                 return not self._ask_whether_to_leave()
-            with (
-                InterruptFlag() as interrupt
-            ):  # from here on Ctrl-C stops the reply: the message stays
+            # From here on Ctrl-C stops the reply, and the message stays.
+            with InterruptFlag() as interrupt:
                 text, files = attach_mentions(line.text, self._screen.note, line.pasted_at_signs)
                 if files:
                     self._screen.note(describe_size(files, self._session))
@@ -192,8 +189,8 @@ class Chat:
         self._screen.note("nothing was sent; send that line again to send it as a message")
         return False
 
-    def _do(self, action: Action | None, line: InputLine) -> bool:
-        """Do the `action` that the command in `line` asks for; return False if the user leaves."""
+    def _perform(self, action: Action | None, line: InputLine) -> bool:
+        """Do what the command in `line` asks for; returns False if the user leaves."""
         match action:
             case Leave():
                 return False
@@ -201,10 +198,10 @@ class Chat:
                 self._send(text, line)
             case Continue():
                 self._make_undoable()
-                self._turn(lambda stops: go_on(self._session, stops))
-            case Retry() as asked:
+                self._run_turn(lambda interrupted: go_on(self._session, interrupted))
+            case Retry() as request:
                 self._make_undoable()
-                self._turn(lambda stops: retry(self._session, asked, stops))
+                self._run_turn(lambda interrupted: retry(self._session, request, interrupted))
             case Edit(text):
                 self._edit(text)
             case Summarize():
@@ -215,17 +212,17 @@ class Chat:
                     self.greet(self._session.opening_events())
         return True
 
-    def _edit(self, changed: str) -> None:
-        """Replace the last message, which the user edits if `changed` is "", and its reply."""
+    def _edit(self, edited: str) -> None:
+        """Replace the last message, which the user edits if `edited` is "", and its reply."""
         text = last_user_message(self._session)
-        changed = changed or self._let_user_edit(text)
-        if changed.strip() in ("", text.strip()):
+        edited = edited or self._let_user_edit(text)
+        if edited.strip() in ("", text.strip()):
             self._screen.note("the message is unchanged; /retry generates another reply")
         else:
             self._make_undoable()
             undo_summaries(self._session)
             self._screen.note("your last message and its reply are replaced by what follows")
-            self._turn(lambda stops: self._session.retry(stops, changed))
+            self._run_turn(lambda interrupted: self._session.retry(interrupted, edited))
 
     def _make_undoable(self) -> None:
         session = make_undoable(self._session, self._screen, self.saved_chat)
@@ -233,12 +230,12 @@ class Chat:
             self._switch_to(session)
 
     def _let_user_edit(self, text: str) -> str:
-        """Let the user change `text`; return the changed text, or "" if the user cancels."""
+        """Let the user change `text`; returns "" if the user cancels."""
         if command := editor_command():
             with self._keyboard.lend_terminal():
-                changed = edit_in_editor(command, text)
-            self._history.append_string(changed)
-            return changed
+                edited = edit_in_editor(command, text)
+            self._history.append_string(edited)
+            return edited
         self._keyboard.pass_keys_to_prompt()
         return self._prompt.edit(text)
 
@@ -246,70 +243,72 @@ class Chat:
         """Make a summary of the chat, show it, and pin it, unless the user drops it."""
         text = ""
 
-        def made(stops: Interrupted) -> Iterator[Event]:
+        def summarize(_: Interrupted) -> Iterator[Event]:
             nonlocal text
             text = make_summary(self._session, facts := self._session.facts())
             yield Delta(text)
             yield from omitted_facts(facts, text)
 
-        self._turn(made)
+        self._run_turn(summarize)
         if text and self._screen.terminal is not None:
             text = self._let_user_review(text)
         if text:
-            self._turn(lambda stops: pin_summary(self._session, text))
+            self._run_turn(lambda interrupted: pin_summary(self._session, text))
         else:
             self._screen.note("no summary is kept; the conversation is unchanged")
 
     def _let_user_review(self, text: str) -> str:
-        """The summary as the user keeps or edits it, or "" if the user drops it."""
+        """The summary, perhaps edited; "" if the user drops it."""
         while True:
             try:
-                key = self._ask_for_key(_REVIEW, "k\red\x1b")
+                key = self._ask_for_key(_REVIEW_QUESTION, "k\red\x1b")
             except KeyboardInterrupt:
                 return ""
             if key != "e":
                 return text if key in "k\r" else ""
-            if changed := self._let_user_edit(text).strip():
-                return changed
+            if edited := self._let_user_edit(text).strip():
+                return edited
 
     def _ask_for_key(self, question: str, keys: Collection[str]) -> str:
-        """The user's answer, Esc also before the question; earlier keys are for the next prompt."""
-        is_stopped = self._keyboard.wait_for_silence()
-        return "\x1b" if is_stopped else self._prompt.ask_for_key(question, keys)
+        """The key that the user presses; keys before the question, but Esc, are for the prompt."""
+        if self._keyboard.wait_for_silence():
+            return "\x1b"
+        return self._prompt.ask_for_key(question, keys)
 
     def _send(self, text: str, line: InputLine) -> None:
-        """Send the message `text`, which was made from the typed `line`, and show the turn."""
+        """Send `text`: the typed line, with files in place of their names."""
         if text != line.text:
             self._history.typed_by_message[without_surrogates(text).strip()] = line.text.strip()
-        self._turn(lambda stops: self._session.ask(text, stops), line.is_stopped)
+        self._run_turn(lambda interrupted: self._session.ask(text, interrupted), line.is_stopped)
 
-    def _turn(
-        self, events: Callable[[Interrupted], Iterator[Event]], is_stopped: bool = False
+    def _run_turn(
+        self, run: Callable[[Interrupted], Iterator[Event]], is_stopped: bool = False
     ) -> None:
-        self._models.drop_previous_session()
-        self.tools.is_stopped, began = False, monotonic()
+        """Show the events that `run` yields, until the user stops it."""
+        self._model_switching.drop_previous_session()
+        self.tools.is_stopped, start = False, monotonic()
         self._keyboard.set_bracketed_paste(True)
         try:
             with InterruptFlag() as interrupt, LiveView(self._session, self._screen) as view:
-                stops = make_stop_check(interrupt, self._keyboard, is_stopped)
-                for event in events(lambda: stops() or self.tools.is_stopped):
+                must_stop = make_stop_check(interrupt, self._keyboard, is_stopped)
+                for event in run(lambda: must_stop() or self.tools.is_stopped):
                     view.show(event)
                     if isinstance(event, TurnDone) and event.role == "tool":
                         self.saved_chat.save()
         finally:
             self._keyboard.set_bracketed_paste(False)
-        if 0 < self._session.profile.bell <= monotonic() - began:
+        if 0 < self._session.profile.bell <= monotonic() - start:
             self._screen.ring()
 
 
 def make_stop_check(
     interrupt: InterruptFlag, keyboard: Keyboard, is_stopped: bool
 ) -> Callable[[], bool]:
-    """A function that returns True once the reply must stop: after Esc or Ctrl-C, or at once."""
+    """A function that returns True once Esc or Ctrl-C was pressed, or always if `is_stopped`."""
 
-    def stops() -> bool:
+    def must_stop() -> bool:
         nonlocal is_stopped
         is_stopped = is_stopped or keyboard.escape_pressed() or interrupt()
         return is_stopped
 
-    return stops
+    return must_stop

@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 from rich.console import Group
 from rich.text import Text
@@ -42,28 +41,20 @@ from sirchat.ui.text import displayable_line, shorten
 from sirchat.ui.theme import ROLE_NAMES
 
 # The name by which `/switch` finds the original chat, of which all branches are copies.
-_FIRST = "main"
+_MAIN_BRANCH = "main"
 
-# Of `FIXED_SETTINGS`, those that are taken from a chat that is loaded.
-_OF_THE_SESSION = ("description", "seed")
+# Of `FIXED_SETTINGS`, those that `/load` takes from the saved chat.
+_LOADED_FIXED_SETTINGS = ("description", "seed")
 
-_TURNS = 4  # of a resumed chat that are shown
-_LENGTH = 200  # characters of a turn
-_LEAD = 24  # characters of a found message before the first word
+_SHOWN_TURNS, _SHOWN_TURN_CHARS = 4, 200  # of a resumed chat
+_CHARS_BEFORE_MATCH = 24  # shown of a found message
 
 
 class SavedChat:
-    """Saves the current chat to disk if the setting `save` is on, and loads other saved chats.
+    """Saves the current chat if the setting `save` is on, and loads other saved chats.
 
-    If writing fails, an error is printed once, and it is tried again after each entered line.
-
-    Args:
-        session: the current session.
-        screen: where messages go.
-        store: the file from which the session was resumed, or None.
-        debug: whether to raise errors of saving, instead of printing them.
-        trusted: the `module:Class` policies that saved chats may name.
-        pick: lets the user pick one of several chats; see `Prompt.pick`. None: the user can't pick.
+    `store` is the file from which the session was resumed. Errors of saving are printed, and with
+    `debug` raised. `pick` lets the user pick a chat, as `Prompt.pick` does.
     """
 
     def __init__(
@@ -78,110 +69,113 @@ class SavedChat:
     ) -> None:
         self._session = session
         self._pick = pick
-        self._trusted = trusted_policies
+        self._trusted_policies = trusted_policies
         self._screen = screen
         self._debug = debug
-        self._saving = Autosave(session, store)
-        self._failure = ""  # why the last try to write failed
+        self._autosave = Autosave(session, store)
+        self._last_error = ""  # "" if the last try to write succeeded
 
     def save(self) -> None:
-        """Write the new part of the chat to disk, and what earlier calls could not write."""
-        is_known = bool(self._failure)
-        if not self._try_to_write() and not is_known:
+        """Write the unsaved part of the chat to disk; the first of several errors is printed."""
+        is_reported = bool(self._last_error)
+        if not self._try_to_write() and not is_reported:
             self._screen.error(
-                f"the chat is not saved now: {self._failure}; it goes on, and is saved as soon as "
-                "that works again; /save tries at once"
+                f"the chat is not saved now: {self._last_error}; it goes on, and is saved as soon "
+                "as that works again; /save tries at once"
             )
 
     def _try_to_write(self) -> bool:
-        """Write the new part of the chat, if it is saved; False if a part is still not written."""
+        """Write the unsaved part of the chat if the setting says so; False if that failed."""
         try:
             if self._session.profile.save:
                 self._write_new()
         except Exception as error:  # the chat goes on after any error
             if self._debug:
                 raise
-            self._failure = str(error) or type(error).__name__
-        return not self._failure
+            self._last_error = str(error) or type(error).__name__
+        return not self._last_error
 
     def _write_new(self) -> None:
-        if self._saving.id:
-            self._saving.save()
+        if self._autosave.id:
+            self._autosave.save()
         else:
-            self._saving.create_file()
-        if self._failure:
-            self._failure = ""
+            self._autosave.create_file()
+        if self._last_error:
+            self._last_error = ""
             self._screen.note("the chat is saved again")
 
     @property
     def outdated_file(self) -> Path | None:
-        """The chat's file, if it is out of date because saving has failed; otherwise None."""
-        if not self._failure or not self._saving.id:
+        """The chat's file if it is out of date, as saving has failed; else None."""
+        if not self._last_error or not self._autosave.id:
             return None
-        return sessions_dir() / f"{self._saving.id}{SUFFIX}"
+        return sessions_dir() / f"{self._autosave.id}{SUFFIX}"
 
     def close(self) -> None:
-        """Write what is not saved yet, with the KV cache, and release the chat's file."""
+        """Write the unsaved part of the chat and the KV cache, and release the chat's file."""
         try:
             if not self._try_to_write():
-                self._screen.error(f"the end of this chat is not saved: {self._failure}")
+                self._screen.error(f"the end of this chat is not saved: {self._last_error}")
             elif self._session.profile.save:
-                self._saving.save_kv()
+                self._autosave.save_kv()
         except Exception as error:
             if self._debug:
                 raise
             self._screen.error(f"saved without keys and values: {error}")
         finally:
-            self._saving.close_without_saving()
+            self._autosave.close_without_saving()
 
     def print_resume_command(self) -> None:
-        """If the chat is saved, print how to resume it; call this after `close`."""
-        is_saved = self._session.profile.save and not self._failure
-        if is_saved and self._saving.id and self._screen.is_interactive:
+        """After `close`, print how to resume the chat, if it is saved."""
+        is_saved = self._session.profile.save and not self._last_error
+        if is_saved and self._autosave.id and self._screen.is_interactive:
             self._screen.remark(f"to continue this chat: {self._resume_command}")
 
     def save_as(self, name: str | None) -> None:
-        """Save the chat now, with its KV cache, under a new `name`, and from now on each turn.
+        """Save the chat with its KV cache, under a new name if one is given, and later each turn.
 
         Raises SessionError, with nothing changed, if the name is invalid or writing fails.
         """
         if name is not None:
-            check_name(sessions_dir(), name, self._saving.id)
-        self._begin()
-        if name is not None:  # checked again: a file given up meanwhile keeps its name
-            self._saving.name = check_name(sessions_dir(), name, self._saving.id)
-            self._saving.save()
+            check_name(sessions_dir(), name, self._autosave.id)
+        self._start_saving()
+        if name is not None:  # checked again: a file abandoned meanwhile keeps its name
+            self._autosave.name = check_name(sessions_dir(), name, self._autosave.id)
+            self._autosave.save()
         self._report_saved()
 
-    def load(self, ident: str) -> Session | None:
-        """Switch to a saved chat, by id, name or "last"; None if it is open already.
+    def load(self, name_or_id: str) -> Session | None:
+        """Go on with a saved chat, by id, name or "last"; None if it is the current one.
 
         Raises SessionError or SettingError, with the current chat unchanged.
         """
-        if ident != "last" and find_session(sessions_dir(), ident).stem == self._saving.id:
-            self._screen.note(f"session {self._saving.id} is this chat, which is already open")
+        if (
+            name_or_id != "last"
+            and find_session(sessions_dir(), name_or_id).stem == self._autosave.id
+        ):
+            self._screen.note(f"session {self._autosave.id} is this chat, which is already open")
             return None
-        store, skipped = open_saved_file(sessions_dir(), ident, own_id=self._saving.id)
+        store, skipped = open_saved_file(sessions_dir(), name_or_id, own_id=self._autosave.id)
         for error in skipped:
             self._screen.note(f"{error}; loading session {store.name or store.id} instead")
         try:
-            session = self._resumed(store)
-            saving = Autosave(session, store)
+            session = self._resume(store)
+            autosave = Autosave(session, store)
             self._save_before_leaving("nothing is loaded")
         except BaseException:
             store.close()
             raise
-        self._saving.close_without_saving()
-        self._session, self._saving, self._failure = session, saving, ""
-        self._screen.note(f"this chat is session {saving.id}{_name_part(saving)}")
+        self._autosave.close_without_saving()
+        self._session, self._autosave, self._last_error = session, autosave, ""
+        self._screen.note(f"this chat is session {autosave.id}{_name_part(autosave)}")
         if not session.profile.save:
             self._screen.note("new messages are not saved, as before; /save starts saving")
         return session
 
-    def branch(self, name: str, back: int) -> None:
-        """Go on in a copy of this chat, called `name`, without the last `back` user turns.
+    def branch(self, name: str, num_turns: int) -> None:
+        """Go on in a copy of this chat, called `name`, without the last `num_turns` user turns.
 
-        If SessionError or UndoError is raised, the old chat goes on.
+        Raises SessionError or UndoError, with the current chat unchanged.
         """
         name = check_name(sessions_dir(), name, "")
         is_saved = self._session.profile.save
@@ -190,35 +184,37 @@ class SavedChat:
                 "a branch needs a saved chat, and this chat is not saved yet",
                 hint="send a message first" if is_saved else "/save saves this chat",
             )
-        check_rewind(self._session, back)
+        check_rewind(self._session, num_turns)
         self._save_before_leaving("no branch is made")
-        old = self._saving
-        self._saving = old.branch(name)
+        old = self._autosave
+        self._autosave = old.branch(name)
         old.close_without_saving()
-        handle = _FIRST if old.id == old.family else old.id
+        id_or_main = _MAIN_BRANCH if old.id == old.family else old.id
+        old_name = format_value(old.name) if old.name else id_or_main
         self._screen.note(
-            f"this chat is session {self._saving.id}{_name_part(self._saving)}; {old.id} stays "
-            "as it is, and "
-            f"/switch {format_value(old.name) if old.name else handle} goes back to it"
+            f"this chat is session {self._autosave.id}{_name_part(self._autosave)}; {old.id} stays "
+            f"as it is, and /switch {old_name} goes back to it"
         )
-        if back and rewind(self._session, back):
-            self._saving.keep_file_after_reset()
+        if num_turns and rewind(self._session, num_turns):
+            self._autosave.keep_file_after_reset()
             self._screen.note(f"the chat was read again: {self._session.seen:,} tokens")
             self._screen.note(repinned_note(self._session))
 
-    def switch(self, ident: str) -> Session | None:
-        """Switch to a branch, by id, name or "main" (the original); None if it is open already.
+    def switch(self, name_or_id: str) -> Session | None:
+        """Go on with a branch, by id, name or "main" (the original); None if it is the current one.
 
         Raises SessionError if this chat has no such branch.
         """
         branches = self._branches()
         for branch in branches:
-            is_first = ident == _FIRST and branch.id == self._saving.family
-            if is_first or branch.id == ident or names_match(branch.name, ident):
+            is_main = name_or_id == _MAIN_BRANCH and branch.id == self._autosave.family
+            if is_main or branch.id == name_or_id or names_match(branch.name, name_or_id):
                 return self.load(branch.id)
         raise SessionError(
-            f"this chat has no branch {format_value(ident)}",
-            hint=did_you_mean(ident, [branch.name or branch.id for branch in branches], "/switch ")
+            f"this chat has no branch {format_value(name_or_id)}",
+            hint=did_you_mean(
+                name_or_id, [branch.name or branch.id for branch in branches], "/switch "
+            )
             or "/branches lists the branches; /load opens other chats",
         )
 
@@ -226,205 +222,209 @@ class SavedChat:
         """Print a list of this chat and its branches, the copies made by `/branch`."""
         branches = self._branches()
         if len(branches) > 1:
-            first = self._saving.family
-            named = [replace(b, name=b.name or _FIRST * (b.id == first)) for b in branches]
-            chats = SessionLines(named, self._saving.id)
+            main = self._autosave.family
+            named = [replace(b, name=b.name or _MAIN_BRANCH * (b.id == main)) for b in branches]
+            chats = SessionLines(named, self._autosave.id)
             self._screen.page(draw_sessions(chats, self._screen.width))
-            here = next((b.name or b.id for b in named if b.id == self._saving.id), "a new branch")
+            here = next(
+                (b.name or b.id for b in named if b.id == self._autosave.id), "a new branch"
+            )
             self._screen.note(f"you are on {here}; /switch NAME goes on with another")
         else:
             self._screen.note("this chat has no branches; /branch NAME makes one")
 
     def branches_containing(self, text: str) -> list[str]:
-        """The names by which `/switch` finds the other branches of this chat that have the text."""
-        pattern, others = whole_words(text), self._branches() if self._saving.id else []
+        """The names by which `/switch` finds the other branches that contain the words `text`."""
+        pattern, others = whole_words(text), self._branches() if self._autosave.id else []
         return [
-            _FIRST if chat.id == self._saving.family else chat.name or chat.id
+            _MAIN_BRANCH if chat.id == self._autosave.family else chat.name or chat.id
             for chat in others
-            if chat.id != self._saving.id and pattern.search(saved_text(chat.path))
+            if chat.id != self._autosave.id and pattern.search(saved_text(chat.path))
         ]
 
     def _branches(self) -> list[SavedSession]:
-        return branches_of(sessions_dir(), self._saving.family)
+        return branches_of(sessions_dir(), self._autosave.family)
 
     def replace_session(self, session: Session) -> None:
-        """From now on, save `session`, another session of this conversation, in the same file."""
+        """Go on with another session of the same chat, saved in the same file."""
         self._session = session
-        self._saving.replace_session(session)
+        self._autosave.replace_session(session)
         self.save()
 
     def choose_chat(self, words: str) -> str:
-        """The id or name of the chat that `/load WORDS` should load; "" if the user picks none.
+        """The id or name of the chat that `/load WORDS` means; "" if the user picks none.
 
-        Words that are no id or name: the user picks one of the chats in which they were said; no
-        words: one of all. Raises SessionError if no chat is found.
+        Without words the user picks one of all chats, and with words that are no id or name, one of
+        the chats that contain them. Raises SessionError if no chat is found.
         """
-        folder = sessions_dir()
+        sessions_folder = sessions_dir()
         if not words:
-            listing = list_sessions(folder, MAX_LISTED)
+            listing = list_sessions(sessions_folder, MAX_LISTED)
             for refused in listing.errors:
                 self._screen.error(str(refused))
             if not listing.sessions:
                 self._screen.note("there are no saved chats")
-            older = f" (and {listing.more_count:,} older ones)" if listing.more_count else ""
-            return self._picked(listing.sessions, more=older)
-        if words == "last" or is_prefix_of_id(folder, words):
+            remark = f" (and {listing.more_count:,} older ones)" if listing.more_count else ""
+            return self._let_user_pick(listing.sessions, {}, remark)
+        if words == "last" or is_prefix_of_id(sessions_folder, words):
             return words
         try:
-            result = search_sessions(folder, words)
+            result = search_sessions(sessions_folder, words)
         except SirchatError as error:  # no word to search for, or no index: it may be a name
             try:
-                return find_session(folder, words).stem
+                return find_session(sessions_folder, words).stem
             except SessionError:
                 raise error from None
         if result.ids_by_name:
             return result.ids_by_name[0] if len(result.ids_by_name) == 1 else words
         if not result.hits:
             raise nothing_found_error(words, result)
-        more = f" (and {result.more_count:,} that fit less)" if result.more_count else ""
-        lines = {hit.session.id: hit.snippet for hit in result.hits}
-        return self._picked([hit.session for hit in result.hits], lines, more)
+        remark = f" (and {result.more_count:,} that fit less)" if result.more_count else ""
+        matches = {hit.session.id: hit.snippet for hit in result.hits}
+        return self._let_user_pick([hit.session for hit in result.hits], matches, remark)
 
     def search(self, words: str) -> None:
-        """Print the messages of this chat, and the other saved chats, in which all words are."""
-        screen, texts = self._screen, list[Text]()
+        """Print each message of this chat, and the other saved chats, that have all words."""
+        messages = self._find_messages(words)
+        result = search_sessions(sessions_dir(), words)
+        hits = [hit for hit in result.hits if hit.session.id != self._autosave.id]
+        if not messages and not hits:
+            raise SessionError(f"no message and no saved chat has all of {format_value(words)}")
+        if messages:
+            messages.insert(0, Text("in this chat:"))
+        if hits:
+            messages.append(Text("in saved chats, which /load ID opens:"))
+        matches = {hit.session.id: hit.snippet for hit in hits}
+        chats = SessionLines([hit.session for hit in hits], matches=matches)
+        self._screen.page(Group(*messages, draw_sessions(chats, self._screen.width)))
+
+    def _find_messages(self, words: str) -> list[Text]:
+        """A line for each message that has all words, which are highlighted."""
+        lines, max_chars = list[Text](), max(24, self._screen.width - 24)  # a role stands before
         for role, turn in zip(self._session.state.roles, self._session.turns, strict=True):
             text = " ".join(displayable_line(turn.text).split())
-            found = [text.casefold().find(word) for word in words.casefold().split()]
-            if found and min(found) >= 0 and role != "template":
-                if min(found) > _LEAD:
-                    text = f"…{text[text.find(' ', min(found) - _LEAD) + 1 :]}"
-                said = shorten(text, max(_LEAD, screen.width - _LEAD))
-                line = Text(f"  {ROLE_NAMES[role]}: {said}")
-                line.highlight_words(words.split(), "bold underline", case_sensitive=False)
-                texts.append(line)
-        result = search_sessions(sessions_dir(), words)
-        hits = [hit for hit in result.hits if hit.session.id != self._saving.id]
-        if not texts and not hits:
-            raise SessionError(f"no message and no saved chat has all of {format_value(words)}")
-        chats = SessionLines(
-            [hit.session for hit in hits], matches={hit.session.id: hit.snippet for hit in hits}
-        )
-        here = [Text("in this chat:"), *texts] if texts else []
-        title = [Text("in saved chats, which /load ID opens:")] if hits else []
-        screen.page(Group(*here, *title, draw_sessions(chats, screen.width)))
+            indices = [text.casefold().find(word) for word in words.casefold().split()]
+            start = min(indices, default=-1)
+            if start < 0 or role == "template":
+                continue
+            if start > _CHARS_BEFORE_MATCH:
+                text = f"…{text[text.find(' ', start - _CHARS_BEFORE_MATCH) + 1 :]}"
+            line = Text(f"  {ROLE_NAMES[role]}: {shorten(text, max_chars)}")
+            line.highlight_words(words.split(), "bold underline", case_sensitive=False)
+            lines.append(line)
+        return lines
 
-    def _picked(
+    def _let_user_pick(
         self,
         sessions: Sequence[SavedSession],
-        matches: Mapping[str, Sequence[SnippetPart]] = MappingProxyType({}),
-        more: str = "",
+        matches: Mapping[str, Sequence[SnippetPart]],
+        remark: str,
     ) -> str:
-        """Let the user pick one of `sessions`; without a terminal, print them, and return ""."""
+        """Let the user pick one; returns "" for none, and without a terminal, which lists them."""
         if not sessions:
             return ""
-        chats = SessionLines(sessions, self._saving.id, matches)
+        chats = SessionLines(sessions, self._autosave.id, matches)
         if self._pick is None or self._screen.terminal is None:
             self._screen.page(draw_sessions(chats, self._screen.width))
-            self._screen.note(f"/load ID opens one of them{more}")
+            self._screen.note(f"/load ID opens one of them{remark}")
             return ""
-        number = self._pick(len(sessions), chats.lines, more)
-        if number is None:
+        index = self._pick(len(sessions), chats.lines, remark)
+        if index is None:
             self._screen.note("nothing is loaded; this chat goes on")
-        return "" if number is None else sessions[number].id
+            return ""
+        return sessions[index].id
 
-    def drop_revealing_name(self, text: str, *, whole: bool) -> bool:
-        """Remove the chat's name if it contains `text`, which is erased; return whether it did.
+    def drop_revealing_name(self, text: str, *, is_whole_turn: bool) -> bool:
+        """Remove the chat's name if it contains the erased `text`; return whether it did.
 
-        If `text` is a `whole` turn, a name that is a part of it is removed, too.
+        If `text` is a whole turn, a name that is a part of it is removed, too.
         """
-        dropped = self._saving.drop_revealing_name(text, whole=whole)
-        if dropped:
+        is_removed = self._autosave.drop_revealing_name(text, is_whole_turn=is_whole_turn)
+        if is_removed:
             self._screen.note(
                 "the chat's name contained the erased text and was removed; "
                 "/save NAME gives a new one"
             )
-        return dropped
+        return is_removed
 
-    def _begin(self) -> None:
+    def _start_saving(self) -> None:
         """Switch the setting `save` on, and write all of the chat, to a new file if need be."""
-        session, before = self._session, self._session.profile
-        session.note_profile(before.model_copy(update={"save": True}))  # `--resume` saves it, too
+        session, former_profile = self._session, self._session.profile
+        # So that `--resume` saves it, too.
+        session.note_profile(former_profile.model_copy(update={"save": True}))
         try:
-            self._write()
+            self._write_or_move()
         except Exception as error:
-            session.note_profile(before)
+            session.note_profile(former_profile)
             raise SessionError(f"the chat can't be saved: {error}") from error
 
-    def _write(self) -> None:
+    def _write_or_move(self) -> None:
+        """Write the unsaved part of the chat, or all of it to a new file if that fails."""
         try:
             self._write_new()
         except Exception:
-            if not self._saving.id:
+            if not self._autosave.id:
                 raise
-            old, new = self._saving, Autosave(self._session)
+            old, new = self._autosave, Autosave(self._session)
             new.create_file()
             old.close_without_saving()
-            self._saving = new
+            self._autosave = new
             self._screen.note(f"cannot write {old.id}; continuing in a new file")
             self._write_new()
 
     @property
-    def _handle(self) -> str:
-        """What the user types to find this chat: its name or, if it has none, its id."""
-        return format_value(self._saving.name) if self._saving.name else self._saving.id
-
-    @property
     def _resume_command(self) -> str:
-        """What a shell runs to go on with this chat; `=`, as a name may be that of a command."""
-        return f"sirchat --resume={shlex.quote(self._saving.name or self._saving.id)}"
+        # `=`, as the name of a chat may be that of a command.
+        return f"sirchat --resume={shlex.quote(self._autosave.name or self._autosave.id)}"
 
     def _report_saved(self) -> None:
         """Save the KV cache, and print how to find the chat."""
-        saving, kept = self._saving, False
-        if not saving.id:
+        autosave, has_kv = self._autosave, False
+        if not autosave.id:
             self._screen.note("the chat is still empty; it will be saved after the first reply")
             return
         try:
-            kept = saving.save_kv()
+            has_kv = autosave.save_kv()
         except SessionError as error:
             self._screen.error(str(error))
+        name_or_id = format_value(autosave.name) if autosave.name else autosave.id
         self._screen.note(
-            f"saved as {saving.id}{_name_part(saving)}, {'with' if kept else 'without'} keys and "
-            f"values; to continue it: /load {self._handle}, or {self._resume_command}"
+            f"saved as {autosave.id}{_name_part(autosave)}, {'with' if has_kv else 'without'} keys "
+            f"and values; to continue it: /load {name_or_id}, or {self._resume_command}"
         )
 
-    def _resumed(self, store: SessionStore) -> Session:
-        """The session saved in `store`, with its settings, most of `FIXED_SETTINGS` as now."""
+    def _resume(self, store: SessionStore) -> Session:
+        """The session saved in `store`; most `FIXED_SETTINGS` stay those of the current chat."""
         if store.state_record() is None:
             raise SessionError(f"session {store.id} holds no message yet")
         model, current = self._session.model, self._session.profile
         check_model(store, model)  # first: the settings may be invalid for another model
-        kept = {
-            name: getattr(current, name) for name in FIXED_SETTINGS if name not in _OF_THE_SESSION
-        }
-        trusted_policies = (*self._trusted, current.policy)
-        session = Session(model, saved_profile(store, trusted_policies).model_copy(update=kept))
+        kept_names = [name for name in FIXED_SETTINGS if name not in _LOADED_FIXED_SETTINGS]
+        profile = saved_profile(store, (*self._trusted_policies, current.policy))
+        kept = {name: getattr(current, name) for name in kept_names}
+        session = Session(model, profile.model_copy(update=kept))
         resume_session(session, store)
         return session
 
-    def _save_before_leaving(self, otherwise: str) -> None:
-        """If the setting `save` is on, save the chat, because another one is opened next.
-
-        If that fails, raises SessionError, whose text begins with `otherwise`.
-        """
+    def _save_before_leaving(self, consequence: str) -> None:
+        """Save the chat, if it is to be saved; raises SessionError that names the `consequence`."""
         if not self._session.profile.save:
             return
         try:
-            self._write()
-            self._saving.save_kv()
+            self._write_or_move()
+            self._autosave.save_kv()
         except Exception as error:
             raise SessionError(
-                f"{otherwise}, because the current chat can't be saved: {error}",
+                f"{consequence}, because the current chat can't be saved: {error}",
                 hint="/reset discards the current chat",
             ) from error
 
 
 def show_resumed_chat(session: Session, screen: Screen) -> None:
-    """Print a resumed chat's last turns, and its tokens."""
-    for role, turn in [*zip(session.state.roles, session.turns, strict=True)][-_TURNS:]:
+    """Print a resumed chat's last turns, and how many tokens it has."""
+    for role, turn in [*zip(session.state.roles, session.turns, strict=True)][-_SHOWN_TURNS:]:
         if turn.text.strip():
-            text = shorten(displayable_line(turn.text), _LENGTH)
+            text = shorten(displayable_line(turn.text), _SHOWN_TURN_CHARS)
             screen.note(f"{ROLE_NAMES.get(role, role)}: {text}")
     screen.note(
         f"the chat goes on after {len(session.turns):,} messages: {session.seen:,} tokens read, "
@@ -433,5 +433,5 @@ def show_resumed_chat(session: Session, screen: Screen) -> None:
     screen.note(repinned_note(session))
 
 
-def _name_part(saving: Autosave) -> str:
-    return f", called {format_value(saving.name)}" if saving.name else ""
+def _name_part(autosave: Autosave) -> str:
+    return f", called {format_value(autosave.name)}" if autosave.name else ""

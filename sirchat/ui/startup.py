@@ -138,7 +138,7 @@ def _read_while_loading(
             entry.prompt.abort(error)
 
     with entry.ctrl_c.interruptible():
-        return entry.prompt.read(meanwhile=begin_above_the_prompt)
+        return entry.prompt.read(background=begin_above_the_prompt)
 
 
 def explain_toy_model(screen: Screen) -> None:

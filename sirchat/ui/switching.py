@@ -44,7 +44,7 @@ from sirchat.ui.text import pluralize, shorten
 if TYPE_CHECKING:  # loads the prompt, which a program in a pipe does not need
     from sirchat.ui.saved_chat import SavedChat
 
-# Settings that `/profile` does not change unless the profile names them.
+# Settings that `/profile` changes only if the profile names them.
 _SCREEN_SETTINGS = ("panel", "theme", "editing", "bell", "markdown", "thinking")
 
 # Settings that can change which tokens are held; after a change, the evictions are reported.
@@ -53,206 +53,216 @@ _CACHE_SETTINGS = {
     *("system", "pin_system", "protect", "evict", "recall", "recall_n"),
 }
 
-_MOST_PINNED = 300  # characters of what was pinned that are shown
-# Settings that `/model` changes to the new model's default, if they have the old one's default.
-_FOLLOWING = ("budget", *SAMPLING_PARAMETERS)
+_MAX_PINNED_CHARS = 300  # shown of what was pinned or restored
+# Settings that `/model` changes to the new model's defaults, if they have the old one's.
+_SETTINGS_OF_MODEL = ("budget", *SAMPLING_PARAMETERS)
 
 
 class Switching:
-    """Changes the settings and pins of a chat, as commands ask, and prints what has changed.
+    """Changes the settings and pins of a chat, and prints what has changed.
 
-    `trusted_policies` are the `module:Class` policies that profiles may name.
+    `trusted_policies` (`module:Class`) may be named by profiles.
     """
 
     def __init__(
         self, session: Session, screen: Screen, trusted_policies: Collection[str] = ()
     ) -> None:
-        self._trusted = trusted_policies
+        self._trusted_policies = trusted_policies
         self._session = session
         self._screen = screen
 
     def change_setting(self, source: str, name: str, text: str) -> None:
-        """Set a setting or policy option to the value in `text`, or print its value if "" is given.
+        """Set a setting or an option of the policy to the value `text`; "": print its value.
 
-        A SettingError names the command, `source`.
+        Raises SettingError; the `source` is the command.
         """
         profile = self._session.profile
-        self._refuse_unknown(name)
+        self._check_name(name)
         if not text:
-            self._screen.note(f"{name} is {self._value(name)}")
+            self._screen.note(f"{name} is {self._describe_value(name)}")
         elif name not in Profile.model_fields:
             options = {**profile.policy_options, name: parse_option(text)}
-            self._apply(source, f"{name} is already {text}", policy_options=options)
+            self._switch_settings(source, f"{name} is already {text}", policy_options=options)
         else:
             value = parse_value(name, text)
             if name == "policy":
                 import_typed(str(value))
-            self._apply(source, f"{name} is already {format_setting(value)}", **{name: value})
+            self._switch_settings(
+                source, f"{name} is already {format_setting(value)}", **{name: value}
+            )
 
     def change_policy(self, name: str, options: list[str]) -> None:
-        """Switch to an eviction policy; each of its `options` is a text `NAME=VALUE`."""
+        """Switch to an eviction policy, with options as `NAME=VALUE`."""
         import_typed(name)
         updates: dict[str, object] = {"policy": name}
         if options:
             updates["policy_options"] = parse_value("policy_options", ",".join(options))
-        self._apply("/policy", f"policy is already {name}", **updates)
+        self._switch_settings("/policy", f"policy is already {name}", **updates)
 
     def apply_profile(self, name: str) -> None:
-        """Apply a profile, or print the names of all if "" is given.
+        """Apply a profile; "": print the names of all.
 
-        What it does not name gets the user's default; settings of the screen stay.
+        Settings that it does not name get the user's defaults; those of the screen stay.
         """
         if not name:
             names = ", ".join(profile.name for profile in list_profiles())
             self._screen.note(f"profiles: {names}")
             return
         current = self._session.profile
-        trusted_policies = [*self._trusted, current.policy]
-        named, profile = (
-            load_profile(name, trusted_policies),
-            resolve(name, {"trust_policy": trusted_policies}, {}),
-        )
+        trusted_policies = [*self._trusted_policies, current.policy]
+        named = load_profile(name, trusted_policies)
+        profile = resolve(name, {"trust_policy": trusted_policies}, {})
         kept = {*FIXED_SETTINGS, *(key for key in _SCREEN_SETTINGS if key not in named)}
-        values = {k: v for k, v in profile.model_dump().items() if k not in kept}
-        self._apply("/profile", f"all settings already have the values of profile {name}", **values)
+        values = {key: value for key, value in profile.model_dump().items() if key not in kept}
+        self._switch_settings(
+            "/profile", f"all settings already have the values of profile {name}", **values
+        )
         for key in FIXED_SETTINGS:
             old, new = getattr(current, key), getattr(profile, key)
             if key in named and key != "description" and old != new:
-                self._screen.note(
-                    f"{key} stays {format_setting(old)}, not {format_setting(new)}: "
-                    f"{hint_for_fixed(key, new)}"
-                )
+                unchanged = f"{key} stays {format_setting(old)}, not {format_setting(new)}"
+                self._screen.note(f"{unchanged}: {hint_for_fixed(key, new)}")
 
-    def restore(self, target: Target, *, around: int = 0) -> None:
-        """Restore the tokens of `target`, and `around` on each side, for the next message."""
+    def restore(self, target: Target, *, context_tokens: int = 0) -> None:
+        """Restore `target`, with so many tokens on each side, for the next message."""
         session = self._session
-        before = set(session.ledger.held_positions.tolist())
-        for event in session.restore(target, around):
-            self._report(event)
-        now, asked = set(session.ledger.held_positions.tolist()), session.state.restored_by_user
-        came, aside = len((now - before).intersection(asked)), len(before - now)
-        how = "restored" if came else "held already, and stays"
-        self._screen.note(f"{how} for your next message: “{self._text_at(asked)}”")
-        evicted = f", {came:,} of them were evicted" if came else ""
-        price = pluralize(len(asked), "token") + evicted
-        who = "1 other steps" if aside == 1 else f"{aside:,} others step"
-        others = f"; {who} aside until it is answered" if aside else ""
-        held = f"holds {session.resident:,}/{session.budget:,}; /pin keeps words"
-        self._screen.note(f"{price}{others}; {held}")
+        held_before = set(session.ledger.held_positions.tolist())
+        for event in session.restore(target, context_tokens):
+            self._print_event(event)
+        held, positions = (
+            set(session.ledger.held_positions.tolist()),
+            session.state.restored_by_user,
+        )
+        num_restored = len((held - held_before).intersection(positions))
+        num_set_aside = len(held_before - held)
+        how = "restored" if num_restored else "held already, and stays"
+        self._screen.note(f"{how} for your next message: “{self._text_of(positions)}”")
+        size = pluralize(len(positions), "token")
+        if num_restored:
+            size += f", {num_restored:,} of them were evicted"
+        if num_set_aside:
+            others = "1 other steps" if num_set_aside == 1 else f"{num_set_aside:,} others step"
+            size += f"; {others} aside until it is answered"
+        self._screen.note(f"{size}; {_describe_held(session)}; /pin keeps words")
 
-    def _text_at(self, positions: Sequence[int]) -> str:
+    def _text_of(self, positions: Sequence[int]) -> str:
+        """The text of the tokens at these positions of the stream, with … at each gap."""
         spans = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1)
         texts = ["".join(row.text for row in self._session.tokens(list(s))) for s in spans]
         text = " … ".join(text.strip(" \n\ufffd") for text in texts)  # half a character
-        return shorten(text, _MOST_PINNED)
+        return shorten(text, _MAX_PINNED_CHARS)
 
-    def _messages_at(self, positions: Sequence[int]) -> str:
+    def _describe_messages(self, positions: Sequence[int]) -> str:
         """Of how many messages, and whose, the tokens at these positions are."""
         session, turns = self._session, self._session.ledger.column("turn")[positions].tolist()
-        own = session.snapshot(strongest=0).prompt  # the end of what the chat template adds
+        prompt_end = session.snapshot(strongest=0).prompt  # of what the chat template adds
         messages = {
-            (turn, "system" if position < own else session.state.roles[turn])
+            (turn, "system" if position < prompt_end else session.state.roles[turn])
             for position, turn in zip(positions, turns, strict=True)
         }
-        roles = Counter(role for _, role in sorted(messages))
+        counts = Counter(role for _, role in sorted(messages))
         whose = {"user": "of yours", "assistant": "of the model's", "system": "of the system"}
         return " and ".join(
             f"{pluralize(count, 'message')} {whose.get(role, f'({role})')}"
-            for role, count in roles.items()
+            for role, count in counts.items()
         )
 
-    def pin(self, target: Target, *, pinned: bool) -> None:
-        """Pin or unpin the tokens of `target` (words, or a turn), and say what this has changed."""
-        evicted, restored = 0, list[int]()
-        session, ledger = self._session, self._session.ledger
-        before = set(ledger.pinned_positions)
-        for event in session.pin(target, pinned):
+    def pin(self, target: Target) -> None:
+        """Pin the tokens of `target` (words, or a turn), and say what this has changed."""
+        changed, num_evicted, restored = self._set_pinned(target, is_pinned=True)
+        num_restored = sum("pinned" in row.flags for row in self._session.tokens(restored))
+        if not changed:
+            parts = ["all of this is pinned already"]
+        else:
+            self._screen.note(f"pinned: “{self._text_of(changed)}”")
+            size = pluralize(len(changed), "token")
+            parts = [f"{size}, {num_restored:,} of them restored" if num_restored else size]
+            parts.append(f"in {self._describe_messages(changed)}")
+        if num_others := len(restored) - num_restored:
+            reason = f"as policy {self._session.profile.policy} fills the budget anew"
+            parts.append(f"{pluralize(num_others, 'other')} restored, {reason}")
+        if num_evicted:
+            parts.append(f"{num_evicted:,} evicted to make room")
+        self._screen.note("; ".join([*parts, _describe_held(self._session)]))
+
+    def unpin(self, target: Target) -> None:
+        """Unpin the tokens of `target` (words, or a turn), and say what this has changed."""
+        changed, num_evicted, restored = self._set_pinned(target, is_pinned=False)
+        unpinned = f"{pluralize(len(changed), 'token')} no longer pinned"
+        self._screen.note(unpinned if changed else "nothing of this was pinned")
+        self._screen.note(_describe_moved_tokens(num_evicted, len(restored), self._session))
+
+    def _set_pinned(self, target: Target, *, is_pinned: bool) -> tuple[list[int], int, list[int]]:
+        """Returns positions that changed, the number of evicted tokens, and restored positions."""
+        num_evicted, restored, ledger = 0, list[int](), self._session.ledger
+        pinned_before = set(ledger.pinned_positions)
+        for event in self._session.pin(target, is_pinned):
             if isinstance(event, Evicted):
-                evicted += len(event.positions)
+                num_evicted += len(event.positions)
             elif isinstance(event, Restored):
                 restored += event.positions
             elif not isinstance(event, Pinned):
-                self._report(event)
-        changed = sorted(before ^ set(ledger.pinned_positions))  # others were as they are already
-        count = len(changed)
-        if not pinned:
-            unpinned = f"{pluralize(count, 'token')} no longer pinned"
-            self._screen.note(unpinned if count else "nothing of this was pinned")
-            self._screen.note(_moved_in_words(evicted, len(restored), self._session))
-            return
-        came = sum("pinned" in row.flags for row in self._session.tokens(restored))
-        if not count:
-            price = ["all of this is pinned already"]
-        else:
-            self._screen.note(f"pinned: “{self._text_at(changed)}”")
-            price = [pluralize(count, "token") + (f", {came:,} of them restored" if came else "")]
-            price.append(f"in {self._messages_at(changed)}")
-        if others := len(restored) - came:
-            why = f"as policy {session.profile.policy} fills the budget anew"
-            price.append(f"{pluralize(others, 'other')} restored, {why}")
-        if evicted:
-            price.append(f"{evicted:,} evicted to make room")
-        held = f"holds {self._session.resident:,}/{self._session.budget:,}"
-        self._screen.note("; ".join([*price, held]))
+                self._print_event(event)
+        return sorted(pinned_before ^ set(ledger.pinned_positions)), num_evicted, restored
 
-    def restore_time(self, asked: TimeRange) -> None:
-        """Restore what the user said at a time for the next message, and say what that was.
+    def restore_time(self, period: TimeRange) -> None:
+        """Restore what the user said in a period for the next message, and print that.
 
-        Of a long time, only the newest messages that take a quarter of the budget.
+        Of a long period, only the newest messages that take a quarter of the budget.
         """
         session, room = self._session, self._session.budget // 4
-        chosen = dict[int, Positions]()
-        for index in session.state.user_turns_at(asked):
-            column = session.ledger.column
-            said = np.flatnonzero((column("turn") == index) & (column("role") == Role.USER))
-            if len(said) and room > 0:  # of a message that is too long, its end
-                chosen[index] = said[-room:]
-                room -= len(said)
-        if not chosen:
-            raise UsageError(f"you said nothing at this time: {asked.words}")
-        for index in sorted(chosen):
-            when = time_ago(session.turns[index].time, time()) or f"turn {index}"
-            self._screen.note(f"{when}: {shorten(session.turns[index].text, 200)}")
-        self.restore(np.sort(np.concatenate(list(chosen.values()))))
+        positions_by_turn = dict[int, Positions]()
+        turn_column, role_column = session.ledger.column("turn"), session.ledger.column("role")
+        for turn in session.state.user_turns_at(period):
+            positions = np.flatnonzero((turn_column == turn) & (role_column == Role.USER))
+            if len(positions) and room > 0:  # of a message that is too long, its end
+                positions_by_turn[turn] = positions[-room:]
+                room -= len(positions)
+        if not positions_by_turn:
+            raise UsageError(f"you said nothing at this time: {period.words}")
+        for turn in sorted(positions_by_turn):
+            when = time_ago(session.turns[turn].time, time()) or f"turn {turn}"
+            self._screen.note(f"{when}: {shorten(session.turns[turn].text, 200)}")
+        self.restore(np.sort(np.concatenate(list(positions_by_turn.values()))))
 
     def describe(self, name: str) -> str:
         """The value of a setting or policy option, what it means, and the allowed values."""
         profile = self._session.profile
-        self._refuse_unknown(name)
+        self._check_name(name)
         if name in Profile.model_fields:
             meaning = Profile.model_fields[name].description
-            value = sampling_in_words(profile).get(name) or self._value(name)
+            value = sampling_in_words(profile).get(name) or self._describe_value(name)
             return f"{name} is {value}: {meaning} Allowed: {describe_allowed(name)}."
         option = profile.policy_options.get(name, "at its default")
         return f"{name} is {format_setting(option)}: an option of policy {profile.policy}"
 
-    def _value(self, name: str) -> str:
-        """A setting's value; of `recall` also that it can't go by meaning, if so."""
+    def _describe_value(self, name: str) -> str:
+        """A setting's value in words; of `recall` also that no encoder is there, if so."""
         value = format_setting(getattr(self._session.profile, name))
         if name == "recall" and value == BEST_RETRIEVER and not self._session.recall.by_meaning:
             return f"{value} (by words: no encoder for this model yet)"
         return value
 
-    def _refuse_unknown(self, name: str) -> None:
+    def _check_name(self, name: str) -> None:
         options = options_of(self._session.profile.policy)
         known = [*Profile.model_fields, *(option.name for option in options)]
         if name not in known:
             hint = did_you_mean(name, known) or "/show lists all settings"
             raise SettingError(f"there is no setting {format_value(name)}", hint=hint)
 
-    def _apply(self, source: str, otherwise: str, **updates: object) -> None:
-        """Change the settings; print what has changed, or `otherwise` if nothing has changed."""
+    def _switch_settings(self, source: str, unchanged_note: str, **updates: object) -> None:
+        """Change the settings; print what has changed, or else `unchanged_note`."""
         load_schema(str(updates.get("json_schema", "off")))  # raises SettingError
         with InterruptFlag() as interrupted:
             events = self._session.switch(source, interrupted, **updates)
         for event in events:
-            self._report(event)
+            self._print_event(event)
         self._screen.use_theme(self._session.profile.theme)
-        self._screen.note(describe_switch(events, self._session, otherwise))
+        self._screen.note(describe_switch(events, self._session, unchanged_note))
 
-    def _report(self, event: Event) -> None:
+    def _print_event(self, event: Event) -> None:
         if isinstance(event, Switched):
-            self._screen.note(describe_change(replace(event, new=self._value(event.what))))
+            self._screen.note(describe_change(replace(event, new=self._describe_value(event.what))))
         elif isinstance(event, TurnDone):
             self._screen.note(f"the system prompt was read: {event.tokens_in:,} tokens")
         elif isinstance(event, Notice):
@@ -260,47 +270,50 @@ class Switching:
 
 
 def describe_change(event: Switched) -> str:
-    """A changed setting in words: its name, its old and its new value."""
     old, new = (shorten(format_setting(value), 60) for value in (event.old, event.new))
     return f"{event.what}: {old} -> {new}"
 
 
-def describe_switch(events: Sequence[Event], session: Session, otherwise: str) -> str:
-    """What a switch evicted and restored, if that was possible; `otherwise` if it changed nothing.
-
-    `events` are those of the switch.
-    """
+def describe_switch(events: Sequence[Event], session: Session, unchanged_note: str) -> str:
+    """How many tokens a switch moved, from its events; "" if such settings can't move any."""
     switched = [event for event in events if isinstance(event, Switched)]
     if not switched:
-        return otherwise
+        return unchanged_note
     if _CACHE_SETTINGS.isdisjoint(event.what for event in switched):
         return ""
     evicted = sum(len(event.positions) for event in events if isinstance(event, Evicted))
-    return _moved_in_words(evicted, sum(event.restored for event in switched), session)
+    return _describe_moved_tokens(evicted, sum(event.restored for event in switched), session)
 
 
-def _moved_in_words(evicted: int, restored: int, session: Session) -> str:
-    now = f"cache holds {session.resident:,}/{session.budget:,}"
-    left = [f"{evicted:,} evicted" if evicted else "nothing evicted"]
-    came = [f"{restored:,} restored"] if restored else []
-    return ", ".join([*left, *came, now])
+def _describe_moved_tokens(num_evicted: int, num_restored: int, session: Session) -> str:
+    evicted = f"{num_evicted:,} evicted" if num_evicted else "nothing evicted"
+    restored = f", {num_restored:,} restored" if num_restored else ""
+    return f"{evicted}{restored}, cache {_describe_held(session)}"
+
+
+def _describe_held(session: Session) -> str:
+    return f"holds {session.resident:,}/{session.budget:,}"
 
 
 class ModelSwitching:
     """Changes the model of a chat.
 
-    The session with the previous model stays in memory, for `/undo`, until the next message, or
-    until something is reset or erased.
+    The session of the previous model stays in memory, for `/undo`, until the next message, a reset
+    or an erasure.
     """
 
     def __init__(
         self, screen: Screen, saved_chat: SavedChat, trusted_policies: Collection[str] = ()
     ) -> None:
-        self._screen, self._saved_chat, self._trusted = screen, saved_chat, trusted_policies
-        self._former: _Former | None = None
+        self._screen, self._saved_chat, self._trusted_policies = (
+            screen,
+            saved_chat,
+            trusted_policies,
+        )
+        self._previous: _PreviousSession | None = None
 
     def show(self, session: Session) -> None:
-        """Print the name of the model in use, and the names of the other models on this machine."""
+        """Print the names of the model in use and of the others on this machine."""
         name = session.model.name
         others = ", ".join(other for other in model_names() if other != name)
         self._screen.note(
@@ -308,7 +321,7 @@ class ModelSwitching:
         )
 
     def switch(self, session: Session, name: str) -> Session | None:
-        """Load a model, and return a new session in which it has read the chat; None if in use.
+        """Load a model, and return a session in which it has read the chat; None if it is in use.
 
         Raises SirchatError, with nothing changed, if it can't be loaded or can't hold the chat.
         """
@@ -316,93 +329,91 @@ class ModelSwitching:
             self._screen.note(f"model is already {name}")
             return None
         with loading_bar(self._screen, name) as report:
-            model = self._loaded(name, session.profile, report)
-            new = Session(model, self._profile(session, model, name))
+            model = self._load_model(name, session.profile, report)
+            new = Session(model, self._adapt_profile(session, model, name))
             read_again(
                 new, session.turns, pinned_text(session), session.state.unpinned_sentences, report
             )
-        self._former = _Former(session, new.profile, (new.epoch, new.erasures))
+        self._previous = _PreviousSession(session, new.profile, (new.epoch, new.erasures))
         self._replace_session(new)
-        self._report(session, new)
+        self._print_switch(session, new)
         return new
 
     def restore_previous_session(self, session: Session) -> Session | None:
-        """Return to the session from before the last change of the model, with later settings.
+        """Return to the session of the previous model, with later settings; None if there is none.
 
-        None if there is none. Raises SettingError if it can't have one of these settings.
+        Raises SettingError if it can't have one of these settings.
         """
-        if self._former is None:
+        if self._previous is None:
             return None
-        former, at_first = self._former.session, self._former.profile.model_dump()
-        now = session.profile.model_dump()
-        changed = {k: v for k, v in now.items() if k not in FIXED_SETTINGS and v != at_first[k]}
+        previous, first_values = self._previous.session, self._previous.profile.model_dump()
+        values = session.profile.model_dump().items()
+        changed = {k: v for k, v in values if k not in FIXED_SETTINGS and v != first_values[k]}
         if changed:
-            former.switch("/undo", **changed)
-        self._replace_session(former)
+            previous.switch("/undo", **changed)
+        self._replace_session(previous)
         self.drop_previous_session()
         self._screen.note(
-            f"back to {former.model.name}, with the chat as it was; "
-            f"the cache holds {former.resident:,}/{former.budget:,}"
+            f"back to {previous.model.name}, with the chat as it was; "
+            f"the cache {_describe_held(previous)}"
         )
-        return former
+        return previous
 
     def drop_previous_session(self) -> None:
-        """Drop the session from before the last change of the model, and free its memory."""
-        if self._former is not None:
-            self._former = None
+        if self._previous is not None:
+            self._previous = None
             trim_memory()
 
-    def check(self, session: Session) -> None:
+    def drop_outdated_session(self, session: Session) -> None:
         """Drop the previous session if the user has reset `session` or erased something from it."""
-        if self._former and self._former.stamp != (session.epoch, session.erasures):
+        if self._previous and self._previous.stamp != (session.epoch, session.erasures):
             self.drop_previous_session()
 
-    def _loaded(self, name: str, profile: Profile, report: Progress | None) -> LoadedModel:
-        if self._former is not None and self._former.session.model.name == name:
-            return self._former.session.model
+    def _load_model(self, name: str, profile: Profile, report: Progress | None) -> LoadedModel:
+        if self._previous is not None and self._previous.session.model.name == name:
+            return self._previous.session.model
         return load_model_of(profile.model_copy(update={"model": name}), progress=report)
 
-    def _profile(self, session: Session, model: LoadedModel, name: str) -> Profile:
+    def _adapt_profile(self, session: Session, model: LoadedModel, name: str) -> Profile:
         """The chat's settings, with the new model's defaults in place of the old model's."""
         profile, updates = session.profile, dict[str, Any](model=name)
         origins = dict[str, str]()
-        trusted_policies = [*self._trusted, profile.policy]
-        given = resolve(None, {"trust_policy": trusted_policies}, os.environ)
-        before, usual = (with_model_defaults(given, m) for m in (session.model, model))
+        trusted_policies = [*self._trusted_policies, profile.policy]
+        from_user = resolve(None, {"trust_policy": trusted_policies}, os.environ)
+        old, new = (with_model_defaults(from_user, m) for m in (session.model, model))
         for group in (("budget",), SAMPLING_PARAMETERS):
-            if all(getattr(profile, key) == getattr(before, key) for key in group):
-                updates |= {key: getattr(usual, key) for key in group}
-                origins |= {key: usual.origin(key) for key in group}
+            if all(getattr(profile, key) == getattr(old, key) for key in group):
+                updates |= {key: getattr(new, key) for key in group}
+                origins |= {key: new.origin(key) for key in group}
         return profile.model_copy(update=updates).with_origins(origins)
 
     def _replace_session(self, session: Session) -> None:
         with InterruptFlag():  # Ctrl-C does not stop it halfway
             self._saved_chat.replace_session(session)
 
-    def _report(self, before: Session, now: Session) -> None:
+    def _print_switch(self, old: Session, new: Session) -> None:
         self._screen.note(
-            f"the model is now {now.model.name}; it read {now.seen:,} tokens, "
-            f"the cache holds {now.resident:,}/{now.budget:,}"
+            f"the model is now {new.model.name}; it read {new.seen:,} tokens, "
+            f"the cache {_describe_held(new)}"
         )
+        old_profile, new_profile = old.profile.model_dump(), new.profile.model_dump()
         changed = [
-            f"{key} {format_setting(old)} -> {format_setting(new)}"
-            for key in _FOLLOWING
-            if (old := getattr(before.profile, key)) != (new := getattr(now.profile, key))
+            f"{name} {format_setting(old_profile[name])} -> {format_setting(new_profile[name])}"
+            for name in _SETTINGS_OF_MODEL
+            if old_profile[name] != new_profile[name]
         ]
         if changed:
-            self._screen.note(f"using {now.model.name}'s defaults: {', '.join(changed)}")
-        self._screen.note(repinned_note(now))
-        for event in now.opening_events():
+            self._screen.note(f"using {new.model.name}'s defaults: {', '.join(changed)}")
+        self._screen.note(repinned_note(new))
+        for event in new.opening_events():
             if isinstance(event, Notice):
                 self._screen.note(event.text)
-        former = f"{before.model.name}, which stays in memory until the next message"
-        self._screen.note(f"/undo goes back to {former}")
+        previous = f"{old.model.name}, which stays in memory until the next message"
+        self._screen.note(f"/undo goes back to {previous}")
 
 
 @dataclass(frozen=True)
-class _Former:
-    """The session before the last change of the model, and how the new session began."""
-
+class _PreviousSession:
     session: Session
-    profile: Profile  # of the new session at its beginning
-    stamp: tuple[int, int]  # resets and erasures of the new session at its beginning
+    profile: Profile  # of the new session
+    stamp: tuple[int, int]  # numbers of resets and erasures of the new session

@@ -22,22 +22,22 @@ from sirchat.ui.text import displayable_line, pluralize, shorten
 if TYPE_CHECKING:
     from sirchat.chat.events import Returned
 
-_KEYS = "y does it, n refuses, a always does it in this chat, e edits: "
-_REFUSED = "the user refuses this call"
-_SHOWN = 1000  # characters of a call; of a result, a tenth
-_HIDDEN = {*map(chr, (*range(0xFE00, 0xFE10), *range(0xE0000, 0xE0200)))}  # beside controls
+_CALL_QUESTION = "y does it, n refuses, a always does it in this chat, e edits: "
+_REFUSAL = "the user refuses this call"
+_MAX_CALL_CHARS, _MAX_RESULT_CHARS = 1000, 100  # shown
+# Variation selectors and tags; `str.isprintable` knows others.
+_INVISIBLE_CHARS = frozenset(map(chr, (*range(0xFE00, 0xFE10), *range(0xE0000, 0xE0200))))
 _NO_SERVERS = "no tools: sirchat --tools FILE names their servers"
 
-Ask = Callable[[str, Collection[str]], str]  # shows a question, and returns the key
+Ask = Callable[[str, Collection[str]], str]  # shows a question; returns which key was pressed
 
 
 class ToolUse(Toolbox):
-    """The tools that are on, of the servers that a file names; none at first.
+    """The tools, of servers that a file names, that are turned on; none at first.
 
-    Tools that match the patterns in `flags` are on, and are called without asking, as long as their
-    servers describe them as they did. Of others each call is shown; `ask` gets the user's key, and
-    `edit` the changed arguments. Without them nobody can be asked, and such calls are refused.
-    `limit` is as in `ToolServers`, and `stops` says whether the user stops the start of a server.
+    Tools that match a pattern in `flags` are called without asking, as long as their servers
+    describe them as at first. Else `ask` gets the user's answer, and `edit` changed arguments;
+    without `ask`, calls are refused. `stops`: whether the user stops the start of a server.
     """
 
     def __init__(
@@ -46,235 +46,256 @@ class ToolUse(Toolbox):
         screen: Screen,
         ask: Ask | None = None,
         edit: Callable[[str], str] = lambda text: text,
-        limit: Callable[[], float] = lambda: 60.0,
+        timeout: Callable[[], float] = lambda: 60.0,
         stops: Interrupted = never,
     ) -> None:
         super().__init__(decide=self._decide)
-        self._servers, self._screen = ToolServers(flags.servers, screen.note, limit), screen
-        self._ask, self._edit = ask, edit
-        self._stops: Interrupted = never
-        self._stops_later = stops  # at first the keys are for the prompt
+        self._tool_servers, self._screen = ToolServers(flags.servers, screen.note, timeout), screen
+        self._ask, self._edit, self._stops = ask, edit, stops
         self._patterns = flags.allow
-        self._always: list[tuple[str, ChatTool | None]] = []  # that the user allows, as they were
-        self._first: dict[str, ChatTool] = {}  # as they were when first turned on, also if now gone
+        self._always_allowed: list[tuple[str, ChatTool | None]] = []  # by the user, as they were
+        self._first_seen = dict[str, ChatTool]()  # as they were when first turned on
         self.is_stopped = False  # by Esc at a question
-        self._names, self._is_script = list(flags.servers), False
+        self._server_names = list(flags.servers)
+        self._has_begun = self._is_script = False
 
     def begin(self, *, is_script: bool = False) -> None:
-        """Turn on what the flags allow; a server that can't be started is a line.
+        """Turn on the tools that the flags allow, and print errors.
 
-        In a script, a pattern that turns on no tool is an error.
+        In a script, raises the error of a pattern that turns on no tool.
         """
         self._is_script = is_script
         for pattern in self._patterns:
-            servers = [name for name in self._names if self._may_match(pattern, name)]
+            servers = [name for name in self._server_names if self._may_match(pattern, name)]
             errors: list[SirchatError] = []
             if not servers:
-                hint = f"there are: {', '.join(self._names) or 'none; give --tools FILE'}"
+                hint = f"there are: {', '.join(self._server_names) or 'none; give --tools FILE'}"
                 errors = [UsageError(f"--tools-allow {pattern} matches no server", hint=hint)]
             for name in servers:
                 try:
-                    self._turn_on(name, pattern)
+                    self._turn_on_tools(self._find_matching(name, pattern))
                 except SirchatError as error:
                     errors.append(error)
             if is_script and len(errors) == max(1, len(servers)):
                 raise errors[0]
             for problem in errors:
                 self._screen.note(str(problem))
-        self._stops = self._stops_later
+        self._has_begun = True
 
     def close(self) -> None:
-        """End all servers."""
-        self._servers.close()
+        self._tool_servers.close()
 
-    def command(self, session: Session, rest: str) -> None:
-        """Run `/tools [NAME|on NAME|off NAME]`; raises UsageError for a wrong name, or none."""
-        if not self._names:
+    def command(self, session: Session, arguments: str) -> None:
+        """Run `/tools [NAME|on NAME|off NAME]`; raises UsageError."""
+        if not self._server_names:
             raise UsageError(_NO_SERVERS)
-        verb, _, name = rest.strip().partition(" ")
+        verb, _, name = arguments.strip().partition(" ")
+        name = name.strip()
         if not verb:
-            for one in self._names:
-                on = sum(tool.origin[0] == one for tool in self.tools.values())
-                state = "started" if self._servers.is_running(one) else "not started"
-                self._screen.note(f"{displayable_line(one)}: {pluralize(on, 'tool')} on, {state}")
-            self._screen.note("/tools NAME lists a server's tools; /tools on NAME turns them on")
-        elif verb in ("on", "off"):
-            if not name.strip():
-                raise UsageError(f"/tools {verb} needs a name", hint="/tools lists the servers")
-            self._turn(session, verb == "on", name.strip())
+            self._print_servers()
+        elif verb not in ("on", "off"):
+            self._print_tools(arguments.strip())
+        elif not name:
+            raise UsageError(f"/tools {verb} needs a name", hint="/tools lists the servers")
+        elif verb == "on":
+            self._turn_on(session, name)
         else:
-            self._list(rest.strip())
+            self._turn_off(name)
 
-    def _turn(self, session: Session, on: bool, name: str) -> None:
-        if on:
-            count, tokens = self._turn_on(self._server_of(name), name, session)
-            size = f"the model reads about {tokens:,} tokens of them with your next message"
-            self._screen.note(f"{pluralize(count, 'tool')} turned on; {size}")
-            if tokens > session.budget // 2:
-                self._screen.note(f"that is more than half of the budget of {session.budget:,}")
-        else:
-            tools = self.tools.values()
-            gone = [tool.name for tool in tools if tool.origin[0] == name]
-            gone = gone or [tool.name for tool in tools if self._matches(name, tool.name, tool)]
-            if not gone:
-                raise UsageError(f"/tools off: no tool that is on is called {format_value(name)}")
-            for tool in gone:
-                del self.tools[tool]
-            self._screen.note(f"{pluralize(len(gone), 'tool')} turned off")
+    def _print_servers(self) -> None:
+        for server in self._server_names:
+            num_on = sum(tool.origin[0] == server for tool in self.tools.values())
+            state = "started" if self._tool_servers.is_running(server) else "not started"
+            tools = f"{pluralize(num_on, 'tool')} on"
+            self._screen.note(f"{displayable_line(server)}: {tools}, {state}")
+        self._screen.note("/tools NAME lists a server's tools; /tools on NAME turns them on")
 
-    def _listed(self, server: str) -> list[ChatTool]:
-        if not (self._is_script or self._servers.is_running(server)):
+    def _turn_on(self, session: Session, name: str) -> None:
+        server = self._find_server(name)
+        tools = self._find_matching(server, "*" if name == server else name)
+        # Raises an error if their description does not fit.
+        tokens = tools_prompt_size(session, Toolbox((self.tools | tools).values()).tools_json)
+        self._turn_on_tools(tools)
+        size = f"the model reads about {tokens:,} tokens of them with your next message"
+        self._screen.note(f"{pluralize(len(tools), 'tool')} turned on; {size}")
+        if tokens > session.budget // 2:
+            self._screen.note(f"that is more than half of the budget of {session.budget:,}")
+
+    def _turn_off(self, name: str) -> None:
+        tools = self.tools.values()
+        names = [tool.name for tool in tools if tool.origin[0] == name]
+        names = names or [tool.name for tool in tools if self._matches(name, tool.name, tool)]
+        if not names:
+            raise UsageError(f"/tools off: no tool that is on is called {format_value(name)}")
+        for tool_name in names:
+            del self.tools[tool_name]
+        self._screen.note(f"{pluralize(len(names), 'tool')} turned off")
+
+    def _list_tools(self, server: str) -> list[ChatTool]:
+        """All tools of a server, which is started if need be."""
+        if not (self._is_script or self._tool_servers.is_running(server)):
             self._screen.note(f"starting the server {server}")
-        return self._servers.tools(server, self._stops)
+        # At first the keys are for the prompt.
+        return self._tool_servers.tools(server, self._stops if self._has_begun else never)
 
-    def _turn_on(
-        self, server: str, pattern: str, session: Session | None = None
-    ) -> tuple[int, int]:
-        """Turn on tools that a pattern matches, or the user means; returns their and all's size."""
-        listed, is_all = self._listed(server), session is not None and pattern == server
-        tools = {one.name: one for one in listed if is_all or self._matches(pattern, one.name, one)}
-        if not tools:
+    def _find_matching(self, server: str, pattern: str) -> dict[str, ChatTool]:
+        """A server's tools, by name, that match a pattern; UsageError if there are none."""
+        tools = self._list_tools(server)
+        matching = {tool.name: tool for tool in tools if self._matches(pattern, tool.name, tool)}
+        if not matching:
             raise UsageError(f"server {server} has no tool {format_value(pattern)}")
-        told = Toolbox((self.tools | tools).values()).tools_json
-        tokens = tools_prompt_size(session, told) if session else 0  # or it raises an error
-        self._take(tools)
-        return len(tools), tokens
+        return matching
 
-    def _list(self, name: str) -> None:
-        server = self._server_of(name)
-        for tool in self._listed(server):
-            sign = "on " if tool.name in self.tools else "off"
-            about = shorten(displayable_line(" ".join(tool.description.split())), 100)
+    def _print_tools(self, name: str) -> None:
+        """List a server's tools, or show those whose name matches as the model reads them."""
+        server = self._find_server(name)
+        for tool in self._list_tools(server):
+            state = "on " if tool.name in self.tools else "off"
             if name == server:
-                self._screen.note(f"{sign} {tool.name}: {about}")
+                self._screen.note(f"{state} {tool.name}: {_describe(tool, 100)}")
             elif self._matches(name, tool.name, tool):
-                self._screen.note(f"{sign} {_readable(Toolbox([tool]).tools_json)}")
+                self._screen.note(f"{state} {_readable_json(Toolbox([tool]).tools_json)}")
 
-    def _server_of(self, name: str) -> str:
-        server = name if name in self._names else self._named(name) or name.partition("__")[0]
-        if server not in self._names:
+    def _find_server(self, name: str) -> str:
+        """The server that is called `name`, or that has a tool of this name; raises UsageError."""
+        names = self._server_names
+        server = name if name in names else self._server_prefix(name) or name.partition("__")[0]
+        if server not in names:
             raise UsageError(
-                f"there is no server {format_value(server)}; there are: {', '.join(self._names)}",
-                hint=did_you_mean(server, self._names),
+                f"there is no server {format_value(server)}; there are: {', '.join(names)}",
+                hint=did_you_mean(server, names),
             )
         return server
 
     def _decide(self, call: ToolCall) -> ToolCall | str:
-        """The call as it is to be done, or why it is refused."""
+        """The call, perhaps edited, or why it is refused."""
         self.is_stopped = False
-        tool = self._as_listed(call.name)
-        is_allowed = (call.name, tool) in self._always or (
-            self._first.get(call.name) == tool and self._is_allowed(call.name, tool)
-        )
+        tool = self._reload_tool(call.name)
+        is_allowed = self._is_allowed(call.name, tool)
         while True:
-            written = shorten(_readable(call.arguments), _SHOWN)
-            if written.endswith("…"):  # nobody says yes to what is not seen
-                written += f" (of {len(call.arguments):,} characters; e shows all)"
-            self._screen.note(f"{'calls' if is_allowed else 'wants to call'} {call.name} {written}")
+            arguments = shorten(_readable_json(call.arguments), _MAX_CALL_CHARS)
+            if arguments.endswith("…"):  # nobody says yes to what is not seen
+                arguments += f" (of {len(call.arguments):,} characters; e shows all)"
+            verb = "calls" if is_allowed else "wants to call"
+            self._screen.note(f"{verb} {call.name} {arguments}")
             if is_allowed:
                 return call
             if self._ask is None:
                 self._screen.note("refused: nobody can be asked; --tools-allow PATTERN allows it")
-                return _REFUSED
+                return _REFUSAL
             try:
-                key = self._ask(_KEYS, "ynae\x1b")
+                key = self._ask(_CALL_QUESTION, "ynae\x1b")
             except KeyboardInterrupt:
                 key = "\x1b"
             if key == "e":
-                call = replace(call, arguments=self._edited(call.arguments))
+                call = replace(call, arguments=self._let_user_edit(call.arguments))
                 continue
             if key == "a":
-                self._always.append((call.name, tool))
+                self._always_allowed.append((call.name, tool))
             self.is_stopped = key == "\x1b"
-            return call if key in ("y", "a") else _REFUSED
+            return call if key in ("y", "a") else _REFUSAL
 
-    def _as_listed(self, name: str) -> ChatTool | None:
-        """A tool that is on, as its server describes it now; SirchatError if it is gone."""
-        if (before := self.tools.get(name)) is None or not before.origin[0]:
-            return before
-        server, own = before.origin
-        now = {tool.name: tool for tool in self._listed(server)}.get(name)
-        if now is None:
+    def _reload_tool(self, name: str) -> ChatTool | None:
+        """A tool that is on, as its server describes it now; SirchatError if it has gone."""
+        tool = self.tools.get(name)
+        if tool is None or not tool.origin[0]:
+            return tool
+        server, name_there = tool.origin
+        current = next((tool for tool in self._list_tools(server) if tool.name == name), None)
+        if current is None:
             del self.tools[name]
-            what = f"the server {server} has no tool {shorten(own, _SHOWN)} any more"
-            raise SirchatError(what)
-        self._take({name: now})
-        return now
+            missing = shorten(name_there, _MAX_CALL_CHARS)
+            raise SirchatError(f"the server {server} has no tool {missing} any more")
+        self._turn_on_tools({name: current})
+        return current
 
-    def _take(self, tools: Mapping[str, ChatTool]) -> None:
-        """Turn these on; of those that once were something else, a line says so."""
+    def _turn_on_tools(self, tools: Mapping[str, ChatTool]) -> None:
+        """Turn tools on; print which of them their servers have changed since the first time."""
         for name, tool in tools.items():
-            if tool != self.tools.get(name, self._first.setdefault(name, tool)):
-                about = shorten(displayable_line(" ".join(tool.description.split())), _SHOWN)
-                self._screen.note(f"{name} was changed by its server, and is now: {about}")
+            if tool != self.tools.get(name, self._first_seen.setdefault(name, tool)):
+                description = _describe(tool, _MAX_CALL_CHARS)
+                self._screen.note(f"{name} was changed by its server, and is now: {description}")
             self.tools[name] = tool
 
     def _is_allowed(self, name: str, tool: ChatTool | None) -> bool:
-        return any(self._matches(pattern, name, tool) for pattern in self._patterns)
+        if (name, tool) in self._always_allowed:
+            return True
+        is_unchanged = self._first_seen.get(name) == tool
+        return is_unchanged and any(self._matches(each, name, tool) for each in self._patterns)
 
-    def _named(self, pattern: str) -> str | None:
-        """The server whose name a pattern begins with; None if it begins with none."""
-        begun = [name for name in self._names if pattern.startswith(f"{name}__")]
-        plain = [name for name in self._names if pattern.startswith(f"{plain_name(name)}__")]
-        return max(begun or plain, key=len, default=None)
+    def _server_prefix(self, pattern: str) -> str | None:
+        """The server with whose name a pattern begins, or None."""
+        names = self._server_names
+        exact = [name for name in names if pattern.startswith(f"{name}__")]
+        plain = [name for name in names if pattern.startswith(f"{plain_name(name)}__")]
+        return max(exact or plain, key=len, default=None)
 
     def _matches(self, pattern: str, name: str, tool: ChatTool | None) -> bool:
         """Whether a pattern means a tool; one that begins with a server's name means only its."""
-        server, own = tool.origin if tool is not None else ("", "")
-        if (named := self._named(pattern)) not in (None, server):
-            return False
-        is_own = named is not None and fnmatchcase(own, pattern[len(named) + 2 :])
-        return is_own or any(fnmatchcase(full, pattern) for full in (name, f"{server}__{own}"))
+        server, name_there = tool.origin if tool is not None else ("", "")
+        prefix = self._server_prefix(pattern)
+        if prefix is not None:
+            if prefix != server:
+                return False
+            if fnmatchcase(name_there, pattern[len(prefix) + 2 :]):
+                return True
+        return fnmatchcase(name, pattern) or fnmatchcase(f"{server}__{name_there}", pattern)
 
     def _may_match(self, pattern: str, server: str) -> bool:
-        """Whether a tool of the server may match."""
-        begun = pattern.partition("*")[0].partition("?")[0].partition("[")[0]
-        named = self._named(pattern)
-        return named == server or (named is None and f"{server}__".startswith(begun))
+        """Whether a pattern may match a tool of a server, whose tools are not known yet."""
+        literal_start = pattern.partition("*")[0].partition("?")[0].partition("[")[0]
+        prefix = self._server_prefix(pattern)
+        return prefix == server or (prefix is None and f"{server}__".startswith(literal_start))
 
-    def _edited(self, arguments: str) -> str:
-        shown = _readable(arguments)
-        changed = self._edit(shown).strip()
-        if changed in ("", shown):
+    def _let_user_edit(self, arguments: str) -> str:
+        shown = _readable_json(arguments)
+        edited = self._edit(shown).strip()
+        if edited in ("", shown):
             return arguments
         try:
-            if not isinstance(json.loads(changed), dict):
+            if not isinstance(json.loads(edited), dict):
                 raise ValueError("no object")
         except ValueError as error:
             self._screen.note(f"arguments must be a JSON object: {error}")
             return arguments
-        return changed
+        return edited
 
 
-def _readable(text: str) -> str:
-    """JSON with its letters as they are; what nobody sees is escaped."""
+def _describe(tool: ChatTool, max_chars: int) -> str:
+    return shorten(displayable_line(" ".join(tool.description.split())), max_chars)
+
+
+def _readable_json(text: str) -> str:
+    """JSON with its letters as they are and what nobody sees escaped; other text stays."""
     with suppress(ValueError, RecursionError):
         text = json.dumps(json.loads(text), ensure_ascii=False)
-    return "".join(c if c.isprintable() and c not in _HIDDEN else json.dumps(c)[1:-1] for c in text)
+    return "".join(
+        char if char.isprintable() and char not in _INVISIBLE_CHARS else json.dumps(char)[1:-1]
+        for char in text
+    )
 
 
-def run_tools_command(session: Session, rest: str) -> None:
+def run_tools_command(session: Session, arguments: str) -> None:
     """Run the command `/tools` in a chat; raises UsageError if it has no servers of tools."""
     if not isinstance(session.toolbox, ToolUse):
         raise UsageError(_NO_SERVERS)
-    session.toolbox.command(session, rest)
+    session.toolbox.command(session, arguments)
 
 
 @contextmanager
-def tools_of(flags: ToolFlags, session: Session, screen: Screen) -> Iterator[None]:
-    """Context manager: in it, a session has the tools that flags allow, and nobody is asked."""
-    box = ToolUse(flags, screen, limit=lambda: session.profile.tool_timeout)
+def use_tools(flags: ToolFlags, session: Session, screen: Screen) -> Iterator[None]:
+    """Context manager: inside, a session has the tools that flags allow, and nobody is asked."""
+    tools = ToolUse(flags, screen, timeout=lambda: session.profile.tool_timeout)
     try:
-        box.begin(is_script=True)
-        session.toolbox = box
+        tools.begin(is_script=True)
+        session.toolbox = tools
         yield
     finally:
-        box.close()
+        tools.close()
 
 
 def describe_result(result: Returned) -> str:
-    """A line about what a tool returned."""
-    text = shorten(displayable_line(" ".join(result.text.split())), _SHOWN // 10)
+    text = shorten(displayable_line(" ".join(result.text.split())), _MAX_RESULT_CHARS)
     if result.is_error:
         return f"{result.name} failed: {text.removeprefix('error: ')}"
     return f"{result.name} returned {pluralize(len(result.text), 'character')}: {text}"

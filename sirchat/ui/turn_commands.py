@@ -1,4 +1,4 @@
-"""`/undo`, `/edit`, `/retry`: take the last message back, change it, or get another reply to it."""
+"""`/undo`, and what `/edit` and `/retry` need: take back the last message or its reply."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from sirchat.ui.text import displayable_line, shorten
 
 
 def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | None:
-    """Undo the last user turn and everything after it, and print a note.
+    """Undo the last user turn and everything after it; raises UndoError if there is none.
 
-    Where that is no longer possible (after a resume, or without an archive), a new session reads
-    the earlier turns again and is returned. Raises UndoError if there is no user turn.
+    Where the session can't (after a resume, or without an archive), returns a new session, which
+    has read the earlier turns again.
     """
     try:
         events = session.undo()
@@ -42,39 +42,39 @@ def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | N
             raise
         text = next(turn.text for turn in reversed(session.turns) if turn.role == "user")
 
-        def say(before: Session) -> None:
-            read = f"; {before.seen:,} tokens of earlier messages were read again"
-            _report(text, before, screen, read)
+        def print_result(new: Session) -> None:
+            remark = f"; {new.seen:,} tokens of earlier messages were read again"
+            _print_undone(text, new, screen, remark)
 
-        return _read_anew(session, reread_before_last_message, say, screen, saved_chat)
+        return _read_again(session, reread_before_last_message, print_result, screen, saved_chat)
     for event in events:
         if isinstance(event, Undone):
-            _report(event.text, session, screen)
+            _print_undone(event.text, session, screen)
     return None
 
 
 def make_undoable(session: Session, screen: Screen, saved_chat: SavedChat) -> Session:
-    """A session whose last message can be undone: `session`, or a new one that read the chat."""
+    """`session`, or a new one that has read the chat if the last message can't be undone."""
     if session.undo_points or not _has_message(session):
         return session
 
-    def say(again: Session) -> None:
-        screen.note(f"{again.seen:,} tokens of earlier messages were read again")
+    def print_result(new: Session) -> None:
+        screen.note(f"{new.seen:,} tokens of earlier messages were read again")
 
-    return _read_anew(session, reread_session, say, screen, saved_chat)
+    return _read_again(session, reread_session, print_result, screen, saved_chat)
 
 
 @dataclass(frozen=True)
 class Retry:
-    """What `/retry` asks for: another reply to the user's last message, for this reply alone."""
+    """Asks the chat for another reply to the user's last message, with settings for it alone."""
 
     settings: dict[str, Any]  # of sampling
-    full: bool = False  # everything that fits the model's context is held
-    recall: str | None = None  # the retriever; "": the present one, or the best. None: as set
+    full: bool = False  # hold everything that fits the model's context
+    recall: str | None = None  # the retriever; "": the current or the best one; None: as set
 
 
 def parse_retry(rest: str) -> Retry:
-    """Parse `[full|recall [RETRIEVER]]` and sampling settings; raises UsageError for others."""
+    """Parse `[full|recall [RETRIEVER]]` and settings of sampling; raises UsageError."""
     first, *others = rest.replace("=", " ").split() or [""]
     if first in ("full", "--full"):
         return Retry(parse_sampling_settings(" ".join(others)), full=True)
@@ -84,41 +84,43 @@ def parse_retry(rest: str) -> Retry:
     return Retry(parse_sampling_settings(rest))
 
 
-def retry(session: Session, asked: Retry, stops: Interrupted) -> Iterator[Event]:
-    """Undo the last reply, and generate another as `asked` says; yields the events of this turn."""
+def retry(session: Session, request: Retry, interrupted: Interrupted) -> Iterator[Event]:
+    """Undo the last reply, generate the requested one, and yield the events of this turn."""
     undo_summaries(session)
     updates, note = dict[str, Any](), ""
-    if asked.full:
+    if request.full:
         updates, note = settings_for_full(session)
-    elif asked.recall is not None and session.resident < session.seen:
-        updates = {"recall": retriever_for_retry(session, asked.recall)}
+    elif request.recall is not None and session.resident < session.seen:
+        updates = {"recall": retriever_for_retry(session, request.recall)}
     if updates:
         describe = partial(_describe_retry, as_usual=session.profile, note=note)
-        yield from retry_with_settings(session, {**updates, **asked.settings}, describe, stops)
+        yield from retry_with_settings(
+            session, {**updates, **request.settings}, describe, interrupted
+        )
         return
-    if asked.full or asked.recall is not None:
+    if request.full or request.recall is not None:
         yield Notice("everything was held already, so this is a plain /retry")
-    yield from retry_with_sampling(session, asked.settings, stops)
+    yield from retry_with_sampling(session, request.settings, interrupted)
 
 
 def parse_sampling_settings(words: str) -> dict[str, Any]:
-    """Values by name of `--temperature 0.9 --top-p=0.8` and the like; UsageError for others."""
+    """Parse `--temperature 0.9 --top-p=0.8` and the like; returns values by the setting's name."""
     values: dict[str, Any] = {}
-    parts = iter(words.replace("=", " ").split())
-    for flag in parts:
-        name, value = flag.removeprefix("--").replace("-", "_"), next(parts, None)
-        allowed = ["--" + parameter.replace("_", "-") for parameter in SAMPLING_PARAMETERS]
-        if name not in SAMPLING_PARAMETERS or not flag.startswith("--"):
+    names = {"--" + name.replace("_", "-"): name for name in SAMPLING_PARAMETERS}
+    arguments = iter(words.replace("=", " ").split())
+    for argument in arguments:
+        flag, value = argument.replace("_", "-"), next(arguments, None)
+        if flag not in names:
+            allowed = ["full", "recall", *names]
             raise UsageError(
-                f"/retry: {format_value(flag)} is not allowed; allowed: full, recall, "
-                f"{', '.join(allowed)}",
-                hint=did_you_mean(flag, ["full", "recall", *allowed]),
+                f"/retry: {format_value(argument)} is not allowed; allowed: {', '.join(allowed)}",
+                hint=did_you_mean(argument, allowed),
             )
         if value is None:
             raise UsageError(
-                f"/retry: {flag} needs a value", hint="for example: /retry --temperature 0.9"
+                f"/retry: {argument} needs a value", hint="for example: /retry --temperature 0.9"
             )
-        values[name] = parse_value(name, value)
+        values[names[flag]] = parse_value(names[flag], value)
     return values
 
 
@@ -126,38 +128,38 @@ def _has_message(session: Session) -> bool:
     return any(turn.role == "user" for turn in session.turns)
 
 
-def _read_anew(
+def _read_again(
     session: Session,
     read: Callable[[Session, Progress | None], Session],
-    say: Callable[[Session], None],
+    print_result: Callable[[Session], None],
     screen: Screen,
     saved_chat: SavedChat,
 ) -> Session:
     """A new session that `read` makes of this chat, saved in the same file."""
     with loading_bar(screen, session.model.name) as progress:
-        again = read(session, progress)
+        new = read(session, progress)
     with InterruptFlag():  # Ctrl-C does not stop it halfway
-        saved_chat.replace_session(again)
-    say(again)
-    screen.note(repinned_note(again))
-    return again
+        saved_chat.replace_session(new)
+    print_result(new)
+    screen.note(repinned_note(new))
+    return new
 
 
-def _report(text: str, session: Session, screen: Screen, how: str = "") -> None:
+def _print_undone(text: str, session: Session, screen: Screen, remark: str = "") -> None:
     text = shorten(displayable_line(text), 60)
-    screen.note(f"undone: {text}{how}; holds {session.resident:,}/{session.budget:,}")
+    screen.note(f"undone: {text}{remark}; holds {session.resident:,}/{session.budget:,}")
 
 
 def _describe_retry(session: Session, as_usual: Profile, note: str) -> str:
-    """What a reply under other settings than `as_usual` had; called while these are in force."""
+    """What a reply had whose settings, which are still in force, differ from `as_usual`."""
     if session.profile.recall != as_usual.recall and session.recall.turns:
-        how = describe_recalled(session.recall, session.seen)
+        remark = describe_recalled(session.recall, session.seen)
     elif session.profile.recall != "off":
-        how = "recall found nothing to restore"
+        remark = "recall found nothing to restore"
     elif session.resident == session.seen:
-        how = f"answered with all {session.seen:,} tokens held"
+        remark = f"answered with all {session.seen:,} tokens held"
     else:
-        why = note or "some tokens were erased, or are no longer archived"
-        how = f"{why}: answered with {session.resident:,} of {session.seen:,} tokens held"
+        reason = note or "some tokens were erased, or are no longer archived"
+        remark = f"{reason}: answered with {session.resident:,} of {session.seen:,} tokens held"
     usual = f"policy {displayable_line(as_usual.policy)}, budget {as_usual.budget:,}"
-    return f"{how}, for this reply alone; the memory is then as before: {usual}"
+    return f"{remark}, for this reply alone; the memory is then as before: {usual}"

@@ -92,13 +92,13 @@ def test_vectors_are_those_of_reading_and_a_resumed_chat_makes_them_again() -> N
 
 
 def test_facts_are_looked_for_once_after_each_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    chat, calls, usual = chat_of(*FACTS), list[object](), statements._facts_in
+    chat, calls, usual = chat_of(*FACTS), list[object](), statements._find_facts
 
     def counted(*given: Any) -> list[StatedFact]:
         calls.append(given)
         return usual(*given)
 
-    monkeypatch.setattr(statements, "_facts_in", counted)
+    monkeypatch.setattr(statements, "_find_facts", counted)
     changes: list[Callable[[], object]] = [
         lambda: list(chat.ask("I have moved to Rome.")),
         lambda: chat.pin("cat"),

@@ -173,7 +173,7 @@ def listening(name: str, model: Any, **settings: Any) -> Iterator[tuple[list[str
 
             await server.server.app(scope, receive, noting)
 
-        running = uvicorn.Server(uvicorn.Config(own[0].opened(app), log_level="error"))
+        running = uvicorn.Server(uvicorn.Config(own[0].with_access(app), log_level="error"))
         thread = threading.Thread(target=running.run, kwargs={"sockets": [own[1]]})
         thread.start()
         try:
@@ -251,7 +251,7 @@ def test_a_reply_is_json_by_a_schema_with_and_without_a_server(
 def test_a_schema_that_can_not_be_used_is_refused_before_the_model_is_loaded(
     written: str | None, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sirchat.cli.chat._open_chat_session", None)  # which loads it
+    monkeypatch.setattr("sirchat.cli.chat._load_session", None)  # which loads it
     file = tmp_path / "schema.json"
     if written is not None:
         file.write_text(written, encoding="utf-8")

@@ -114,7 +114,9 @@ def test_rows_in_one_tensor_have_the_bits_of_those_in_buffers_apart(
     plan: list[tuple[str, int]],
 ) -> None:
     with simulated_devices(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sirchat.memory.row_buffers._AT_ONCE", 1_000)  # all layers of few rows
+        patch.setattr(
+            "sirchat.memory.row_buffers._MAX_ROTATED_BYTES", 1_000
+        )  # all layers of few rows
         cpu = torch.device("cpu")
         places = ([*LAYERS, OTHER], cpu), (LAYERS, cpu), (LAYERS, DEVICES[0])
         apart, *pooled = every = [Held(new_cache(*one), np.zeros(0, np.int64)) for one in places]
@@ -226,7 +228,7 @@ def test_what_moves_on_a_gpu_is_copied_to_it_and_from_it_at_once(
 def test_tensors_of_any_types_are_copied_at_once_unless_large(
     most: int, copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sirchat.memory.key_values._JOINED", most)
+    monkeypatch.setattr("sirchat.memory.key_values._MAX_JOINED_BYTES", most)
     tensors = [
         random_rows(3, 0)[0],
         torch.arange(3)[::2],

@@ -144,7 +144,7 @@ def test_a_held_token_is_stored_as_the_cache_has_it_when_it_is_evicted_again() -
 def test_what_is_removed_is_overwritten_in_every_tier() -> None:
     archive, _ = filled(8, 2.5)
     first = np.array([at[5] for at in in_tiers(archive).values()])
-    homes = archive._slots[first]
+    homes = archive._addresses[first]
     archive.remove(first)
     assert not archive.has(first).any()
     for slot in homes.tolist():

@@ -130,9 +130,9 @@ def kernels_a_layer(monkeypatch: pytest.MonkeyPatch, batch: int, kernels: Any) -
         calls["multiply"] += 1
         return x.new_empty(len(x), len(weight) // (1 + gated))
 
-    def attend(rows: Tensor, *_: Any, heads: int, **how: Any) -> Tensor:
+    def attend(rows: Tensor, *_: Any, kv_heads: int, **how: Any) -> Tensor:
         calls["attend and merge"] += 2
-        return rows[:, : -2 * heads]
+        return rows[:, : -2 * kv_heads]
 
     vars(stub).update(multiply=multiply, attend=attend)
     monkeypatch.setitem(sys.modules, stub.__name__, stub)
@@ -167,12 +167,12 @@ def test_neither_a_step_nor_a_choice_waits_for_the_device() -> None:
             )
             model.__dict__["decode_step"] = step
             # The results are copied to the host without a wait, which the simulation can't tell.
-            state = step.state
+            state = step.run_buffers
             hosts = {
-                "host": torch.zeros_like(state.results),
+                "host_results": torch.zeros_like(state.results),
                 "host_encoded": torch.zeros_like(state.encoded),
             }
-            step.state = state._replace(**hosts)
+            step.run_buffers = state._replace(**hosts)
             engine = Engine(model, CacheSettings(Entropy(), 24))
             prefill(engine, IDS)
             choice = device_choice(Sampler(sampling), step)
@@ -181,11 +181,11 @@ def test_neither_a_step_nor_a_choice_waits_for_the_device() -> None:
             assert engine.logits is not None
             run.begin(engine.logits, len(IDS), IDS)
             run.resume(run.result().id, len(IDS), IDS)
-            step.body.key([engine.cache])
+            step.body.graph_key([engine.cache])
             with refuses_waits():
                 run.launch()
                 run.launch()
-            assert {run.result().is_right, run.result().is_right} == {True}
+            assert {run.result().is_valid, run.result().is_valid} == {True}
 
 
 def test_who_can_not_be_captured_decodes_in_the_next_way_or_as_before() -> None:

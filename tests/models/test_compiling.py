@@ -106,7 +106,7 @@ def test_several_threads_and_processes_compile_it_once(copying: Path) -> None:
 def test_auto_does_not_wait_for_ever_for_a_slow_compiler(
     copying: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "_PATIENCE", 0.1)
+    monkeypatch.setattr(compiling, "_AUTO_TIMEOUT", 0.1)
     go = own_home / "go"
     compiler = Path(os.environ["CXX"])
     text = compiler.read_text().replace("\n", f"\nuntil [ -e {go} ]; do sleep 0.05; done\n", 1)
@@ -250,7 +250,7 @@ def test_a_library_with_wrong_products_is_not_tried_again(
     copying: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products, "has_native_products", lambda: False)
-    monkeypatch.setattr(products, "_TOLERANCE", 0.0)
+    monkeypatch.setattr(products, "_MAX_PRODUCT_ERROR", 0.0)
     model = small()
     use_compiled(model, "auto")
     assert step_of(model).native is None

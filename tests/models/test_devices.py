@@ -362,7 +362,7 @@ def test_a_plan_fills_devices_or_gives_them_equally_much(
     plan: str, folder: Path, simulation: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sirchat.models.device_map.free_memory", lambda: 10**10)
-    model = load_model(str(folder), device_map=plan, dtype="float32", rows=48)
+    model = load_model(str(folder), device_map=plan, dtype="float32", cache_rows=48)
     where = [str(one) for one in model.row_devices]
     assert where == sorted(where)
     assert where.count(SIM_0) == (4 if plan == "auto" else 2)
@@ -428,7 +428,7 @@ def test_the_cache_of_layers_on_disk_has_room_on_the_first_device(
     """Here the cache of the four layers takes more than both devices and main memory have."""
     monkeypatch.setattr("sirchat.models.device_map.free_memory", lambda: 0)
     with pytest.raises(SirchatError, match="does not fit, not even with its layers on disk"):
-        load_model(str(folder), device_map="auto", dtype="float32", rows=2000)
+        load_model(str(folder), device_map="auto", dtype="float32", cache_rows=2000)
 
 
 def test_a_layer_on_disk_has_room_on_the_first_device(

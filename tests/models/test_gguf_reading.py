@@ -129,7 +129,7 @@ def test_the_real_file_gives_the_model_that_transformers_makes_of_it(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     packaged, file = locate("smollm2")
-    whole = Path(packaged) / file["gguf_file"]
+    whole = Path(packaged) / file
     types = defaultdict[str, set[str]](set)
     for key, tensor in parse_gguf(whole, with_text_lists=False).tensors.items():
         types[re.sub(r"^blk\.\d+", "blk", key)].add(tensor.type)
@@ -137,14 +137,14 @@ def test_the_real_file_gives_the_model_that_transformers_makes_of_it(
     path = write_first_layers(tmp_path / "two.gguf", whole, 2)
     folder, name = locate(str(path))
     monkeypatch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))  # it takes seconds each time
-    theirs = AutoModelForCausalLM.from_pretrained(folder, **name, dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
     ours = load_model(str(path), dtype="float32", device="cpu")
     wanted = theirs.state_dict()
     assert len(ours.module.model.layers) == 2
     assert wanted.keys() == ours.module.state_dict().keys()
     assert all(torch.equal(one, wanted[key]) for key, one in ours.module.state_dict().items())
     assert torch.equal(theirs.model.rotary_emb.inv_freq, ours.module.model.rotary_emb.inv_freq)
-    tokenizer = AutoTokenizer.from_pretrained(folder, **name)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
     text = "<|im_start|>user\nIt's Anna's 12th, naïve 東京!<|im_end|>\n"
     assert tokenizer.get_vocab() == ours.tokenizer.backend_tokenizer.get_vocab()
     assert tokenizer.encode(text) == ours.tokenizer.encode(text)

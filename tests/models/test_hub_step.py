@@ -50,7 +50,7 @@ class Talk:
         for tensor in (tensor for layer in self.ours.row_layers for tensor in layer.tensors):
             assert tensor.buffer is not None
             tensor.buffer[:, :, :, self.ours.length :] = torch.nan
-        self.key = self.step.key([self.ours])
+        self.key = self.step.graph_key([self.ours])
         self.set(1, self.ours.length, 0)
         self.graph, recording = new_graph(self.model.device)
         if self.model.device.type == "cuda":
@@ -77,7 +77,7 @@ class Talk:
             close(self.states, concat_states(states))
             for cache in self.caches:
                 cache.commit(1, at)
-            assert self.step.key([self.ours]) == self.key
+            assert self.step.graph_key([self.ours]) == self.key
         rows = torch.arange(self.ours.length)
         for mine, their in zip(*(rows_of(cache, rows) for cache in self.caches), strict=True):
             close(mine, their)
@@ -160,7 +160,7 @@ def test_a_step_waits_for_no_device(name: str) -> None:
         ours = there.new_cache(8)
         ours.replace(rows)
         step = HubStep(there, ())
-        step.key([ours])
+        step.graph_key([ours])
         ids, slots = (torch.tensor([number], device=device) for number in (7, 5))
         with refuses_waits():
             if name in WAIT:

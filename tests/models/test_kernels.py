@@ -136,14 +136,14 @@ class Talk:
         return attended.view(-1, D), scores.view(H * G, -1), keys, values
 
 
-def attend(talks: list[Talk], norms: Any, most: int, scores: Any = None) -> Tensor:
-    places = [[talk.pool.data_ptr() for talk in talks], [talk.pool.shape[3] for talk in talks]]
+def attend(talks: list[Talk], norms: Any, slot_count: int, scores: Any = None) -> Tensor:
+    pools = [[talk.pool.data_ptr() for talk in talks], [talk.pool.shape[3] for talk in talks]]
     stacked = (torch.stack([getattr(t, name) for t in talks]) for name in ("rows", "cos", "sin"))
     rows, cos, sin = stacked
     lengths = torch.tensor([talk.length for talk in talks])
     attended: Tensor = kernels.attend(
-        rows, norms[0], norms[1], EPSILON, cos, sin, torch.tensor(places), lengths, most,
-        layer=1, heads=H, scale=D**-0.5, dtype=talks[0].pool.dtype, scores=scores,
+        rows, norms[0], norms[1], EPSILON, cos, sin, torch.tensor(pools), lengths, slot_count,
+        layer=1, kv_heads=H, scale=D**-0.5, dtype=talks[0].pool.dtype, scores=scores,
     )  # fmt: skip
     return attended
 
@@ -238,12 +238,12 @@ def test_kernels_compile_without_a_gpu_and_need_no_local_memory(
         ("_multiply", {"K": 4096, "BITS": bits, "NORMED": True, "BIASED": False, "ADDED": False,
                        "GATED": True, "ROWS": config[0], "COLUMNS": config[1],
                        "INTERPRETED": False}, config[2])
-        for bits, config in kernels._CONFIGS.items()
+        for bits, config in kernels._PRODUCT_CONFIGS.items()
     ]  # fmt: skip
     attention = {"H": 8, "G": 4, "D": size, "KIND": tl.bfloat16, "NORMED": True,
                  "SCORED": False, "QUERIES": 16, "SPLIT": 128,
-                 "BLOCK": kernels._BLOCK}  # fmt: skip
-    merging = {"SPLITS": 32, "HEADS": 32, "D": size, "SPLIT": 128, "MERGED": 16}
+                 "BLOCK": kernels._ATTENTION_BLOCK}  # fmt: skip
+    merging = {"SPLITS": 32, "QUERY_HEADS": 32, "D": size, "SPLIT": 128, "MERGED": 16}
     for name, constants, warps in (*products, ("_attend", attention, 4), ("_merge", merging, 1)):
         kernel = getattr(kernels, name)
         types = {arg: KINDS.get(arg, "*fp32") for arg in kernel.arg_names if arg not in constants}
@@ -262,7 +262,7 @@ def test_kernels_compile_without_a_gpu_and_need_no_local_memory(
 PACKED = {8: {"weight": "*i8", "scales": "*bf16"}, 4: {"weight": "*u8", "scales": "*i32"}}
 KINDS = {
     **dict.fromkeys(("weight", "norm", "query_norm", "key_norm"), "*bf16"),
-    **dict.fromkeys(("places", "lengths"), "*i64"),
-    **dict.fromkeys(("N", "layer", "most"), "i32"),
+    **dict.fromkeys(("pools", "lengths"), "*i64"),
+    **dict.fromkeys(("N", "layer", "slot_count"), "i32"),
     **dict.fromkeys(("scale", "epsilon"), "fp32"),
 }

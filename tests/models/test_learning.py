@@ -164,7 +164,7 @@ def test_the_first_chat_with_a_learned_encoder_says_so_and_no_later_one(
     learn()
     wait(has_ended)
     learned = replace(tiny(), encoder=random_encoder(tiny(), (1,), 8))
-    monkeypatch.setattr(flags, "load", lambda *_: learned)
+    monkeypatch.setattr(flags, "load_profile_model", lambda *_: learned)
     monkeypatch.setattr(learned.tokenizer, "notices", [], raising=False)
     for recall, is_first in (("words", False), ("meaning", True), ("meaning", False)):
         learned.tokenizer.notices = []

@@ -113,7 +113,7 @@ def test_a_cached_gguf_file_is_named_by_model_and_file(places: Path) -> None:
     file = write_gguf(folder / "snapshots" / COMMIT / "q4.gguf", tiny(), "Q4_1")
     assert not by_name()["me/ggufs/q4.gguf"].problem
     where, option = locate("me/ggufs/q4.gguf")
-    assert (where, option) == (str(file.parent), {"gguf_file": "q4.gguf"})
+    assert (where, option) == (str(file.parent), "q4.gguf")
     with pytest.raises(ModelError, match="does not exist") as caught:
         locate("me/ggufs/q8.gguf")
     assert (

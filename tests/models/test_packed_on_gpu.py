@@ -113,7 +113,7 @@ def test_the_weights_are_those_of_a_cpu_to_the_last_bit(kind: str, dtype: torch.
 def test_rows_are_multiplied_in_their_type_with_a_part_of_the_weights_at_a_time(
     bits: int, dtype: torch.dtype, rows: int, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed, "_PART", 16)
+    monkeypatch.setattr(packed, "_UNPACKED_ROWS", 16)
     weight, bias = torch.randn(50, 96), torch.randn(50).to(dtype)  # 50: no multiple of any block
     layer: PackedLinear
     if bits == 4:

@@ -246,6 +246,13 @@ products.load_library(path)  # which compares it with torch's products
 def test_clang_compiles_it_for_other_systems(tmp_path: Path, target: str) -> None:
     include = Path(torch.__file__).parent / "include"
     command = [sys.executable, "-m", "ziglang", "c++", "-std=c++17", "-O1", "-fPIC", f"-I{include}"]
-    command += ["-target", *target.split(), "-c", str(products._MAIN), "-o", str(tmp_path / "x.o")]
+    command += [
+        "-target",
+        *target.split(),
+        "-c",
+        str(products._MAIN_SOURCE),
+        "-o",
+        str(tmp_path / "x.o"),
+    ]
     done = subprocess.run(command, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()

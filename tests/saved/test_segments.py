@@ -226,7 +226,7 @@ def test_a_branch_and_a_copy_have_their_own_files(chat: Chat, folder: Path) -> N
     copy.close()
     chat.do("/branch other")
     chat.crash()
-    branch = chat.saved_chat._saving.id
+    branch = chat.saved_chat._autosave.id
     assert len({ident, copy.id, branch}) == 3
     remove_session(folder / f"{ident}.sqlite")
     for one in (copy.id, branch):

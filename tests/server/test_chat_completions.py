@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from chatting import babbler, session, tiny
 from serving import CHAT, Served, assistant, listening, refusal, said, served, system, told, user
 from sirchat.chat.events import TurnDone
-from sirchat.server import app, completions
+from sirchat.server import app, completions, streaming
 from sirchat.server.app import model_names
 from sirchat.server.parts import StopStrings
 
@@ -231,9 +231,9 @@ def test_too_many_requests_are_refused_until_a_client_that_left_makes_room(
 def test_who_never_reads_a_stream_keeps_its_place_for_a_time_alone(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "_UNREAD_SECONDS", 0.3)
+    monkeypatch.setattr(streaming, "_UNREAD_SECONDS", 0.3)
     padding = f": {'a' * 10**6}\n\n"  # a comment, which fills the buffers soon
-    usual = completions.server_sent_event
+    usual = streaming.server_sent_event
     monkeypatch.setattr(completions, "server_sent_event", lambda told: usual(told) + padding)
     body = json.dumps({"messages": ASKED, "max_tokens": 10**9, "stream": True})
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -251,7 +251,7 @@ def test_who_never_reads_a_stream_keeps_its_place_for_a_time_alone(
 
 
 def test_a_stream_that_waits_says_so_within_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "_KEEPALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(streaming, "_KEEPALIVE_SECONDS", 0.05)
     monkeypatch.setattr(app, "_HEADERS_SECONDS", 0.05)
     body = {"messages": [user("Hi")], "stream": True}
     with served(max_new_tokens=2) as server:
@@ -270,7 +270,7 @@ def test_a_stream_that_waits_says_so_within_a_second(monkeypatch: pytest.MonkeyP
 
 
 def test_a_stream_that_fails_late_ends_with_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "_KEEPALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(streaming, "_KEEPALIVE_SECONDS", 0.05)
     monkeypatch.setattr(app, "_HEADERS_SECONDS", 0.05)
     with served(policy="full", max_new_tokens=2) as server:
         server.server.replies.call(lambda: time.sleep(0.3))

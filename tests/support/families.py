@@ -59,7 +59,7 @@ class BigramModel(_Model):  # type: ignore[misc]
     has_linear_head = False
     vocab_size = 256
     layers = 3
-    heads = 1
+    query_heads = 1
     sliding_layers = ()
     window = None
 

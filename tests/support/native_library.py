@@ -35,4 +35,4 @@ def read_in_native_code(model: LoadedModel) -> None:
     step = model.decode_step
     if CAN_BUILD and isinstance(step, DecodeStep):
         library = products.load_library(built_library())
-        step.native = NativeStep(library, step.module, step.dtype, step.wanted)
+        step.native = NativeStep(library, step.module, step.dtype, step.wanted_layers)

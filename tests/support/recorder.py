@@ -246,7 +246,7 @@ class _RunningSession:
         history = InMemoryTypedHistory()
         saved_chat = SimpleNamespace(
             branches_containing=lambda text: [],
-            drop_revealing_name=lambda said, whole: False,
+            drop_revealing_name=lambda text, is_whole_turn: False,
             save=lambda: None,
             replace_session=lambda session: None,
             outdated_file=None,

@@ -61,11 +61,11 @@ class Chat:
 
     def _new_commands(self) -> Commands:
         return Commands(
-            self.session, self.screen, self.history, self.saved_chat, models=self.models
+            self.session, self.screen, self.history, self.saved_chat, model_switching=self.models
         )
 
     def crash(self) -> None:
-        self.saved_chat._saving.close_without_saving()
+        self.saved_chat._autosave.close_without_saving()
 
     @property
     def texts(self) -> list[str]:

@@ -47,7 +47,7 @@ class _Presses:
         self.rounds = self._left = 0
         self.has_ended = False  # the last round had fewer lines
 
-    escape_message = ask_for_key = edit = set_editing_mode = str
+    escape_pasted = ask_for_key = edit = set_editing_mode = str
 
     def redraw(self) -> None: ...
 

@@ -52,9 +52,11 @@ def test_words_that_are_not_side_by_side_find_the_sentences_that_have_them(chat:
     assert "message: “The Pelican is grey. … green" in chat.do("/recall green Pelican")
     line = '"Ostrich grey": these words are not in this chat side by side'
     assert refusal(chat, "/recall Ostrich grey") == line
+    chat.say("Message turn 99 is a fine one.")  # a turn is meant, though these words are there
     for command in ("/recall", "/pin", "/why", "/erase"):
         line = f"there is no turn 99: this chat has {len(chat.session.turns)}, counted from 0"
         assert refusal(chat, f"{command} turn 99") == line
+    assert "these words are not in this chat" in refusal(chat, "/pin C++")
     assert refusal(Chat(), "/pin last") == "you have said nothing yet"
     line = '"green Pelican": these words are not in this chat side by side'
     for command in ("/pin", "/why", "/unpin"):
@@ -74,13 +76,6 @@ def test_a_command_alone_that_needs_words_says_what_to_type(command: str, needs:
     told = refusal(Chat(save=False), command)
     assert told.startswith(f"{command} needs {needs}")
     assert f"(for example: {command} " in told
-
-
-def test_of_a_turn_that_is_not_there_it_says_so_though_these_words_are(chat: Chat) -> None:
-    chat.say("Message turn 99 is a fine one.")
-    for command in ("/recall", "/pin"):
-        assert "there is no turn 99" in refusal(chat, f"{command} turn 99")
-    assert "these words are not in this chat" in refusal(chat, "/pin C++")
 
 
 def test_undo_says_what_it_holds_under_a_budget_that_has_changed(chat: Chat) -> None:

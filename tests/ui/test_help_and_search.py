@@ -69,6 +69,6 @@ def test_search_finds_messages_of_this_chat_held_or_evicted_and_saved_chats(fold
     assert shown.count("you:") == 1
     shown = chat.do("/search some words")
     assert re.search(rf"in saved chats, which /load ID opens:\n{other} (.|\n)*trip", shown)
-    assert chat.saved_chat._saving.id not in shown.partition("saved chats")[2]
+    assert chat.saved_chat._autosave.id not in shown.partition("saved chats")[2]
     assert "no message and no saved chat has all of" in refusal(chat, "/search Ostrich")
     assert "has no word to search for" in refusal(chat, "/search ...")

@@ -20,7 +20,7 @@ from sirchat.text.tool_calls import ToolCall
 from sirchat.tools.config import ToolFlags
 from sirchat.ui.replay import print_reply
 from sirchat.ui.screen import Screen
-from sirchat.ui.tool_use import ToolUse, run_tools_command, tools_of
+from sirchat.ui.tool_use import ToolUse, run_tools_command, use_tools
 from template_shapes import script, tool_tiny
 from tool_server import HOSTILE, named_servers, scripted, scripted_server, servers_file, tool
 
@@ -204,7 +204,7 @@ def test_a_tool_that_was_gone_is_allowed_only_as_it_was(tmp_path: Path, is_same:
     each.use.begin()
     assert each.call("read") == ""
     comes_back = each.use.tools["snow__read"]
-    servers = each.use._servers
+    servers = each.use._tool_servers
     with patch.object(servers, "tools", return_value=[]), pytest.raises(SirchatError, match="more"):
         each.call("read")
     assert "snow__read" not in each.use.tools
@@ -360,7 +360,7 @@ def test_a_script_calls_only_what_is_allowed(
     script(monkeypatch, [f"<tool_call>\n{json.dumps(called)}\n</tool_call>", "So."])
     out, err = io.StringIO(), io.StringIO()
     screen, chat = Screen(out, err), session(tool_tiny(), policy="full", max_new_tokens=90)
-    with tools_of(ToolFlags.of(str(servers_file(tmp_path)), allow), chat, screen):
+    with use_tools(ToolFlags.of(str(servers_file(tmp_path)), allow), chat, screen):
         print_reply(chat, "How is it?", screen, as_json=False)
     if allow:
         assert out.getvalue() == "So.\n"

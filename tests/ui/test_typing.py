@@ -51,7 +51,7 @@ def read(own_home: Path, pipe: PipeInput) -> Read:
     """Reads a line at the prompt; each string of keys comes a moment after the one before."""
     history = open_history(print)
     prompt = Prompt(pipe, DummyOutput(), history=history)
-    history.escape_message = prompt.escape_message
+    history.escape = prompt.escape_pasted
 
     def line_of(first: str, *keys: str) -> InputLine:
         async def others() -> None:
@@ -60,7 +60,7 @@ def read(own_home: Path, pipe: PipeInput) -> Read:
                 pipe.send_text(one)
 
         pipe.send_text(first)
-        line = prompt.read(meanwhile=others)
+        line = prompt.read(background=others)
         assert line is not None
         return line
 
@@ -246,7 +246,7 @@ def test_a_signal_that_ends_the_chat_at_the_prompt_is_no_traceback(
         sys.exit(143)
 
     with pytest.raises(SystemExit, match="143"):
-        Prompt(pipe, DummyOutput(), history=history).read(meanwhile=is_ended)
+        Prompt(pipe, DummyOutput(), history=history).read(background=is_ended)
     assert not caplog.records
     assert capsys.readouterr() == ("", "")
 
@@ -280,7 +280,7 @@ def test_a_cursor_position_that_comes_when_a_signal_has_ended_the_prompt_is_no_e
 
     pipe.send_text("Hello.\r")  # the prompt waits for the cursor's position
     with pytest.raises(SystemExit, match="143"):
-        Prompt(pipe, AsksForTheCursor(), history=DummyHistory()).read(meanwhile=soon)
+        Prompt(pipe, AsksForTheCursor(), history=DummyHistory()).read(background=soon)
     assert not problems
 
 
@@ -356,7 +356,7 @@ def typed(signs: PastedAtSigns, text: str) -> None:
 def test_typed_signs_are_not_pasted_and_pasted_ones_are() -> None:
     signs = PastedAtSigns()
     typed(signs, "see @a and ")
-    signs.update("see @a and @b, @c", pasted=True)
+    signs.update("see @a and @b, @c", is_pasted=True)
     assert signs.indices == {11, 15}
     for text in ("see and @b, @c", "see and @b, @c @"):
         signs.update(text)
@@ -368,13 +368,13 @@ def test_a_typed_sign_stays_typed_before_a_pasted_path_and_in_a_completion() -> 
         signs = PastedAtSigns()
         typed(signs, begun)
         for text in changes:
-            signs.update(text, pasted=begun == "@")
+            signs.update(text, is_pasted=begun == "@")
         assert not signs.indices
 
 
 def test_pasted_words_stay_pasted_when_they_come_back_at_once() -> None:
     signs = PastedAtSigns()
-    signs.update("x @/etc/hosts", pasted=True)
+    signs.update("x @/etc/hosts", is_pasted=True)
     signs.update("")
     signs.update("x @/etc/hosts")  # undo, yank, or the history
     assert signs.indices == {2}
@@ -395,7 +395,7 @@ def test_no_edit_around_a_pasted_sign_makes_it_typed(edits: list[tuple[int, int,
     for number, (at, gone, pasted) in enumerate(edits):
         new = f"@{number} " if pasted else "x"
         text = text[:at] + new + text[at + gone :]
-        signs.update(text, pasted=pasted)
+        signs.update(text, is_pasted=pasted)
         assert signs.indices == {index for index, char in enumerate(text) if char == "@"}
 
 

@@ -108,8 +108,8 @@ class LlamaCpp:
 
 def peer_for(name: str, python: str | None, rows: int) -> AbstractContextManager[LlamaCpp | None]:
     """Context manager: yields a process of llama.cpp with the model `name`, or None."""
-    folder, options = locate(name) if name not in SHAPES else ("", {})
-    path = Path(folder) / options["gguf_file"] if options else None
+    folder, gguf_file = locate(name) if name not in SHAPES else ("", "")
+    path = Path(folder) / gguf_file if gguf_file else None
     if python is None and (path is None or find_spec("llama_cpp") is None):
         return nullcontext()
     if path is None:

@@ -20,7 +20,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GgufConfig,
     PrinterCallback,
     TrainingArguments,
 )
@@ -156,14 +155,13 @@ def prepare(options: AnchorOptions) -> Training:
 def _load(options: AnchorOptions) -> tuple[Any, Any]:
     """Load the model to be trained, in float32, and its tokenizer; returns both."""
     checkpoint = options.resumes_from
-    source, where = (str(checkpoint), {}) if checkpoint else locate(options.model)
-    more: dict[str, Any] = {"trust_remote_code": options.trust_remote_code} | where
+    source, gguf_file = (str(checkpoint), "") if checkpoint else locate(options.model)
+    more: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
+    more |= {"gguf_file": gguf_file} if gguf_file else {}
     try:
-        if where and not options.scratch:
-            cpu = torch.device("cpu")
-            path = Path(source) / where["gguf_file"]
-            if found := load_gguf_parts(path, cpu, torch.float32, None, packs=False, for_hub=True):
-                return found
+        if gguf_file and not options.scratch:
+            path, cpu = Path(source) / gguf_file, torch.device("cpu")
+            return load_gguf_parts(path, cpu, torch.float32, None, stays_packed=False, for_hub=True)
         tokenizer = AutoTokenizer.from_pretrained(source, **more)
         if options.scratch and not checkpoint:
             config = AutoConfig.from_pretrained(source, **more)
@@ -172,10 +170,8 @@ def _load(options: AnchorOptions) -> tuple[Any, Any]:
                 torch.manual_seed(options.seed)
                 model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **more)
                 return model, tokenizer
-        # Without this, transformers takes a model of a GGUF file as quantized, and can't save it.
-        more |= {"quantization_config": GgufConfig(dequantize=True)} if where else {}
         model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=torch.float32, use_safetensors=None if where else True, **more
+            source, dtype=torch.float32, use_safetensors=True, **more
         )
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise loading_error(options.model, error) from error

@@ -27,7 +27,7 @@ def contract_violations(policy: Policy) -> list[str]:
         try:
             kept = policy.keep(held, num_keep)
             again = policy.keep(held, num_keep)
-            numbers = _numbers(policy, held)
+            numbers = _scores_and_factors(policy, held)
         except Exception as error:  # any error in another package's policy breaks the contract
             return [f"the policy raised {type(error).__name__}: {error}"]
         promises = {
@@ -51,7 +51,7 @@ def contract_violations(policy: Policy) -> list[str]:
     return list(violations)
 
 
-def _numbers(policy: Policy, rows: HeldRows) -> list[Tensor]:
+def _scores_and_factors(policy: Policy, rows: HeldRows) -> list[Tensor]:
     """What the policy's `score` and `log_factors` return, if it has them."""
     if not isinstance(policy, ScorePolicy):
         return []

@@ -18,7 +18,7 @@ from sirchat.memory.policies.scores import (
     word_factor,
 )
 
-_LEAST = 1e-9  # nats, so that a surprisal of 0 still has a logarithm
+_MIN_SURPRISAL = 1e-9  # nats, so that a surprisal of 0 still has a logarithm
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Salience(RecentScorePolicy):
     )
 
     def log_factors(self, rows: HeldRows) -> dict[str, Tensor]:
-        log_score = rows.surprisal.double().clamp_min(_LEAST).log()
+        log_score = rows.surprisal.double().clamp_min(_MIN_SURPRISAL).log()
         factors = {"surprisal": log_score + rows.log_decay_since}
         if self.whole_words:
             factors["word"] = word_factor(log_score, rows)

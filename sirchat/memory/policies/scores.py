@@ -20,7 +20,7 @@ NEIGHBOUR_SHARE = 0.5  # least share of the score of a token beside it
 MAX_WORD_TOKENS = 8  # tokens; a longer word, as in scripts without blanks, is divided
 
 _MIN_ROUNDS, _MAX_ROUNDS = 4, 16  # earlier rounds that a round is compared with
-_THRESHOLD = 1.5  # times the mean surprisal of these rounds
+_SURPRISE_RATIO = 1.5  # times the mean surprisal of these rounds
 _TOP_TOKENS = 8  # tokens of a round whose surprisals are summed, so that length counts little
 _MIN_FACTOR = 0.1
 
@@ -59,10 +59,10 @@ def neighbour_factor(log_factors: dict[str, Tensor], rows: HeldRows) -> Tensor:
     """The factor that raises each token's score to half of that of the token before and after."""
     total = log_product(log_factors)
     is_adjacent = torch.diff(rows.position) == 1  # [n - 1]
-    lent = torch.where(is_adjacent, 0.0, -math.inf) + math.log(NEIGHBOUR_SHARE)
+    neighbour_share = torch.where(is_adjacent, 0.0, -math.inf) + math.log(NEIGHBOUR_SHARE)
     raised = total.clone()
-    raised[1:] = torch.maximum(raised[1:], total[:-1] + lent)
-    raised[:-1] = torch.maximum(raised[:-1], total[1:] + lent)
+    raised[1:] = torch.maximum(raised[1:], total[:-1] + neighbour_share)
+    raised[:-1] = torch.maximum(raised[:-1], total[1:] + neighbour_share)
     return torch.where(total.isinf(), 0.0, raised - total)
 
 
@@ -100,7 +100,7 @@ def automatic_decay(surprisal: NDArray[np.float32], rounds: NDArray[np.int32]) -
     # numpy's own search would first copy the column, which can be a million tokens long.
     bounds = [bisect_left(rounds, number) for number in range(first, last + 2)]
     *before, now = (_round_surprisal(surprisal[start:end]) for start, end in pairwise(bounds))
-    threshold = _THRESHOLD * sum(before) / len(before)
+    threshold = _SURPRISE_RATIO * sum(before) / len(before)
     return min(1.0, max(_MIN_FACTOR, threshold / now)) if now else 1.0
 
 

@@ -404,9 +404,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "expert_used_count": "num_experts_per_tok",
             "attention.sliding_window": "sliding_window",
         },
-        optional_names={
-            "expert_feed_forward_length": "intermediate_size",
-        },
+        optional_names={"expert_feed_forward_length": "intermediate_size"},
         constants={"rope_parameters.truncate": False},
         conversions=_STACKED_EXPERTS,
         transposes_experts=True,

@@ -15,14 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.models.gguf.header import BLOCKS, GgufTensor
-from sirchat.models.packed import (
-    GROUP,
-    Empty,
-    Int4Linear,
-    Int5Linear,
-    Int8Linear,
-    int4_layout,
-)
+from sirchat.models.packed import GROUP, Empty, Int4Linear, Int5Linear, Int8Linear, int4_layout
 
 # In eight bytes: 1 in each; bit 0 to bit 7, one in each; what brings each of them up to bit 7.
 _ONES = 0x0101_0101_0101_0101
@@ -47,10 +40,12 @@ class FourBit(NamedTuple):
 def split_four_bit(tensor: GgufTensor) -> FourBit:
     """Split a four-bit matrix of a GGUF file into its values, scales and minima, without loss."""
     rows, columns = tensor.shape
-    blocks = torch.from_numpy(np.array(tensor.blocks))  # [b, bytes of a block]
-    split = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q4_K": _q4_k}[tensor.type](blocks)
+    q, scale, minimum = _SPLITTERS[tensor.type](torch.from_numpy(np.array(tensor.blocks)))
+    if minimum is None:  # Q4_0: q is from -8 to 7
+        q, minimum = q + 8, -8 * scale
     groups = (rows, columns // GROUP)
-    return FourBit(split.nibbles.reshape(*groups, -1), *(x.reshape(groups) for x in split[1:]))
+    first, second = q.view(torch.uint8).view(*groups, 2, GROUP // 2).unbind(2)
+    return FourBit(first | second << 4, scale.reshape(groups), minimum.reshape(groups))
 
 
 class NativePacking:
@@ -167,24 +162,6 @@ def _spread_fifth_bits(blocks: Tensor, offset: int) -> Tensor:
     # Keep one bit in each copy; if it is set, the sum has the highest bit of its byte.
     high = copies.bitwise_and_(_DIAGONAL).add_(_UP_TO_HIGHEST) >> 3
     return high.bitwise_and_(0x10 * _ONES).view(torch.uint8).view(-1, 1, 2, 16)
-
-
-def _q4_0(blocks: Tensor) -> FourBit:
-    scale = _read_float16(blocks, 0)
-    return FourBit(blocks[:, 2:], scale, -8 * scale)
-
-
-def _q4_1(blocks: Tensor) -> FourBit:
-    return FourBit(blocks[:, 4:], _read_float16(blocks, 0), _read_float16(blocks, 2))
-
-
-def _q4_k(blocks: Tensor) -> FourBit:
-    words = _read_words(blocks, 16, 144).view(-1, 4, 2, 2)  # of two groups of 32: low, high
-    nibbles = torch.empty_like(words)
-    for group, shift in enumerate((0, 4)):
-        first, second = (words >> shift).bitwise_and_(0xF * _ONES).unbind(2)  # halves of a group
-        torch.bitwise_or(first, second << 4, out=nibbles[:, :, group])
-    return FourBit(nibbles.view(torch.uint8), *_scales_and_minima(blocks))
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -83,11 +83,11 @@ class GgufTensor:
         """The tensor's bytes, [number of blocks, bytes of a block]."""
         return self.data.reshape(-1, BLOCKS[self.type][2])
 
-    def split_rows(self, most: int) -> Iterator[GgufTensor]:
-        """Yield the tensor in parts of at most `most` rows."""
+    def split_rows(self, max_rows: int) -> Iterator[GgufTensor]:
+        """Yield the tensor in parts of at most `max_rows` rows."""
         by_row = self.data.reshape(self.shape[0], -1)
-        for start in range(0, self.shape[0], most):
-            part = by_row[start : start + most]
+        for start in range(0, self.shape[0], max_rows):
+            part = by_row[start : start + max_rows]
             yield GgufTensor((len(part), *self.shape[1:]), self.type, part.reshape(-1))
 
 
@@ -127,10 +127,10 @@ class GgufFile:
         value: Any = self.settings.get(key)
         is_whole = not any(part in key for part in _FRACTION_KEYS)
         is_number = type(value) is int or (type(value) is float and not is_whole)
-        most = _NUMBER_LIMIT if is_whole else 1 if key.endswith("epsilon") else _FRACTION_LIMIT
-        is_usable = is_number and (0 < value < most or (may_be_zero and value == 0))
+        limit = _NUMBER_LIMIT if is_whole else 1 if key.endswith("epsilon") else _FRACTION_LIMIT
+        is_usable = is_number and (0 < value < limit or (may_be_zero and value == 0))
         kind = "a whole number" if is_whole else "a number"
-        self.require(is_usable, key, f"{kind} above 0, below {most:,}")
+        self.require(is_usable, key, f"{kind} above 0, below {limit:,}")
         return int(value) if is_whole else float(value)
 
     def require(self, is_usable: bool, key: str, allowed: str = "") -> None:
@@ -167,7 +167,7 @@ def parse_gguf(path: Path, *, with_text_lists: bool = True) -> GgufFile:
     file = _parse_part(path, with_text_lists)
     count = file.metadata.get("split.count", 1)
     if count in (0, 1):
-        return _without_media_tensors(file)
+        return _without_media(file)
     paths = [path.with_name(name) for name in part_names(path.name)]
     if missing := [part.name for part in paths if not part.is_file()]:
         raise ModelError(f"{path} is one of {count} parts; missing: {', '.join(missing)}")
@@ -182,10 +182,10 @@ def parse_gguf(path: Path, *, with_text_lists: bool = True) -> GgufFile:
             hint="the parts must be named NAME-00001-of-00003.gguf, and so on",
         )
     mapped = tuple(mapping for part in parts for mapping in part.mapped)
-    return _without_media_tensors(GgufFile(parts[0].metadata, tensors, mapped))
+    return _without_media(GgufFile(parts[0].metadata, tensors, mapped))
 
 
-def _without_media_tensors(file: GgufFile) -> GgufFile:
+def _without_media(file: GgufFile) -> GgufFile:
     """The file without the tensors of its part for images, and of one for sound beside it."""
     prefixes = ("v.", "mm.", "a.") if IMAGE_LAYERS in file.settings else ()
     tensors = {
@@ -204,7 +204,7 @@ def _parse_part(path: Path, with_text_lists: bool) -> GgufFile:
     try:
         return reader.read_file()
     except (struct.error, UnicodeDecodeError, OverflowError) as error:
-        raise reader.invalid_file(str(error)) from error
+        raise reader.error(str(error)) from error
 
 
 class _TensorEntry(NamedTuple):
@@ -218,9 +218,9 @@ class _Reader:
     def __init__(self, path: Path, mapped: mmap.mmap, with_text_lists: bool) -> None:
         self._path, self._mapped, self._offset = path, mapped, 0
         self._size = len(mapped)
-        self._with_lists_of_text = with_text_lists
+        self._with_text_lists = with_text_lists
 
-    def invalid_file(self, why: str) -> ModelError:
+    def error(self, why: str) -> ModelError:
         return ModelError(
             f"{self._path} is not a valid GGUF file: {why}",
             hint="the file may be incomplete: compare its size with that of the original",
@@ -229,12 +229,12 @@ class _Reader:
     def read_file(self) -> GgufFile:
         if self._mapped[:4] != b"GGUF":
             refuse_other_kind(self._path, self._mapped[:64])
-            raise self.invalid_file("it does not begin with GGUF")
+            raise self.error("it does not begin with GGUF")
         self._offset = 4
         version = self._read_scalar("I")
         if version not in (2, 3):
             is_swapped = version in (2 << 24, 3 << 24)
-            raise self.invalid_file(
+            raise self.error(
                 "it was written for big-endian machines"
                 if is_swapped
                 else f"its version is {version}, but must be 2 or 3"
@@ -244,12 +244,12 @@ class _Reader:
         for _ in range(pairs):
             key = self._read_string()
             if key in metadata:
-                raise self.invalid_file(f"it has {key} twice")
+                raise self.error(f"it has {key} twice")
             metadata[key] = self._read_value(self._read_scalar("I"))
         entries = [self._read_entry() for _ in range(tensor_count)]
         alignment = metadata.get("general.alignment", 32)
         if not is_count(alignment) or alignment.bit_count() != 1 or alignment > 1 << 16:
-            raise self.invalid_file(f"alignment {alignment}")
+            raise self.error(f"alignment {alignment}")
         start = -(-self._offset // alignment) * alignment
         return GgufFile(metadata, self._locate_tensors(entries, start, alignment), (self._mapped,))
 
@@ -263,13 +263,11 @@ class _Reader:
             size = tensor.data.nbytes
             places.append(TensorSpan(entry.shape, tensor.type, start + entry.offset, size))
             if end not in (entry.offset, _UNKNOWN_END):
-                raise self.invalid_file(
-                    f"its tensor {entry.name} does not follow the one before it"
-                )
+                raise self.error(f"its tensor {entry.name} does not follow the one before it")
             is_known = tensor.type in BLOCKS and end != _UNKNOWN_END
             end = end + -(-size // alignment) * alignment if is_known else _UNKNOWN_END
         if len(tensors) < len(entries):
-            raise self.invalid_file("it has two tensors of the same name")
+            raise self.error("it has two tensors of the same name")
         refuse_trailing_zeros(self._path, self._mapped, places)
         return tensors
 
@@ -282,7 +280,7 @@ class _Reader:
         """Read the number of entries that follow, of at least `min_bytes` bytes each."""
         count = int(self._read_scalar("Q"))
         if count * min_bytes > self._size - self._offset:
-            raise self.invalid_file(f"it ends before {count:,} entries")
+            raise self.error(f"it ends before {count:,} entries")
         return count
 
     def _read_string(self) -> str:
@@ -297,16 +295,16 @@ class _Reader:
             return self._read_string()
         if kind == _ARRAY:
             return self._read_array(self._read_scalar("I"))
-        raise self.invalid_file(f"it has metadata of the unknown type {kind}")
+        raise self.error(f"it has metadata of the unknown type {kind}")
 
     def _read_array(self, kind: int) -> list[Any]:
-        if kind == _STRING and self._with_lists_of_text:
+        if kind == _STRING and self._with_text_lists:
             return self._read_strings(self._read_count(8))
         if kind == _STRING:
             self._skip_strings(self._read_count(8))
             return []
         if kind not in _SCALARS:  # arrays of arrays are used by no model
-            raise self.invalid_file(f"it has an array of the unknown type {kind}")
+            raise self.error(f"it has an array of the unknown type {kind}")
         size = struct.calcsize("<" + _SCALARS[kind])
         count = self._read_count(size)
         values = struct.unpack_from(f"<{count}{_SCALARS[kind]}", self._mapped, self._offset)
@@ -315,17 +313,13 @@ class _Reader:
 
     def _read_strings(self, count: int) -> list[str]:
         # One loop, because calls of `_read_string` would take three times as long.
-        offset, data, read_length, texts = (
-            self._offset,
-            self._mapped,
-            struct.Struct("<Q").unpack_from,
-            [],
-        )
+        offset, data, texts = self._offset, self._mapped, list[str]()
+        read_length = struct.Struct("<Q").unpack_from
         for _ in range(count):
             start = offset + 8
             offset = start + read_length(data, offset)[0]
             if offset > self._size:
-                raise self.invalid_file(f"it ends before the end of {count:,} texts")
+                raise self.error(f"it ends before the end of {count:,} texts")
             texts.append(data[start:offset].decode("utf-8"))
         self._offset = offset
         return texts
@@ -339,7 +333,7 @@ class _Reader:
     def _read_entry(self) -> _TensorEntry:
         name, dimensions = self._read_string(), self._read_scalar("I")
         if dimensions > _MAX_DIMENSIONS:
-            raise self.invalid_file(f"tensor {name} has more than {_MAX_DIMENSIONS} dimensions")
+            raise self.error(f"tensor {name} has more than {_MAX_DIMENSIONS} dimensions")
         shape = tuple(int(self._read_scalar("Q")) for _ in range(dimensions))[::-1]
         return _TensorEntry(name, shape, self._read_scalar("I"), self._read_scalar("Q"))
 
@@ -353,8 +347,8 @@ class _Reader:
             )
         kind, weights, size = _FORMATS[entry.type]
         if not shape or shape[-1] % weights:
-            raise self.invalid_file(f"{kind} blocks do not fit the shape {shape}")
+            raise self.error(f"{kind} blocks do not fit the shape {shape}")
         begin, length = start + entry.offset, prod(shape) // weights * size
         if begin + length > self._size:
-            raise self.invalid_file(f"it has {self._size:,} bytes, fewer than its tensors need")
+            raise self.error(f"it has {self._size:,} bytes, fewer than its tensors need")
         return GgufTensor(shape, kind, data[begin : begin + length])

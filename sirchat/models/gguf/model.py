@@ -99,7 +99,7 @@ class _Loader:
             self._add_experts(name, target, conversion, tensor)
         elif self._can_stay_packed(target, tensor):
             is_separate = not may_be_joined(target.removesuffix(".weight"))
-            packed = self._pack(tensor, conversion, _may_have_four_bits(name), is_separate)
+            packed = self._pack(tensor, conversion, _may_be_4_bit(name), is_separate)
             _replace_layer(self._module, target, packed, self._dtype, self._weight_store)
         else:
             weight = _undo_conversion(unpack_floats(tensor), conversion, self._values)
@@ -161,7 +161,7 @@ class _Loader:
         self,
         tensor: GgufTensor,
         conversion: Conversion | None,
-        may_have_four_bits: bool,
+        may_be_4_bit: bool,
         is_separate: bool,
     ) -> PackedLinear:
         """Make a packed layer without bias: of the file's bits if it may and can, else of eight.
@@ -173,20 +173,20 @@ class _Loader:
             _WEIGHTS_AT_ONCE // tensor.shape[1] // 64 * 64 or 64,
         )  # rows
         splits_group = conversion == "value columns" and values["linear_value_head_dim"] % GROUP
-        can_have_four_bits = (
+        can_be_4_bit = (
             tensor.type in FOUR_BIT and not splits_group and self._four_bit_kind.fits(*tensor.shape)
         )
-        gets_four_bits = may_have_four_bits and can_have_four_bits
+        is_4_bit = may_be_4_bit and can_be_4_bit
         native = self._native if conversion != "value columns" else None
         if native is not None and native.can_read(tensor):
             order = _undo_conversion(torch.arange(tensor.shape[0]), conversion, values).contiguous()
             pack: Callable[..., PackedLinear] = (
-                native.pack_four_bits if gets_four_bits else native.pack_eight_bits
+                native.pack_four_bits if is_4_bit else native.pack_eight_bits
             )
-            if may_have_four_bits and tensor.type in FIVE_BIT and Int5Linear.fits(*tensor.shape):
+            if may_be_4_bit and tensor.type in FIVE_BIT and Int5Linear.fits(*tensor.shape):
                 pack = native.pack_five_bits
             return pack(tensor, order, self._weight_store.empty if is_separate else torch.empty)
-        if gets_four_bits:
+        if is_4_bit:
             parts = [tensor] if conversion is not None else tensor.split_rows(max_rows)
             layers = [
                 self._four_bit_kind.from_nibbles(
@@ -277,7 +277,7 @@ def _group_value_heads(weight: Tensor, values: Mapping[str, Any]) -> Tensor:
     return heads.transpose(0, 1).reshape(weight.shape)
 
 
-def _may_have_four_bits(name: str) -> bool:
+def _may_be_4_bit(name: str) -> bool:
     # Embeddings and output head get eight.
     return not name.endswith("token_embd.weight") and name != "output.weight"
 
@@ -295,9 +295,9 @@ def _max_packed_bytes(file: GgufFile) -> int:
     size = 0
     for name, tensor in file.tensors.items():
         if len(tensor.shape) > 1 and BLOCKS[tensor.type][1] > 1:
-            can_have_four_bits = tensor.type in FOUR_BIT and _may_have_four_bits(name)
+            can_be_4_bit = tensor.type in FOUR_BIT and _may_be_4_bit(name)
             # 32 weights take 20 bytes (four bits each, two bfloat16) or 32 (eight bits)
-            size += prod(tensor.shape) // 32 * (20 if can_have_four_bits else 32)
+            size += prod(tensor.shape) // 32 * (20 if can_be_4_bit else 32)
             # a row takes 2 more; the beginning of a matrix is aligned
             size += 2 * prod(tensor.shape[:-1]) + 128 * prod(tensor.shape[:-2])
     return size

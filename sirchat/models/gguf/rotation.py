@@ -20,7 +20,7 @@ _LLAMA_3 = {
 }
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 # What each kind of scaling takes from the header's keys `rope.scaling.*`, by transformers' names.
-_PARAMETERS_OF: Mapping[str, Mapping[str, str]] = {
+_PARAMETERS: Mapping[str, Mapping[str, str]] = {
     "none": {},
     "linear": {"factor": "factor"},
     "longrope": {"attn_factor": "attention_factor"},
@@ -39,7 +39,7 @@ _NEUTRAL_VALUES = {
     **dict.fromkeys(("alpha", "yarn_log_multiplier"), (0,)),
     "yarn_ext_factor": (-1,),
 }
-_SCALING_NAMES = ("type", "finetuned", *_NEUTRAL_VALUES, *_PARAMETERS_OF["yarn"])
+_SCALING_NAMES = ("type", "finetuned", *_NEUTRAL_VALUES, *_PARAMETERS["yarn"])
 SCALING_KEYS = {
     "rope.scale_linear",
     *(f"rope.scaling.{name}" for name in _SCALING_NAMES),
@@ -48,11 +48,11 @@ SCALING_KEYS = {
 
 def add_rope_scaling(values: dict[str, Any], file: GgufFile, arch: Architecture) -> None:
     """Add to a config's `values` how RoPE is scaled; raises ModelError if it can't be so."""
-    has_long_factors = any(key in file.tensors for key in arch.config_tensors)
-    scaling = _read_scaling(file, arch, has_long_factors)
+    is_long = any(key in file.tensors for key in arch.config_tensors)
+    scaling = _read_scaling(file, arch, is_long)
     values |= {f"{arch.rope_config}.{name}": one for name, one in scaling.items()}
     size = values.get("head_dim", 0)
-    if has_long_factors:
+    if is_long:
         half = int(size * values.get("partial_rotary_factor", 1)) // 2
         values |= {
             name: _read_factors(file, key, half).tolist()
@@ -86,18 +86,16 @@ def add_rotated_fraction(values: dict[str, Any], file: GgufFile, size: int) -> N
         raise ModelError("the GGUF file's rope_freqs.weight is not of the kind that Gemma 4 has")
 
 
-def _read_scaling(file: GgufFile, arch: Architecture, has_long_factors: bool) -> dict[str, Any]:
+def _read_scaling(file: GgufFile, arch: Architecture, is_long: bool) -> dict[str, Any]:
     """The header's scaling, as parameters of transformers; empty for none.
 
-    `has_long_factors`: there are tensors with factors for long texts.
+    `is_long`: there are tensors with factors for long texts.
     """
     settings, can_scale = file.settings, arch.rope_config and not arch.config_tensors
-    kinds = (
-        ("longrope",) if has_long_factors else ("linear", "none", *(("yarn",) if can_scale else ()))
-    )
+    kinds = ("longrope",) if is_long else ("linear", "none", *(("yarn",) if can_scale else ()))
     kind = settings.get("rope.scaling.type", kinds[0])
     file.require(kind in kinds, "rope.scaling.type", " or ".join(kinds))
-    parameters = _PARAMETERS_OF[kind] if can_scale or has_long_factors else {}
+    parameters = _PARAMETERS[kind] if can_scale or is_long else {}
     keys = {name: f"rope.scaling.{name}" for name in {**_NEUTRAL_VALUES, **parameters}}
     if keys["factor"] not in settings:
         keys["factor"] = "rope.scale_linear"
@@ -106,17 +104,17 @@ def _read_scaling(file: GgufFile, arch: Architecture, has_long_factors: bool) ->
             name in parameters or settings.get(keys[name], neutral[0]) in neutral, keys[name]
         )
     # 0 stands for the default.
-    nondefault = {
+    keys_given = {
         to: keys[name] for name, to in parameters.items() if settings.get(keys[name], 0) != 0
     }
-    scaling = {to: file.number(key) for to, key in nondefault.items()}
+    scaling = {to: file.number(key) for to, key in keys_given.items()}
     if kind == "none" or (kind == "linear" and scaling.get("factor", 1) == 1):
         return {}
     if kind == "yarn":
         file.require(settings.get("rope.freq_base", 2) > 1, "rope.freq_base", "above 1")
         defaults = {"factor": 1.0, _ORIGINAL_LENGTH: settings["context_length"]}
         scaling = defaults | scaling
-    return scaling if has_long_factors else {"rope_type": kind, **scaling}
+    return scaling if is_long else {"rope_type": kind, **scaling}
 
 
 def _read_factors(file: GgufFile, name: str, count: int) -> NDArray[np.float32]:

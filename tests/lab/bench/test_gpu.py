@@ -33,7 +33,7 @@ class Body:
     def __init__(self, module: Any, kernels: str, wanted: Any) -> None:
         if kernels == "triton":
             raise RuntimeError("no [compiler]\nat line 1")
-        self.module, self.wanted = module, wanted
+        self.module, self.wanted_layers = module, wanted
 
 
 class StandIn(DecodeStep):
@@ -42,7 +42,7 @@ class StandIn(DecodeStep):
     capture_seconds = 0.5
 
     def __init__(self, body: Body, device: torch.device, *, captures: bool, encoder: Any) -> None:
-        super().__init__(body.module, torch.float32, body.wanted)
+        super().__init__(body.module, torch.float32, body.wanted_layers)
         self.captures = captures
 
     def read(self, token_id: int, position: int, cache: BoundedCache) -> tuple[Tensor, Tensor]:
