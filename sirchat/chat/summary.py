@@ -66,7 +66,7 @@ def omitted_facts(facts: Sequence[StatedFact], summary: str) -> Iterator[Notice]
     more = f" and {len(named) - _MAX_NAMED_FACTS} more" if len(named) > _MAX_NAMED_FACTS else ""
     if named:
         listed = ", ".join(named[-_MAX_NAMED_FACTS:]) + more
-        yield Notice(f"the summary leaves out, of what you summary_words: {listed}")
+        yield Notice(f"the summary leaves out, of what you told: {listed}")
 
 
 @dataclass(frozen=True)

@@ -248,8 +248,7 @@ class CapturedStep:
         inputs.numbers.copy_(to_device([torch.from_numpy(numbers)], self.device)[0])
 
     def graph(self, key: Hashable, work: Work, changes: Sequence[Tensor] = ()) -> Graph:
-        """The graph of `work` for `key`; capturing a new one does not change the tensors `changes`.
-        """
+        """The graph of `work` for `key`; capturing a new one leaves the tensors `changes` as is."""
         if not self.captures:
             return UncapturedWork(work)
         graph = self._graphs.pop(key, None)

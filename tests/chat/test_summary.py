@@ -185,6 +185,7 @@ def test_what_was_corrected_is_not_summed_up_and_what_is_left_out_is_named() -> 
     assert "Zebedee" not in text, "neither as it was told, nor as the model repeated it"
     (notice,) = omitted_facts(chat.facts(), text)
     line = notice.text
+    assert line.startswith('the summary leaves out, of what you told: "')
     assert '"My cat is called Zebedee." (corrected)' in line
     for fact in chat.facts():
         assert (fact.text in text) != (fact.text in line)
