@@ -464,9 +464,9 @@ def store_choice(
     *,
     reads: bool,
 ) -> None:
-    """Note a choice: `likeliest`'s, or an id int64 [1] with its surprisal and whether it is right.
+    """Store a choice: `block_maxima`, or an id int64 [1], its surprisal, and whether it is valid.
 
-    Writes id, surprisal and whether it is right to `results` [slots, 3], the id to `numbers`
+    Writes id, surprisal and validity to `results` [slots, 3], the id to `numbers`
     [5, 1], and adds 1 to `numbers_used` and, with `reads`, to the next two of the numbers.
     """
     is_likeliest = len(chosen) == 2
