@@ -49,8 +49,7 @@ def cache_argument(module: Any, kv_cache: Any) -> dict[str, Any]:
 
 
 def refuse_unusable_tokenizer(module: Any, tokenizer: Any, name: str) -> None:
-    """Raise ModelError if the tokenizer has more tokens than the model, or no id that ends texts.
-    """
+    """Raise ModelError if the tokenizer has more tokens than the model, or no id that ends text."""
     known, tokens = module.config.get_text_config(decoder=True).vocab_size, tokenizer.vocab_size
     if tokens > known:
         raise ModelError(
