@@ -129,10 +129,8 @@ class Switching:
         held_before = set(session.ledger.held_positions.tolist())
         for event in session.restore(target, context_tokens):
             self._print_event(event)
-        held, positions = (
-            set(session.ledger.held_positions.tolist()),
-            session.state.restored_by_user,
-        )
+        held = set(session.ledger.held_positions.tolist())
+        positions = session.state.restored_by_user
         num_restored = len((held - held_before).intersection(positions))
         num_set_aside = len(held_before - held)
         how = "restored" if num_restored else "held already, and stays"
@@ -305,11 +303,9 @@ class ModelSwitching:
     def __init__(
         self, screen: Screen, saved_chat: SavedChat, trusted_policies: Collection[str] = ()
     ) -> None:
-        self._screen, self._saved_chat, self._trusted_policies = (
-            screen,
-            saved_chat,
-            trusted_policies,
-        )
+        self._screen = screen
+        self._saved_chat = saved_chat
+        self._trusted_policies = trusted_policies
         self._previous: _PreviousSession | None = None
 
     def show(self, session: Session) -> None:
