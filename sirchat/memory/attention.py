@@ -156,9 +156,7 @@ class AttentionStats:
             zeros = np.zeros(len(positions))
             return AttentionCheckpoint(positions, zeros, zeros, restorations=None)
         return replace(
-            self._copy_of(positions),
-            window=self._window,
-            restorations=self._restoration_count,
+            self._copy_of(positions), window=self._window, restorations=self._restoration_count
         )
 
     def undo(self, to: AttentionCheckpoint, seen: int) -> None:

@@ -386,11 +386,7 @@ class Recall:
 
 
 def search(
-    engine: Engine,
-    model: LoadedModel,
-    ids: Sequence[int],
-    roles: Sequence[Role],
-    at: TurnRef,
+    engine: Engine, model: LoadedModel, ids: Sequence[int], roles: Sequence[Role], at: TurnRef
 ) -> SearchResult | None:
     """Score the archived tokens for a turn of m `ids`; the engine's state is the same afterwards.
 
@@ -480,10 +476,7 @@ def _scores_of(positions: Positions, result: SearchResult | None) -> tuple[float
 
 
 def _score_archived(
-    engine: Engine,
-    model: LoadedModel,
-    rows: NDArray[np.int64],
-    start: int,
+    engine: Engine, model: LoadedModel, rows: NDArray[np.int64], start: int
 ) -> SearchResult | None:
     """Score the archived tokens from before `start`, by the cache's `rows`; None without any."""
     ledger, recall, archive = engine.ledger, engine.settings.recall, engine.store.archive

@@ -73,11 +73,7 @@ class ToolTemplate(Template):
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        anchors: Anchors | None,
-        tools: str = "",
-        ends: Iterable[int] = (),
+        self, tokenizer: Any, anchors: Anchors | None, tools: str = "", ends: Iterable[int] = ()
     ) -> None:
         super().__init__(tokenizer, anchors, ends)
         if ANSWER_TEXT in tools:  # it would be taken for the reply that stands for the history

@@ -12,11 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sirchat.chat.events import Event, Evicted, Notice, Pinned, Restored, Switched, TurnDone
-from sirchat.chat.model_defaults import (
-    SAMPLING_PARAMETERS,
-    sampling_in_words,
-    with_model_defaults,
-)
+from sirchat.chat.model_defaults import SAMPLING_PARAMETERS, sampling_in_words, with_model_defaults
 from sirchat.chat.rereading import pinned_text, read_again, repinned_note
 from sirchat.chat.session import Session
 from sirchat.chat.settings import hint_for_fixed, options_of
