@@ -96,10 +96,8 @@ def read_again(
             session.turns[number] = Turn("system")
     for new, old in zip(session.turns, turns, strict=False):
         new.time = old.time
-    session.state.repinned, session.state.unpinned_sentences = (
-        (len(_user_pins(session)), lost),
-        unpinned,
-    )
+    session.state.repinned = (len(_user_pins(session)), lost)
+    session.state.unpinned_sentences = unpinned
 
 
 def reread_session(session: Session, progress: Progress | None = None) -> Session:

@@ -120,11 +120,9 @@ class Evictor:
         """
         evicted = self.end_recall()
         self.round, self._expected_tokens = turn.round, 0
-        settings, division, expected_tokens = (
-            self.settings,
-            self.divide_budget(),
-            count + max_new_tokens,
-        )
+        settings = self.settings
+        division = self.divide_budget()
+        expected_tokens = count + max_new_tokens
         if settings.evict == "when-full" or not settings.policy.bounded:
             return evicted
         between_turns, rows = settings.evict == "between-turns", self.view_held(self.round)

@@ -152,9 +152,7 @@ class AttentionStats:
             zeros = np.zeros(len(positions))
             return AttentionCheckpoint(positions, zeros, zeros, restorations=None)
         return replace(
-            self._copy_of(positions),
-            window=self._window,
-            restorations=self._restoration_count,
+            self._copy_of(positions), window=self._window, restorations=self._restoration_count
         )
 
     def undo(self, to: AttentionCheckpoint, seen: int) -> None:
@@ -209,10 +207,8 @@ class AttentionStats:
     def _copy_of(self, positions: Positions) -> AttentionCheckpoint:
         is_recorded, total, log_decay = positions < len(self._total), *np.zeros((2, len(positions)))
         recorded = positions[is_recorded]
-        total[is_recorded], log_decay[is_recorded] = (
-            self._total[recorded],
-            self._log_decay[recorded],
-        )
+        total[is_recorded] = self._total[recorded]
+        log_decay[is_recorded] = self._log_decay[recorded]
         return AttentionCheckpoint(positions, total, log_decay)
 
     def _write_back(self, saved: AttentionCheckpoint) -> None:

@@ -55,7 +55,7 @@ def _floats(q, code: tl.constexpr, INTERPRETED: tl.constexpr):
 def _dot(
     x, norm, weight, scales, n, inside,
     K: tl.constexpr, BITS: tl.constexpr, NORMED: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr,
+    COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr
 ):  # fmt: skip
     """The products [ROWS] of the rows `n` of `weight` with x [K], and the sum of x^2."""
     row = n.to(tl.int64)[:, None]
@@ -116,7 +116,7 @@ def _multiply(
     x, norm, weight, scales, bias, added, out, N, epsilon,
     K: tl.constexpr, BITS: tl.constexpr, NORMED: tl.constexpr, BIASED: tl.constexpr,
     ADDED: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    INTERPRETED: tl.constexpr
 ):  # fmt: skip
     """Multiply a matrix with one of B rows x [K]; with `GATED`: silu(first half) * second half."""
     b = tl.program_id(1)
@@ -164,7 +164,7 @@ def _attend(
     rows, query_norm, key_norm, cos, sin, pools, lengths, parts, tops, scores, layer, scale,
     epsilon, slot_count,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NORMED: tl.constexpr,
-    SCORED: tl.constexpr, QUERIES: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    SCORED: tl.constexpr, QUERIES: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """One split of the slots in one key head; the last split also writes the new row."""
     h, s, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -187,7 +187,7 @@ def _attend(
         is_query = (g < G)[:, None]
         q = _rotated(
             begin + (h * G + g)[:, None] * D, query_norm, cos + b * D, sin + b * D, d, is_query,
-            epsilon, D, NORMED,
+            epsilon, D, NORMED
         )  # fmt: skip
         q = (q * scale).to(KIND)  # [QUERIES, D]
         top = tl.full([QUERIES], -float("inf"), tl.float32)
@@ -217,7 +217,7 @@ def _attend(
             one = tl.arange(0, 1)
             new = _rotated(
                 begin + (H * G + h + one)[:, None] * D, key_norm, cos + b * D, sin + b * D, d,
-                one[:, None] == 0, epsilon, D, NORMED,
+                one[:, None] == 0, epsilon, D, NORMED
             ).to(KIND)  # fmt: skip
             value = tl.load(begin + (H * G + H + h + one)[:, None] * D + d[None, :]).to(KIND)
             to = one[:, None] + n * D + d[None, :]
@@ -243,7 +243,7 @@ def _attend(
 @triton.jit
 def _merge(
     parts, tops, lengths, out, SPLITS: tl.constexpr,
-    QUERY_HEADS: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr, MERGED: tl.constexpr,
+    QUERY_HEADS: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr, MERGED: tl.constexpr
 ):  # fmt: skip
     query = tl.program_id(0)
     n = tl.load(lengths + query // QUERY_HEADS) + 1
@@ -282,7 +282,7 @@ def _block_maxima(logits, tops, ids, V, BLOCK: tl.constexpr):
 @triton.jit
 def _store_choice(
     tops, ids, surprisals, is_valid, results, slot, numbers, numbers_used, count,
-    BLOCKS: tl.constexpr, READS: tl.constexpr,
+    BLOCKS: tl.constexpr, READS: tl.constexpr
 ):  # fmt: skip
     if BLOCKS:
         i = tl.arange(0, BLOCKS)
@@ -310,7 +310,7 @@ def _store_choice(
 @triton.jit
 def _draw_token(
     values, ids, tops, number, chosen, is_valid, V, count, blocks, top_k, top_p, min_p, margin,
-    N: tl.constexpr, BLOCKS: tl.constexpr, HAS_TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+    N: tl.constexpr, BLOCKS: tl.constexpr, HAS_TOP_K: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     i = tl.arange(0, N)
     value = tl.load(values + i, mask=i < count, other=-float("inf"))
@@ -390,7 +390,7 @@ def multiply(
         x, norm, weight, scales, bias, added, out, rows, epsilon,
         K=columns, BITS=bits, NORMED=norm is not None, BIASED=bias is not None,
         ADDED=added is not None, GATED=gated, ROWS=row_block, COLUMNS=column_block,
-        INTERPRETED=triton.knobs.runtime.interpret, num_warps=warps,
+        INTERPRETED=triton.knobs.runtime.interpret, num_warps=warps
     )  # fmt: skip
     return out
 
@@ -429,13 +429,13 @@ def attend(
         epsilon, slot_count,
         H=kv_heads, G=group, D=size, KIND=_TRITON_TYPES[dtype], NORMED=query_norm is not None,
         SCORED=scores is not None, QUERIES=max(_MIN_DOT_ROWS, triton.next_power_of_2(group)),
-        SPLIT=SPLIT, BLOCK=_ATTENTION_BLOCK, num_warps=4,
+        SPLIT=SPLIT, BLOCK=_ATTENTION_BLOCK, num_warps=4
     )  # fmt: skip
     out = rows.new_empty((count, kv_heads * group, size))
     _merge[(count * kv_heads * group,)](
         parts, tops, lengths, out,
         SPLITS=splits, QUERY_HEADS=kv_heads * group, D=size, SPLIT=SPLIT, MERGED=_MERGE_BLOCK,
-        num_warps=1 if size < 128 else 2,
+        num_warps=1 if size < 128 else 2
     )  # fmt: skip
     return out
 
@@ -473,7 +473,7 @@ def store_choice(
     blocks = triton.next_power_of_2(len(ids)) if is_likeliest else 0
     _store_choice[(1,)](
         tops, ids, surprisals, is_valid, results, slot, numbers, numbers_used, len(ids),
-        BLOCKS=blocks, READS=reads, num_warps=4,
+        BLOCKS=blocks, READS=reads, num_warps=4
     )  # fmt: skip
 
 
@@ -499,6 +499,6 @@ def draw_token(
         values, ids, tops, number, chosen, is_valid, len(scores), len(ids), len(tops), top_k, top_p,
         min_p, margin,
         N=triton.next_power_of_2(len(ids)), BLOCKS=triton.next_power_of_2(len(tops)),
-        HAS_TOP_K=top_k > 0, BLOCK=_DRAW_BLOCK, num_warps=8,
+        HAS_TOP_K=top_k > 0, BLOCK=_DRAW_BLOCK, num_warps=8
     )  # fmt: skip
     return chosen, is_valid

@@ -64,10 +64,7 @@ class PassageSearch:
         self.index = WordIndex(self._word_weight)
 
     def update(
-        self,
-        ledger: Ledger,
-        vector_of: VectorOf = lambda start, end: None,
-        with_words: bool = True,
+        self, ledger: Ledger, vector_of: VectorOf = lambda start, end: None, with_words: bool = True
     ) -> None:
         """Add the passages of the complete turns that were read since the last update.
 

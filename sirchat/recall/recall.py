@@ -369,11 +369,7 @@ class Recall:
 
 
 def search(
-    engine: Engine,
-    model: LoadedModel,
-    ids: Sequence[int],
-    roles: Sequence[Role],
-    at: TurnRef,
+    engine: Engine, model: LoadedModel, ids: Sequence[int], roles: Sequence[Role], at: TurnRef
 ) -> SearchResult | None:
     """Score the archived tokens for a turn of m `ids`; the engine's state is the same afterwards.
 
@@ -460,10 +456,7 @@ def _scores_of(positions: Positions, result: SearchResult | None) -> tuple[float
 
 
 def _score_archived(
-    engine: Engine,
-    model: LoadedModel,
-    rows: NDArray[np.int64],
-    start: int,
+    engine: Engine, model: LoadedModel, rows: NDArray[np.int64], start: int
 ) -> SearchResult | None:
     """Score the archived tokens before `start` against the cache's `rows`; None if none are."""
     ledger, recall, archive = engine.ledger, engine.settings.recall, engine.store.archive
