@@ -101,10 +101,10 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         """Whether the reply has ended, or must end now; then only `end` is to be called."""
         if self._stopped is not None or self._failure is not None:
             return True
+        if self.generation.tokens_left <= 0:
+            return False
         is_looping = self._loops is not None and self._loops.found
-        return self.generation.tokens_left > 0 and (
-            self._parts.has_ended or is_looping or self._stops()
-        )
+        return self._parts.has_ended or is_looping or self._stops()
 
     def push(self, done: StepResult) -> list[Event]:
         """Take what a step has done; returns the events. Raises what failed in it."""

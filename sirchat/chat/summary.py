@@ -109,10 +109,8 @@ class _Sentence:
 
     def score(self, summary_words: set[str]) -> float:
         """Surprisal by length, of which words that the summary has already count less."""
-        values = (
-            nats * (_REPEATED_WEIGHT if word in summary_words else 1)
-            for word, nats in self.words.items()
-        )
+        repeated, words = _REPEATED_WEIGHT, self.words.items()
+        values = (nats * (repeated if word in summary_words else 1) for word, nats in words)
         return self.weight * sum(nlargest(_SCORED_WORDS, values)) / (self.size + _EXTRA_LENGTH)
 
 
@@ -149,18 +147,14 @@ def _extract(session: Session, messages: list[_Message], facts: list[StatedFact]
     return ""
 
 
-def _repeats(
-    role: str, has: list[str], said: list[str], words: set[str], removed: set[str]
-) -> bool:
+def _repeats(role: str, has: list[str], said: list[str], words: set[str], gone: set[str]) -> bool:
     """Whether a sentence of the words `has` is a corrected fact, or repeats it.
 
-    The correction took away the words that are `removed`. The model's sentence has one of them, and
-    another of the fact's `words`, if more than one is removed.
+    The correction took away the words that are `gone`. The model's sentence has one of them, and
+    another of the fact's `words`, if more than one is gone.
     """
-    is_near = (
-        has == said if role == "user" else len(words.intersection(has)) >= min(2, len(removed))
-    )
-    return is_near and not removed.isdisjoint(has)
+    is_near = has == said if role == "user" else len(words.intersection(has)) >= min(2, len(gone))
+    return is_near and not gone.isdisjoint(has)
 
 
 def _sentences(message: _Message) -> Iterator[_Sentence]:
@@ -174,7 +168,6 @@ def _sentences(message: _Message) -> Iterator[_Sentence]:
                 nats = math.fsum(row.surprisal or 0.0 for row in word)
                 words[name] = nats * (_NUMBER_WEIGHT if any(map(str.isdigit, name)) else 1)
         weight = _USER_WEIGHT if message.role == "user" else 1.0
-        is_question = match[0].endswith(("?", "？", '?"'))
-        yield _Sentence(
-            match[0], len(rows), weight * (_QUESTION_WEIGHT if is_question else 1), words
-        )
+        if match[0].endswith(("?", "？", '?"')):
+            weight *= _QUESTION_WEIGHT
+        yield _Sentence(match[0], len(rows), weight, words)

@@ -290,10 +290,8 @@ class Ledger:
     def pins_except_rules(self, start: int) -> Positions:
         """Positions of tokens from stream position `start` on that are pinned, and not as rules."""
         pinned = self.pinned_positions[bisect_left(self.pinned_positions, start) :]
-        pinned_without_rules: Positions = pinned[
-            self._rows["flags"][pinned] & np.uint8(Flag.RULE) == 0
-        ]
-        return pinned_without_rules
+        others: Positions = pinned[self._rows["flags"][pinned] & np.uint8(Flag.RULE) == 0]
+        return others
 
     def release_rules(self, positions: Positions) -> None:
         """Rules that have one of these tokens no longer count as pinned by themselves."""

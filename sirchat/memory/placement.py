@@ -41,11 +41,8 @@ class Placement:
     @property
     def policy_positions(self) -> Positions:
         """The policy's tokens: those that recall has not restored, held or aside."""
-        return (
-            np.union1d(self.held_without_recalled, self.aside)
-            if len(self.aside)
-            else self.held_without_recalled
-        )
+        held = self.held_without_recalled
+        return np.union1d(held, self.aside) if len(self.aside) else held
 
     def without(self, positions: Positions) -> Placement:
         """This placement without the tokens at these positions."""

@@ -26,10 +26,7 @@ from sirchat.text.detokenizer import QUESTION_MARKS, Texts
 # CHANCE_SCORE, passages that share a frequent word displace those that say it in other words.
 MIN_SCORE = 2.0  # least score of a passage that comes back; half of it for a message that asks
 CHANCE_SCORE = MIN_SCORE / 2  # what z(words) reaches by chance
-MIN_WORD_DEVIATION, MIN_COSINE_DEVIATION = (
-    0.9,
-    0.1,
-)  # least standard deviations of scores by words, and of cosines
+MIN_WORD_DEVIATION, MIN_COSINE_DEVIATION = 0.9, 0.1  # least standard deviations of the scores
 
 # Passages of a turn that are few. Chosen on the first five chats of BEAM; with 3, less of LoCoMo's
 # evidence is found (0.02 to 0.04), and without this, less of BEAM's (0.15).
@@ -103,9 +100,8 @@ class PassageSearch:
 
     def by_words(self, sentences: Sequence[str]) -> Scores:
         """How far above chance each passage [n] fits the words of the sentences."""
-        return np.maximum(
-            _z_scores(self.index.scores(sentences), 0.0, MIN_WORD_DEVIATION) - CHANCE_SCORE, 0
-        )
+        scores = _z_scores(self.index.scores(sentences), 0.0, MIN_WORD_DEVIATION)
+        return np.maximum(scores - CHANCE_SCORE, 0)
 
     def tool_result_scores(self, sentences: Sequence[str], which: NDArray[np.bool_]) -> Scores:
         """What the passages at `which` of a result get, as they were asked for by the sentences.
@@ -148,18 +144,16 @@ class PassageSearch:
         scores[first] = 0
         return self._discounted(scores, generated, query.excluded_turns)
 
-    def _discounted(
-        self, scores: Scores, generated: Numbers, excluded_turns: Sequence[int]
-    ) -> Scores:
+    def _discounted(self, scores: Scores, generated: Numbers, excluded: Sequence[int]) -> Scores:
         """What the model itself wrote counts less, and only if nothing told elsewhere fits better.
 
         The message that it answered does not count as told elsewhere. Its reply to a question, and
-        the question, must fit four times as well as that. The turns `excluded_turns` count not.
+        the question, must fit four times as well as that. The turns `excluded` do not count.
         """
         turns, roles = self.passages.rows["turn"], self.passages.rows["role"]
         count = int(turns.max(initial=0)) + 1
-        if excluded_turns:
-            scores = np.where(np.isin(turns, excluded_turns), -np.inf, scores)
+        if excluded:
+            scores = np.where(np.isin(turns, excluded), -np.inf, scores)
         written = np.bincount(np.asarray(generated, np.int64), minlength=count + 1) > 0
         is_own = written[turns] & (roles == Role.ASSISTANT)
         if not is_own.any():
@@ -200,9 +194,8 @@ def best_first(scores: Scores, floor: float, turns: Numbers) -> NDArray[np.int64
     several messages precede much of one. A score of -inf is left out.
     """
     turns = np.asarray(turns)
-    worth = np.maximum(scores, 0) / np.sqrt(
-        np.maximum(np.bincount(turns)[turns] / MAX_FULL_SCORE_PASSAGES, 1)
-    )
+    lengths = np.bincount(turns)[turns] / MAX_FULL_SCORE_PASSAGES
+    worth = np.maximum(scores, 0) / np.sqrt(np.maximum(lengths, 1))
     above = np.flatnonzero((scores >= floor) & (scores > -np.inf))[::-1]
     above = above[np.lexsort((-worth[above], turns[above]))]  # by turn, its best one first
     _, starts, counts = np.unique(turns[above], return_index=True, return_counts=True)

@@ -101,7 +101,7 @@ class SavedState(BaseModel):
 
 
 def make_state_record(saved: EngineState, session: Session, stamp: str = "") -> StateRecord:
-    """Make the head that saves the state of `session`.
+    """The record that saves the state of `session`.
 
     `saved` is the state of its engine, `stamp` identifies the keys and values saved with it.
     """
