@@ -144,12 +144,7 @@ class EventBuilder:
         )
 
     def switched(
-        self,
-        model: LoadedModel,
-        before: Profile,
-        after: Profile,
-        restored: int,
-        template: Template,
+        self, model: LoadedModel, before: Profile, after: Profile, restored: int, template: Template
     ) -> list[Event]:
         """An event for each changed setting, and notices of those that do not suit model or policy.
 

@@ -143,9 +143,9 @@ def load_profile(name_or_file: str, trusted: Collection[str] = ()) -> dict[str, 
 
 def list_profiles() -> list[ProfileInfo]:
     """All profiles by name; the user's hides one of the same name that comes with sirchat."""
-    is_shipped = paths.shipped_profiles_dir()
+    shipped = paths.shipped_profiles_dir()
     return [
-        ProfileInfo(name, path, _profile_description(path), path.parent == is_shipped)
+        ProfileInfo(name, path, _profile_description(path), path.parent == shipped)
         for name, path in sorted(_profile_files().items())
     ]
 

@@ -1,4 +1,4 @@
-"""Records the attention weights that the tokens in the cache receive while ids are read."""
+"""Records the attention weights that held tokens receive while ids are read."""
 
 from __future__ import annotations
 
@@ -32,23 +32,21 @@ class PassWeights:
         self._sum = weights if self._sum is None else self._sum + weights.to(self._sum.device)
 
     def mean(self) -> NDArray[np.float32] | None:
-        """The weights [m, n] from m queries to n cache slots; None if the model showed none."""
+        """The mean weights [m, n] of m queries on n cache slots; None if the model showed none."""
         if self._sum is None:
             return None
         weights: NDArray[np.float32] = (self._sum / len(self.layers)).cpu().numpy()
         return weights
 
     def record(self, length: int, window: int) -> PassAttention | None:
-        """What the first `length` cache slots received; None if the model showed nothing."""
+        """The weights on the first `length` cache slots; None if the model showed none."""
         mean = self.mean()
         return None if mean is None else PassAttention.from_weights(mean[:, :length], window)
 
 
+# Not a `MeanObserver`: a step that computes weights itself gives only sums over heads.
 class HeadWeights:
-    """Records as `PassWeights` does, and each head's weights of the newest `window` queries.
-
-    It is no `MeanObserver`, as no step computes the weights of each head itself.
-    """
+    """Records the mean as `PassWeights` does, and each head's weights for the newest queries."""
 
     def __init__(self, layers: Collection[int], window: int) -> None:
         self._mean, self._window = PassWeights(layers), window
@@ -68,10 +66,10 @@ class HeadWeights:
 
 
 class AttentionTracker:
-    """Context manager: records attention weights while ids are read, in one pass or several.
+    """Context manager: records attention weights while ids are read in one or more passes.
 
-    The ledger gets them when the block ends, so that they do not depend on how the ids were split.
-    Without a `config` nothing is recorded.
+    The ledger gets the weights when the block ends, so that the number of passes makes no
+    difference. With `config` None, nothing is recorded.
     """
 
     def __init__(
@@ -95,7 +93,6 @@ class AttentionTracker:
         self._ledger.attention.add(held, self._passes, self._ledger.log_decay, self._config.window)
 
     def observer(self) -> PassWeights | HeadWeights | None:
-        """A new observer for the next forward pass."""
         config = self._config
         if config is None:
             return None
@@ -103,7 +100,7 @@ class AttentionTracker:
         return HeadWeights(layers, config.window) if config.per_head else PassWeights(layers)
 
     def add(self, observer: PassWeights | HeadWeights | None) -> None:
-        """Add the attention of a pass, whose rows must have been committed to the cache."""
+        """Add the weights of a pass. The rows of the pass must have been committed to the cache."""
         if self._config is None or observer is None:
             return
         if record := observer.record(self._cache.length, self._config.window):

@@ -1,8 +1,7 @@
-"""Divides the cache's budget among sinks, pins and the eviction policy, in tokens.
+"""Divides the budget of the KV cache, in tokens: budget = sinks + pins + E.
 
-budget = sinks + pins + E. Sinks (the first tokens) and pins are never evicted, and the policy
-decides which tokens take the E places. What recall restores for a round takes places of the
-policy's tokens, which step aside until the round is complete.
+Sinks (the first tokens of the stream) and pins are never evicted. The eviction policy chooses the
+tokens in the other E places. Recalled tokens take some of those places until the round ends.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _MAX_AUTO_RECALLED, _AUTO_UNRECALLED = 400, 64
 
 @dataclass(frozen=True)
 class Division:
-    """How the budget is divided at one moment; all numbers are tokens (cache slots)."""
+    """How the budget is divided at one moment. All numbers are tokens (cache slots)."""
 
     total: int  # the budget; the model's context length if the policy never evicts
     hard_bound: int  # most tokens at any time; above the budget only under `between-turns`
@@ -39,7 +38,7 @@ class Division:
 def divide_budget(
     settings: CacheSettings, ledger: Ledger, context_length: int, holdable: Positions | None = None
 ) -> Division:
-    """Divide the budget among the held tokens, or those at positions `holdable`."""
+    """Divide the budget among the tokens at positions `holdable`, by default the held ones."""
     policy = settings.policy
     is_bounded = policy.bounded
     total = settings.budget if is_bounded else context_length
@@ -67,9 +66,9 @@ def divide_budget(
 def smallest_budget_for(
     tokens: int, settings: CacheSettings, ledger: Ledger, context_length: int
 ) -> int | None:
-    """The smallest budget under which the policy decides about at least `tokens` tokens.
+    """The smallest budget with at least `tokens` places for the policy (E); None if none suffices.
 
-    Only powers of two and the context length are tried; None if even the latter is too small.
+    Candidates are the powers of two below the context length, and the context length.
     """
     size = _MIN_EVICTABLE
     while size < context_length:
@@ -82,14 +81,14 @@ def smallest_budget_for(
 
 
 def pinned_mask(settings: CacheSettings, ledger: Ledger, positions: Positions) -> NDArray[np.bool_]:
-    """Mask [n] of the tokens at `positions` [n] that are pinned; all False if pins are ignored."""
+    """Mask [n] of the pinned tokens at `positions` [n]; all False if the policy ignores pins."""
     if not settings.policy.honours_pins:
         return np.zeros(len(positions), bool)
     return (ledger.column("flags")[positions] & np.uint8(Flag.PINNED)).astype(bool)
 
 
 def count_pins(settings: CacheSettings, ledger: Ledger, positions: Positions) -> int:
-    """How many of the tokens at `positions` are pinned, not counting sinks."""
+    """The number of pinned tokens at `positions`, not counting sinks."""
     sinks = settings.sinks if settings.policy.honours_sinks else 0
     return int((pinned_mask(settings, ledger, positions) & (positions >= sinks)).sum())
 
@@ -97,7 +96,7 @@ def count_pins(settings: CacheSettings, ledger: Ledger, positions: Positions) ->
 def recall_limit(wanted: int | None, room: int) -> int:
     """The most tokens that recall may restore: `wanted`, or fewer if they do not fit.
 
-    `wanted` is None under `recall_n: auto`; `room` is what sinks and pins leave of the budget.
+    `wanted` is None under `recall_n: auto`. `room` is the budget without sinks and pins.
     """
     # Measured with SmolLM2 and facts in 4,000 tokens of real talk, when recall filled all that it
     # might: at any budget more room found more facts, up to 400 rows or three quarters of it. But

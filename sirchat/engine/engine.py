@@ -1,7 +1,7 @@
 """The engine: reads token ids, and keeps the KV cache within its budget.
 
-Room is made before each chunk of at most E/4 ids is read, and by a block of tokens whenever the
-cache is full while a reply is generated (E: the tokens that the policy decides about, `budget`).
+While a turn is read, tokens are evicted before each chunk of at most E/4 ids. While a reply is
+generated, a block of tokens is evicted whenever the cache is full. E is explained in `budget`.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _ANCHOR, _CONTINUES = int(Flag.ANCHOR), int(Flag.CONTINUES)
 class Engine:
     """Reads the token ids of one conversation; owns its KV cache and its ledger.
 
-    `ends_sequence` says whether an id ends a sequence, for the policy `anchor`; `continues_word`,
-    called as (previous id, id), whether both belong to one word. Callers may read the attributes
-    `ledger`, `cache`, `store` and `evictor`, and let `evictor` switch settings and move tokens.
+    `ends_sequence(id)` marks the anchors of the policy `anchor`. `continues_word(previous, id)`
+    tells whether both ids belong to one word. Callers may read `ledger`, `cache` and `store`, and
+    may use `evictor` to switch settings and to move tokens.
     """
 
     def __init__(
@@ -73,18 +73,17 @@ class Engine:
 
     @property
     def settings(self) -> CacheSettings:
-        """The settings in force; `evictor.switch` changes them."""
         return self.evictor.settings
 
     @property
     def budget(self) -> int:
-        """Most tokens in the cache: the context length if the policy never evicts."""
+        """The most tokens in the cache: the context length if the policy never evicts."""
         settings = self.evictor.settings
         return settings.budget if settings.policy.bounded else self._model.context_length
 
     @property
     def resident(self) -> int:
-        """Number of tokens in the cache now."""
+        """The number of held tokens."""
         return self.cache.length
 
     @property
@@ -95,10 +94,10 @@ class Engine:
     def prefill(
         self, ids: Sequence[int], roles: Sequence[Role], at: TurnRef, *, pinned: bool = False
     ) -> Iterator[ReadProgress | EvictedRows]:
-        """Read the ids of turn `at`, with the role of each; yields evictions and progress.
+        """Read `ids` [m] of turn `at`, with the role of each; yields evictions and progress.
 
-        The engine is consistent at every yield, so the caller may stop after any record. Raises
-        ContextFullError, before any id is read, if they do not fit and nothing may be evicted.
+        The engine is consistent at every yield, so callers may stop there. Raises ContextFullError,
+        before any id is read, if the ids do not fit and nothing may be evicted.
         """
         evictor, ledger, compacts = self.evictor, self.ledger, self._compacts_at_anchors
         evictor.round = at.round
@@ -128,7 +127,7 @@ class Engine:
             yield ReadProgress(done, len(ids))
 
     def decay_at_round_end(self) -> None:
-        """End a round: multiply surprisal and attention by `decay`; `auto` spares this round."""
+        """Multiply surprisal and attention by `decay`; the automatic decay spares this round."""
         settings, ledger, round = self.settings, self.ledger, self.evictor.round
         if settings.decay is not None:
             ledger.apply_decay(settings.decay)
@@ -137,14 +136,14 @@ class Engine:
             ledger.apply_decay(factor, spared=round)
 
     def checkpoint(self) -> EngineCheckpoint:
-        """The present state, to which `undo` can go back; call it at the beginning of a turn."""
+        """The state at the beginning of a turn, to which `undo` can return."""
         return EngineCheckpoint(self.store.checkpoint(), self.logits, self.evictor.round)
 
     def undo(self, to: EngineCheckpoint, *, keep_pins: bool = False) -> CacheUpdate:
-        """Undo all that was read or pinned after the checkpoint `to`; the present settings stay.
+        """Undo all reading and pinning since the checkpoint `to`; the current settings stay.
 
-        Returns what was evicted or restored because settings, or pins with `keep_pins`, differ.
-        Raises LookupError, changing nothing, if a token held then is lost.
+        Returns the tokens moved because settings, or pins kept by `keep_pins`, have changed since.
+        Raises LookupError, changing nothing, if a token of the checkpoint is lost.
         """
         moves = self.evictor.undo(to.cache, to.round, keep_pins=keep_pins)
         self.reader.logits = to.logits
@@ -158,9 +157,9 @@ class Engine:
         self.rebuild_state()
 
     def reorder(self, order: Positions, turns: Positions, rounds: Positions) -> Positions:
-        """Let the tokens stand in the order `order`, and erase all others; see `Ledger.reorder`.
+        """Put the tokens into the order `order`, and erase all others; see `Ledger.reorder`.
 
-        Nothing is read. Where another token is last now, the logits for the next token are dropped.
+        Nothing is read again. If the last token changes, the logits for the next token are dropped.
         """
         is_last = not len(order) or int(order[-1]) == self.ledger.seen - 1
         rank = self.store.reorder(order, turns, rounds)
@@ -172,8 +171,8 @@ class Engine:
     def rebuild_state(self) -> None:
         """Compute the state of recurrent and convolution layers again, without erased tokens.
 
-        The whole stream is read into another cache, of sinks and newest tokens; the conversation's
-        keys and values stay.
+        The whole stream is read into a temporary cache of sinks and newest tokens. The keys and
+        values of the conversation stay as they are.
         """
         if not self.cache.has_state:
             return
@@ -197,10 +196,7 @@ class Engine:
         self.cache.state = cache.state
 
     def save(self, start: int = 0) -> EngineState:
-        """The state that a saved conversation needs to continue, except keys and values.
-
-        Of the ledger, it has the rows from stream position `start` on.
-        """
+        """The saved state without keys and values; ledger rows from stream position `start` on."""
         ledger, logits = self.ledger, self.logits
         return EngineState(
             rows=ledger.rows(start),
@@ -219,10 +215,10 @@ class Engine:
         attention: AttentionCheckpoint | None = None,
         evicted: Iterable[KeyValues] = (),
     ) -> None:
-        """Continue a saved conversation, with the keys and values `rows` and their `attention`.
+        """Continue a saved conversation, with its keys and values `rows` and their `attention`.
 
-        `evicted` are archived, too. What was not saved is computed again: keys and values if a held
-        token is not among `rows`, and the state of recurrent and convolution layers.
+        `evicted` goes to the archive. Keys and values are computed again if `rows` lacks a held
+        token; the state of recurrent and convolution layers is, if it was not saved.
         """
         ledger, reader = self.ledger, self.reader
         ledger.load(saved.rows, saved.held, saved.log_decay)
@@ -244,10 +240,9 @@ class Engine:
             self.rebuild_state()
 
     def require_room(self, count: int) -> None:
-        """Raise ContextFullError if `count` more tokens can't be read.
+        """Raise ContextFullError if the model's context has no room for `count` more tokens.
 
-        They can't if the policy never evicts and the context is full, or if absolute positions
-        would exceed the model's context.
+        The context can be full only if the policy never evicts, or with absolute positions.
         """
         policy, most = self.settings.policy, self._model.context_length
         if not policy.bounded and self.cache.length + count > most:
@@ -260,7 +255,7 @@ class Engine:
             )
 
     def flags_of(self, ids: Sequence[int], pinned: bool = False) -> list[int]:
-        """The ledger's flags of `ids` [m], which are read next."""
+        """The ledger flags of `ids` [m], which are read next."""
         flags = [int(Flag.PINNED) if pinned else 0] * len(ids)
         previous = int(self.ledger.column("token_id")[-1]) if self.ledger.seen else None
         for index, token_id in enumerate(ids):
@@ -272,7 +267,7 @@ class Engine:
         return flags
 
     def grow_for(self, count: int) -> None:
-        """Enlarge the cache's buffers, if necessary, so that `count` more rows fit."""
+        """Enlarge the buffers of the cache, if necessary, for `count` more rows."""
         cursor = self.cache.cursor
         needed = cursor.length + count
         if needed > cursor.capacity:  # the budget is no hard bound
@@ -284,10 +279,8 @@ class Engine:
         return self.settings.policy.compacts_at_anchors
 
     def _pass_size(self, division: Division, pinned: bool) -> int:
-        """Most ids that one pass reads of a turn: as many chunks as fit, at least one.
-
-        Several chunks in one pass are faster, and the same tokens are evicted.
-        """
+        """Most ids of a turn that one pass reads: as many whole chunks as fit, at least one."""
+        # Several chunks in one pass are faster, and the same tokens are evicted.
         size = division.chunk_size
         if pinned or self._compacts_at_anchors:  # pins change the size of the next chunk
             return size

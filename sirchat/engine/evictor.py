@@ -1,4 +1,4 @@
-"""Decides which tokens the KV cache holds: chooses a `Placement`, which the store puts into effect.
+"""Decides which tokens the KV cache holds: chooses a `Placement`, which the store carries out.
 
 Tokens move when room is needed, when settings or pins change, by undo and by recall.
 """
@@ -40,11 +40,11 @@ class _BeforeSwitch:
 
 
 class Evictor:
-    """Decides which tokens of one conversation the KV cache holds, by the settings' policy.
+    """Decides which tokens of one conversation the KV cache holds, by the policy in the settings.
 
-    `round` is the number of the current round, whose newest tokens are protected from eviction.
-    From `begin_recall` to `end_recall`, the tokens that recall wants are held, and as many of the
-    policy's tokens are aside, in the archive.
+    `round` is the current round, whose newest tokens are protected from eviction. From
+    `begin_recall` to `end_recall` the recalled tokens are held, and other tokens are set aside for
+    them in the archive.
     """
 
     def __init__(self, settings: CacheSettings, reader: Reader, store: KeyValueStore) -> None:
@@ -59,22 +59,21 @@ class Evictor:
         self._before_switch: tuple[_BeforeSwitch, Placement] | None = None
 
     def divide_budget(self) -> Division:
-        """How the budget is divided now, with the settings in force."""
         return divide_budget(self.settings, self._ledger, self.context_length)
 
     def view_held(self, round: int | None) -> HeldRows:
-        """The held tokens that recall has not restored, as the policy sees them.
+        """The held tokens that recall did not restore, as the policy's input.
 
-        Sinks and pins are protected; with a `round`, its newest tokens are, too.
+        Sinks, pins and, if `round` is given, its newest tokens are protected from eviction.
         """
         return self.view_tokens(self._store.placement.held_without_recalled, round)
 
     def view_tokens(
         self, positions: Positions, round: int | None = None, division: Division | None = None
     ) -> HeldRows:
-        """The tokens at stream `positions` [n], held or archived, as the policy sees them.
+        """The tokens at stream `positions` [n], held or archived, as the policy's input.
 
-        See `view_held`. `division` divides the budget among them, if the caller knows it.
+        See `view_held`. `division` is the budget divided among them, computed here by default.
         """
         settings, ledger = self.settings, self._ledger
         if division is None:
@@ -92,11 +91,10 @@ class Evictor:
         return replace(rows, **columns) if columns else rows
 
     def make_room(self, count: int, division: Division | None = None) -> list[EvictedRows]:
-        """Evict tokens, if necessary, so that `count` more fit; `division` is the present one.
+        """Evict tokens, if necessary, so that `count` more fit; `division` is the current one.
 
-        Right after an anchor (the end of a sentence or round), the policy's `reduce` evicts first.
-        During recall, tokens of earlier rounds step aside, then recalled tokens leave; recall ends
-        only where that is not enough.
+        Right after an anchor, the policy's `reduce` evicts first. During recall, tokens of earlier
+        rounds are set aside, then recalled tokens leave; if both are too few, recall ends.
         """
         evicted = self._reduce_at_anchor()
         if division is None or evicted:
@@ -136,17 +134,14 @@ class Evictor:
         return evicted
 
     def recall_room(self, incoming: int) -> int:
-        """The largest number of recalled tokens beside which a turn of `incoming` ids fits.
-
-        0 if recall is off or the policy never evicts.
-        """
+        """Most recalled tokens that fit beside a turn of `incoming` ids; 0 if recall is off."""
         recall = self.settings.recall
         if recall is None or not self.settings.policy.bounded:
             return 0
         return recall_limit(recall.n, self.free_budget(incoming))
 
     def free_budget(self, incoming: int = 0) -> int:
-        """How much of the budget sinks, pins and a turn of `incoming` ids leave."""
+        """The budget without sinks, pins and a turn of `incoming` ids, in tokens."""
         division = self.divide_budget()
         return min(division.total, division.hard_bound - incoming) - division.sinks - division.pins
 
@@ -158,11 +153,11 @@ class Evictor:
         focused: bool = False,
         scores: NDArray[np.float64] | None = None,
     ) -> CacheUpdate:
-        """Before a turn of `incoming` ids, hold the tokens at positions `chosen` [n].
+        """Hold the tokens at positions `chosen` [n] for the next turn, of `incoming` ids.
 
-        The policy's lowest tokens step aside for them; with `focused`, all but sinks, pins,
-        `chosen` and the newest round. Where room is needed later, those with the lowest `scores`
-        [n] leave first. Raises ValueError if they do not fit the budget.
+        The tokens that the policy ranks lowest are set aside for them; with `focused`, all but
+        sinks, pins and the newest round. Tokens with the lowest `scores` [n] leave first when room
+        is needed later. Raises ValueError if the tokens do not fit the budget.
         """
         moves: CacheUpdate = [*self.end_recall()]
         if not (len(chosen) or focused):
@@ -187,10 +182,9 @@ class Evictor:
         return moves + self._place(Placement(np.union1d(kept, restored), restored, aside, wanted))
 
     def end_recall(self, count: int = 0) -> list[EvictedRows]:
-        """End recall for this round: recalled tokens leave, and those that stepped aside are back.
+        """Evict the recalled tokens, and restore the tokens that were set aside for them.
 
-        If these and the round's leave no room for `count` more, the policy chooses among them.
-        Returns what that evicts.
+        Returns the tokens of the policy that are evicted to leave room for `count` more.
         """
         if not self._store.has_recall:
             return []
@@ -201,7 +195,7 @@ class Evictor:
 
     @contextmanager
     def ending_recall_on_error(self) -> Iterator[None]:
-        """Context manager: if its block fails or ends early, tokens that stepped aside return."""
+        """Context manager: ends recall if the block fails or ends early."""
         try:
             yield
         except BaseException:
@@ -209,7 +203,7 @@ class Evictor:
             raise
 
     def held_without_recall(self, count: int = 0) -> Positions:
-        """Stream positions [n] that the cache would hold if recall ended, so that `count` fit."""
+        """Stream positions [n] held if recall ended now, with room for `count` more tokens."""
         placement = self._store.placement
         if not placement.has_recall:
             return placement.held
@@ -218,7 +212,7 @@ class Evictor:
 
     @contextmanager
     def temporary_placement(self, placement: Placement) -> Iterator[None]:
-        """Context manager: tokens are where `placement` says in its block, and then as before."""
+        """Context manager: places the tokens as `placement` says; afterwards as before."""
         before = self._store.placement
         with self._store.without_limit():
             self._place(placement)
@@ -248,11 +242,11 @@ class Evictor:
         return self._store.placement.held_without_recalled[leaves]
 
     def switch(self, settings: CacheSettings, pins: int = 0) -> CacheUpdate:
-        """Change the settings; the new policy chooses among all tokens held or archived.
+        """Change the settings; the new policy chooses among all held and archived tokens.
 
-        If `settings` are again those of the last forward pass, the cache gets exactly what it held
-        after it. `pins` tokens will be pinned next. Raises SettingError, changing nothing, if sinks
-        and pins leave too little room.
+        Switching back before the next forward pass restores exactly the old cache. `pins` tokens
+        will be pinned next. Raises SettingError, changing nothing, if sinks and pins leave too
+        little room.
         """
         old, self.settings = self.settings, settings
         try:
@@ -277,7 +271,7 @@ class Evictor:
         return moves
 
     def reread(self, positions: Positions) -> None:
-        """Compute again, and archive, the keys and values of lost tokens at these positions."""
+        """Compute and archive the keys and values of the lost tokens among `positions` again."""
         lost = self._store.rereadable(positions)
         if len(lost):
             sinks = max(1, self.settings.sinks)  # models expect a first token to attend to
@@ -303,10 +297,10 @@ class Evictor:
         return self._place(chosen)
 
     def pin_held(self, positions: Positions, pins_released: int = 0) -> int:
-        """Pin the held tokens at these positions, and move none; returns how many were pinned.
+        """Pin those tokens at `positions` that are held, and move none; returns their number.
 
-        Raises SettingError, changing nothing, if the pins would leave too little room, even if
-        `pins_released` tokens were no longer pinned.
+        Raises SettingError, changing nothing, if the pins would leave too little room even after
+        `pins_released` others are unpinned.
         """
         held = np.intersect1d(positions, self._store.placement.held_without_recalled)
         is_new = ~np.isin(held, self._ledger.pinned_positions)
@@ -321,14 +315,14 @@ class Evictor:
         self._place(self._store.placement)
 
     def exclude(self, positions: Positions, excluded: bool = True) -> CacheUpdate:
-        """Evict these tokens, except sinks, and let none return, unless `excluded` is False."""
+        """Evict these tokens, except sinks, for good; with `excluded` False, let them return."""
         positions = positions[positions >= self.divide_budget().sinks]
         self._ledger.flag(Flag.EXCLUDED, positions, excluded)
         placement = self._store.placement
         return self._place(placement.without(positions) if excluded else placement)
 
     def evict_until_recalled(self, positions: Positions) -> None:
-        """Evict the tokens at these positions; from now on, only recall may restore them."""
+        """Evict the tokens at these positions. From now on, only recall may restore them."""
         ledger = self._ledger
         ledger.pin(np.intersect1d(positions, ledger.pinned_positions), False)
         ledger.left_out = np.union1d(ledger.left_out, positions)
@@ -338,7 +332,8 @@ class Evictor:
     def without_tokens_from(self, position: int) -> Iterator[None]:
         """Context manager: archives the tokens from stream `position` on, and turns recall off.
 
-        They stay archived afterwards, so the archive must be unlimited. Recall must have ended.
+        The tokens stay archived afterwards, so the archive must be unlimited. Recall must have
+        ended.
         """
         settings, held = self.settings, self._ledger.held_positions.copy()
         self._place(Placement(held[held < position]))
@@ -349,14 +344,14 @@ class Evictor:
             self.settings = settings
 
     def hold(self, positions: Positions) -> None:
-        """Hold also the tokens at these positions; if not all fit, the policy chooses."""
+        """Restore the tokens at these positions; if not all tokens fit, the policy chooses."""
         held = np.union1d(self._ledger.held_positions, positions)
         self._place(Placement(self._keep_at_most(held, self.divide_budget().hard_bound)))
 
     def check_pins(self, new_pins: int, positions: Positions | None = None) -> None:
-        """Raise SettingError if the pins, and `new_pins` more, would leave too little room.
+        """Raise SettingError if `new_pins` more pins would leave too little room.
 
-        Pins among `positions` count, by default those of all tokens held or archived.
+        Existing pins are counted at `positions`, by default all held and archived tokens.
         """
         division = self.divide_budget()
         if division.max_pins is None:
@@ -372,11 +367,10 @@ class Evictor:
             )
 
     def undo(self, to: CacheCheckpoint, round: int, *, keep_pins: bool) -> CacheUpdate:
-        """Go back to the checkpoint `to`, in `round`.
+        """Return to the checkpoint `to`, in `round`; `keep_pins` keeps the current pins.
 
-        If that does not fit the present settings, the policy chooses again; with `keep_pins`, the
-        present pins stay, and rules that were pinned then are again. Raises LookupError, changing
-        nothing, if a held token is lost.
+        If the old placement does not fit the current settings, the policy chooses again. Raises
+        LookupError, changing nothing, if a token of the checkpoint is lost.
         """
         self._cache.grow_to(len(to.placement.held))
         self._store.undo(to)
@@ -393,19 +387,19 @@ class Evictor:
         return []
 
     def erase(self, positions: Positions) -> None:
-        """Delete the tokens at these positions from cache and archive; the ledger keeps a blank."""
+        """Delete the tokens at these positions from cache and archive; ledger rows become blank."""
         self._store.erase(positions)
         self._ledger.erase(positions)
 
     def _reachable(self) -> Positions:
-        """Stream positions of all tokens that can be held, also if the archive is off."""
+        """Stream positions of all tokens that can be held, with those set aside for recall."""
         reachable, aside = self._store.reachable(), self._store.placement.aside
         if len(left_out := self._ledger.left_out):
             reachable = np.setdiff1d(reachable, left_out, assume_unique=True)
         return np.union1d(reachable, aside) if len(aside) else reachable
 
     def _reduce_at_anchor(self) -> list[EvictedRows]:
-        """Right after an anchor, evict what the policy's `reduce` leaves out."""
+        """Right after an anchor, evict the tokens that the policy's `reduce` leaves out."""
         policy, flags = self.settings.policy, self._ledger.column("flags")
         if not (policy.compacts_at_anchors and len(flags) and flags[-1] & Flag.ANCHOR):
             return []
@@ -422,13 +416,13 @@ class Evictor:
         return self._cache.length <= self.divide_budget().hard_bound
 
     def _holds_pins(self, placement: Placement) -> bool:
-        """Whether all pinned tokens that can be held are, and not for recall, which evicts them."""
+        """Whether all pinned tokens that can be held are held, and not only as recalled tokens."""
         reachable = self._reachable()
         pinned = reachable[pinned_mask(self.settings, self._ledger, reachable)]
         return bool(np.isin(pinned, placement.held_without_recalled).all())
 
     def _state_to_switch_back_to(self) -> _BeforeSwitch | None:
-        """The state after the last pass; None without a switch, or if tokens were read since."""
+        """The state before the last switch; None without a switch, or if tokens moved since."""
         if self._before_switch is None:
             return None
         state, placement_since = self._before_switch
@@ -436,7 +430,7 @@ class Evictor:
         return state if is_unchanged else None
 
     def _placement_after_switch(self, old: CacheSettings) -> Placement:
-        """Where the tokens must be, after the settings have changed from `old`."""
+        """The placement after the settings have changed from `old`."""
         new, before = self.settings, self._state_to_switch_back_to()
         if before is not None and before.settings == new:
             former = before.placement
@@ -450,7 +444,7 @@ class Evictor:
         return self._choose()
 
     def _choose(self) -> Placement:
-        """Let the policy choose among all tokens held or archived; none counts as recalled."""
+        """The policy's choice among all held and archived tokens; none counts as recalled."""
         policy, reachable = self.settings.policy, self._reachable()
         if policy.compacts_at_anchors:
             rows = policy.reduce(self.view_tokens(reachable))
@@ -476,17 +470,13 @@ class Evictor:
         return moves
 
     def _keep(self, rows: HeldRows, num_keep: int) -> list[EvictedRows]:
-        """Let the policy choose `num_keep` of the `rows`, all that are held; evict the others."""
+        """Evict all held `rows` but the `num_keep` that the policy chooses."""
         kept = self._choose_rows(rows, num_keep).numpy()
         moves = self._place(Placement(self._ledger.held_positions[kept]))
         return [move for move in moves if isinstance(move, EvictedRows)]
 
     def _reduced_placement(self, excess: int) -> Placement | None:
-        """The present placement without `excess` tokens; None if that takes more than recall has.
-
-        Tokens of earlier rounds step aside as the policy says; if these are too few, tokens that
-        recall wants leave.
-        """
+        """The placement after `excess` tokens have left; None if recall must end for that."""
         placement = self._store.placement
         own, wanted = placement.held_without_recalled, placement.wanted
         is_current = self._ledger.column("round")[own] == self.round
@@ -505,7 +495,7 @@ class Evictor:
     def _keep_required_and(
         self, positions: Positions, is_required: NDArray[np.bool_], max_kept: int
     ) -> Positions:
-        """The tokens at `positions` [n] with `is_required` [n], and up to `max_kept` in all."""
+        """The required tokens at `positions` [n], and others up to `max_kept` in all."""
         num_keep = max(max_kept, int(is_required.sum()))
         if num_keep >= len(positions):
             return positions
@@ -514,7 +504,7 @@ class Evictor:
         return kept
 
     def _keep_at_most(self, positions: Positions, max_kept: int) -> Positions:
-        """The tokens at these positions, or the `max_kept` of them that the policy keeps."""
+        """The tokens at these positions; if more than `max_kept`, those that the policy keeps."""
         if len(positions) <= max_kept:
             return positions
         rows = self.view_tokens(positions, self.round)
@@ -522,10 +512,7 @@ class Evictor:
         return kept
 
     def _choose_rows(self, rows: HeldRows, num_keep: int) -> Tensor:
-        """Let the policy choose which `num_keep` of the `rows` stay; returns their numbers.
-
-        Raises SettingError for numbers that are not valid, or that leave out a protected row.
-        """
+        """Row numbers of the `num_keep` rows that the policy keeps; SettingError if invalid."""
         chosen = self.settings.policy.keep(rows, num_keep)
         if not _is_valid_choice(chosen, rows, num_keep):
             raise SettingError(

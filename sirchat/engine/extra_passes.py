@@ -1,6 +1,6 @@
-"""Forward passes that measure or compute something and leave what is held as it was.
+"""Forward passes for measurements and recomputation, which leave the held tokens as they are.
 
-The buffers of the cache may grow, and what was computed in advance is dropped.
+The buffers of the cache may grow, and precomputed logits are dropped.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _CONTEXT_TOKENS = 16
 def attention_from(
     reader: Reader, rows: Tensor, visible: NDArray[np.bool_]
 ) -> NDArray[np.float64] | None:
-    """The mean attention weight [n] that each held row gets from the tokens of `rows` [k].
+    """The mean attention weight [n] on each held row, from the tokens at `rows` [k].
 
-    These are read again at their own positions; each attends to itself and to the rows before it
-    among `visible` [n]. The mean is over heads, layers and queries. Returns None if the model shows
-    no attention weights, has a recurrent state, or a sliding window narrower than the cache.
+    The tokens are read again at their old positions; each sees itself and the earlier rows in
+    `visible` [n]. The mean is over heads, layers and queries. None if the model shows no weights,
+    has a recurrent state, or has a sliding window narrower than the cache.
     """
     model, cache, held = reader.model, reader.cache, reader.ledger.held_positions
     ids = reader.ledger.column("token_id")[held]
@@ -70,7 +70,10 @@ def attention_from(
 def score_continuations(
     reader: Reader, alternatives: Sequence[Sequence[int]]
 ) -> tuple[ContinuationScore, ...]:
-    """The log-probability of each id of several alternative continuations, read one by one."""
+    """The log-probabilities of several alternative continuations, read one by one.
+
+    Raises RuntimeError if nothing has been read yet, or if an alternative is empty.
+    """
     carried_logits, cache = reader.logits, reader.cache
     if carried_logits is None or not all(alternatives):
         raise RuntimeError(
@@ -89,10 +92,10 @@ def score_continuations(
 
 
 def recompute_rows(reader: Reader, positions: Positions, sinks: int) -> Iterator[KeyValues]:
-    """Compute keys and values of the tokens at ascending `positions` [n] from their ids again.
+    """Compute keys and values of the tokens at `positions` [n], ascending, from their ids again.
 
-    Each passage is read in a cache of its own, after the chat's first `sinks` tokens and some right
-    before it; a recurrent state has read nothing else. Erased tokens are never read.
+    Each passage is read in a new cache, after the first `sinks` tokens of the chat and some tokens
+    right before the passage. Erased tokens are never read.
     """
     model, ledger = reader.model, reader.ledger
     ids, is_absolute = ledger.column("token_id"), reader.cache.absolute_positions
@@ -115,7 +118,7 @@ def recompute_rows(reader: Reader, positions: Positions, sinks: int) -> Iterator
 
 
 def _forward(reader: Reader, ids: Sequence[int]) -> Tensor:
-    """Read ids [m], which are not held then; returns the logits [m, V] after each id."""
+    """The logits [m, V] after each of the ids [m], which are not held afterwards."""
     model, cache, logits = reader.model, reader.cache, list[Tensor]()
     if not cache.reads_singly:
         return model.forward(ids, cache, positions=reader.next_positions(len(ids)))

@@ -1,4 +1,4 @@
-"""Generates replies, one token in a step; several conversations share the pass of a step."""
+"""Generates replies, one token in a step. Several conversations share a step's forward pass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class StepResult(NamedTuple):
-    """What a step did for one reply: at most one token, after what was evicted for it."""
+    """What one step did for one reply: evictions, then at most one token, and the end, if any."""
 
     records: Sequence[GeneratedToken | EvictedRows | Stopped]
     error: Exception | None = None  # what failed after these records
@@ -30,9 +30,9 @@ class StepResult(NamedTuple):
 
 
 class Generation(AbstractContextManager["Generation"]):
-    """Context manager: a reply while it is generated; `step` adds a token.
+    """Context manager: a reply that is being generated; `step` adds one token to it.
 
-    `lookup` guesses tokens that are computed in advance, in one pass. A step fails with
+    `lookup` guesses tokens, which are then precomputed in one pass. A step fails with
     ContextFullError if nothing may be evicted and fewer than `closing_tokens` more ids fit.
     """
 
@@ -73,7 +73,7 @@ class Generation(AbstractContextManager["Generation"]):
         self.close()
 
     def close(self) -> None:
-        """End the reply; what is read next follows its last token."""
+        """End the reply after its last token."""
         self.reader.end_reply()
 
     def __iter__(self) -> Iterator[GeneratedToken | EvictedRows | Stopped]:
@@ -124,7 +124,7 @@ class Generation(AbstractContextManager["Generation"]):
         self.chosen_id = token_id
 
     def read(self) -> None:
-        """Read the token that was chosen, unless the reply has ended."""
+        """Read the chosen token, unless the reply has ended."""
         token_id, engine = self.chosen_id, self.engine
         if token_id < 0:
             return
@@ -139,7 +139,7 @@ class Generation(AbstractContextManager["Generation"]):
             self.records.append(Stopped("length"))
 
     def _look_ahead(self, lookup: PromptLookup, token_id: int) -> None:
-        """Compute the logits after `token_id` and some guessed tokens, in one pass."""
+        """Precompute the logits after `token_id` and some guessed tokens, in one pass."""
         num_read = self.reader.drop_precomputed()
         if num_read is not None:
             lookup.learn(num_read - 1)
@@ -154,9 +154,9 @@ class Generation(AbstractContextManager["Generation"]):
 
 
 def step(replies: Sequence[Generation]) -> list[StepResult]:
-    """Choose and read the next token of each reply; those of several are read in one pass.
+    """Choose the next token of each reply, and read the tokens of all replies in one pass.
 
-    An error of one reply is in its `StepResult`, and leaves the others alone.
+    An error of one reply is in its `StepResult`, and does not stop the others.
     """
     start, is_alone = time.perf_counter(), len(replies) == 1
     errors = list[Exception | None]()
@@ -181,7 +181,7 @@ def step(replies: Sequence[Generation]) -> list[StepResult]:
 
 
 def _read_together(replies: Sequence[Generation]) -> None:
-    """Compute in one pass what follows the chosen tokens; if that fails, each is read alone."""
+    """Precompute the logits after all chosen tokens in one pass; if that fails, do nothing."""
     model = replies[0].reader.model if len(replies) > 1 else None
     if model is None or model.decode_step is None:
         return

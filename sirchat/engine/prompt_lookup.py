@@ -18,7 +18,7 @@ _MAX_PAUSE = 256  # maximum number of tokens for which nothing is guessed
 class PromptLookup:
     """Guesses the next tokens of one reply: those that followed the same text earlier.
 
-    After a wrong guess it pauses for some tokens; each further one in a row doubles the pause.
+    Guessing pauses after a wrong guess. The pause doubles with each further wrong one in a row.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class PromptLookup:
         self._next_pause = 8
 
     def guess(self, ids: NDArray[Any], token_id: int, max_tokens: int) -> list[int]:
-        """At most `max_tokens` ids that may follow `token_id`, which follows the `ids` [seen]."""
+        """At most `max_tokens` ids that may follow the stream `ids` [seen] and then `token_id`."""
         if self._pause:
             self._pause -= 1
             return []
@@ -42,7 +42,7 @@ class PromptLookup:
         return guessed if len(guessed) >= _MIN_USEFUL_TOKENS else []
 
     def learn(self, num_right: int) -> None:
-        """Adapt later guesses to the last one, of which the first `num_right` tokens were right."""
+        """Adapt to the last guess, of which the first `num_right` tokens were right."""
         self._min_match = _SHORT_MATCH if num_right >= _MIN_USEFUL_TOKENS else _LONG_MATCH
         if num_right >= _MIN_USEFUL_TOKENS:
             self._next_pause = 8
@@ -52,10 +52,7 @@ class PromptLookup:
 
 
 def _longest_match(ids: NDArray[Any]) -> tuple[int, int]:
-    """The longest run at the end of `ids` that also occurs earlier: where it ends, its length.
-
-    The length is at most eight; (0, 0) if fewer than three ids match.
-    """
+    """End and length (3 to 8) of the longest earlier copy of the end of `ids`; (0, 0) if none."""
     ends = np.flatnonzero(ids[:-1] == ids[-1])
     ends = ends[ends >= _SHORT_MATCH - 1]
     length, best = 1, 0

@@ -45,26 +45,18 @@ _ANCHOR = int(Flag.ANCHOR)
 
 @dataclass(eq=False)
 class _Precomputed:
-    """The ids [m] that may be read next, and what was computed for them in advance.
-
-    `Reader.precompute` makes it for a guess of two ids or more, `set_precomputed` for a single id.
-    Keys and values are in the cache's buffers already, but do not count as held.
-    """
+    """The logits after ids [m] that may be read next; their keys and values are in the buffers."""
 
     ids: Sequence[int]
     logits: Tensor  # [m, V], after each id
     encoder_output: EncoderOutput  # of the m ids
     start: int  # slot of the first id
-    likeliest: LikeliestToken | None = None  # after the id, if there is one id
+    likeliest: LikeliestToken | None = None  # after the id, if it is one chosen id and no guess
     num_read: int = 0  # ids that have turned out right and been read
 
 
 class Reader:
-    """Reads the token ids of one conversation into its KV cache and its ledger.
-
-    `logits` [V] are the raw ones for the next token, as computed before any eviction; None before
-    the first token.
-    """
+    """Reads the token ids of one conversation into its KV cache and its ledger."""
 
     def __init__(self, model: LoadedModel, cache: BoundedCache, ledger: Ledger) -> None:
         self.model, self.cache, self.ledger = model, cache, ledger
@@ -82,13 +74,12 @@ class Reader:
 
     @property
     def logits(self) -> Tensor | None:
-        """Raw logits [V] for the next token, as computed before any eviction."""
+        """Raw logits [V] for the next token, from before any eviction; None before the first."""
         run = self._device_run
         return self._logits if run is None or not run.has_logits else run.logits()
 
     @logits.setter
     def logits(self, logits: Tensor | None) -> None:
-        """Set the logits; drops what is known of the next token, and what a run has begun."""
         self._logits = logits
         self._device_token = None
         self._likeliest = None
@@ -96,7 +87,7 @@ class Reader:
             self._device_run.drop()
 
     def begin_reply(self, sampler: Sampler | None) -> None:
-        """Let a GPU read and choose a reply's tokens by itself, if it can, as `sampler` would."""
+        """Let a GPU choose and read a reply's tokens by itself, if it can replace `sampler`."""
         self.drop_precomputed()
         step = self.model.decode_step
         if sampler is None or not isinstance(step, CapturedStep):
@@ -105,14 +96,14 @@ class Reader:
             self._device_run = DeviceRun(step, self.cache, choice, self._append_last_token_vector)
 
     def end_reply(self) -> None:
-        """End what `begin_reply` began; nothing that is not committed stays."""
+        """End the GPU's work of `begin_reply`; tokens that are not committed are dropped."""
         if self._device_run is not None and self._device_run.has_logits:
             self._device_run.pause()
         self.logits = self.logits  # out of the run, which drops what it has begun
         self._device_run = None
 
     def choose(self, sampler: Sampler, *, may_read: bool) -> int:
-        """The next token's id; `may_read` says whether it may be read before the caller knows it.
+        """Choose the next token's id; with `may_read`, a GPU may read the token at once.
 
         Raises ModelError if the logits are NaN, or if no id is allowed to follow.
         """
@@ -161,7 +152,7 @@ class Reader:
         """Read a chunk of ids, for which the cache has room; returns their surprisals in nats.
 
         `stats` says which attention weights are recorded. With `anchor_sinks`, an anchor at the end
-        attends only to so many sinks and to its own sequence.
+        of the chunk attends only to that many sinks and to its own sequence.
         """
         run, chosen = self._device_run, self._device_token
         if run is not None and chosen is not None and not self.is_precomputed(chunk.ids[0]):
@@ -194,9 +185,9 @@ class Reader:
         positions: NDArray[np.int64],
         stats: AttentionStatsConfig | None = None,
     ) -> None:
-        """Compute keys and values of `ids` [n] again, into the empty cache.
+        """Compute the keys and values of `ids` [n] again, into the empty cache.
 
-        The ledger has these tokens already, at stream `positions` [n].
+        The ledger already has rows for the tokens, at stream `positions` [n].
         """
         self.cache.grow_to(len(ids))
         start = 0
@@ -217,7 +208,7 @@ class Reader:
                 start += size
 
     def read_last_again(self) -> None:
-        """Compute the logits for the next token, by reading the last one again, if it is held."""
+        """Compute the logits for the next token again from the last one, if it is held."""
         held, cache = self.ledger.held_positions, self.cache
         if not len(held) or held[-1] != self.ledger.seen - 1:
             self.logits = None
@@ -230,10 +221,10 @@ class Reader:
         self.logits = result.logits
 
     def precompute(self, ids: Sequence[int]) -> None:
-        """Compute in advance the logits after each of `ids` [m], in case they are read next.
+        """Compute the logits after each of `ids` [m], in case these ids are read next.
 
-        The cache must have room for them. Raises RuntimeError if the model has a recurrent state,
-        from which no id can be removed.
+        The cache must have room for the ids. Raises RuntimeError if the model has a recurrent
+        state, from which no id can be removed.
         """
         if self.cache.has_state:
             raise RuntimeError("layers with a state can't look ahead")
@@ -244,7 +235,7 @@ class Reader:
         self._precomputed = _Precomputed(ids, logits, encoder_output, self.cache.length)
 
     def is_precomputed(self, token_id: int) -> bool:
-        """Whether the logits after `token_id`, read next, were computed in advance."""
+        """Whether the logits after `token_id`, read next, were precomputed."""
         precomputed = self._precomputed
         return (
             precomputed is not None
@@ -254,27 +245,23 @@ class Reader:
         )
 
     def drop_precomputed(self) -> int | None:
-        """Discard what was computed in advance; returns how many ids of a guess were read.
-
-        None if nothing was computed, or only for one id, which was chosen and not guessed.
-        """
+        """Drop precomputed logits; returns the number of guessed ids read, None without a guess."""
         precomputed, self._precomputed = self._precomputed, None
         return None if precomputed is None or len(precomputed.ids) == 1 else precomputed.num_read
 
     @property
     def rotary_position(self) -> int:
-        """The rotary position of the next token."""
         return self.ledger.seen if self.cache.absolute_positions else self.cache.length
 
     def set_precomputed(
         self, token_id: int, logits: Tensor, encoded: EncoderOutput, likeliest: LikeliestToken
     ) -> None:
-        """Take what the caller has computed in advance for `token_id`: logits [1, V] and so on."""
+        """Take logits [1, V] and vectors, precomputed by the caller, for the chosen `token_id`."""
         length = self.cache.length
         self._precomputed = _Precomputed([token_id], logits, encoded, length, likeliest)
 
     def pass_size(self, count: int, *, is_observed: bool) -> int:
-        """How many of the next `count` ids one pass may read, at least 1, to limit its memory.
+        """How many of the next `count` ids one pass may read within the memory limit, at least 1.
 
         `is_observed`: whether attention weights are recorded.
         """
@@ -302,7 +289,7 @@ class Reader:
         observer: AttentionObserver | None,
         encoder_output: EncoderOutput,
     ) -> PassResult:
-        """Run ids [m] through the model, or take what was computed in advance."""
+        """Run ids [m] through the model, or take their precomputed logits."""
         precomputed = self._precomputed
         if precomputed is not None:
             if len(ids) == 1 and observer is None and mask is None and self.is_precomputed(ids[0]):
@@ -322,14 +309,14 @@ class Reader:
         )
 
     def _recent_text_ids(self, count: int) -> list[int]:
-        """The newest `count` held ids (0: all) that are not of the chat template."""
+        """The newest `count` held ids (0: all), without those of the chat template."""
         held = self.ledger.held_positions
         positions = held[self.ledger.column("role")[held] != Role.TEMPLATE][-count:]
         ids: list[int] = self.ledger.column("token_id")[positions].tolist()
         return ids
 
     def _append_last_token_vector(self, encoder_output: EncoderOutput) -> None:
-        """Record what is read from the newest token, which is known after the next was chosen."""
+        """Record the newest token's vector, which a GPU has only after it chose the next token."""
         self._append_token_vectors(self.ledger.seen - 1, encoder_output)
 
     def _append_token_vectors(self, start: int, encoder_output: EncoderOutput) -> None:
@@ -338,7 +325,7 @@ class Reader:
             vectors.append(start, encoder_output.token_vectors)
 
     def _read_chosen(self, chunk: NewTokens, run: DeviceRun, chosen: ChosenToken) -> float:
-        """Read the id that the GPU has chosen, unless it has begun to; returns its surprisal."""
+        """Read the id that the GPU has chosen, if it has not begun to; returns the surprisal."""
         if not run.is_reading_ahead:
             run.resume(chosen.id, self.rotary_position, self._recent_text_ids(run.window))
             run.launch()
@@ -349,11 +336,8 @@ class Reader:
         return surprisal
 
     def _anchor_mask(self, count: int, sinks: int) -> Tensor:
-        """Mask [m, n + m] of `count` ids, the last of which is an anchor.
-
-        An anchor attends to sinks and to what follows the anchor before it (Anchor-based LLMs,
-        equation (4)).
-        """
+        """Mask [m, n + m] of ids that end with an anchor: equation (4) of Anchor-based LLMs."""
+        # The anchor attends to sinks and to the tokens after the anchor before it.
         held, length = self.ledger.held_positions, self.cache.length
         anchors = np.flatnonzero(self.ledger.column("flags")[held] & np.uint8(_ANCHOR))
         sequence_start = held[anchors[-1]] + 1 if len(anchors) else 0
@@ -369,10 +353,8 @@ class Reader:
     def _record(
         self, chunk: NewTokens, result: PassResult, encoder_output: EncoderOutput
     ) -> list[float]:
-        """Add the ids of `chunk`, which the model has read, to cache and ledger.
-
-        Returns their surprisals; that of the first id comes from the logits before it.
-        """
+        """Add the ids of `chunk`, which were read, to cache and ledger; returns the surprisals."""
+        # The surprisal of the first id comes from the logits before it.
         ids, surprisals, likeliest = chunk.ids, [math.nan], self._likeliest
         if likeliest is not None and likeliest.id == ids[0]:
             surprisals = [max(0.0, likeliest.surprisal)]
@@ -396,7 +378,7 @@ class Reader:
 
 
 def device_choice(sampler: Sampler, step: CapturedStep) -> ChoiceMethod | None:
-    """How a GPU chooses what `sampler` would; None if only the host can choose."""
+    """How a GPU chooses the token that `sampler` would; None if only the host can choose."""
     if not sampler.is_unconstrained:
         return None
     sampling = sampler.sampling

@@ -24,7 +24,7 @@ _MAX_SCORE_GAP = 80.0  # an id with a score so much below the largest is never d
 
 @dataclass(frozen=True)
 class Sampling:
-    """Parameters for sampling the next token; temperature 0 always takes the most likely one."""
+    """Parameters of sampling; temperature 0 always takes the most likely token."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -41,7 +41,7 @@ class Sampling:
 
 
 class Sampler:
-    """Picks each next token of a reply; each `attempt` at it gets different random numbers."""
+    """Picks each next token of a reply; another `attempt` draws other random numbers."""
 
     def __init__(
         self, sampling: Sampling, attempt: int = 0, allowed: TokenFilter | None = None
@@ -101,7 +101,7 @@ class Sampler:
         return chosen
 
     def _draw(self, scores: Tensor, position: int) -> int:
-        """An id, drawn by raw scores [V]; -1 if they are no numbers."""
+        """An id drawn by raw scores [V]; -1 if the scores are not finite."""
         sampling = self.sampling
         # On the CPU: not every device has float64, or sums in the same order each time.
         scaled = (scores.float() / sampling.temperature).cpu().numpy()
@@ -114,7 +114,7 @@ class Sampler:
 
 
 class ForcedPrefixSampler(Sampler):
-    """A sampler that picks the given `ids` first, and samples those that follow."""
+    """Picks the given `ids` first, and samples the ids after them."""
 
     is_unconstrained = False
 
@@ -135,7 +135,7 @@ class ForcedPrefixSampler(Sampler):
 
 
 def apply_repetition_penalty(scores: Tensor, ids: Tensor, penalty: float) -> Tensor:
-    """The scores [V], with those of `ids` [k] lowered by the factor `penalty`."""
+    """The scores [V], with the scores of `ids` [k] lowered by the factor `penalty`."""
     chosen = scores[ids]
     return scores.scatter(0, ids, torch.where(chosen < 0, chosen * penalty, chosen / penalty))
 
@@ -143,10 +143,10 @@ def apply_repetition_penalty(scores: Tensor, ids: Tensor, penalty: float) -> Ten
 def candidates(
     scores: NDArray[np.float32], sampling: Sampling
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The ids that top-k, top-p and min-p leave, ascending, and their weights, the largest 1.
+    """The ids [k] that top-k, top-p and min-p leave, ascending, and their weights [k].
 
-    Weights are proportional to probabilities. `scores` [V] are divided by the temperature. Of
-    equally likely ids all are left, or none.
+    `scores` [V] are divided by the temperature. Weights are proportional to probabilities; the
+    largest is 1. Of equally likely ids, all are left or none.
     """
     largest = scores.max()
     min_score = largest - _MAX_SCORE_GAP

@@ -20,7 +20,7 @@ from sirchat.memory.policies.base import Policy
 
 @dataclass(frozen=True)
 class RecallSettings:
-    """Settings of recall: how archived tokens are chosen and restored for a turn."""
+    """How archived tokens are chosen and restored for a turn."""
 
     retriever: str  # name of the retriever that scores the tokens
     # `surprisal` multiplies a score, less the lowest, by the token's surprisal in nats.
@@ -34,7 +34,7 @@ class RecallSettings:
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """The settings of the KV cache, its eviction policy, its archive and recall."""
+    """Settings of the KV cache, its eviction policy, its archive and recall."""
 
     policy: Policy
     budget: int  # most tokens in the cache
@@ -56,7 +56,7 @@ class CacheSettings:
 
     @property
     def attention_stats(self) -> AttentionStatsConfig | None:
-        """Which attention weights are recorded while the model reads; None to record none."""
+        """Which attention weights are recorded while the model reads; None for none."""
         default = AttentionStatsConfig() if self.count_attention else None
         return self.policy.attention_stats or default
 
@@ -71,7 +71,7 @@ class TurnRef:
 
 @dataclass(frozen=True)
 class ReadProgress:
-    """Record of progress in reading a turn: `done` of its `total` ids have been read."""
+    """Record: `done` of the `total` ids of a turn have been read."""
 
     done: int
     total: int
@@ -96,14 +96,11 @@ class RestoredRows:
 
 
 class GeneratedToken(NamedTuple):
-    """Record of a generated token, which has been read and is in the cache.
-
-    `position` is in the stream. `surprisal` is in nats, before temperature and penalties.
-    """
+    """Record of a generated token, which is in the cache."""
 
     id: int
-    position: int
-    surprisal: float
+    position: int  # in the stream
+    surprisal: float  # nats, before temperature and penalties
 
 
 class NewTokens(NamedTuple):
@@ -122,7 +119,7 @@ class NewTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Stopped:
-    """Record of a reply's end; the stop id, if one ended the reply, was not read into the cache."""
+    """Record of a reply's end. A stop id that ended the reply is not in the cache."""
 
     reason: Literal["stop", "length"]
     stop_id: int | None = None
@@ -130,19 +127,16 @@ class Stopped:
 
 @dataclass(frozen=True)
 class ContinuationScore:
-    """How likely `ids` are as the next tokens: each id's log-probability given those before it.
-
-    `greedy` is whether every id is the most likely one at its place.
-    """
+    """The log-probability of each of `ids` [m] as the next tokens, given the ids before it."""
 
     ids: tuple[int, ...]
     log_probabilities: tuple[float, ...]  # nats
-    greedy: bool
+    greedy: bool  # whether every id is the most likely one at its place
 
 
 @dataclass(frozen=True)
 class EngineCheckpoint:
-    """The engine's state at the beginning of a turn; `Engine.undo` goes back to it."""
+    """The engine's state at the beginning of a turn; `Engine.undo` returns to it."""
 
     cache: CacheCheckpoint
     logits: Tensor | None  # [V], raw, for the next token
@@ -151,7 +145,7 @@ class EngineCheckpoint:
 
 @dataclass(frozen=True)
 class EngineState:
-    """The engine's state that a saved conversation needs to continue, except keys and values."""
+    """The engine's state that a saved conversation needs to continue, without keys and values."""
 
     rows: NDArray[np.void]  # the ledger's, all or the newest, structured as `memory.ledger.ROW`
     held: Positions  # [n], ascending

@@ -53,9 +53,7 @@ class Finding:
 
 
 def run_checks(
-    model_name: str,
-    device_map: str = "off",
-    compiles: CompileMode = "auto",
+    model_name: str, device_map: str = "off", compiles: CompileMode = "auto"
 ) -> Iterator[Finding]:
     """Yield the result of each check; the model's, the slowest, come last."""
     yield Finding("sirchat", f"{__version__}, Python {platform.python_version()}")

@@ -55,7 +55,7 @@ def _floats(q, code: tl.constexpr, INTERPRETED: tl.constexpr):
 def _dot(
     x, norm, weight, scales, n, inside,
     K: tl.constexpr, BITS: tl.constexpr, NORMED: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr,
+    COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr
 ):  # fmt: skip
     """The products [ROWS] of the rows `n` of `weight` with x [K], and the sum of x^2."""
     row = n.to(tl.int64)[:, None]
@@ -116,7 +116,7 @@ def _multiply(
     x, norm, weight, scales, bias, added, out, N, epsilon,
     K: tl.constexpr, BITS: tl.constexpr, NORMED: tl.constexpr, BIASED: tl.constexpr,
     ADDED: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    INTERPRETED: tl.constexpr
 ):  # fmt: skip
     """The product with one row x [K] of B: [N]; with `GATED`, silu(first half) * second half."""
     b = tl.program_id(1)
@@ -164,7 +164,7 @@ def _attend(
     rows, query_norm, key_norm, cos, sin, pools, lengths, parts, tops, scores, layer, scale,
     epsilon, slot_count,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NORMED: tl.constexpr,
-    SCORED: tl.constexpr, QUERIES: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    SCORED: tl.constexpr, QUERIES: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """One split of the rows in one key head; the split of the new row also writes it."""
     h, s, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -187,7 +187,7 @@ def _attend(
         is_query = (g < G)[:, None]
         q = _rotated(
             begin + (h * G + g)[:, None] * D, query_norm, cos + b * D, sin + b * D, d, is_query,
-            epsilon, D, NORMED,
+            epsilon, D, NORMED
         )  # fmt: skip
         q = (q * scale).to(KIND)  # [QUERIES, D]
         top = tl.full([QUERIES], -float("inf"), tl.float32)
@@ -217,7 +217,7 @@ def _attend(
             one = tl.arange(0, 1)
             new = _rotated(
                 begin + (H * G + h + one)[:, None] * D, key_norm, cos + b * D, sin + b * D, d,
-                one[:, None] == 0, epsilon, D, NORMED,
+                one[:, None] == 0, epsilon, D, NORMED
             ).to(KIND)  # fmt: skip
             value = tl.load(begin + (H * G + H + h + one)[:, None] * D + d[None, :]).to(KIND)
             to = one[:, None] + n * D + d[None, :]
@@ -243,7 +243,7 @@ def _attend(
 @triton.jit
 def _merge(
     parts, tops, lengths, out, SPLITS: tl.constexpr,
-    QUERY_HEADS: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr, MERGED: tl.constexpr,
+    QUERY_HEADS: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr, MERGED: tl.constexpr
 ):  # fmt: skip
     """Merge the splits of one query head, in order."""
     query = tl.program_id(0)
@@ -283,7 +283,7 @@ def _block_maxima(logits, tops, ids, V, BLOCK: tl.constexpr):
 @triton.jit
 def _store_choice(
     tops, ids, surprisals, is_valid, results, slot, numbers, numbers_used, count,
-    BLOCKS: tl.constexpr, READS: tl.constexpr,
+    BLOCKS: tl.constexpr, READS: tl.constexpr
 ):  # fmt: skip
     """Write the result of a choice, and what the next step reads; see `store_choice`."""
     if BLOCKS:
@@ -312,7 +312,7 @@ def _store_choice(
 @triton.jit
 def _draw_token(
     values, ids, tops, number, chosen, is_valid, V, count, blocks, top_k, top_p, min_p, margin,
-    N: tl.constexpr, BLOCKS: tl.constexpr, HAS_TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+    N: tl.constexpr, BLOCKS: tl.constexpr, HAS_TOP_K: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Draw from the `count` likeliest of V scores, falling; see `draw_token`."""
     i = tl.arange(0, N)
@@ -393,7 +393,7 @@ def multiply(
         x, norm, weight, scales, bias, added, out, rows, epsilon,
         K=columns, BITS=bits, NORMED=norm is not None, BIASED=bias is not None,
         ADDED=added is not None, GATED=gated, ROWS=row_block, COLUMNS=column_block,
-        INTERPRETED=triton.knobs.runtime.interpret, num_warps=warps,
+        INTERPRETED=triton.knobs.runtime.interpret, num_warps=warps
     )  # fmt: skip
     return out
 
@@ -432,13 +432,13 @@ def attend(
         epsilon, slot_count,
         H=kv_heads, G=group, D=size, KIND=_TRITON_TYPES[dtype], NORMED=query_norm is not None,
         SCORED=scores is not None, QUERIES=max(_MIN_DOT_ROWS, triton.next_power_of_2(group)),
-        SPLIT=SPLIT, BLOCK=_ATTENTION_BLOCK, num_warps=4,
+        SPLIT=SPLIT, BLOCK=_ATTENTION_BLOCK, num_warps=4
     )  # fmt: skip
     out = rows.new_empty((count, kv_heads * group, size))
     _merge[(count * kv_heads * group,)](
         parts, tops, lengths, out,
         SPLITS=splits, QUERY_HEADS=kv_heads * group, D=size, SPLIT=SPLIT, MERGED=_MERGE_BLOCK,
-        num_warps=1 if size < 128 else 2,
+        num_warps=1 if size < 128 else 2
     )  # fmt: skip
     return out
 
@@ -464,9 +464,9 @@ def store_choice(
     *,
     reads: bool,
 ) -> None:
-    """Note a choice: `likeliest`'s, or an id int64 [1] with its surprisal and whether it is right.
+    """Store a choice: `block_maxima`, or an id int64 [1], its surprisal, and whether it is valid.
 
-    Writes id, surprisal and whether it is right to `results` [slots, 3], the id to `numbers`
+    Writes id, surprisal and validity to `results` [slots, 3], the id to `numbers`
     [5, 1], and adds 1 to `numbers_used` and, with `reads`, to the next two of the numbers.
     """
     is_likeliest = len(chosen) == 2
@@ -475,7 +475,7 @@ def store_choice(
     blocks = triton.next_power_of_2(len(ids)) if is_likeliest else 0
     _store_choice[(1,)](
         tops, ids, surprisals, is_valid, results, slot, numbers, numbers_used, len(ids),
-        BLOCKS=blocks, READS=reads, num_warps=4,
+        BLOCKS=blocks, READS=reads, num_warps=4
     )  # fmt: skip
 
 
@@ -501,6 +501,6 @@ def draw_token(
         values, ids, tops, number, chosen, is_valid, len(scores), len(ids), len(tops), top_k, top_p,
         min_p, margin,
         N=triton.next_power_of_2(len(ids)), BLOCKS=triton.next_power_of_2(len(tops)),
-        HAS_TOP_K=top_k > 0, BLOCK=_DRAW_BLOCK, num_warps=8,
+        HAS_TOP_K=top_k > 0, BLOCK=_DRAW_BLOCK, num_warps=8
     )  # fmt: skip
     return chosen, is_valid

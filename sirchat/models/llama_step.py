@@ -219,7 +219,7 @@ class LlamaStep:
             return attend(
                 rows, attention.query_norm, attention.key_norm, attention.epsilon, *rotation,
                 pools, lengths, self._slot_bound(caches), layer=layer_index,
-                kv_heads=attention.kv_heads, scale=attention.scale, dtype=pool.dtype, scores=scores,
+                kv_heads=attention.kv_heads, scale=attention.scale, dtype=pool.dtype, scores=scores
             )  # fmt: skip
         attended = []
         for index, cache in enumerate(caches):

@@ -127,10 +127,8 @@ def _refuse_larger_config(
     largest = max((size for _, place in weights.values() for size in place.shape), default=0)
     for part in (config, *(part for part in config.values() if isinstance(part, dict))):
         for name in _SIZE_KEYS:
-            size, most = (
-                part.get(name),
-                len(weights) if name == _LAYER_COUNT_KEY else max(largest, 1024),
-            )
+            size = part.get(name)
+            most = len(weights) if name == _LAYER_COUNT_KEY else max(largest, 1024)
             if weights and isinstance(size, int) and size > most:
                 what = "weights" if name == _LAYER_COUNT_KEY else "rows in the largest weight"
                 said = f"{folder / 'config.json'} says {name}: {size:,}"

@@ -18,33 +18,30 @@ _HINT = "fewer words find more; sirchat sessions lists all chats"
 
 
 class SnippetPart(NamedTuple):
-    """A piece of a line of text; `is_match` says whether the piece is one of the searched words."""
+    """A piece of a line of text. `is_match` says whether it is one of the searched words."""
 
     text: str
     is_match: bool
 
 
 class Hit(NamedTuple):
-    """A chat that a search has found, and a line of it; empty if only its name has the words."""
+    """A found chat, and one line of it, which is empty if only the chat's name has the words."""
 
     session: SavedSession
     snippet: tuple[SnippetPart, ...]
 
 
 class ChatSearchResult(NamedTuple):
-    """The best chats, the number of further ones, and the ids of chats whose name was searched for.
-
-    `hint` says what to do if nothing was found.
-    """
+    """The result of a search in all saved chats."""
 
     hits: list[Hit]
-    more_count: int
-    ids_by_name: list[str]
-    hint: str
+    more_count: int  # of found chats that are not in `hits`
+    ids_by_name: list[str]  # of chats whose name was searched for
+    hint: str  # what to do if nothing was found
 
 
 def search_sessions(folder: Path, words: str) -> ChatSearchResult:
-    """Find the saved chats with all `words`: the best (bm25) first, of equals the newest.
+    """Find the saved chats with all `words`: best (bm25) first, then newest first.
 
     Raises UsageError if `words` has no word, and SessionError if the index can't be used.
     """
@@ -66,7 +63,7 @@ def search_sessions(folder: Path, words: str) -> ChatSearchResult:
 
 
 def nothing_found_error(words: str, found: ChatSearchResult) -> SessionError:
-    """Make the SessionError for a search of `words` that found no chat; `found` is its result."""
+    """The SessionError for a search of `words` that found no chat; `found` is its result."""
     return SessionError(
         f"no saved chat is called {format_value(words)} or has all of these words", hint=found.hint
     )

@@ -23,7 +23,7 @@ from sirchat.errors import format_value
 from sirchat.server.fields import MAX_BODY_BYTES, RequestError
 
 # `host.docker.internal` is how containers call the machine on which they run.
-_LOCAL_HOST_NAMES = ("localhost", "127.0.0.1", "::1", "host.docker.internal")
+_LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1", "host.docker.internal")
 
 
 def is_loopback(host: str) -> bool:
@@ -84,21 +84,19 @@ class Access:
         await self.app(scope, receive, send)
 
     def _check(self, headers: Headers, *, needs_key: bool) -> None:
-        requested_host = _host_of(f"//{headers.get('host', '')}")
-        allowed_hosts = {*_LOCAL_HOST_NAMES, self.host.lower()}
+        asked = _host_of(f"//{headers.get('host', '')}")
+        allowed = {*_LOCAL_HOSTS, self.host.lower()}
         if is_loopback(self.host):
-            if requested_host not in allowed_hosts:
+            if asked not in allowed:
                 raise RequestError(
-                    f"the host of the request, {format_value(requested_host)}, is not this "
-                    "machine; to serve others: sirchat serve --host 0.0.0.0 --api-key KEY",
+                    f"the host of the request, {format_value(asked)}, is not this machine; "
+                    "to serve others: sirchat serve --host 0.0.0.0 --api-key KEY",
                     status=403,
                 )
-        elif requested_host is not None:
-            allowed_hosts.add(
-                requested_host
-            )  # the server's own page, under the name by which others reach it
+        elif asked is not None:
+            allowed.add(asked)  # the server's own page, under the name by which others reach it
         origins = (origin for origin in headers.getlist("origin") if origin not in self.origins)
-        if any(_host_of(origin) not in allowed_hosts for origin in origins):
+        if any(_host_of(origin) not in allowed for origin in origins):
             raise RequestError(
                 "requests from other web sites are refused; to allow one: sirchat serve --cors URL",
                 status=403,

@@ -30,25 +30,15 @@ _PREVIEW_CHARS = 80  # characters
 
 @dataclass(frozen=True)
 class History:
-    """The messages of a request.
-
-    Attributes:
-        system: the system prompt.
-        messages: role and text of each message, as `ChatRequest.turns` has them.
-        keys: `keys[n]` is the hash of system prompt, tools and the first n messages.
-        marks: `marks[n]` is the hash of message n alone.
-        tools: the tools that the model may call, as JSON; "" if there are none.
-        profile: the settings of a session that answers this request alone; None for the server's.
-        name: that of the conversation which the client continues; "" if it goes by the messages.
-    """
+    """The messages of a request."""
 
     system: str | None
-    messages: tuple[tuple[str, str], ...]
-    keys: tuple[bytes, ...]
-    marks: tuple[bytes, ...] = ()
-    tools: str = ""
-    profile: Profile | None = None
-    name: str = ""
+    messages: tuple[tuple[str, str], ...]  # role and text, as `ChatRequest.turns` has them
+    keys: tuple[bytes, ...]  # keys[n]: the hash of system prompt, tools and the first n messages
+    marks: tuple[bytes, ...] = ()  # marks[n]: the hash of message n alone
+    tools: str = ""  # JSON
+    profile: Profile | None = None  # of a session that answers this alone; None: the server's
+    name: str = ""  # of the conversation which the client continues, if it says one
 
     @classmethod
     def of(
@@ -83,49 +73,35 @@ class History:
 
 def key_after(key: bytes, role: str, text: str) -> bytes:
     """The key (hash) of a list of messages; `key` is the key of all messages but the last."""
-    stripped = (
-        text.strip() if role == "assistant" else text
-    )  # clients often remove blanks around it
-    return sha256(key + role.encode() + b"\n" + stripped.encode()).digest()
+    if role == "assistant":  # clients often remove blanks around it
+        text = text.strip()
+    return sha256(key + role.encode() + b"\n" + text.encode()).digest()
 
 
 @dataclass(eq=False, kw_only=True)
 class KnownConversation:
-    """What is known of a conversation, also of one that is only on disk.
-
-    Attributes:
-        id: the name by which clients refer to this conversation; nobody can guess it.
-        keys: `keys[n]` is the hash of the first n messages that the session has read, as in
-            `History`.
-        roles: the role of each of these messages.
-        marks: the hash of each alone, as in `History`.
-        settings: settings that were changed for this conversation alone, such as its policy.
-        least_budget: the smallest budget under which its system prompt and tools can be pinned,
-            where that is more than the server's; else 0.
-        origin: the id of the conversation of which this one, or what it is a copy of, was copied.
-        is_branch: whether this is a copy, and only one request was answered in it.
-        is_edited: whether messages were changed before others that were not read again.
-        name: by which its client continues it; "" if it has none.
-    """
+    """What is known of a conversation, also of one that is only on disk."""
 
     __pydantic_config__ = ConfigDict(strict=True, ser_json_bytes="hex", val_json_bytes="hex")
 
+    # By which clients refer to it; nobody can guess it.
     id: str = field(default_factory=lambda: secrets.token_hex(12))
-    keys: list[bytes]
-    roles: list[str]
-    marks: list[bytes] = field(default_factory=list)
+    keys: list[bytes]  # of the messages that the session has read, as in `History`
+    roles: list[str]  # of these messages
+    marks: list[bytes] = field(default_factory=list)  # of each, as in `History`
+    # Those that were changed for this conversation alone, such as its policy.
     settings: dict[str, Any] = field(default_factory=dict)
+    # The smallest under which system prompt and tools can be pinned, if more than the server's.
     least_budget: int = 0
-    origin: str = ""
-    is_branch: bool = False
-    is_edited: bool = False
-    name: str = ""
+    origin: str = ""  # the id of the first conversation of which this is a copy, or its own
+    is_branch: bool = False  # whether it is a copy, and only one request was answered in it
+    is_edited: bool = False  # whether messages were changed before others that were not read again
+    name: str = ""  # by which its client continues it, if it has one
 
     def __post_init__(self) -> None:
         self.origin = self.origin or self.id
 
     def known_fields(self) -> dict[str, Any]:
-        """All of this, by name, as copies."""
         return {each.name: copy(getattr(self, each.name)) for each in fields(KnownConversation)}
 
     @property
@@ -148,34 +124,21 @@ class KnownConversation:
 
 @dataclass(eq=False, kw_only=True)
 class ServedConversation(KnownConversation):
-    """A conversation in memory.
-
-    Attributes:
-        session: the chat session, which has the KV cache.
-        saving: writes the conversation to its file; None if it has no file yet.
-        is_busy: whether it is being answered or saved.
-        is_exact: whether the session has read the messages of `keys` and nothing else; if not, the
-            conversation is dropped.
-        is_outdated: whether the file lacks the newest part, because writing it failed.
-        kept: of the request that is answered next, the messages that were read already though they
-            now follow others, and their numbers here; empty if it goes on with all of `keys`.
-        is_again: whether that request asks for another reply to the last message here.
-        reasoning: the setting under which that was read.
-        has_exact_prompt: whether no part of the system prompt was changed before such a part.
-        continued_by: the history of that request, with the messages before it, if it goes on here
-            by the name.
-    """
+    """A conversation in memory."""
 
     session: Session
-    autosave: Autosave | None = None
-    is_busy: bool = False
+    autosave: Autosave | None = None  # None if it has no file yet
+    is_busy: bool = False  # whether it is being answered or saved
+    # Whether the session has read the messages of `keys` and nothing else; else it is dropped.
     is_exact: bool = True
-    is_outdated: bool = False
+    is_outdated: bool = False  # whether the file lacks the newest part: writing it failed
+    # Of the next request, the messages that were read already though they now follow others, and
+    # their numbers here; empty if it goes on with all of `keys`.
     reused: dict[int, int] = field(default_factory=dict)
-    is_retry: bool = False
-    reasoning: str = ""
-    has_exact_prompt: bool = True
-    full_history: History | None = None
+    is_retry: bool = False  # whether that asks for another reply to the last message here
+    reasoning: str = ""  # the setting under which this message was read
+    has_exact_prompt: bool = True  # whether no part of the system prompt was changed before another
+    full_history: History | None = None  # of the next request, if it sends only the newest messages
 
     def add(self, role: str, text: str) -> None:
         """Note a message that the session has read or generated."""
@@ -206,7 +169,6 @@ class ServedConversation(KnownConversation):
 
     @property
     def undoable(self) -> int:
-        """How many user messages can be undone."""
         return len(self.session.undo_points)
 
     def history_with_earlier(self, history: History, matched_count: int) -> History:
@@ -247,8 +209,8 @@ class ServedConversation(KnownConversation):
 
     def has_same_question(self, history: History) -> bool:
         """Whether `history` differs from this conversation only after its last user message."""
-        end = 2 + self._last_question
-        return list(history.keys[end - 1 : end]) == self.keys[end - 1 : end]
+        end = 1 + self._last_question
+        return len(history.keys) > end and history.keys[end] == self.keys[end]
 
     def has_answered(self, history: History) -> bool:
         """Whether the last messages here are the last one of `history`, and a reply to it."""
@@ -311,7 +273,6 @@ class ServedConversation(KnownConversation):
 
     @property
     def first(self) -> str:
-        """The beginning of the first user message, on one line."""
         return preview(self.session.turns)
 
     @property

@@ -16,66 +16,40 @@ from sirchat.text.tool_calls import CallParser, ToolCall
 
 @dataclass(frozen=True)
 class ReplyText:
-    """A part of a reply.
+    """A part of a reply."""
 
-    Attributes:
-        text: the next piece of the answer, without calls of tools.
-        calls: the calls of tools that end in this part.
-        thinking: the next piece of the reasoning.
-    """
-
-    text: str
-    calls: tuple[ToolCall, ...] = ()
-    thinking: str = ""
+    text: str  # the next piece of the answer, without calls of tools
+    calls: tuple[ToolCall, ...] = ()  # those that end in this part
+    thinking: str = ""  # the next piece of the reasoning
 
     def __add__(self, after: ReplyText) -> ReplyText:
-        """Both parts as one."""
         calls = self.calls + after.calls
         return ReplyText(self.text + after.text, calls, self.thinking + after.thinking)
 
 
 @dataclass(frozen=True)
 class ReplyEnd:
-    """The last part of a reply.
+    """The last part of a reply."""
 
-    Attributes:
-        finish: `stop`, `length` or `tool_calls`, as in OpenAI's API.
-        usage: numbers of tokens, as in OpenAI's API.
-        memory: the conversation's id, policy and budget, and how many of its tokens are held.
-        stopped_by: the stop string that ended the reply; "" if none did.
-    """
-
-    finish: str
-    usage: dict[str, Any]
-    memory: dict[str, Any]
-    stopped_by: str = ""
+    finish: str  # `stop`, `length` or `tool_calls`, as in OpenAI's API
+    usage: dict[str, Any]  # numbers of tokens, as in OpenAI's API
+    memory: dict[str, Any]  # the conversation's id, policy and budget, and tokens seen and held
+    stopped_by: str = ""  # the stop string that ended the reply, if one did
 
 
 @dataclass(frozen=True)
 class ReplyOptions:
-    """How the reply to a request is generated.
+    """How the reply to a request is generated."""
 
-    Attributes:
-        settings: sampling settings, for this reply alone.
-        stop: strings that end the reply.
-        calls: finds calls of tools in the reply; None if it must not have calls.
-        format: makes the reply's format, which says which tokens may come next.
-        is_for_ask: whether the reply is one of `sirchat ask`: text and notes as `PlainReply` says.
-        holds_all: whether the budget is raised for such a reply to hold all of the message.
-        source: how many characters of that message are a text that it asks about.
-        must_call: whether the reply must call a tool; else a model that takes none goes without.
-        notes: says what is not quite as the request asked; complete when the reply begins.
-        headers: of the response; complete then, too.
-    """
-
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)  # of sampling, for this reply alone
     stop: Sequence[str] = ()
-    calls: CallParser | None = None
+    calls: CallParser | None = None  # None if the reply must not call tools
     format: Callable[[Session], TokenFilter | None] | None = None
-    is_for_ask: bool = False
-    holds_all: bool = False
-    source: int = 0
-    must_call: bool = False
+    is_for_ask: bool = False  # whether it is for `sirchat ask`: text and notes as in `PlainReply`,
+    holds_all: bool = False  # whether the budget is then raised to hold all of the message,
+    source: int = 0  # and how many characters of that are a text that it asks about
+    must_call: bool = False  # a tool; else a model that takes none goes without
+    # What is not quite as the request asked, and headers; complete when the reply begins.
     notes: list[str] = field(default_factory=list)
     headers: dict[str, str] = field(default_factory=dict)
 
@@ -90,7 +64,6 @@ class StopStrings:
 
     @property
     def is_found(self) -> bool:
-        """Whether a stop string is complete."""
         return bool(self.complete_stop)
 
     def push(self, text: str) -> str:

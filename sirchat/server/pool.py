@@ -234,10 +234,10 @@ class ConversationPool:
         for each in self._newest_first:
             pairs = matched(each, history) if history.may_use(each.name) else {}
             chars = unread(history, pairs, each.keys[0] == history.keys[0])
-            is_editable = self._can_edit
-            if isinstance(each, ServedConversation):
-                is_editable = can_edit(each.session)
-            if pairs and chars < max_chars and is_editable:
+            session = each.session if isinstance(each, ServedConversation) else None
+            if not pairs or chars >= max_chars:
+                continue
+            if self._can_edit if session is None else can_edit(session):
                 best, reused, max_chars = each, pairs, chars
         if isinstance(best, SavedConversation):
             best = self._load(best)

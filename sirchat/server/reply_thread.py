@@ -34,23 +34,15 @@ _JOIN_SECONDS = 5.0  # for which the end of the program waits for the last step
 
 @dataclass(eq=False)
 class WaitingReply:
-    """A reply that waits for a conversation, or is being generated.
-
-    Attributes:
-        send: called with each part of the reply, in the thread that generates it.
-        is_cancelled: whether the client no longer waits for it.
-        conversation: where the reply is generated; None while it waits.
-        parts: generates the reply part by part; None while it waits.
-        next: what the next token is to be added to, if the message has been read.
-    """
+    """A reply that waits for a conversation, or is being generated."""
 
     history: History
     options: ReplyOptions
-    send: Callable[[SentPart], None]
-    is_cancelled: bool = False
-    conversation: ServedConversation | None = None
+    send: Callable[[SentPart], None]  # called in the thread that generates the reply
+    is_cancelled: bool = False  # whether the client no longer waits for it
+    conversation: ServedConversation | None = None  # None while it waits, as are the parts
     parts: Parts | None = None
-    next: Generation | None = None
+    next: Generation | None = None  # what the next token is to be added to, once it was read
 
 
 class ReplyThread:
@@ -68,7 +60,7 @@ class ReplyThread:
         self._postponed: list[_Call] = []  # called again when a reply ends
         self._changed = threading.Condition()
         self._may_begin = False  # whether a reply that waits could begin in the next round
-        self._retries_postponed = False  # whether it could in this one
+        self._may_retry = False  # whether postponed calls are tried again in this one
         self._is_ending = self._is_saving = False
         self._thread = threading.Thread(target=self._run, name="replies", daemon=True)
         self._thread.start()
@@ -146,14 +138,13 @@ class ReplyThread:
             while not (self._running or self._may_begin or self._calls or self._is_ending):
                 self._changed.wait()
             # Once a round: who is waked within it waits for the next.
-            self._retries_postponed, self._may_begin = self._may_begin, False
+            self._may_retry, self._may_begin = self._may_begin, False
             return not self._is_ending
 
     def _run_calls(self) -> None:
-        """Call what was passed to `call`."""
         with self._changed:
             calls, self._calls = self._calls, []
-            if self._retries_postponed or self._is_ending:
+            if self._may_retry or self._is_ending:
                 calls, self._postponed = self._postponed + calls, []
         for function, result in calls:
             if not (result.running() or result.set_running_or_notify_cancel()):

@@ -53,7 +53,6 @@ class SavedConversation(KnownConversation):
 
     @staticmethod
     def from_memory(served: ServedConversation, file: Future[Path | None]) -> SavedConversation:
-        """The entry for a conversation in memory."""
         return SavedConversation(**served.known_fields(), first=served.first, file=file)
 
     @staticmethod
@@ -161,12 +160,12 @@ class SavedConversations:
         a newer one is there: so they push out no other conversation.
         """
         newer = {each.origin for each in held}
-        reused, branches = list[SavedConversation](), list[SavedConversation]()
+        others, branches = list[SavedConversation](), list[SavedConversation]()
         for saved in reversed(self.entries):
-            (branches if saved.is_branch and saved.origin in newer else reused).append(saved)
+            (branches if saved.is_branch and saved.origin in newer else others).append(saved)
             newer.add(saved.origin)
         stays, size = set[SavedConversation](), 0
-        for saved in (*reused, *branches[:MAX_BRANCHES]):
+        for saved in (*others, *branches[:MAX_BRANCHES]):
             size += saved.nbytes_on_disk()
             if len(stays) + len(held) < self._limit and size <= MAX_DISK_BYTES:
                 stays.add(saved)

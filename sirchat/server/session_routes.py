@@ -89,18 +89,17 @@ class SessionRoutes:
         return JSONResponse({**fields, "data": data}, headers=_NO_STORE)
 
     async def _show(self, request: Request) -> Response:
-        conversation_id = request.path_params["id"]
-        memory = await self._call(lambda: _memory(self._conversations.find(conversation_id)))
+        ident = request.path_params["id"]
+        memory = await self._call(lambda: _memory(self._conversations.find(ident)))
         return JSONResponse(memory, headers=_NO_STORE)
 
     async def _facts(self, request: Request) -> Response:
-        conversation_id, words = request.path_params["id"], request.query_params.get("words", "")
-        find = self._conversations.find
-        facts = await self._call(lambda: find(conversation_id).session.facts(words))
+        ident, words = request.path_params["id"], request.query_params.get("words", "")
+        facts = await self._call(lambda: self._conversations.find(ident).session.facts(words))
         return JSONResponse({"object": "list", "data": list(map(asdict, facts))}, headers=_NO_STORE)
 
     async def _change(self, request: Request) -> Response:
-        conversation_id = request.path_params["id"]
+        ident = request.path_params["id"]
         change = parse_request(await read_body(request), MemoryChange)
         loop, saved = asyncio.get_running_loop(), asyncio.Event()
 
@@ -109,8 +108,7 @@ class SessionRoutes:
             loop.call_soon_threadsafe(saved.set)
 
         def work() -> tuple[ServedConversation, dict[str, Any]]:
-            changed = self._conversations.change(conversation_id, change.apply, on_saved)
-            conversation, events = changed
+            conversation, events = self._conversations.change(ident, change.apply, on_saved)
             memory = {"events": [to_json(event) for event in events], **_memory(conversation)}
             return conversation, {**memory, "busy": False}
 

@@ -73,11 +73,7 @@ class ToolTemplate(Template):
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        anchors: Anchors | None,
-        tools: str = "",
-        ends: Iterable[int] = (),
+        self, tokenizer: Any, anchors: Anchors | None, tools: str = "", ends: Iterable[int] = ()
     ) -> None:
         super().__init__(tokenizer, anchors, ends)
         if ANSWER_TEXT in tools:  # it would be taken for the reply that stands for the history
@@ -137,10 +133,8 @@ class ToolTemplate(Template):
 
     def _head(self, system: str) -> list[int]:
         """What a chat's beginning has before the first user turn, without a mark of the start."""
-        first, later = (
-            self._first_turn_ids(system, QUESTION_TEXT, True),
-            self._later_user(QUESTION_TEXT),
-        )
+        first = self._first_turn_ids(system, QUESTION_TEXT, True)
+        later = self._later_user(QUESTION_TEXT)
         head = first[: len(first) - shared_prefix_length(first[::-1], later[::-1])]
         return head[1:] if head[:1] == [self._tokenizer.bos_token_id] else head
 

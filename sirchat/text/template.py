@@ -270,10 +270,8 @@ class Template:
     def _reply_messages(self, content: str) -> list[Message]:
         """Forms of a message with this text of a reply; the template may take reasoning out."""
         marked, plain = self._control_tokens.delimited, _message("assistant", content)
-        source, thought = (
-            str(self._tokenizer.chat_template or ""),
-            _LEADING_REASONING.match(content),
-        )
+        source = str(self._tokenizer.chat_template or "")
+        thought = _LEADING_REASONING.match(content)
         if not thought or not (thought[1] or "</think>" in source):
             return [plain]
         rest = content[thought.end() :]

@@ -53,7 +53,7 @@ class SlashCompleter(Completer):
         *words, word = text[1:].split(" ")
         words = list(filter(None, words))
         if words[:1] in (["load"], ["switch"]):  # a name may be several words
-            words, word = words[:1], " ".join([*words[1:], word])
+            words, word = words[:1], text.partition(" ")[2].lstrip()
         for value, meaning in self._suggest(words, is_begun=bool(word)):
             if value.startswith(word):
                 yield Completion(

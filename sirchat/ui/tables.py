@@ -63,12 +63,7 @@ def draw_token_ranks(ranks: Sequence[TokenRank], theme: Theme, width: int) -> Re
     factors = list(ranks[0].factors) if ranks else []
     columns = _token_columns(rows, theme, "position", "turn", "token")
     columns |= {
-        "is": [
-            ", ".join(
-                [rank.state, *(flag for flag in ("sink", "pinned") if flag in rank.row.flags)]
-            )
-            for rank in ranks
-        ],
+        "is": [_rank_state(rank) for rank in ranks],
         **_token_columns(rows, theme, "surprisal"),
         "faded to": [f"{rank.decayed_to:.0%}" for rank in ranks],
         **{name: [format_three_digits(rank.factors[name]) for rank in ranks] for name in factors},
@@ -78,6 +73,11 @@ def draw_token_ranks(ranks: Sequence[TokenRank], theme: Theme, width: int) -> Re
     if any(rank.threshold is not None for rank in ranks):
         columns["needs"] = [_format_score(rank.threshold) for rank in ranks]
     return _tables(theme, columns, width)
+
+
+def _rank_state(rank: TokenRank) -> str:
+    state = {"not_stored": "gone", "rereadable": "lost"}.get(rank.state, rank.state)
+    return ", ".join([state, *(flag for flag in rank.row.flags if flag in ("sink", "pinned"))])
 
 
 def draw_facts(facts: Sequence[StatedFact], now: float, theme: Theme) -> Table:

@@ -18,8 +18,8 @@ from sirchat.chat.events import TokenRow
 # Upper limits, in nats, of the buckets: ranges of surprisal that have one colour each.
 BUCKET_LIMITS: Final = (0.5, 2.0, 4.0, 7.0, float("inf"))
 
-# The least share of surprisal left after decay, for each intensity: strong, fading, faint.
-INTENSITY_LIMITS: Final = (0.6, 0.25, 0.0)
+# The least share of surprisal left after decay that is drawn strong, and that is fading.
+INTENSITY_LIMITS: Final = (0.6, 0.25)
 
 ROLE_NAMES: Final = {
     "system": "system",
@@ -58,9 +58,8 @@ class Theme:
         if row.role == "template":
             return self.template
         surprisal = row.surprisal or 0.0
-        return self.tokens[surprisal_bucket(surprisal)][
-            decay_intensity(surprisal, row.decayed_surprisal)
-        ]
+        intensity = decay_intensity(surprisal, row.decayed_surprisal)
+        return self.tokens[surprisal_bucket(surprisal)][intensity]
 
     def role_style(self, role: str) -> Style:
         """The style of the label of a turn by this role, such as "user"."""
@@ -76,7 +75,7 @@ def surprisal_bucket(surprisal: float) -> int:
 def decay_intensity(surprisal: float, decayed: float) -> int:
     """0 (strong), 1 (fading) or 2 (faint), by the share of surprisal left after decay."""
     share_left = decayed / surprisal if surprisal > 0 else 1.0
-    return next(i for i, least in enumerate(INTENSITY_LIMITS) if share_left >= least)
+    return sum(share_left < limit for limit in INTENSITY_LIMITS)
 
 
 def find_theme(name: str, environ: Mapping[str, str], *, is_light: bool = False) -> Theme:

@@ -260,6 +260,7 @@ def test_names_and_ids_are_completed_but_not_those_that_cannot_be_loaded(folder:
     ident, other = saved(folder, "my trip"), saved(folder)
     assert completions("/load ") == ["last", "my trip", other, ident]
     assert completions("/load my t") == ["my trip"]
+    assert completions("/load my  t") == []  # it would replace less than what is typed
     with SessionStore.open(find_session(folder, ident)):
         assert completions("/load ") == ["last", other]
 

@@ -87,7 +87,9 @@ def test_a_word_that_is_evicted_is_said_to_be_with_the_way_back() -> None:
     assert _said(chat, "Lisbon").startswith(held)
     assert "will be evicted next" in _said(chat, "Lisbon")
     lost = "The tokens are no longer archived, so they can't be restored."
-    assert lost in _said(_told("sink", archive="off"), "Anna")
+    unarchived = _told("sink", archive="off")
+    assert lost in _said(unarchived, "Anna")
+    assert " gone " in _shown(unarchived, "Anna --all")[-1]
     assert _said(_told("window"), "turn 0").endswith("The tokens are archived: /pin restores them.")
 
 

@@ -497,7 +497,7 @@ def test_a_run_that_fails_leaves_no_empty_file_and_what_it_found_is_printed_befo
     out, page = tmp_path / "out", tmp_path / "talk.html"
     words = (*strange, "--out", str(out), "--html", str(page))
     with monkeypatch.context() as broken:
-        broken.setattr("sirchat.lab.commands.compare.load", refuse)
+        broken.setattr("sirchat.lab.commands.compare.load_profile_model", refuse)
         assert run(*words).stderr == "sirchat: damaged\n"
     assert not page.exists()
     assert not any(out.iterdir())
