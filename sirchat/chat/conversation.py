@@ -136,11 +136,9 @@ class Conversation:
     ) -> Iterator[Event]:
         """Read a user turn, as `read_user` does, and pin its rules and preferences."""
         yield from self.read_user(text, interrupted, next_role=next_role, given=given)
-        wanted = self.profile.pin_instructions and self.engine.settings.policy.honours_pins
-        engine, encoder = self.engine, self.model.encoder
-        yield from pin_rules(
-            engine, self._texts, encoder, self.state, self._statement_cache, is_wanted=wanted
-        )
+        engine, encoder, cache = self.engine, self.model.encoder, self._statement_cache
+        wanted = self.profile.pin_instructions and engine.settings.policy.honours_pins
+        yield from pin_rules(engine, self._texts, encoder, self.state, cache, is_wanted=wanted)
 
     def read_user(
         self,

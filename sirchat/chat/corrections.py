@@ -27,9 +27,8 @@ CORRECTION_WORDS = re.compile(
 )
 _CLAUSE_END = re.compile(r"(?i)[,;] |\b(?:and|but)\b")
 _PRONOUNS = re.compile(r"\b(?:he|her|him|it|she|them|they)\b", re.IGNORECASE)
-FIRST_PERSON_STATEMENT = re.compile(
-    r"\b(?:i|my|we|our)\b(?:\W+\w+){2}", re.IGNORECASE
-)  # where no encoder does
+# What tells a fact where no encoder can say so
+FIRST_PERSON_STATEMENT = re.compile(r"(?i)\b(?:i|my|we|our)\b(?:\W+\w+){2}")
 
 
 def statement_form(text: str) -> tuple[str, ...]:

@@ -133,7 +133,7 @@ def _arrange(
     # Afterwards no turn can be undone, unless nothing has moved and `is_changed` is False.
     state, before, sizes = session.state, session.turns, [len(one.rows) for one in placed]
     order = np.concatenate([_NO_POSITIONS, *(one.rows for one in placed)])
-    turns = [x.turn for x in placed]
+    turns = [one.turn for one in placed]
     rounds = [*accumulate((turn.role in _ROUND_STARTERS for turn in turns), initial=0)][1:]
     is_changed |= not np.array_equal(order, np.arange(session.seen))
     columns = (np.arange(len(placed)), np.asarray(rounds, np.int64))

@@ -161,10 +161,9 @@ class EventBuilder:
             events.append(Switched(name, old, new, restored=restored, resident=resident))
             restored = 0
             if not has_effect(after, name):
-                options = after.policy_options
-                policy = (
-                    f"{after.policy} with {format_setting(options)}" if options else after.policy
-                )
+                policy = after.policy
+                if after.policy_options:
+                    policy += f" with {format_setting(after.policy_options)}"
                 events.append(Notice(f"{name} has no effect under policy {policy}"))
         return [*events, *map(Notice, self._mismatches(model, after, changed, template))]
 

@@ -79,9 +79,8 @@ def surprising_words(
 
     Words that occur in the held tokens `held` are left out. This search is fast.
     """
-    rows = [
-        row for row in without_template(session.tokens(positions)) if not is_punctuation(row.text)
-    ]
+    tokens = without_template(session.tokens(positions))
+    rows = [row for row in tokens if not is_punctuation(row.text)]
     best = nlargest(_MAX_TOKENS, rows, key=lambda row: row.surprisal or 0.0)
     positions = [row.position for row in best]
     near = without_template(session.tokens(near_positions(positions, session.seen)))

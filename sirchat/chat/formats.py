@@ -160,10 +160,8 @@ class _CallForm:
     def of(cls, template: Template, subject: str, refused: str) -> _CallForm:
         """The form of a chat template; SettingError if it does not write calls as JSON."""
         form = template.call_form() if isinstance(template, ToolTemplate) else None
-        if form is None or (form[0].strip(), form[2].strip()) not in (
-            ("", ""),
-            (CALL_OPEN, CALL_CLOSE),
-        ):
+        tags = None if form is None else (form[0].strip(), form[2].strip())
+        if form is None or tags not in (("", ""), (CALL_OPEN, CALL_CLOSE)):
             problem = "the model's chat template does not write calls as JSON"
             raise format_error(subject, f"{refused}: {problem}")
         return cls(*form, {text: i for i, text in template.controls.items()})
@@ -178,13 +176,13 @@ class _CallForm:
             f"called: ({names}) {self._text(self.closing)}",
         ]
         for number, (name, parameters) in enumerate(tools):
-            started_ids = f'{{"name": {json.dumps(name)}, {json.dumps(self.arguments)}: '
+            beginning = f'{{"name": {json.dumps(name)}, {json.dumps(self.arguments)}: '
             schema = {**parameters, "type": "object"}
             # Small models would invent more and more arguments.
             if "properties" in schema and not {"allOf", "anyOf", "oneOf", "$ref"} & set(schema):
                 schema = {"additionalProperties": False, **schema}
             arguments = json_rule(schema, subject, notes)
-            lines.append(f'call{number}: {json.dumps(started_ids)} {arguments} "}}"')
+            lines.append(f'call{number}: {json.dumps(beginning)} {arguments} "}}"')
         return lines
 
     def _text(self, text: str) -> str:

@@ -175,9 +175,8 @@ def _leaving_words(
     surprisal = np.nan_to_num(ledger.column("surprisal")[others])
     best = others[np.argsort(-surprisal, kind="stable")[: 4 * _MAX_LEAVING_TOKENS]].tolist()
     shown = texts(ledger.column("token_id")[best].tolist(), best)
-    at = [p for p, text in zip(best, shown, strict=True) if not is_punctuation(text)][
-        :_MAX_LEAVING_TOKENS
-    ]
+    words = [p for p, text in zip(best, shown, strict=True) if not is_punctuation(text)]
+    at = words[:_MAX_LEAVING_TOKENS]
     near = np.asarray(near_positions(at, ledger.seen), np.int64)
     rows = without_template(token_rows(engine, near, texts, sinks, None, roles))
     said_by = sorted({row.role for row in rows})  # of what both said, "user" comes last, and counts

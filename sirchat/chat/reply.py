@@ -99,10 +99,10 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         """Whether the reply has ended, or must end now, so that only `end` may be called."""
         if self._stopped is not None or self._failure is not None:
             return True
+        if self.generation.tokens_left <= 0:
+            return False
         is_looping = self._loops is not None and self._loops.found
-        return self.generation.tokens_left > 0 and (
-            self._parts.has_ended or is_looping or self._stops()
-        )
+        return self._parts.has_ended or is_looping or self._stops()
 
     def push(self, done: StepResult) -> list[Event]:
         """Take the result of a step, and return its events; raises the step's error."""

@@ -71,9 +71,8 @@ def read_again(
         elif turn.role == "tool":
             following = turns[number + 1].role if number + 1 < len(turns) else None
             call = calls.pop(0) if calls else ToolCall(call_id(number), "tool", "{}")
-            list(
-                read_result(session, call, turn.text, session.undoable_message, next_role=following)
-            )
+            question = session.undoable_message
+            list(read_result(session, call, turn.text, question, next_role=following))
         else:
             calls, given = calls_in(session, turn.text)
             list(session.read_reply(join_reasoning(turn.thinking, turn.text), given=given))
@@ -94,16 +93,15 @@ def read_again(
             session.turns[number] = Turn("system")
     for new, old in zip(session.turns, turns, strict=False):
         new.time = old.time
-    session.state.repinned = (len(_user_pins(session)), lost)
+    session.state.repinned = len(_user_pins(session)), lost
     session.state.unpinned_sentences = unpinned
 
 
 def reread_session(session: Session, progress: Progress | None = None) -> Session:
     """A new session that has read all turns of `session` again, so that they can be undone."""
     again = Session(session.model, session.profile)
-    read_again(
-        again, session.turns, pinned_text(session), session.state.unpinned_sentences, progress
-    )
+    unpinned = session.state.unpinned_sentences
+    read_again(again, session.turns, pinned_text(session), unpinned, progress)
     again.state.attempt = session.state.attempt  # another reply gets other numbers
     return again
 
@@ -197,9 +195,8 @@ def copy_system_prompt(session: Session, profile: Profile) -> Session | None:
     saved = replace(now, rows=rows, held=at, log_decay=0.0, logits=None, round=0)
     turn, state = replace(session.turns[0]), ConversationState()
     state.turns, state.system = [turn], session.state.system
-    written = engine.cache.first_written_rows(
-        torch.from_numpy(at), at
-    )  # the first ones are in order
+    # The first rows are in order.
+    written = engine.cache.first_written_rows(torch.from_numpy(at), at)
     copy.load(saved, state, written.to("cpu"))
     copy.ledger.pin(prompt, profile.pin_system)
     copy.engine.reader.read_last_again()
@@ -216,9 +213,7 @@ def pinned_text(session: Session, pinned: Positions | None = None) -> list[Pinne
             is_pinned = np.isin(turn.positions, at[of_rules == is_rule])
             edges = np.flatnonzero(np.diff(is_pinned, prepend=False, append=False))
             for begin, end in turn.bounds[edges].reshape(-1, 2).tolist():
-                start = _corresponding_index(
-                    turn.spelled[begin:end], turn.spelled, begin, turn.text
-                )
+                start = _index_in(turn.text, turn.spelled[begin:end], turn.spelled, begin)
                 if begin < end and start >= 0:
                     parts.append(PinnedText(index, start, start + end - begin, is_rule))
     return parts
@@ -286,9 +281,8 @@ def _pin_newest(session: Session, pins: Positions, more: int = 0) -> int:
 def _read_prompt(session: Session, prompt: str | None, *, pinned: bool) -> int:
     """Evict the system prompt, and read `prompt`; returns how many pins were unpinned for it."""
     session.switch("system", system=None)  # else the same prompt would not be read again
-    size = (
-        len(session.template.system_turn(prompt).ids) if prompt and pinned and session.seen else 0
-    )
+    is_read = prompt and pinned and session.seen
+    size = len(session.template.system_turn(prompt).ids) if prompt and is_read else 0
     lost = _pin_newest(session, _user_pins(session), size)
     session.switch("system", system=prompt, pin_system=pinned)
     return lost
@@ -327,14 +321,17 @@ class _SpelledTurn:
     def positions_of(self, part: PinnedText) -> Positions:
         """Positions of the tokens that spell this part; empty if the turn's tokens lack it."""
         text = self.text[part.start : part.end]
-        start = _corresponding_index(text, self.text, part.start, self.spelled)
+        start = _index_in(self.spelled, text, self.text, part.start)
         if not text or start < 0:
             return self.positions[:0]
         return self.positions[tokens_spelling(self.bounds[1:], start, start + len(text))]
 
 
-def _corresponding_index(part: str, text: str, at: int, other: str) -> int:
-    """Index in `other` of the occurrence of `part` that `text` has at `at`, in order; or -1."""
+def _index_in(other: str, part: str, text: str, at: int) -> int:
+    """The index in the similar text `other` of `part`, which `text` has at index `at`; or -1.
+
+    If it occurs several times, the first in `text` corresponds to the first in `other`, and so on.
+    """
     if text == other:
         return at
     here, there = text.find(part), other.find(part)

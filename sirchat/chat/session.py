@@ -75,9 +75,8 @@ class Session(Conversation):
     @property
     def speed(self) -> float:
         """Tokens per second of the current or the last reply; 0 before the first reply."""
-        return self.state.last_reply_stats.tokens_out / max(
-            self.state.last_reply_stats.seconds_decode, 1e-9
-        )
+        stats = self.state.last_reply_stats
+        return stats.tokens_out / max(stats.seconds_decode, 1e-9)
 
     @property
     def memory(self) -> list[DeviceMemory]:
@@ -95,9 +94,8 @@ class Session(Conversation):
 
     def smallest_budget_for(self, tokens: int) -> int | None:
         """The smallest budget that holds a message of `tokens` tokens; None if none is enough."""
-        return smallest_budget_for(
-            tokens, self.engine.settings, self.ledger, self.model.context_length
-        )
+        settings, context = self.engine.settings, self.model.context_length
+        return smallest_budget_for(tokens, settings, self.ledger, context)
 
     def ask(
         self,
@@ -166,9 +164,8 @@ class Session(Conversation):
         point = self.undo_points[-1]
         since = enumerate(self.turns[point.turns :], point.turns)
         turn = next((at for at, one in since if one.role == "user"), -1)
-        own = np.isin(
-            self.ledger.of_turn(turn, Role.USER), self.ledger.pins_except_rules(0)
-        ).nonzero()[0]
+        pins = self.ledger.pins_except_rules(0)
+        own = np.isin(self.ledger.of_turn(turn, Role.USER), pins).nonzero()[0]
         try:
             self.engine.undo(point.checkpoint, keep_pins=keep_pins)
         except LookupError:
@@ -311,15 +308,8 @@ class Session(Conversation):
 
     def facts(self, words: str = "") -> list[StatedFact]:
         """The user's pinned rules, then the stated facts; only those with all `words`, if given."""
-        return find_statements(
-            self.model,
-            self.template,
-            self.ledger,
-            self._texts,
-            self.turns,
-            self._statement_cache,
-            words,
-        )
+        chat = self.model, self.template, self.ledger, self._texts, self.turns
+        return find_statements(*chat, self._statement_cache, words)
 
     def attention_paid(self, turn: int) -> AttentionPaid:
         """The attention of the reply with turn index `turn` to the tokens held before it."""

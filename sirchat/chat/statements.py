@@ -280,20 +280,15 @@ def _classify(
     said: Sequence[str], encoder: Encoder, vector_of: Callable[[str], Tensor]
 ) -> tuple[list[int], NDArray[np.int64], NDArray[np.bool_]]:
     """Numbers of the k facts and the n possible corrections, and which [k, n] are related."""
-    corrects = torch.tensor(
-        [bool(CORRECTION_WORDS.search(text)) for text in said], dtype=torch.bool
-    )
+    corrects = torch.tensor([bool(CORRECTION_WORDS.search(text)) for text in said]).bool()
     if said and len(encoder.kinds):
         vectors = torch.stack([vector_of(text) for text in said]).float()
         is_fact = encoder.is_kind("fact", vectors)
         facts, newer = is_fact.nonzero()[:, 0], (is_fact | corrects).nonzero()[:, 0]
         is_near = vectors[facts] @ vectors[newer].T >= SAME_SUBJECT_COSINE
         return facts.tolist(), newer.cpu().numpy(), is_near.cpu().numpy()
-    stated = [
-        at
-        for at, text in enumerate(said)
-        if FIRST_PERSON_STATEMENT.search(text) and not is_rule(text)
-    ]
+    tells = FIRST_PERSON_STATEMENT.search
+    stated = [at for at, text in enumerate(said) if tells(text) and not is_rule(text)]
     forms = torch.tensor([hash(statement_form(text)) for text in said])
     newer = corrects.nonzero()[:, 0]
     return stated, newer.numpy(), (forms[stated][:, None] == forms[newer]).numpy()

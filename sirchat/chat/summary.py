@@ -107,10 +107,8 @@ class _Sentence:
 
     def score(self, summary_words: set[str]) -> float:
         """Surprisal by length, where words that the summary already has count less."""
-        values = (
-            nats * (_REPEATED_WEIGHT if word in summary_words else 1)
-            for word, nats in self.words.items()
-        )
+        repeated, words = _REPEATED_WEIGHT, self.words.items()
+        values = (nats * (repeated if word in summary_words else 1) for word, nats in words)
         return self.weight * sum(nlargest(_SCORED_WORDS, values)) / (self.size + _EXTRA_LENGTH)
 
 
@@ -147,16 +145,12 @@ def _extract(session: Session, messages: list[_Message], facts: list[StatedFact]
     return ""
 
 
-def _repeats(
-    role: str, has: list[str], said: list[str], words: set[str], removed: set[str]
-) -> bool:
+def _repeats(role: str, has: list[str], said: list[str], words: set[str], gone: set[str]) -> bool:
     """Whether a sentence of the words `has` is a corrected fact, or repeats one."""
-    # A correction took the `removed` words from the fact's `words`. A sentence of the model repeats
-    # the fact if it has one of the removed words and, if several were removed, another fact word.
-    is_near = (
-        has == said if role == "user" else len(words.intersection(has)) >= min(2, len(removed))
-    )
-    return is_near and not removed.isdisjoint(has)
+    # The correction took the words `gone` from the fact's `words`. A sentence of the model repeats
+    # the fact if it has one of `gone` and, if these are several, another of `words`.
+    is_near = has == said if role == "user" else len(words.intersection(has)) >= min(2, len(gone))
+    return is_near and not gone.isdisjoint(has)
 
 
 def _sentences(message: _Message) -> Iterator[_Sentence]:
@@ -170,7 +164,6 @@ def _sentences(message: _Message) -> Iterator[_Sentence]:
                 nats = math.fsum(row.surprisal or 0.0 for row in word)
                 words[name] = nats * (_NUMBER_WEIGHT if any(map(str.isdigit, name)) else 1)
         weight = _USER_WEIGHT if message.role == "user" else 1.0
-        is_question = match[0].endswith(("?", "？", '?"'))
-        yield _Sentence(
-            match[0], len(rows), weight * (_QUESTION_WEIGHT if is_question else 1), words
-        )
+        if match[0].endswith(("?", "？", '?"')):
+            weight *= _QUESTION_WEIGHT
+        yield _Sentence(match[0], len(rows), weight, words)

@@ -25,7 +25,7 @@ from sirchat.text.template import TurnIds
 from sirchat.text.text_file import without_surrogates
 from sirchat.text.tool_calls import CallParser, ToolCall, append_calls, calls_from_key, calls_key
 
-MAX_CALLS_PER_MESSAGE = 64  # for one message
+MAX_CALLS = 64  # for one message
 _ARGUMENTS = '"arguments"'
 _EMPTY = "(empty)"  # what is read of a result without text
 _HEAD_PARTS = 8  # a large result's beginning may take one of so many parts of the policy's tokens
@@ -77,9 +77,7 @@ class Toolbox:
         each = [tool if isinstance(tool, ChatTool) else ChatTool.of(tool) for tool in tools]
         self.tools = {tool.name: tool for tool in each}
         self.decide = decide
-        self.is_template_note_shown = (
-            False  # whether the note of the template was said, if it has one
-        )
+        self.is_template_note_shown = False
 
     @property
     def tools_json(self) -> str:
@@ -137,7 +135,7 @@ def answer_with_tools(
 
     `reply` and `allowed` are those of `Session.ask`, for the first reply.
     """
-    left = MAX_CALLS_PER_MESSAGE
+    left = MAX_CALLS
     if not box.tools:
         yield from chat.begin_reply(interrupted, reply, allowed).events()
         return
@@ -156,9 +154,7 @@ def answer_with_tools(
             yield from extractor.push(event)
         calls = extractor.calls
         if left <= 0 and calls:
-            yield Notice(
-                f"the model goes on calling tools; {MAX_CALLS_PER_MESSAGE} calls for a message are"
-            )
+            yield Notice(f"the model goes on calling tools; {MAX_CALLS} calls for a message are")
         if not calls or left <= 0 or interrupted():
             return
         for number, call in enumerate(calls, 1):
@@ -304,6 +300,6 @@ def _run_call(
     if decided.arguments != call.arguments:
         text = f"The user changed the arguments to {decided.arguments}.\n{text}"
     if is_last:
-        text += f"\nThat was the last of {MAX_CALLS_PER_MESSAGE} calls; answer without tools."
+        text += f"\nThat was the last of {MAX_CALLS} calls; answer without tools."
     yield Returned(call.id, call.name, text, is_error, time.perf_counter() - start)
     return text

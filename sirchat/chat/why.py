@@ -202,12 +202,8 @@ def supporting_sentence(answer: str, question: str, text: str) -> tuple[str, boo
         is_asked = _is_among(groups, asked)
         scores[having] += rarity * (DISCOUNT if is_asked else 2 if word.isdecimal() else 1)
         own, found = own + (not is_asked), found + (not is_asked and bool(having))
-    is_said = (
-        found > 0
-        or not own
-        or bool(_CONFIRMS.match(answer))
-        or max(answer, default="") >= FIRST_CJK
-    )
+    is_dense = max(answer, default="") >= FIRST_CJK
+    is_said = found > 0 or not own or is_dense or bool(_CONFIRMS.match(answer))
     return sentences[int(scores.argmax())] if scores.any() else "", is_said
 
 

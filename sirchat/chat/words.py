@@ -11,7 +11,7 @@ from sirchat.chat.events import TokenRow
 
 PUNCTUATION = string.punctuation + string.whitespace + "…“”‘’«»–—"
 
-_OPENING_BRACKETS = {")": "(", "]": "[", "}": "{"}  # by the closing one
+_OPENING = {")": "(", "]": "[", "}": "{"}  # by the closing one
 _MAX_WORD_TOKENS = 16  # then it is cut, as some scripts have no blanks between words
 _NEIGHBOURS = 5  # tokens that are read on each side of a token, to find its whole word
 
@@ -32,9 +32,7 @@ def word_text(word: Sequence[TokenRow]) -> str:
     """
     whole = "".join(row.text for row in word)
     text, after = whole.strip(PUNCTUATION), whole.rstrip()[len(whole.rstrip(PUNCTUATION)) :]
-    while after[:1] in _OPENING_BRACKETS and text.count(_OPENING_BRACKETS[after[0]]) > text.count(
-        after[0]
-    ):
+    while (opening := _OPENING.get(after[:1])) and text.count(opening) > text.count(after[0]):
         text, after = text + after[0], after[1:]
     return text
 

@@ -274,10 +274,8 @@ class Ledger:
     def pins_except_rules(self, start: int) -> Positions:
         """Positions, from `start` on, of pinned tokens that are not part of a rule."""
         pinned = self.pinned_positions[bisect_left(self.pinned_positions, start) :]
-        pinned_without_rules: Positions = pinned[
-            self._rows["flags"][pinned] & np.uint8(Flag.RULE) == 0
-        ]
-        return pinned_without_rules
+        others: Positions = pinned[self._rows["flags"][pinned] & np.uint8(Flag.RULE) == 0]
+        return others
 
     def release_rules(self, positions: Positions) -> None:
         """Clear the flag `RULE` of all rules that have one of these tokens."""

@@ -81,10 +81,8 @@ class Registry:
 
     def _built_in(self) -> list[str]:
         modules = pkgutil.iter_modules(importlib.import_module(self._package).__path__)
-        names = (module.name for module in modules)
-        return sorted(
-            name.replace("_", "-") for name in names if name not in self._non_class_modules
-        )
+        names = {module.name for module in modules}.difference(self._non_class_modules)
+        return sorted(name.replace("_", "-") for name in names)
 
 
 # Named here, because settings are checked below the room `recall`.

@@ -17,10 +17,7 @@ from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger, Role
 from sirchat.text.detokenizer import Texts, sentence_bounds
 
-MIN_PASSAGE_TOKENS, MAX_PASSAGE_TOKENS = (
-    8,
-    48,
-)  # tokens of a passage; with 16 to 96, 0.01 less of LoCoMo's evidence is found
+MIN_PASSAGE_TOKENS, MAX_PASSAGE_TOKENS = 8, 48  # with 16 and 96, 0.01 less of LoCoMo is found
 
 PASSAGE = np.dtype([("start", np.int64), ("end", np.int64), ("turn", np.int32), ("role", np.int8)])
 

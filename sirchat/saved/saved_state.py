@@ -98,7 +98,7 @@ class SavedState(BaseModel):
 
 
 def make_state_record(saved: EngineState, session: Session, stamp: str = "") -> StateRecord:
-    """The head that saves the state `saved` of the engine of `session`.
+    """The record that saves the state `saved` of the engine of `session`.
 
     `stamp` identifies the keys and values saved with it.
     """

@@ -395,9 +395,8 @@ class SessionStore:
         for turn in turns:
             texts = turn.role, turn.text, turn.finish, turn.thinking
             flags = int(turn.is_summary), int(turn.is_left_out)
-            insert_record(
-                connection, "turns", turn.index, *texts, turn.time, *flags, json.dumps(turn.torn)
-            )
+            values = turn.index, *texts, turn.time, *flags, json.dumps(turn.torn)
+            insert_record(connection, "turns", *values)
         for values, vector in zip(passages.rows.tolist(), passages.vectors, strict=True):
             data = None if np.isnan(vector).any() else vector.astype("<f2").tobytes()
             insert_record(connection, "passages", *values, data)

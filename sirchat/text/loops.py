@@ -1,4 +1,4 @@
-"""Notices that a reply goes round in a loop: that it writes the same passage again and again."""
+"""Detects that a reply is caught in a loop: that it writes the same passage again and again."""
 
 from __future__ import annotations
 
@@ -19,22 +19,20 @@ _INDENT = re.compile(rb"\n(?: {4}|\t)")
 
 
 class LoopCheck:
-    """Takes a reply as it grows; `found` says whether by now it only repeats itself.
+    """Takes a reply as it grows; `found` says whether the reply only repeats itself by now.
 
-    In code, in tables, and where lines are indented, everything may repeat.
+    Repetition in code, in tables and in indented lines does not count.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what the reply has so far."""
         self.found = False
         self._before, self._line = b"", ""  # whole lines, without counters; the last one
         self._is_code = False
 
     def push(self, text: str) -> None:
-        """Add the next text of the reply."""
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:
             self._is_code ^= bool(_FENCE.match(line))

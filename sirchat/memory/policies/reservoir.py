@@ -12,7 +12,7 @@ from torch import Tensor
 from sirchat.memory.held_rows import HeldRows
 from sirchat.memory.policies.base import RecentScorePolicy, highest
 
-_MIN_NEWEST_TOKENS = 8  # newest tokens, however large the sample is
+_MIN_NEWEST = 8  # newest tokens, however large the sample is
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,7 @@ class Reservoir(RecentScorePolicy):
     )
 
     def newest_room(self, evictable: int) -> int:
-        return (
-            evictable if self.sample is None else max(_MIN_NEWEST_TOKENS, evictable - self.sample)
-        )
+        return evictable if self.sample is None else max(_MIN_NEWEST, evictable - self.sample)
 
     def keep(self, rows: HeldRows, num_keep: int) -> Tensor:
         if self.sample is None:
