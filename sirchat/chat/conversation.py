@@ -113,7 +113,6 @@ class Conversation:
 
     @property
     def resident(self) -> int:
-        """Number of held tokens."""
         return self.engine.cache.length
 
     @property
@@ -231,7 +230,6 @@ class Conversation:
         return turn
 
     def read_system(self, ids: TurnIds, interrupted: Interrupted = never) -> Iterator[Event]:
-        """Read the `ids` of the profile's system prompt."""
         turn, start = self._open_turn("system"), self.seen
         try:
             yield from turn.read(ids, interrupted, pinned=self.profile.pin_system)

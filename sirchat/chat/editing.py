@@ -42,8 +42,6 @@ class ReadTurns:
 
 @dataclass(frozen=True)
 class _PlacedTurn:
-    """A turn, and the stream positions of its tokens."""
-
     turn: Turn
     rows: Positions
     header: list[int] | None = None  # as in `ConversationState`, after this turn

@@ -46,10 +46,7 @@ def retriever_for_retry(session: Session, name: str) -> str:
 def retry_with_sampling(
     session: Session, settings: dict[str, Any], interrupted: Interrupted = never
 ) -> Iterator[Event]:
-    """Replace the last reply under other sampling `settings`; says whether the reply changed.
-
-    Raises the errors of `Session.retry`.
-    """
+    """Replace the last reply under other sampling `settings`; raises as `Session.retry`."""
     before = last_generated_reply(session.ledger, session.turns)
     with temporary_settings(session, "/retry", settings):
         temperature, top_k = session.profile.temperature, session.profile.top_k
