@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,9 +34,7 @@ from sirchat.memory.tiers import EXACT, LOWER_TIER, NOT_STORED, Tiers, dequantiz
 
 SEGMENT_ROWS = 512
 _MAX_UNFINISHED = 8  # unfinished transfers from a GPU
-_TIERS_PER_LIMIT = (
-    8  # in a full archive, exact tokens and those of 8 bits take an eighth of the limit each
-)
+_LIMIT_DIVISOR = 8  # a full archive has an eighth of its limit exact, and an eighth in 8 bits
 _MAX_RESTORATIONS = 3  # times that a token goes back to the newest of its tier, at most
 
 
@@ -51,9 +50,8 @@ class Archive:
         self.transfers = Transfers()
         self._files = SegmentFiles(folder)
         self._segments: dict[int, Segment] = {}  # by number, the oldest first
-        self._numbers_by_tier = {
-            bits: dict[int, None]() for bits in (EXACT, *LOWER_TIER.values())
-        }  # of tiers
+        tiers = EXACT, *LOWER_TIER.values()
+        self._numbers_by_tier = {bits: dict[int, None]() for bits in tiers}
         self._bytes_by_tier = Counter[int]()  # of each tier in bytes, by its bits
         self._segment_count, self._add_count = 0, 0  # of the segments made; of the calls of `add`
         self._centres = list[Tensor]()  # see `Tiers`; empty until a token goes down a tier
@@ -79,9 +77,7 @@ class Archive:
         for number in list(self._segments):
             self._drop(number)
         self._unfinished: list[tuple[Transfer, list[tuple[int, int, int]]]] = []
-        self._open_numbers: dict[
-            int, int
-        ] = {}  # of each tier, by its bits: the segment that gets more
+        self._open_numbers = dict[int, int]()  # by tier: the segment that gets more
         self._addresses[:] = -1
 
     @property
@@ -110,21 +106,19 @@ class Archive:
 
     def tier_sizes(self) -> dict[int, tuple[int, int]]:
         """Number of tokens and size in bytes of each tier, by the tier's bits."""
-        return {
-            bits: (
-                sum(len(self._segments[one].stored) for one in numbers),
-                self._bytes_by_tier[bits],
-            )
-            for bits, numbers in self._numbers_by_tier.items()
-            if numbers
-        }
+        sizes = dict[int, tuple[int, int]]()
+        for bits, numbers in self._numbers_by_tier.items():
+            if numbers:
+                count = sum(len(self._segments[number].stored) for number in numbers)
+                sizes[bits] = count, self._bytes_by_tier[bits]
+        return sizes
 
     def bits(self, positions: Positions) -> NDArray[np.uint8]:
         """The bits [n] to which each token's numbers were rounded, held or not; EXACT if never."""
-        in_range_positions = np.zeros(len(positions), np.uint8)
+        bits = np.zeros(len(positions), np.uint8)
         in_range = positions < len(self._bits)
-        in_range_positions[in_range] = self._bits[positions[in_range]]
-        return in_range_positions
+        bits[in_range] = self._bits[positions[in_range]]
+        return bits
 
     def note_restored(self, positions: Positions) -> None:
         """Let archived tokens that were restored to the cache stay longer in their tier."""
@@ -143,7 +137,6 @@ class Archive:
 
     @property
     def positions(self) -> Positions:
-        """Stream positions of all archived tokens, ascending."""
         return np.flatnonzero(self._addresses >= 0)
 
     def has(self, positions: Positions) -> NDArray[np.bool_]:
@@ -194,9 +187,9 @@ class Archive:
             for number, at, count in parts:
                 self._segments[number].positions[at : at + count] = -1
             raise
-        while self._unfinished and (
-            self._unfinished[0][0].is_done() or len(self._unfinished) > _MAX_UNFINISHED
-        ):
+        while len(self._unfinished) > _MAX_UNFINISHED:
+            self._store_first_transfer()
+        while self._unfinished and self._unfinished[0][0].is_done():
             self._store_first_transfer()
 
     @torch.inference_mode()
@@ -253,14 +246,13 @@ class Archive:
         if ahead is not None:
             self._next_encoded = None  # after an error, the next call encodes again
             moves.append((places[~is_used], ahead.result(), LOWER_TIER[segment.bits]))
-        self._open_numbers = {
-            bits: last for bits, last in self._open_numbers.items() if last != number
-        }
-        for subset, tensors, bits in moves:  # after an error, each token is in one segment
-            rows = segment.rows(subset, tensors)
+        if self._open_numbers.get(segment.bits) == number:
+            del self._open_numbers[segment.bits]
+        for part, tensors, bits in moves:  # after an error, each token is in one segment
+            rows = segment.rows(part, tensors)
             self._append(rows, bits)
             self._bits[rows.positions] = bits
-            segment.positions[subset] = -1
+            segment.positions[part] = -1
         self._restored[again] -= 1
         deleted = np.setdiff1d(segment.stored, held)
         self._addresses[segment.stored] = -1
@@ -270,11 +262,10 @@ class Archive:
 
     def _next_to_demote(self) -> int:
         """Number of the oldest segment in the first tier above its share, or in the lowest tier."""
+        share = (self.limit or 0) / _LIMIT_DIVISOR
         for bits in LOWER_TIER:
             numbers = self._numbers_by_tier[bits]
-            if len(numbers) > 1 and self._bytes_by_tier[bits] * _TIERS_PER_LIMIT > (
-                self.limit or 0
-            ):
+            if len(numbers) > 1 and self._bytes_by_tier[bits] > share:
                 return next(iter(numbers))
         lowest = next(numbers for numbers in reversed(self._numbers_by_tier.values()) if numbers)
         return next(iter(lowest))
@@ -323,13 +314,8 @@ class Archive:
         """Give the tokens new positions, see `Ledger.reorder`; no tensor moves."""
         self._flush()
         self._grow(int(order.max(initial=0)) + 1)
-        arrays = (
-            (self._addresses, -1),
-            (self._bits, EXACT),
-            (self._restored, 0),
-            (self._added_by, 0),
-        )
-        for array, empty in arrays:
+        arrays: list[NDArray[Any]] = [self._addresses, self._bits, self._restored, self._added_by]
+        for array, empty in zip(arrays, (-1, EXACT, 0, 0), strict=True):
             array[: len(order)], array[len(order) :] = array[order], empty
         for segment in self._segments.values():
             stored = segment.positions >= 0
@@ -337,8 +323,8 @@ class Archive:
 
     def forget(self, positions: Positions) -> None:
         """Forget to how many bits tokens that are stored nowhere were rounded."""
-        in_range_positions = positions[positions < len(self._bits)]
-        self._bits[in_range_positions] = self._restored[in_range_positions] = 0
+        in_range = positions[positions < len(self._bits)]
+        self._bits[in_range] = self._restored[in_range] = 0
 
     def truncate(self, seen: int) -> None:
         """Remove all but the conversation's first `seen` tokens, as `remove` does."""
@@ -397,9 +383,8 @@ class Archive:
         del self._numbers_by_tier[segment.bits][number]
         self._bytes_by_tier[segment.bits] -= segment.nbytes
         self._files.drop(number)
-        self._next_encoded = (
-            None if self._next_encoded and self._next_encoded[0] == number else self._next_encoded
-        )
+        if self._next_encoded and self._next_encoded[0] == number:
+            self._next_encoded = None
 
 
 class Segment:
@@ -483,7 +468,6 @@ class SegmentFiles:
             self._pending.append(self._writer.submit(self._write, self._folder, number, segment))
 
     def drop(self, number: int) -> None:
-        """Delete a segment's file, after all pending writes."""
         if self._folder is not None:
             self._pending.append(self._writer.submit(_delete, _path(self._folder, number)))
 

@@ -13,9 +13,7 @@ from numpy.typing import NDArray
 Positions = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-_MAX_RESTORATIONS = (
-    8192  # most entries of `_totals_when_restored`: more than a hundred for each turn to undo
-)
+_MAX_RESTORATIONS = 8192  # entries of `_restored_totals`: over a hundred for each turn to undo
 
 
 @dataclass(frozen=True)
@@ -31,9 +29,7 @@ class AttentionStatsConfig:
         without_window = [number for number in range(num_layers) if number not in sliding]
         candidates = without_window if self.layers and without_window else list(range(num_layers))
         count = min(self.layers or num_layers, len(candidates))
-        return [
-            candidates[int((recorded + 0.5) * len(candidates) / count)] for recorded in range(count)
-        ]
+        return [candidates[int((index + 0.5) * len(candidates) / count)] for index in range(count)]
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,7 @@ class AttentionStats:
         self._log_decay = np.zeros(0)  # the ledger's log_decay at each total's last update
         self._window: tuple[QueryWindow, ...] = ()
         # The totals of tokens when they were restored.
-        self._totals_when_restored: deque[AttentionCheckpoint] = deque(maxlen=_MAX_RESTORATIONS)
+        self._restored_totals: deque[AttentionCheckpoint] = deque(maxlen=_MAX_RESTORATIONS)
         self._restoration_count = 0  # number of entries so far, deleted ones included
 
     @property
@@ -143,7 +139,7 @@ class AttentionStats:
     def note_restored(self, positions: Positions) -> None:
         """Store the totals of tokens that are being restored, for an exact undo."""
         if len(positions) and self.has_records:
-            self._totals_when_restored.append(self._copy_of(positions))
+            self._restored_totals.append(self._copy_of(positions))
             self._restoration_count += 1
 
     def checkpoint(self, positions: Positions) -> AttentionCheckpoint:
@@ -160,14 +156,12 @@ class AttentionStats:
         if to.restorations is None:  # nothing had been counted by then
             self._total = self._log_decay = np.zeros(0)
             self._window = ()
-            self._totals_when_restored.clear()
+            self._restored_totals.clear()
             return
         while self._restoration_count > to.restorations:
             self._restoration_count -= 1
-            if (
-                self._totals_when_restored
-            ):  # the first total of a token is the last that is written back
-                self._write_back(self._totals_when_restored.pop())
+            if self._restored_totals:  # a token's first total is written back last
+                self._write_back(self._restored_totals.pop())
         self._write_back(to)
         self._total[seen:], self._log_decay[seen:] = 0, 0
         self._window = to.window
@@ -190,10 +184,10 @@ class AttentionStats:
         windows = []
         for window in self._window:
             new = rank[window.positions]
-            recorded = np.argsort(new)[int((new < 0).sum()) :]
-            windows.append(QueryWindow(new[recorded], window.weights[..., recorded]))
+            stays = np.argsort(new)[int((new < 0).sum()) :]
+            windows.append(QueryWindow(new[stays], window.weights[..., stays]))
         self._window = tuple(windows)
-        self._totals_when_restored.clear()
+        self._restored_totals.clear()
 
     def erase(self, positions: Positions) -> None:
         self._total[positions[positions < len(self._total)]] = 0
@@ -202,7 +196,7 @@ class AttentionStats:
             stays = ~np.isin(window.positions, positions)
             windows.append(QueryWindow(window.positions[stays], window.weights[..., stays]))
         self._window = tuple(windows)
-        self._totals_when_restored.clear()
+        self._restored_totals.clear()
 
     def _copy_of(self, positions: Positions) -> AttentionCheckpoint:
         is_recorded, total, log_decay = positions < len(self._total), *np.zeros((2, len(positions)))

@@ -22,7 +22,7 @@ from sirchat.memory.row_buffers import LayerRotation as LayerRotation
 # A layer's kind: whether it has keys and values, and how many recurrent or convolution states.
 LayerKind = tuple[bool, int]
 
-StoreRows = Callable[[KeyValues], object]  # gets rows that leave the cache
+Store = Callable[[KeyValues], object]  # gets rows that leave the cache
 
 
 class BoundedCache:
@@ -65,7 +65,6 @@ class BoundedCache:
 
     @property
     def length(self) -> int:
-        """Number of held rows."""
         return self.cursor.length
 
     @property
@@ -108,16 +107,13 @@ class BoundedCache:
 
     @property
     def nbytes(self) -> int:
-        """Size of all buffers and states in bytes."""
         return sum(self.bytes_by_device().values())
 
     @property
     def state_nbytes(self) -> int:
-        """Size of the states of recurrent and convolution layers in bytes."""
         return sum(tensor.nbytes for layer in self._state for tensor in layer.values())
 
     def bytes_by_device(self) -> Counter[torch.device]:
-        """Size of buffers and states on each device in bytes."""
         buffers = [tensor.buffer for tensor in self._tensors]
         states = [tensor for layer in self._state for tensor in layer.values()]
         sizes = Counter[torch.device]()
@@ -156,9 +152,7 @@ class BoundedCache:
         self.cursor.length = end
 
     @torch.inference_mode()
-    def keep(
-        self, rows: Tensor, leaving: Tensor | None = None, store: StoreRows | None = None
-    ) -> None:
+    def keep(self, rows: Tensor, leaving: Tensor | None = None, store: Store | None = None) -> None:
         """Remove all rows but those numbered `rows` [k] (int64, ascending).
 
         Before that, `store` gets a copy of the rows numbered `leaving`, as first written.
@@ -196,8 +190,8 @@ class BoundedCache:
         self.grow_to(count)
         for layer, tensors in enumerate(self._rows.layers):
             if tensors[0].buffer is None:
-                moved_to_device = rows.tensors[2 * layer : 2 * layer + 2]
-                self._rows.allocate(layer, *(one[None] for one in moved_to_device))
+                keys, values = rows.tensors[2 * layer : 2 * layer + 2]
+                self._rows.allocate(layer, keys[None], values[None])
         cos_sin = self._cos_sin(rows.written_at, torch.arange(count), rows.positions)
         self._put(0, rows.tensors, cos_sin)
         self._stream[:count], self._written_at[:count] = rows.positions, rows.written_at
@@ -277,19 +271,14 @@ class BoundedCache:
             cos_sin |= dict.fromkeys(numbers, torch.stack(rotation.cos_sin(old, new)))
         return cos_sin
 
-    def _move(
-        self, slots: Tensor, start: int, leaving: Tensor, store: StoreRows | None = None
-    ) -> None:
+    def _move(self, slots: Tensor, start: int, leaving: Tensor, store: Store | None = None) -> None:
         """Move the rows in `slots` [n] to `start` and on; first `store` those in `leaving`."""
         at, end, gone = slots.numpy(), start + len(slots), leaving.numpy()
         written_at, stream = self._written_at[at], self._stream[at]
         cos_sin = self._cos_sin(written_at, torch.arange(start, end), stream)
         parts = self._rows.parts(max(len(slots), len(leaving)))
-        moved_to_device = [slots, leaving, *cos_sin.values()]
-        on = {
-            device: to_device(moved_to_device, device)
-            for device in {part.rows.device for part in parts}
-        }
+        needed, devices = [slots, leaving, *cos_sin.values()], {part.rows.device for part in parts}
+        on = {device: to_device(needed, device) for device in devices}
         if store is not None:
             blocks = (part.copy_rows(on[part.rows.device][1]) for part in parts)
             tensors = [one for block in blocks for one in block.flatten(0, 1)]

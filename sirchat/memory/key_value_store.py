@@ -31,9 +31,7 @@ from sirchat.memory.tiers import NOT_STORED, Tiers
 # Bytes of what is evicted that are kept for undo while the archive is off; a turn that evicts more
 # can't be undone.
 UNDO_BYTES = 256 * 2**20
-_MAX_UNWRITTEN_BYTES = (
-    2**30
-)  # bytes that an archive on disk may grow in RAM after a write has failed
+_MAX_UNWRITTEN_BYTES = 2**30  # that an archive on disk may grow in RAM after a failed write
 _NONE = np.zeros(0, np.int64)
 _MAX_FETCHED_TOKENS = 4_096  # archived tokens of which statistics are computed
 
@@ -99,9 +97,8 @@ class KeyValueStore:
         self.archive, self._folder, self._archiving = new, folder, limit > 0
         self._is_disk_reported = False
         if not limit:
-            self.ledger.mark_not_stored(
-                np.flatnonzero(self.ledger.column("state") == State.ARCHIVED)
-            )
+            archived = np.flatnonzero(self.ledger.column("state") == State.ARCHIVED)
+            self.ledger.mark_not_stored(archived)
             self._forget_rounding()
         old.close()
         self._shrink()
@@ -158,10 +155,7 @@ class KeyValueStore:
         return placement is self._placement
 
     def place(self, placement: Placement) -> tuple[Positions, Positions]:
-        """Evict and restore tokens, so that they are where `placement` says.
-
-        Returns the positions of the evicted and of the restored tokens, ascending.
-        """
+        """Move tokens as `placement` says; returns the positions evicted and those restored."""
         moved = self._place(placement)
         self._shrink()
         return moved
@@ -221,10 +215,7 @@ class KeyValueStore:
     def statistics(
         self, positions: Positions, wanted: Collection[KeyValueStat]
     ) -> dict[KeyValueStat, Tensor]:
-        """Statistics [n] of the keys and values at `positions` [n], ascending, by name.
-
-        A token that is neither held nor archived gets the median of the others.
-        """
+        """Statistics [n], by name, at `positions` [n], ascending; lost tokens get the median."""
 
         def blocks(as_read: bool) -> Iterator[Block]:
             return self._blocks(positions, as_read)
@@ -336,30 +327,24 @@ class KeyValueStore:
         ledger, cache, archive = self.ledger, self.cache, self.archive
         held = ledger.held_positions
         stays = np.isin(held, new.held, assume_unique=True)
-        evicted, restored_positions = held[~stays], np.setdiff1d(new.held, held, assume_unique=True)
+        evicted, came = held[~stays], np.setdiff1d(new.held, held, assume_unique=True)
         rows = torch.from_numpy(np.flatnonzero(stays))
         stored = archive.has(evicted) | np.isin(evicted, dropped, assume_unique=True)
         leaving = torch.from_numpy(np.flatnonzero(~stays)[~stored])
-        if len(evicted) and not len(restored_positions):
+        if len(evicted) and not len(came):
             cache.keep(rows, leaving, archive.add if len(leaving) else None)
-        elif len(restored_positions):
+        elif len(came):
             if len(leaving):
                 archive.add(cache.first_written_rows(leaving, evicted[~stored]))
-            restored = archive.fetch(restored_positions)
-            archive.note_restored(
-                np.setdiff1d(restored_positions, self._placement.aside, assume_unique=True)
-            )
+            restored = archive.fetch(came)
+            aside = self._placement.aside
+            archive.note_restored(np.setdiff1d(came, aside, assume_unique=True))
             if len(rows):
                 restored = merge_key_values(cache.first_written_rows(rows, held[stays]), restored)
             cache.replace(restored)
-        ledger.hold(
-            new,
-            evicted,
-            restored_positions,
-            State.ARCHIVED if self._archiving else State.NOT_STORED,
-        )
+        ledger.hold(new, evicted, came, State.ARCHIVED if self._archiving else State.NOT_STORED)
         self._placement = new
-        return evicted, restored_positions
+        return evicted, came
 
     def _blocks(self, positions: Positions, as_read: bool) -> Iterator[Block]:
         """Keys and values at `positions` [n]; with `as_read`, rotated as if all were held."""
@@ -369,17 +354,14 @@ class KeyValueStore:
         if as_read and len(held_indices) == len(positions):
             yield Block(torch.from_numpy(held_indices), self.cache.as_read(rows))
             return
-        first = (
-            [self.cache.first_written_rows(rows, positions[held_indices])]
-            if len(held_indices)
-            else []
-        )
+        first = list[KeyValues]()
+        if len(held_indices):
+            first.append(self.cache.first_written_rows(rows, positions[held_indices]))
         archived = np.setdiff1d(positions, held, assume_unique=True)
         archived = archived[self.archive.has(archived)]
-        starts = range(0, len(archived), _MAX_FETCHED_TOKENS)
-        fetched = (
-            self.archive.fetch(archived[start : start + _MAX_FETCHED_TOKENS]) for start in starts
-        )
+        size = _MAX_FETCHED_TOKENS
+        starts = range(0, len(archived), size)
+        fetched = (self.archive.fetch(archived[start : start + size]) for start in starts)
         for part in chain(first, fetched):
             numbers = torch.from_numpy(np.searchsorted(positions, part.positions))
             yield Block(numbers, (self.cache.rotated(part, numbers) if as_read else part).tensors)

@@ -20,9 +20,7 @@ from sirchat.memory.tiers import Tiers
 
 Positions = NDArray[np.int64]  # of tokens in the stream, the whole conversation
 
-_MAX_JOINED_BYTES = (
-    2**26
-)  # most bytes of tensors that are joined for one copy, which takes as many again
+_MAX_JOINED_BYTES = 2**26  # of tensors that are joined for one copy, which takes as many again
 
 # A copy of the states of all recurrent and convolution layers, one dictionary for each layer; the
 # key of a tensor is its kind, `conv` or `recurrent`, and its number.
@@ -62,10 +60,8 @@ def merge_key_values(first: KeyValues, second: KeyValues) -> KeyValues:
     order = np.argsort(positions)
     device = first.tensors[0].device
     index, *theirs = to_device([torch.from_numpy(order), *second.tensors], device)
-    if (
-        device.type != "cpu"
-        and len({(tensor.shape, tensor.device) for tensor in first.tensors}) == 1
-    ):
+    kinds = {(tensor.shape, tensor.device) for tensor in first.tensors}
+    if device.type != "cpu" and len(kinds) == 1:
         block = torch.cat([torch.stack(first.tensors), torch.stack(theirs)], dim=2)
         tensors = list(block.index_select(2, index))
     else:

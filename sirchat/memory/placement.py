@@ -42,13 +42,9 @@ class Placement:
     @property
     def policy_positions(self) -> Positions:
         """The policy's tokens: held ones that recall did not restore, and those set aside."""
-        return (
-            np.union1d(self.held_without_recalled, self.aside)
-            if len(self.aside)
-            else self.held_without_recalled
-        )
+        held = self.held_without_recalled
+        return np.union1d(held, self.aside) if len(self.aside) else held
 
     def without(self, positions: Positions) -> Placement:
-        """This placement without the tokens at these positions."""
         each = (self.held, self.recalled, self.aside, self.wanted)
         return Placement(*(at[~np.isin(at, positions)] for at in each))

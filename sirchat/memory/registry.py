@@ -65,10 +65,7 @@ class Registry:
         )
 
     def load(self, path: str) -> type[Any]:
-        """Import the class with the path `module:Class`.
-
-        Raises SettingError if the import fails, or if the class is of another kind.
-        """
+        """Import the class `module:Class`; SettingError if it can't be, or is of another kind."""
         module, _, name = path.partition(":")
         base = getattr(importlib.import_module(f"{self._package}.base"), self._kind.capitalize())
         try:
@@ -81,10 +78,8 @@ class Registry:
 
     def _built_in(self) -> list[str]:
         modules = pkgutil.iter_modules(importlib.import_module(self._package).__path__)
-        names = (module.name for module in modules)
-        return sorted(
-            name.replace("_", "-") for name in names if name not in self._non_class_modules
-        )
+        names = {module.name for module in modules}.difference(self._non_class_modules)
+        return sorted(name.replace("_", "-") for name in names)
 
 
 # Named here, because settings are checked below the room `recall`.

@@ -106,12 +106,10 @@ class RowBuffers:
             if tensor.rotation is not None:
                 same = filter(tensor.rotation.has_same_angles, self.tensors_by_rotation)
                 self.tensors_by_rotation.setdefault(next(same, tensor.rotation), []).append(number)
-        layouts = {
-            (len(r.key.inv_freq), r.key.interleaved, r.key.offset) for r in rotations if r.key
-        }
-        are_keys = sorted(chain(*self.tensors_by_rotation.values())) == [
-            *range(0, len(self.tensors), 2)
-        ]
+        keys = [rotation.key for rotation in rotations if rotation.key]
+        layouts = {(len(key.inv_freq), key.interleaved, key.offset) for key in keys}
+        rotated = sorted(chain(*self.tensors_by_rotation.values()))
+        are_keys = rotated == [*range(0, len(self.tensors), 2)]
         self._can_pool = are_keys and len(layouts) == len(set(devices)) == 1
         self._kinds = set[tuple[int, int, torch.dtype, torch.device]]()  # H, D and so on, so far
 

@@ -16,10 +16,8 @@ from torch import Tensor
 
 EXACT = 0  # as many bits as the model's numbers have
 NOT_STORED = 255  # in `Tiers.bits`: neither in the cache nor in the archive
-LOWER_TIER = {
-    EXACT: 8,
-    8: 4,
-}  # the tier below each, in bits a number; below the last one is the text
+# The tier below each, in bits a number; below the last one is the text.
+LOWER_TIER = {EXACT: 8, 8: 4}
 _MIN_STEP = 2.0**-100  # step, for a token whose numbers are all the centre's
 
 
@@ -32,9 +30,7 @@ class Tiers:
 
     def fit(self, row: list[Tensor], seen: int) -> bool:
         """Whether these tiers suit a stream of `seen` tokens with keys and values like `row`."""
-        shapes = [
-            [(tensor.dtype, tensor.shape) for tensor in tensors] for tensors in (self.centres, row)
-        ]
+        shapes = [[(one.dtype, one.shape) for one in tensors] for tensors in (self.centres, row)]
         is_known = np.isin(self.bits, [EXACT, *LOWER_TIER.values(), NOT_STORED]).all()
         is_of_stream = self.bits.dtype == np.uint8 and self.bits.shape == (seen,)
         return bool(is_of_stream and is_known and shapes[0] == shapes[1])
@@ -55,9 +51,8 @@ def dequantized(tensors: list[Tensor], centres: list[Tensor], bits: int) -> list
     """Decode tensors stored in `bits` to numbers [H, n, D], in the dtype of `centres`."""
     if bits == EXACT:
         return tensors
-    return [
-        _dequantize(tensor, centre, bits) for tensor, centre in zip(tensors, centres, strict=True)
-    ]
+    pairs = zip(tensors, centres, strict=True)
+    return [_dequantize(tensor, centre, bits) for tensor, centre in pairs]
 
 
 def _quantize(numbers: Tensor, centre: Tensor, bits: int) -> Tensor:

@@ -26,10 +26,7 @@ from sirchat.text.detokenizer import QUESTION_MARKS, Texts
 # CHANCE_SCORE, passages that share a frequent word displace those that say it in other words.
 MIN_SCORE = 2.0  # least score of a passage that comes back; half of it for a message that asks
 CHANCE_SCORE = MIN_SCORE / 2  # what z(words) reaches by chance
-MIN_WORD_DEVIATION, MIN_COSINE_DEVIATION = (
-    0.9,
-    0.1,
-)  # least standard deviations of scores by words, and of cosines
+MIN_WORD_DEVIATION, MIN_COSINE_DEVIATION = 0.9, 0.1  # least standard deviations of the scores
 
 # Passages of a turn that are few. Chosen on the first five chats of BEAM; with 3, less of LoCoMo's
 # evidence is found (0.02 to 0.04), and without this, less of BEAM's (0.15).
@@ -95,9 +92,8 @@ class PassageSearch:
 
     def by_words(self, sentences: Sequence[str]) -> Scores:
         """The score [n] of each passage by the words of the sentences, above chance."""
-        return np.maximum(
-            _z_scores(self.index.scores(sentences), 0.0, MIN_WORD_DEVIATION) - CHANCE_SCORE, 0
-        )
+        scores = _z_scores(self.index.scores(sentences), 0.0, MIN_WORD_DEVIATION)
+        return np.maximum(scores - CHANCE_SCORE, 0)
 
     def tool_result_scores(self, sentences: Sequence[str], which: NDArray[np.bool_]) -> Scores:
         """Scores [k] of a tool result's passages `which` [n] for the sentences that asked for it.
@@ -130,26 +126,21 @@ class PassageSearch:
     def second_hop_scores(
         self, ledger: Ledger, first: int, query: PassageQuery, generated: Numbers = ()
     ) -> Scores:
-        """The score [n] of each passage by the words of passage `first` that the message lacks.
-
-        The passage `first` itself has the score 0.
-        """
+        """Scores [n] by the words of passage `first` that the message lacks; 0 for `first`."""
         known, text = set(words_of(query.text)), self.passages.texts(ledger, first, first + 1)[0]
         new = " ".join(word for word in words_of(text) if word not in known)
         scores = self.by_words((new,))
         scores[first] = 0
         return self._discounted(scores, generated, query.excluded_turns)
 
-    def _discounted(
-        self, scores: Scores, generated: Numbers, excluded_turns: Sequence[int]
-    ) -> Scores:
+    def _discounted(self, scores: Scores, generated: Numbers, excluded: Sequence[int]) -> Scores:
         """Lower the scores of the model's own text, and drop it if other text fits better."""
         # The message that a reply answers is no other text. A question, and the reply to it, must
         # fit four times as well as other text.
         turns, roles = self.passages.rows["turn"], self.passages.rows["role"]
         count = int(turns.max(initial=0)) + 1
-        if excluded_turns:
-            scores = np.where(np.isin(turns, excluded_turns), -np.inf, scores)
+        if excluded:
+            scores = np.where(np.isin(turns, excluded), -np.inf, scores)
         written = np.bincount(np.asarray(generated, np.int64), minlength=count + 1) > 0
         is_own = written[turns] & (roles == Role.ASSISTANT)
         if not is_own.any():
@@ -161,9 +152,8 @@ class PassageSearch:
         np.maximum.at(best_by_turn, turns + 1, told)
         order = np.argsort(-best_by_turn)[:2]
         best, second = best_by_turn[order[0]], best_by_turn[order[-1]]
-        elsewhere = np.where(
-            turns == order[0], second, best
-        )  # place t + 1 is turn t: the one before
+        # Place t + 1 is turn t: the one before.
+        elsewhere = np.where(turns == order[0], second, best)
         counted = np.where(is_own, DISCOUNT * scores, scores)
         least = np.where(is_asked | is_reply, DISCOUNT**2, DISCOUNT) * scores
         is_worse = (is_own | is_asked) & (least <= elsewhere)
@@ -190,9 +180,8 @@ def best_first(scores: Scores, floor: float, turns: Numbers) -> NDArray[np.int64
     of a turn on, each counts half of the one before, so that facts of several turns come first.
     """
     turns = np.asarray(turns)
-    worth = np.maximum(scores, 0) / np.sqrt(
-        np.maximum(np.bincount(turns)[turns] / MAX_FULL_SCORE_PASSAGES, 1)
-    )
+    lengths = np.bincount(turns)[turns] / MAX_FULL_SCORE_PASSAGES
+    worth = np.maximum(scores, 0) / np.sqrt(np.maximum(lengths, 1))
     above = np.flatnonzero((scores >= floor) & (scores > -np.inf))[::-1]
     above = above[np.lexsort((-worth[above], turns[above]))]  # by turn, its best one first
     _, starts, counts = np.unique(turns[above], return_index=True, return_counts=True)

@@ -17,10 +17,7 @@ from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger, Role
 from sirchat.text.detokenizer import Texts, sentence_bounds
 
-MIN_PASSAGE_TOKENS, MAX_PASSAGE_TOKENS = (
-    8,
-    48,
-)  # tokens of a passage; with 16 to 96, 0.01 less of LoCoMo's evidence is found
+MIN_PASSAGE_TOKENS, MAX_PASSAGE_TOKENS = 8, 48  # with 16 and 96, 0.01 less of LoCoMo is found
 
 PASSAGE = np.dtype([("start", np.int64), ("end", np.int64), ("turn", np.int32), ("role", np.int8)])
 
@@ -120,7 +117,6 @@ class Passages:
         return {"rows": self.rows, "vectors": self.vectors, "until": np.array([self._end])}
 
     def load(self, state: Mapping[str, NDArray[np.generic]]) -> None:
-        """Load the arrays that `state` returned."""
         rows = np.asarray(state["rows"]).astype(PASSAGE)
         vectors = np.asarray(state["vectors"]).astype(np.float16)
         self._replace(rows, vectors, int(state["until"][0]))

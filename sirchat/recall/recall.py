@@ -222,16 +222,15 @@ class Recall:
         scores = self._fits(query, generated, by_words, turn.tool_result_turn, at_time)
         best = scores.max(initial=0.0)
         is_told = query.model_vector is not None and len(encoder.question) > 0
-        is_question = bool(
-            asks and (is_told or has_mark) and focus and best >= DISCOUNT * MIN_SCORE
-        )
+        is_near = best >= DISCOUNT * MIN_SCORE
+        is_question = bool(asks and (is_told or has_mark) and focus and is_near)
         room = min(room, focus) if is_question else room
         near = MIN_SHARE_OF_BEST if is_question and not at_time else 0.0
         is_auto = recall is None or recall.n is None  # else passages with any score are found
         most = min(room, len(scores) - 1)  # a passage has at least one token
-        floor = (
-            max(MIN_SCORE, near * best) if is_auto else -float(np.partition(-scores, most)[most])
-        )
+        floor = max(MIN_SCORE, near * best)
+        if not is_auto:
+            floor = -float(np.partition(-scores, most)[most])
         chosen = self._take(scores, floor, room)
         if is_auto and asks and not at_time:
             further = np.where(scores < near * best, 0, scores)

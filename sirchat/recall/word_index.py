@@ -27,9 +27,7 @@ STOP_WORDS = frozenset(
     )
 )
 
-DISCOUNT = (
-    0.5  # how much a question counts, and what stands beside a hit; once more, one further away
-)
+DISCOUNT = 0.5  # of a question, and of what stands beside a hit; squared, of one further away
 # Rank in the tokenizer's vocabulary of the rarest words that count for nothing. The weight of the
 # others grows with the logarithm of the rank. Chosen on LoCoMo's conversations 0 to 2.
 COMMON_WORD_RANK = 70
@@ -73,7 +71,7 @@ def word_weights(tokenizer: Any) -> WordWeight:
     """The weight function of words, 0 to 1; frequent words have low token ids and low weights."""
 
     @lru_cache(maxsize=1 << 16)
-    def telling(word: str) -> float:
+    def weight(word: str) -> float:
         if word.isdecimal():  # vocabularies begin with digits; yet "room 3" is not "room 4"
             return 1.0
         ranks = [len(tokenizer)]
@@ -83,11 +81,10 @@ def word_weights(tokenizer: Any) -> WordWeight:
                 if len(ids) == 1:
                     ranks.append(max(1, ids[0] - _BYTE_TOKENS))
                     break
-        return max(
-            0.0, math.log(min(ranks) / COMMON_WORD_RANK) / math.log(max(ranks) / COMMON_WORD_RANK)
-        )
+        rarest, commonest = max(ranks) / COMMON_WORD_RANK, min(ranks) / COMMON_WORD_RANK
+        return max(0.0, math.log(commonest) / math.log(rarest))
 
-    return telling
+    return weight
 
 
 class WordIndex:
@@ -100,8 +97,8 @@ class WordIndex:
     the weight of its word in the language, divided by the root of the number of the word's terms.
     """
 
-    def __init__(self, telling: WordWeight) -> None:
-        self._word_weight = telling
+    def __init__(self, word_weight: WordWeight) -> None:
+        self._word_weight = word_weight
         self._postings: dict[str, tuple[array[int], array[float]]] = {}
         self._turns, self._blocks, self.asks = array("i"), array("i"), array("b")
         self._sizes = array("f")
@@ -110,7 +107,6 @@ class WordIndex:
         return len(self._turns)
 
     def add(self, text: str, turn: int) -> None:
-        """Add the next passage, which is part of turn number `turn`."""
         number = len(self)
         counts = Counter(terms_of(text))
         for term, count in counts.items():
@@ -125,7 +121,6 @@ class WordIndex:
         self._sizes.append(sum(counts.values()))
 
     def truncate(self, count: int) -> None:
-        """Keep only the first `count` passages."""
         if count == len(self):
             return
         for numbers, times in self._postings.values():

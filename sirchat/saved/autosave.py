@@ -90,9 +90,8 @@ class Autosave:
         turn, start = min(session.state.saved_turns, size.turns), min(ledger.saved, size.rows)
         old_encoder = self._record and self._record.fields.get("encoder")
         is_same_encoder = old_encoder == session.model.passage_encoder.checksum
-        passages, passages_end = new_passages(
-            session, min(start, size.passages) if is_same_encoder else 0
-        )
+        saved_end = min(start, size.passages) if is_same_encoder else 0
+        passages, passages_end = new_passages(session, saved_end)
         saved = session.engine.save(start)
         record = self._make_record(saved)
         turns, extent = _saved_turns(session, turn), Extent(turn, start, passages_end, turn)
@@ -226,14 +225,8 @@ def rewrite_file(
     passages, saved = new_passages(session)[0], session.engine.save()
     record = make_state_record(saved, session)
     record = replace(record, fields=record.fields | (extra_fields or {}))
-    store.replace(
-        _saved_turns(session),
-        saved.rows,
-        record,
-        metadata,
-        passages,
-        held=session.state.saved_turns,
-    )
+    turns, held = _saved_turns(session), session.state.saved_turns
+    store.replace(turns, saved.rows, record, metadata, passages, held=held)
     _mark_as_saved(session)
     return record
 

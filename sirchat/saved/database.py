@@ -116,11 +116,10 @@ def check_format(connection: sqlite3.Connection, path: Path) -> bool:
     if not is_session(connection):
         raise not_a_session(path)
     version = int(_pragma(connection, "user_version"))
-    is_newer = version > FORMAT_VERSION
-    if is_newer or version < FORMAT_VERSION - 1:
+    oldest, is_newer = FORMAT_VERSION - 1, version > FORMAT_VERSION
+    if is_newer or version < oldest:
         raise SessionError(
-            f"{path} has format {version}, but this sirchat reads "
-            f"{FORMAT_VERSION - 1} and {FORMAT_VERSION}",
+            f"{path} has format {version}, but this sirchat reads {oldest} and {FORMAT_VERSION}",
             hint=f"install {'a newer' if is_newer else 'an older'} version of sirchat",
         )
     tables = TABLES if version == FORMAT_VERSION else TABLES | {"turns": _OLDER_TURNS}
@@ -148,7 +147,6 @@ def insert_record(connection: sqlite3.Connection, table: str, *values: object) -
 
 
 def record_checksum(values: Iterable[object]) -> int:
-    """The CRC-32 of a record's values."""
     total = 0
     for value in values:
         data = value if isinstance(value, bytes) else str(value).encode()

@@ -44,15 +44,13 @@ _TABLES = (
 )
 _SELECT_MATCHES = """SELECT number, id FROM said JOIN chats ON number = said.rowid
 WHERE said MATCH ? ORDER BY said.rank, changed DESC"""  # the rank is bm25
-_SELECT_SNIPPET = (
-    "SELECT snippet(said, 1, ?, ?, '…', 24) FROM said WHERE said MATCH ? AND rowid = ?"
-)
+_SELECT_SNIPPET = """SELECT snippet(said, 1, ?, ?, '…', 24) FROM said
+WHERE said MATCH ? AND rowid = ?"""
 
 # A word with one of these is found only as it is written: C++ is not C.
 _SIGNS = re.compile(r"[+#*&@$%]")
-_SELECT_AS_WRITTEN = (
-    "SELECT rowid FROM said WHERE said MATCH ? AND instr(lower(name || ' ' || text), ?)"
-)
+_SELECT_AS_WRITTEN = """SELECT rowid FROM said
+WHERE said MATCH ? AND instr(lower(name || ' ' || text), ?)"""
 
 _LOCK_TIMEOUT_S = 20.0  # seconds to wait while another process writes the index
 _CLOCK_STEP_NS = 100_000_000  # ns: within this time, a file may change without a new time
@@ -103,9 +101,8 @@ def find_matches(folder: Path, words: str, limit: int) -> Matches:
             connection.execute("BEGIN")  # other processes change nothing between the queries
             chats = connection.execute(_SELECT_MATCHES, (query,)).fetchall() if query else []
             for word in filter(_SIGNS.search, words.split()):
-                has = {
-                    n for (n,) in connection.execute(_SELECT_AS_WRITTEN, (query, word.casefold()))
-                }
+                values = query, word.casefold()
+                has = {number for (number,) in connection.execute(_SELECT_AS_WRITTEN, values)}
                 chats = [chat for chat in chats if chat[0] in has]
             snippets = [
                 connection.execute(_SELECT_SNIPPET, (*MATCH_MARKS, query, number)).fetchone()[0]
@@ -150,24 +147,20 @@ def remove_from_index(path: Path) -> None:
 def _query(words: str) -> str:
     """The FTS5 query for texts with all `words`; empty if there is no word."""
     text = re.sub('[\x00-\x1f"]', " ", words.encode(errors="replace").decode())
-    quoted = [
-        f'"{_separate_characters(word)}"' for word in text.split() if re.search(r"[^\W_]", word)
-    ]
+    found = [word for word in text.split() if re.search(r"[^\W_]", word)]
+    quoted = [f'"{_separate_characters(word)}"' for word in found]
     return f"{' '.join(quoted)} *" if quoted else ""
 
 
 def _separate_characters(text: str) -> str:
     if text.isascii():
         return text
-    return _SPACELESS.sub(
-        rf"{_ZERO_WIDTH_SPACE}\g<0>{_ZERO_WIDTH_SPACE}", unicodedata.normalize("NFKC", text)
-    )
+    spaced = rf"{_ZERO_WIDTH_SPACE}\g<0>{_ZERO_WIDTH_SPACE}"
+    return _SPACELESS.sub(spaced, unicodedata.normalize("NFKC", text))
 
 
 def _chats(connection: sqlite3.Connection) -> list[IndexedChat]:
-    return [
-        IndexedChat(*record) for record in connection.execute("SELECT id, name, family FROM chats")
-    ]
+    return [IndexedChat(*row) for row in connection.execute("SELECT id, name, family FROM chats")]
 
 
 def _with_index(folder: Path, use: Callable[[sqlite3.Connection], _Result]) -> _Result:
@@ -194,11 +187,8 @@ def _with_index(folder: Path, use: Callable[[sqlite3.Connection], _Result]) -> _
 
 
 def _delete(index: Path) -> None:
-    for path in (
-        index,
-        index.with_name(f"{INDEX_NAME}-journal"),
-    ):  # a crash may have left a journal
-        path.unlink(missing_ok=True)
+    index.unlink(missing_ok=True)
+    index.with_name(f"{INDEX_NAME}-journal").unlink(missing_ok=True)  # which a crash may leave
 
 
 @contextmanager

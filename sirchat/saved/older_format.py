@@ -33,9 +33,8 @@ def convert(connection: sqlite3.Connection) -> None:
         thinking, text = split_reasoning(role, written)
         flags = int(number in chat["summaries"]), int(number in chat["left_out"])
         torn = json.dumps([sentence for turn, sentence in chat["torn"] if turn == number])
-        insert_record(
-            connection, "turns", number, role, text, finish, thinking, began, *flags, torn
-        )
+        values = number, role, text, finish, thinking, began, *flags, torn
+        insert_record(connection, "turns", *values)
     connection.execute(f"PRAGMA user_version={FORMAT_VERSION}")
 
 

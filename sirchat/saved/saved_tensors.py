@@ -73,8 +73,7 @@ def key_values_fit(rows: KeyValues, example: KeyValues, seen: int) -> bool:
         and rows.written_at.dtype == np.int64
         and bool(((rows.written_at >= 0) & (rows.written_at < 2**31)).all())
         and [tuple(tensor.shape) for tensor in rows.tensors] == shapes
-        and [tensor.dtype for tensor in rows.tensors]
-        == [tensor.dtype for tensor in example.tensors]
+        and [one.dtype for one in rows.tensors] == [one.dtype for one in example.tensors]
         and (rows.tiers is None or rows.tiers.fit(example.tensors, seen))
     )
 

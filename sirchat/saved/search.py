@@ -32,8 +32,6 @@ class Hit(NamedTuple):
 
 
 class ChatSearchResult(NamedTuple):
-    """The result of a search in all saved chats."""
-
     hits: list[Hit]
     more_count: int  # of found chats that are not in `hits`
     ids_by_name: list[str]  # of chats whose name was searched for
@@ -56,12 +54,10 @@ def search_sessions(folder: Path, words: str) -> ChatSearchResult:
         with suppress(SessionError):  # the chat was removed, or damaged, just now
             hits.append(Hit(read_summary(folder / f"{ident}{SUFFIX}"), _parse_snippet(snippet)))
     ids_by_name = [chat.id for chat in chats if names_match(chat.name, words)]
-    hint = (
-        ""
-        if ids_by_name or ids
-        else did_you_mean(words, (chat.name for chat in chats if chat.name))
-    )
-    return ChatSearchResult(hits, max(0, len(ids) - MAX_HITS), ids_by_name, hint or _HINT)
+    hint = _HINT
+    if not (ids_by_name or ids):
+        hint = did_you_mean(words, (chat.name for chat in chats if chat.name)) or _HINT
+    return ChatSearchResult(hits, max(0, len(ids) - MAX_HITS), ids_by_name, hint)
 
 
 def nothing_found_error(words: str, found: ChatSearchResult) -> SessionError:
@@ -75,9 +71,8 @@ def _parse_snippet(snippet: str) -> tuple[SnippetPart, ...]:
     begin, end = MATCH_MARKS
     before, *marked = " ".join(snippet.split()).split(begin)
     if len(before) > _MAX_LEAD_CHARS:
-        before = (
-            f"…{before[before.find(' ', -_MAX_LEAD_CHARS) + 1 or len(before) - _MAX_LEAD_CHARS :]}"
-        )
+        last = before[-_MAX_LEAD_CHARS:]
+        before = f"…{last[last.find(' ') + 1 :]}"
     parts = [SnippetPart(before, False)]
     for piece in marked:
         match, _, after = piece.partition(end)

@@ -162,9 +162,8 @@ def open_saved_file(
         return SessionStore.open(find_session(folder, ident)), []
     errors: list[SessionError] = []
     in_use = list[SavedSession]()
-    for chat in _summaries(
-        folder, [f for f in _session_files(folder) if f != f"{own_id}{SUFFIX}"], errors
-    ):
+    files = [name for name in _session_files(folder) if name != f"{own_id}{SUFFIX}"]
+    for chat in _summaries(folder, files, errors):
         if chat.in_use:
             in_use.append(chat)
             continue
@@ -349,9 +348,8 @@ def _summaries(
 
 def _summary(path: Path, options: str, *, in_use: bool) -> SavedSession:
     with closing(connect(path, options, timeout=0)) as connection:
-        users = _SELECT_USER_TEXTS.format(
-            "" if check_format(connection, path) else " AND NOT is_summary"
-        )
+        but = "" if check_format(connection, path) else " AND NOT is_summary"
+        users = _SELECT_USER_TEXTS.format(but)
         about = {name: json.loads(value) for name, value in connection.execute(_SELECT_ABOUT)}
         (turns,) = connection.execute("SELECT count(*) FROM turns").fetchone()
         first = connection.execute(f"{users} LIMIT 1").fetchone()
@@ -401,10 +399,8 @@ def _normalize_name(text: str) -> str:
     """The name with normalized spaces and Unicode composition; SessionError if not allowed."""
     name = re.sub(" +", " ", unicodedata.normalize("NFC", text).strip(" "))
     is_reserved = re.fullmatch(_ID_PATTERN, name) or _name_key(name) == "last"
-    is_text = (
-        name.isprintable() and not name.startswith(("-", '"')) and 0 < len(name) <= MAX_NAME_CHARS
-    )
-    if is_reserved or not is_text:
+    is_text = name.isprintable() and not name.startswith(("-", '"'))
+    if is_reserved or not is_text or not 0 < len(name) <= MAX_NAME_CHARS:
         raise SessionError(
             f"a session can't be called {format_value(name)}; allowed: up to {MAX_NAME_CHARS} "
             "visible characters, but not the word last, nothing that looks like an id, and no "
