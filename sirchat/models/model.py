@@ -437,7 +437,6 @@ class LoadedModel:
 
     @contextmanager
     def _collect(self, encoder_output: EncoderOutput | None) -> Iterator[None]:
-        """Fill `encoder_output` with the vectors of ids that are read within the block."""
         layers = (
             self.encoder.layers if encoder_output is not None and encoder_output.is_wanted else ()
         )
