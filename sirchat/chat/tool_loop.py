@@ -256,13 +256,13 @@ class _CallExtractor:
     """Takes the calls out of the text of a reply; they are in `calls` once it is whole."""
 
     def __init__(self, chat: Conversation, parser: CallParser) -> None:
-        self._chat, self._call_parser = chat, parser
+        self._chat, self._parser = chat, parser
         self._said = ""  # the text without calls, so far
         self.calls: list[ToolCall] = []
 
     def push(self, event: Event) -> list[Event]:
         """The events to yield instead of the next one of the reply."""
-        parser, turns = self._call_parser, self._chat.state.turns
+        parser, turns = self._parser, self._chat.state.turns
         if isinstance(event, Delta) and event.part != "thinking":
             is_held = event.part == "call" and parser.hold_back(event.text)
             text = "" if is_held else parser.push(event.text)[0]
