@@ -137,7 +137,6 @@ class Archive:
 
     @property
     def positions(self) -> Positions:
-        """Stream positions of all archived tokens, ascending."""
         return np.flatnonzero(self._addresses >= 0)
 
     def has(self, positions: Positions) -> NDArray[np.bool_]:
@@ -469,7 +468,6 @@ class SegmentFiles:
             self._pending.append(self._writer.submit(self._write, self._folder, number, segment))
 
     def drop(self, number: int) -> None:
-        """Delete a segment's file, after all pending writes."""
         if self._folder is not None:
             self._pending.append(self._writer.submit(_delete, _path(self._folder, number)))
 

@@ -155,10 +155,7 @@ class KeyValueStore:
         return placement is self._placement
 
     def place(self, placement: Placement) -> tuple[Positions, Positions]:
-        """Evict and restore tokens, so that they are where `placement` says.
-
-        Returns the positions of the evicted and of the restored tokens, ascending.
-        """
+        """Move tokens as `placement` says; returns the positions evicted and those restored."""
         moved = self._place(placement)
         self._shrink()
         return moved
@@ -218,10 +215,7 @@ class KeyValueStore:
     def statistics(
         self, positions: Positions, wanted: Collection[KeyValueStat]
     ) -> dict[KeyValueStat, Tensor]:
-        """Statistics [n] of the keys and values at `positions` [n], ascending, by name.
-
-        A token that is neither held nor archived gets the median of the others.
-        """
+        """Statistics [n], by name, at `positions` [n], ascending; lost tokens get the median."""
 
         def blocks(as_read: bool) -> Iterator[Block]:
             return self._blocks(positions, as_read)

@@ -126,10 +126,7 @@ class PassageSearch:
     def second_hop_scores(
         self, ledger: Ledger, first: int, query: PassageQuery, generated: Numbers = ()
     ) -> Scores:
-        """The score [n] of each passage by the words of passage `first` that the message lacks.
-
-        The passage `first` itself has the score 0.
-        """
+        """Scores [n] by the words of passage `first` that the message lacks; 0 for `first`."""
         known, text = set(words_of(query.text)), self.passages.texts(ledger, first, first + 1)[0]
         new = " ".join(word for word in words_of(text) if word not in known)
         scores = self.by_words((new,))

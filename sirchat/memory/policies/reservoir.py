@@ -19,9 +19,9 @@ _MIN_NEWEST = 8  # newest tokens, however large the sample is
 class Reservoir(RecentScorePolicy):
     """Keeps the sinks, a uniform sample of all older tokens, and the `recent` newest.
 
-    Reservoir sampling for StreamingLLM (Pan et al. 2024, section 4, equations 1 and 2). The sample
-    are the `sample` older tokens with the largest arrival keys (Efraimidis and Spirakis 2006).
-    Known deviation: in the paper's Figure 2, the sample is drawn among the held tokens.
+    Reservoir sampling for StreamingLLM (Pan et al. 2024, section 4, equations 1 and 2): the
+    `sample` older tokens with the largest arrival keys stay (Efraimidis and Spirakis 2006). Known
+    deviation: in the paper's Figure 2, the sample is drawn among the held tokens.
     """
 
     source: ClassVar[str] = "An Experiment of Implementing Reservoir Sampling to StreamingLLM"
