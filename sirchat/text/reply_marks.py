@@ -45,42 +45,27 @@ _UNPAIRED = re.compile(
     re.IGNORECASE,
 )
 CONTROL = re.compile(f"{CONTROL_START}([^{CONTROL_END}]*){CONTROL_END}")
-_UNIT = re.compile(
-    rf"{CONTROL_START}[^{CONTROL_END}]*{CONTROL_END}|<[^<>\s]+>|\[[^\[\]\s]+\]|.", re.DOTALL
-)
+_TAG = r"<[^<>\s]+>|\[[^\[\]\s]+\]"
+_UNIT = re.compile(rf"{CONTROL_START}[^{CONTROL_END}]*{CONTROL_END}|{_TAG}|.", re.DOTALL)
 _LEAD = re.compile(rf"(?:{CONTROL.pattern}|<)?[^\s\"'<>{CONTROL_END}]*\Z")
 
 
 @dataclass(frozen=True)
 class Marks:
-    """What stands around the parts of a reply; a text is empty where there is no such mark.
+    """What stands around the parts of a reply; a text is empty where there is no such mark."""
 
-    Attributes:
-        opening, closing: around reasoning.
-        is_open: whether the template itself writes `opening` before a reply.
-        answer: before an answer, such as `<|channel|>final<|message|>`.
-        end: what ends each message, if a reply may consist of several.
-        kept: all that the template writes before an answer in a history.
-        call: before calls of tools.
-        call_end: the control token that ends a reply after its calls.
-        call_lead: what stands before the name of a called tool; empty if the name is in JSON.
-        call_sample: a reply that does `SAMPLE_CALL`, as the template writes it.
-        has_text_arguments: whether it takes arguments only as a text (DeepSeek).
-        stop: the beginning of the next speaker's turn.
-    """
-
-    opening: str = ""
-    closing: str = ""
-    opens_in_header: bool = False
-    answer: str = ""
-    end: str = ""
-    history_lead: str = ""
-    call: str = ""
-    call_end: str = ""
-    call_lead: str = ""
-    call_sample: str = ""
-    has_text_arguments: bool = False
-    stop: str = ""
+    opening: str = ""  # before reasoning
+    closing: str = ""  # after it
+    opens_in_header: bool = False  # whether the template itself writes `opening` before a reply
+    answer: str = ""  # before an answer, such as `<|channel|>final<|message|>`
+    end: str = ""  # of each message, if a reply may consist of several
+    history_lead: str = ""  # all that the template writes before an answer in a history
+    call: str = ""  # before calls of tools
+    call_end: str = ""  # the control token that ends a reply after its calls
+    call_lead: str = ""  # before the name of a called tool; empty if the name is in JSON
+    call_sample: str = ""  # a reply that does `SAMPLE_CALL`, as the template writes it
+    has_text_arguments: bool = False  # whether it takes arguments only as a text (DeepSeek)
+    stop: str = ""  # the beginning of the next speaker's turn
 
     @property
     def controls(self) -> set[str]:
@@ -95,7 +80,7 @@ class Marks:
         In `<|channel|>final<|message|>`, these are the two control tokens.
         """
         opening, answer = _units(self.opening), _units(self.answer)
-        begin = "".join(opening[: shared_prefix_length(opening, answer)])
+        begin = "".join(opening[: prefix_length(opening, answer)])
         is_head = begin and begin != self.answer and opening[-1] == answer[-1]
         return (begin, opening[-1]) if is_head and CONTROL.match(opening[-1]) else ("", "")
 
@@ -169,9 +154,8 @@ def find_marks(
         return spell(render([question, *messages], prompt) or "")
 
     header = _units(rendered(prompt=True))
-    history_lead, _, tail = _after(header, rendered(reply, question, prompt=True)).partition(
-        _ANSWER
-    )
+    told = _after(header, rendered(reply, question, prompt=True))
+    history_lead, _, tail = told.partition(_ANSWER)
     thoughts = [{**reply, key: _THOUGHT} for key in REASONING_KEYS if key in source]
     thoughts += [{**reply, "content": _PARTS}] if "thinking" in source else []
     for message in thoughts:
@@ -180,9 +164,8 @@ def find_marks(
         opening = _after(header, before).strip()
         if answer and closing and not re.search("['\"]thinking", opening):  # no list as it is
             closing, units = closing.strip(), _units(before.rstrip())
-            opens_in_header = not opening and _units(closing)[0] not in _after(
-                units, "".join(header)
-            )
+            added_by_prompt = _after(units, "".join(header))
+            opens_in_header = not opening and _units(closing)[0] not in added_by_prompt
             opening = opening or units[-1]
             break
     else:
@@ -251,7 +234,7 @@ def _units(text: str) -> list[str]:
 def _after(header: list[str], text: str) -> str:
     """What is left of the text after the units with which both it and `header` begin."""
     units = _units(text)
-    return "".join(units[shared_prefix_length(header, units) :])
+    return "".join(units[prefix_length(header, units) :])
 
 
 def paired_controls(names: Collection[str]) -> set[str]:
@@ -268,7 +251,7 @@ def paired_controls(names: Collection[str]) -> set[str]:
     return found
 
 
-def shared_prefix_length(left: Sequence[object], right: Sequence[object]) -> int:
+def prefix_length(left: Sequence[object], right: Sequence[object]) -> int:
     """How many items, such as ids or characters, `left` and `right` both begin with."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(left), len(right)))

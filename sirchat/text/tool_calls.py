@@ -110,8 +110,8 @@ class CallParser:
     def finish(self, lead: str = "", *, is_short: bool = False) -> tuple[str, list[ToolCall]]:
         """The text and the calls that were held back, at the reply's end.
 
-        `lead` stands before the names of calls.
-        `is_short`: the reply was cut there, and half a call is not a part of its text.
+        `lead` stands before the names of calls. `is_short`: the reply was cut there, and half a
+        call is not a part of its text.
         """
         before = len(self.calls)
         if self.has_ended:
@@ -208,9 +208,8 @@ class CallParser:
                 return text[: mark.start()]
             self._is_in_text ^= mark[0] == '"'
             self._tried = mark.end()
-        self._tried = max(
-            self._tried, len(text) - len(CALL_CLOSE)
-        )  # half a mark may stand at the end
+        # Half a mark may stand at the end.
+        self._tried = max(self._tried, len(text) - len(CALL_CLOSE))
         return None
 
     def _ends_before_unknown(self) -> bool:
