@@ -44,32 +44,22 @@ _ATTENTION_LAYERS = (
 # Types of models that are refused at loading, although their config does not show why.
 _REFUSED_MODELS = ("gpt2", "opt", "mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "rwkv")
 # Types of models whose config may not show which of their layers have keys and values.
-_HYBRID_MODELS = (
-    *("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h"),
-    *("zamba", "zamba2"),
-)
+_HYBRIDS = ("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h", "zamba", "zamba2")
 
 _ElementCounts = tuple[int, int] | tuple[None, None]
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a model as stated in its files; None for a size that they do not state.
+    """The sizes of a model as stated in its files; None for a size that they do not state."""
 
-    Attributes:
-        kind: the architecture, such as `llama`; for a GGUF file also the type of its weights.
-        context_length: number of tokens that the model was trained for.
-        row_elements: how many numbers of a token the KV cache stores in all layers: values, and
-            keys twice (as first written and as moved) where they rotate.
-        archived_elements: how many numbers of a token the archive stores in all layers.
-        stays_packed: whether the weights stay packed, on a device that can compute with these.
-    """
-
-    kind: str
-    context_length: int | None
+    kind: str  # the architecture, such as `llama`; for a GGUF file also the type of its weights
+    context_length: int | None  # tokens that the model was trained for
+    # Numbers of a token in the KV cache, in all layers: values, and keys twice (as first written
+    # and as moved) where they rotate.
     row_elements: int | None
-    stays_packed: bool = False
-    archived_elements: int | None = None
+    stays_packed: bool = False  # whether the weights do, where the device can compute with them
+    archived_elements: int | None = None  # numbers of a token in the archive, in all layers
 
 
 def shape_of_folder(folder: Path) -> ModelShape:
@@ -216,7 +206,7 @@ def _count_elements(config: Mapping[str, Any]) -> _ElementCounts:
         layers = 2 * (positive_int(config.get("num_layers"), _MAX_LAYERS) or 0) or None
     heads = positive_int(config.get("num_attention_heads") or config.get("n_head"))
     hidden = positive_int(config.get("hidden_size") or config.get("n_embd"))
-    is_unknown_hybrid = not kinds and config.get("model_type") in _HYBRID_MODELS
+    is_unknown_hybrid = not kinds and config.get("model_type") in _HYBRIDS
     if layers is None or heads is None or is_unknown_hybrid:
         return None, None
     # The last layers may use others' keys; the others than those with rows have a constant state.
