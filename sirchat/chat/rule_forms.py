@@ -1,7 +1,7 @@
-"""Tells by their form sentences that set a rule for later replies, or a preference: any model.
+"""Recognizes rules for later replies, and preferences, by the form of the sentence, for any model.
 
-Most are in English; of eight other languages, those that say "from now on". Of the 40 kept-back
-rules in `lab/training/statements.yaml` it recognizes 23, and none of the 90 other sentences.
+Most forms are English; eight other languages have those that say "from now on". Of the 40 kept-back
+rules in `lab/training/statements.yaml`, 23 are recognized, and none of the 90 other sentences.
 """
 
 from __future__ import annotations
@@ -109,6 +109,6 @@ def _has_all(text: str, patterns: tuple[str, ...]) -> bool:
 
 
 def preference_in(sentence: str) -> tuple[int, int] | None:
-    """Start and end, in characters, of what a sentence says to be preferred; None if nothing."""
+    """Start and end, in characters, of the preference in a sentence; None if it has none."""
     match = re.search(_PREFERENCE, sentence.replace("\u2019", "'"), re.IGNORECASE)
     return match and match.span(1)

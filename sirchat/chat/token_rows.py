@@ -45,7 +45,7 @@ def shown_scores(engine: Engine, scores: Floats) -> Floats:
 
 
 def score_factors(engine: Engine, positions: Positions) -> dict[str, Floats]:
-    """By name, the factors [n] whose product is the policy's score of the tokens at `positions`.
+    """The factors [n], by name, whose product is the policy's score of each token.
 
     Empty if the policy's scores are no such products.
     """
@@ -57,9 +57,9 @@ def score_factors(engine: Engine, positions: Positions) -> dict[str, Floats]:
 
 
 def is_measured(engine: Engine, positions: Positions) -> NDArray[np.bool_]:
-    """Whether the attention by which the policy ranks each token at `positions` [n] is recorded.
+    """Mask [n] of tokens with a record of the attention by which the policy ranks them.
 
-    True if it ranks by something else.
+    All True if the policy ranks by something else.
     """
     ledger, config = engine.ledger, engine.settings.policy.attention_stats
     if config is None:
@@ -79,7 +79,7 @@ def token_rows(
 ) -> tuple[TokenRow, ...]:
     """A record of each token at these positions [n], ascending; `scores` [n] are the policy's.
 
-    `roles` are those of the turns: the text of one that is a `summary` has that role, too.
+    `roles` are those of the turns; the tokens of a `summary` get that role, too.
     """
     ledger, at = engine.ledger, positions.tolist()
 
@@ -119,7 +119,7 @@ def token_rows(
 def _as_if_held(
     engine: Engine, positions: Positions, compute: Callable[[HeldRows], dict[str, Tensor]]
 ) -> dict[str, Floats]:
-    """By name, the values that `compute` gives the rows at `positions` [n], as if all were held."""
+    """The values, by name, that `compute` gives the rows at `positions` [n] as if held."""
     # A score may depend on the other held rows. A held row is scored among all held rows but those
     # that recall restored; a row that recall restored, among all held rows; an evicted row, among
     # the held rows and all rows at `positions`.

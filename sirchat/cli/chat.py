@@ -24,13 +24,7 @@ from sirchat.cli.question import read_question
 from sirchat.config.profile import FIXED_SETTINGS, Profile
 from sirchat.config.profile_files import changed_profile, load_profile, resolve, trusted_policies
 from sirchat.config.values import parse_value
-from sirchat.errors import (
-    SessionError,
-    SirchatError,
-    TranscriptError,
-    UsageError,
-    is_output_closed,
-)
+from sirchat.errors import SessionError, SirchatError, TranscriptError, UsageError, is_output_closed
 from sirchat.memory.policies import import_typed
 from sirchat.paths import sessions_dir
 from sirchat.text.json_schema import load_schema
@@ -66,8 +60,7 @@ JsonTokens = Annotated[
     ),
 ]
 Continue = Annotated[
-    bool,
-    typer.Option("--continue", "-c", help="Go on in the last chat: as --resume last."),
+    bool, typer.Option("--continue", "-c", help="Go on in the last chat: as --resume last.")
 ]
 ToolsFile = Annotated[
     str | None,

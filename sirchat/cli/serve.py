@@ -74,7 +74,7 @@ def serve(
         Literal["messages", "exact"],
         typer.Option(
             help="What of a request is not read again: all messages that were read, or only those "
-            "before which nothing has changed (exact).",
+            "before which nothing has changed (exact)."
         ),
     ] = "messages",
     cors: Annotated[

@@ -111,20 +111,15 @@ class Evictor:
             evicted += self.end_recall(count)
         return evicted
 
-    def make_room_for_turn(
-        self, count: int, max_new_tokens: int, turn: TurnRef
-    ) -> list[EvictedRows]:
-        """Evict tokens before the user turn `turn` of `count` ids, as the setting `evict` says.
+    def make_room_for_turn(self, count: int, max_new: int, turn: TurnRef) -> list[EvictedRows]:
+        """Evict tokens before a user turn of `count` ids, as the setting `evict` says.
 
         Under `between-turns` the cache is enlarged for the turn and its reply.
         """
         evicted = self.end_recall()
         self.round, self._expected_tokens = turn.round, 0
-        settings, division, expected_tokens = (
-            self.settings,
-            self.divide_budget(),
-            count + max_new_tokens,
-        )
+        settings, division = self.settings, self.divide_budget()
+        expected_tokens = count + max_new
         if settings.evict == "when-full" or not settings.policy.bounded:
             return evicted
         between_turns, rows = settings.evict == "between-turns", self.view_held(self.round)
@@ -212,9 +207,8 @@ class Evictor:
         placement = self._store.placement
         if not placement.has_recall:
             return placement.held
-        return self._keep_at_most(
-            placement.policy_positions, self.divide_budget().hard_bound - count
-        )
+        most = self.divide_budget().hard_bound - count
+        return self._keep_at_most(placement.policy_positions, most)
 
     @contextmanager
     def temporary_placement(self, placement: Placement) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The checks of `sirchat doctor`: versions, machine and folders, and the model and its speed."""
+"""The checks of `sirchat doctor`: versions, the machine, folders, the model and its speed."""
 
 from __future__ import annotations
 
@@ -48,11 +48,9 @@ class Finding:
 
 
 def run_checks(
-    model_name: str,
-    device_map: str = "off",
-    compiles: CompileMode = "auto",
+    model_name: str, device_map: str = "off", compiles: CompileMode = "auto"
 ) -> Iterator[Finding]:
-    """Yield the result of each check; the model's, the slowest, come last."""
+    """Yield the result of each check; the slow checks of the model come last."""
     yield Finding("sirchat", f"{__version__}, Python {platform.python_version()}")
     yield Finding("libraries", ", ".join(f"{name} {_version(name)}" for name in _LIBRARIES))
     yield Finding("system", f"{platform.system()} {platform.release()}, {platform.machine()}")
@@ -128,7 +126,7 @@ def _measure_memory(model: LoadedModel) -> Iterator[Finding]:
 
 
 def _measure_speed(model: LoadedModel) -> Finding:
-    """Measure how many tokens a second a model reads, and writes without sampling."""
+    """Measure the tokens per second that a model reads, and writes without sampling."""
     count = min(_PREFILL_TOKENS, model.context_length // 2)
     _seconds_of_pass(model, count // 2, model.new_cache(count))  # a warm-up
     cache = model.new_cache(count + _DECODED_TOKENS)

@@ -1,6 +1,6 @@
-"""What a model's config says: context length, window, unsupported layers; and a `Decoder`'s config.
+"""Reads a model's config: context length, window and unsupported layers; the config of a `Decoder`.
 
-Loads no library, so that models are listed quickly.
+Imports no slow library, so that models are listed quickly.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _ROPE_KEYS = {
 
 
 def load_config(path: Path) -> dict[str, Any]:
-    """Read a JSON object; raises ModelError if the file is missing, too large or has none."""
+    """Read a JSON object; raises ModelError if the file is missing, too large or no object."""
     try:
         if not path.is_file() or path.stat().st_size > _MAX_FILE_BYTES:
             raise ModelError(f"{path} can't be read: it is missing or too large")
@@ -99,7 +99,7 @@ def load_config(path: Path) -> dict[str, Any]:
 
 
 def context_length(config: Any) -> int | None:
-    """The number of tokens that a model was trained for; None if its config does not say.
+    """The number of tokens that a model was trained for; None if the config does not say it.
 
     `config` is a config of transformers or a `ConfigValues`; invalid numbers count as missing.
     """
@@ -146,7 +146,7 @@ def refuse_invalid_numbers(config: Any, name: str) -> None:
 
 
 def sliding_window(config: Any) -> int | None:
-    """The width of a model's sliding-window layers, in tokens; None if it has no such layers."""
+    """The width in tokens of a model's sliding-window layers; None if it has no such layers."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or []
     if (
@@ -166,7 +166,7 @@ def positive_int(value: object, limit: int = _MAX_INTEGER) -> int | None:
 
 
 class ConfigValues:
-    """The values of a config file as attributes of an object, as in transformers' configs."""
+    """The values of a config file as attributes, as in transformers' configs."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = dict(values)
@@ -187,9 +187,9 @@ class ConfigValues:
 
 
 class DecoderConfig(ConfigValues):
-    """The config of a `Decoder`, with the values of transformers' config, for which `can_read`.
+    """The config of a `Decoder`, for values of transformers' config that `can_read` accepts.
 
-    So a saved chat recognizes the model, whoever has loaded it.
+    It keeps transformers' values, so that a saved chat recognizes the model, whoever loaded it.
     """
 
     head_dim: int
@@ -242,7 +242,7 @@ class DecoderConfig(ConfigValues):
 
     @classmethod
     def of_folder(cls, values: Mapping[str, Any]) -> Self | None:
-        """Make the config from a folder's config.json; None if `decoder.py` can't compute it."""
+        """Make the config from the values of config.json; None if `decoder.py` can't compute it."""
         said: dict[str, Any] = {"pad_token_id": None, "rope_parameters": None, **values}
         scaling, theta = said.pop("rope_scaling", None), said.pop("rope_theta", None)
         rope = said["rope_parameters"] = {**(said["rope_parameters"] or scaling or {})}
@@ -273,5 +273,5 @@ class DecoderConfig(ConfigValues):
         return config
 
     def get_text_config(self, decoder: bool = True) -> Self:
-        """Return this config itself: the model has no part but the one for text."""
+        """Return this config, because the model has only a part for text."""
         return self

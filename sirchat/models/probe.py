@@ -42,18 +42,12 @@ _CACHE_ERRORS = (LookupError, TypeError, ValueError, AttributeError, RuntimeErro
 
 
 def cache_argument(module: Any, kv_cache: Any) -> dict[str, Any]:
-    """The keyword argument with which `module.forward` gets the KV cache.
-
-    The argument is called `cache` from transformers 5.24 on, and `past_key_values` before.
-    """
+    """The KV cache as a keyword argument: `past_key_values`, or `cache` from transformers 5.24."""
     return {_cache_name(type(module).forward): kv_cache}
 
 
 def refuse_unusable_tokenizer(module: Any, tokenizer: Any, name: str) -> None:
-    """Raise ModelError if the tokenizer has more tokens than the model, added ones not counted.
-
-    So, too, if the files name no id as end.
-    """
+    """Raise ModelError if the tokenizer has more tokens than the model, or no id that ends text."""
     known, tokens = module.config.get_text_config(decoder=True).vocab_size, tokenizer.vocab_size
     if tokens > known:
         raise ModelError(
@@ -79,9 +73,9 @@ def refuse_broken_template(tokenizer: Any, name: str) -> None:
 
 
 def refuse_other_weights(module: Any, info: Mapping[str, Any], name: str) -> None:
-    """Raise ModelError if files and model do not have the same weights, by transformers' `info`.
+    """Raise ModelError if files and model differ in their weights; `info` comes from transformers.
 
-    Weights of a part that the model lacks, such as one for images, may be more in the files.
+    The files may have weights of parts that the model lacks, such as a part for images.
     """
     found = {kind: sorted(info.get(f"{kind}_keys", ()), key=str) for kind in _WEIGHT_ERRORS}
     others = found["unexpected"]
@@ -97,7 +91,7 @@ def refuse_other_weights(module: Any, info: Mapping[str, Any], name: str) -> Non
 
 
 def state_kinds(config: Any) -> list[LayerKind] | None:
-    """The kind of each layer of a hybrid model; None if all layers have keys and values only."""
+    """The kind of each layer of a hybrid model; None if all layers have only keys and values."""
     if not hasattr(config, "num_hidden_layers"):
         return None
     from sirchat.memory.hub_cache import layer_kinds
@@ -133,8 +127,8 @@ def probe_rotations(
 ) -> list[LayerRotation]:
     """Detect the rotation (RoPE) of both cached tensors, usually keys and values, of each layer.
 
-    `kinds` are those of a hybrid model's layers. Raises ModelError if a layer has no keys and
-    values per token, or if these depend on the position in another way (as learned positions do).
+    `kinds` are the layer kinds of a hybrid model. Raises ModelError if a layer has no keys and
+    values per token, or if these depend on the position otherwise (as learned positions do).
     """
     # For a single token, the hidden states do not depend on the position. So a layer's keys at two
     # positions differ by exactly that layer's rotation, unless they are zero (as padding's may be).
@@ -179,8 +173,8 @@ def probe_state(
 ) -> bool:
     """Check that the recurrent state of a hybrid model can be restored and continued.
 
-    Returns whether the state can be continued only with one token at a time. Raises ModelError if
-    it can't be continued from a copy: a turn could not be undone.
+    Returns True if the state can be continued only by one token at a time. Raises ModelError if a
+    copy of the state can't be continued: a turn could then not be undone.
     """
     vocabulary = int(module.config.get_text_config(decoder=True).vocab_size)
     ids = [(7 * at + 5) % vocabulary for at in range(12)]
@@ -254,7 +248,7 @@ def _check_a_move(module: Any, new: Callable[[], BoundedCache], name: str) -> No
 
 
 def _would_be_used(module: Any, key: str) -> bool:
-    """Whether an unknown tensor is of a part that the model has."""
+    """Whether an unknown tensor belongs to a part that the model has."""
     config = module.config.get_text_config(decoder=True)
     layer = re.search(r"\.(?:layers|h)\.(\d+)\.", key)
     predicts_more = getattr(config, "num_nextn_predict_layers", None)
@@ -269,7 +263,7 @@ def _would_be_used(module: Any, key: str) -> bool:
 def _visible_tokens(
     module: Any, name: str, read: Callable[[int], list[Any]]
 ) -> Iterator[tuple[int, list[Any]]]:
-    """Yield ids with what `read` gives of each layer; none of it is zero, as zeros never rotate."""
+    """Yield ids with what `read` returns for each layer, without zeros, which show no rotation."""
     vocabulary = int(module.config.get_text_config(decoder=True).vocab_size)
     ids = [(_FIRST_TRIED + at) % vocabulary for at in range(min(_MAX_TRIED, vocabulary))]
     layers = ((token, read(token)) for token in ids)
@@ -292,7 +286,7 @@ def _visible_tokens(
 def _match_layer(
     tokens: list[_Samples], layer: int, tensor: int, frequencies: dict[str, Tensor]
 ) -> Rotation | None:
-    """The rotation of a layer's tensor that the first token shows; the others confirm it."""
+    """The rotation of a layer's tensor that the first token shows and all other tokens confirm."""
     first, *others = [
         {position: layers[layer][tensor] for position, layers in samples.items()}
         for samples in tokens
@@ -335,7 +329,7 @@ def _read_sample(
 
 @torch.inference_mode()
 def _read(module: Any, ids: list[int], kv_cache: BoundedCache, position: int) -> Tensor:
-    """Read ids [m] into the cache, at positions from `position` on; returns the last logits [V]."""
+    """Read ids [m] into the cache, from `position` on; returns the last logits [V]."""
     kv_cache.begin_pass()
     logits = module(
         input_ids=torch.tensor([ids], device=input_device(module)),

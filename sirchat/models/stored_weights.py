@@ -29,8 +29,6 @@ _SIZE_KEYS = [
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a model's file."""
-
     name: str
     shape: tuple[int, ...]
     type: str  # such as `BF16` or `Q4_1`
@@ -41,7 +39,7 @@ class StoredTensor:
 
     @property
     def count_at_once(self) -> int:
-        """The number of values that are packed or unpacked at a time: of experts, those of one."""
+        """The number of values packed or unpacked at a time; an expert counts alone."""
         return prod(self.shape[-2:])
 
     @property
@@ -59,15 +57,13 @@ class StoredTensor:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is a linear layer's matrix, which `--quantize` can round; not of experts."""
+        """Whether `--quantize` can round the tensor: a linear layer's matrix, but no expert's."""
         is_linear = len(self.shape) == 2 and self.name.endswith(".weight")
         return is_linear and not self.is_table and ".experts." not in self.name
 
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """A model's weights as its files store them."""
-
     tensors: tuple[StoredTensor, ...]  # without an output head that equals the input embeddings
     is_tied: bool  # whether the output head has the weights of the input embeddings
     is_gguf: bool = False
@@ -96,7 +92,7 @@ def stored_weights(path: Path) -> StoredWeights:
 
 
 def weights_in_folder(folder: Path) -> dict[str, tuple[Path, TensorSpan]]:
-    """The weights that a folder's safetensors have: for each name its file, and where it is there.
+    """The weights in a folder's safetensors files: for each name the file, and its place there.
 
     Raises ModelError if a file is missing, damaged or of another kind.
     """
@@ -117,7 +113,7 @@ def weights_in_folder(folder: Path) -> dict[str, tuple[Path, TensorSpan]]:
 def _refuse_larger_config(
     folder: Path, config: Mapping[str, Any], weights: Mapping[str, tuple[Path, TensorSpan]]
 ) -> None:
-    """Raise ModelError if a folder's config.json has larger sizes than its weights can have."""
+    """Raise ModelError if config.json states larger sizes than the weights can have."""
     largest = max((size for _, place in weights.values() for size in place.shape), default=0)
     for part in (config, *(part for part in config.values() if isinstance(part, dict))):
         for name in _SIZE_KEYS:
@@ -130,7 +126,7 @@ def _refuse_larger_config(
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files whose weights transformers loads; a repository may have the weights twice."""
+    """The weight files that transformers loads; a repository may have the weights twice."""
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").exists():
         return [folder / "model.safetensors"]

@@ -1,4 +1,4 @@
-"""Computes surprisal, -log p(token), from logits, or from hidden states, block by block."""
+"""Computes surprisal, -log p(token), from logits, or block by block from hidden states."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PassResult:
 
 
 def surprisal(logits: Tensor, ids: Tensor) -> Tensor:
-    """-log p(id) after each row of raw logits [m, V], float32 [m] in nats, at least 0.
+    """-log p(id) after each row of raw logits [m, V]: float32 [m] in nats, at least 0.
 
     SirLLM calls it token entropy (arXiv:2405.12528, section 3.2).
     """
@@ -49,7 +49,7 @@ def surprisal(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def has_linear_head(module: Any) -> bool:
-    """Whether a model's logits are just the product of its last hidden states and its head."""
+    """Whether logits are just the product of the last hidden states and the head's weights."""
     head, config = module.get_output_embeddings(), module.config
     is_bent = bool(getattr(config, "final_logit_softcapping", None))
     is_linear = config.model_type in _LINEAR_HEAD_TYPES and isinstance(head, nn.Linear | Int8Linear)
@@ -58,10 +58,10 @@ def has_linear_head(module: Any) -> bool:
 
 @torch.inference_mode()
 def surprisal_of_states(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
-    """The surprisal of each id [m] after the hidden states [m, d], float32 in nats, at least 0.
+    """The surprisal of each id [m] after the hidden states [m, d]: float32 in nats, at least 0.
 
-    On a CPU logits are float32, also for bfloat16 weights; by `tiles.cpp`, those of eight-bit
-    weights have relative errors of about 2^-17. They are never all in memory.
+    Logits are never all in memory. On a CPU they are float32, also for bfloat16 weights; for
+    eight-bit weights, `tiles.cpp` computes them with relative errors of about 2^-17.
     """
     weight = getattr(head, "weight", hidden)
     if not (hidden.device.type == weight.device.type == "cpu"):  # the head may be on disk
@@ -112,7 +112,7 @@ class _FloatProducts:
 
 
 class _WholeNumberProducts:
-    """Like `_FloatProducts`, in whole numbers, which are fast with VNNI."""
+    """Like `_FloatProducts`, but in whole numbers, which are fast with VNNI."""
 
     # A state is the sum of three eight-bit digits times their steps, exact to 2^-24 of its largest
     # number.

@@ -7,14 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Any, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from sirchat.errors import format_value, on_one_line

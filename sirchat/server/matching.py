@@ -75,10 +75,7 @@ def unread(history: History, read: Collection[int], has_prompt: bool) -> int:
 
 
 def edited(
-    conversation: ServedConversation,
-    history: History,
-    reused: Mapping[int, int],
-    read: ReadMessage,
+    conversation: ServedConversation, history: History, reused: Mapping[int, int], read: ReadMessage
 ) -> list[KeptTurn | ReadTurns]:
     """What makes the conversation that of `history`, up to the last message in `reused`.
 

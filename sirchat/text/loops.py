@@ -1,4 +1,4 @@
-"""Notices that a reply goes round in a loop: that it writes the same passage again and again."""
+"""Detects that a reply is caught in a loop: that it writes the same passage again and again."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _INDENT = re.compile(rb"\n(?: {4}|\t)")
 
 
 class LoopCheck:
-    """Takes a reply as it grows; `found` says whether by now it only repeats itself.
+    """Takes a reply as it grows; `found` says whether the reply only repeats itself by now.
 
-    In code, in tables, and where lines are indented, everything may repeat.
+    Repetition in code, in tables and in indented lines does not count.
     """
 
     def __init__(self) -> None:

@@ -63,21 +63,17 @@ To call a function, write its name and arguments as JSON within <tool_call></too
 
 
 class NoToolsError(ModelError):
-    """A model's chat template takes no tools."""
+    """A model's chat template does not support tools."""
 
 
 class ToolTemplate(Template):
     """The template of a chat in which the model may call `tools`, which are JSON or "".
 
-    Raises NoToolsError, or ModelError if these tools can't be read.
+    Raises NoToolsError, or ModelError if the tools can't be read.
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        anchors: Anchors | None,
-        tools: str = "",
-        ends: Iterable[int] = (),
+        self, tokenizer: Any, anchors: Anchors | None, tools: str = "", ends: Iterable[int] = ()
     ) -> None:
         super().__init__(tokenizer, anchors, ends)
         if ANSWER_TEXT in tools:  # it would be taken for the reply that stands for the history
@@ -86,7 +82,7 @@ class ToolTemplate(Template):
         self._take_tools()
 
     def _take_tools(self) -> None:
-        """Let the chat template have the tools, if it takes some, and these can be read."""
+        """Give the tools to the chat template; raises an error if the template can't take these."""
         without = self._render([STUB_QUESTION], prompt=True)
         self._tools = [_STUB_TOOL]
         if self._render([STUB_QUESTION], prompt=True) == without:
@@ -102,7 +98,7 @@ class ToolTemplate(Template):
 
     @cached_property
     def note(self) -> str:
-        """A line for users if a call as the template writes it would not be found in a reply."""
+        """A line for the user if calls, as the template writes them, can't be found in replies."""
         marks, parser = self.marks, CallParser({SAMPLE_CALL["name"]}, 0)
         stream = self.reply_stream(in_history=marks.closing not in marks.call_sample)
         for text, part, _ in stream.push(marks.call_sample, is_end=True):
@@ -124,7 +120,7 @@ class ToolTemplate(Template):
         return block, TurnIds(turn.ids[start:], turn.roles[start:], (0, end - start))
 
     def system_turn(self, content: str) -> TurnIds:
-        """The ids of a system prompt, or "", with the tools, as a chat begins with them."""
+        """The ids of the tools and a system prompt, which may be "", at the start of a chat."""
         if self._tools is None or (content and not self._shows(content)):
             return super().system_turn(content)
         ids, *others = (self._head(text) for text in (content, *OTHER_TEXTS))
@@ -133,14 +129,14 @@ class ToolTemplate(Template):
         return self._with_round_end(TurnIds(ids, [Role.TEMPLATE] * len(ids), (0, 0)))
 
     def _head(self, system: str) -> list[int]:
-        """What a chat's beginning has before the first user turn, without a mark of the start."""
+        """The ids before the first user turn, without the token that starts a text."""
         first = self._first_turn_ids(system, QUESTION_TEXT, True)
         later = self._later_user(QUESTION_TEXT)
         head = first[: len(first) - prefix_length(first[::-1], later[::-1])]
         return head[1:] if head[:1] == [self._tokenizer.bos_token_id] else head
 
     def tool_results_turn(self, messages: Sequence[Message]) -> TurnIds:
-        """The ids of one turn with all `messages`: results of tools, with the role `tool`."""
+        """The ids of one turn with all `messages`, which are tool results (role `tool`)."""
         others = [[{**message, "content": text} for message in messages] for text in OTHER_TEXTS]
         ids, *others_ids = [self._result_ids(each) for each in (messages, *others)]
         said = "\n".join(message["content"] for message in messages)
@@ -149,10 +145,10 @@ class ToolTemplate(Template):
     def tool_calls_turn(
         self, content: str, calls: Sequence[Message], header: list[int] | None = None
     ) -> TurnIds:
-        """The ids of a given reply, which has the text `content` and then calls tools.
+        """The ids of a given reply: the text `content`, then tool calls.
 
-        If the template can't render it, they are those of `calls_as_text`. Before them are those of
-        the reply's header that have not been read: `header` is as in `TurnIds`.
+        If the template can't render the reply, it is written by `calls_as_text`. The unread ids of
+        the reply's header come first; `header` is as in `TurnIds`.
         """
         calls = self._as_wanted(calls)
         message = {"role": "assistant", "content": content, "tool_calls": calls}
@@ -170,9 +166,9 @@ class ToolTemplate(Template):
         return replace(self._after_header(ids, text, header), closing=closing)
 
     def call_form(self) -> tuple[str, str, str] | None:
-        """How the template writes a tool call; None if not as JSON with a name and arguments.
+        """The text before a call's JSON, the JSON's key for the arguments, and the text after it.
 
-        Returns the text before the JSON, its key for the arguments, and the text after it.
+        None if the template does not write calls as JSON with a name and arguments.
         """
         call = _call("call00000", QUESTION_TEXT)
         try:
@@ -192,7 +188,7 @@ class ToolTemplate(Template):
     def _called(
         self, reply: Message, results: Sequence[Message] = ()
     ) -> tuple[list[int], list[int] | None, list[int]]:
-        """The header and text of a reply that calls tools, its closing, and what follows that.
+        """The ids of a reply that calls tools, of its closing, and of what follows.
 
         The closing is as in `TurnIds`. By default, the results are stubs.
         """
@@ -222,7 +218,7 @@ class ToolTemplate(Template):
             return self._after_reply(messages)
 
     def _as_wanted(self, calls: Sequence[Message]) -> list[Message]:
-        """The calls, with arguments as a text where the template wants them so."""
+        """Turn the calls' arguments into text if the template needs that."""
         found = list[Message]()
         for call in calls:
             function = call["function"]
@@ -243,9 +239,9 @@ class ToolTemplate(Template):
         return Counter(i for i in ids if i in self._control)
 
     def _without_controls(self, value: Any) -> Any:
-        """A copy of `value` with `_NEUTRAL_TEXT` in place of each text that has a control token.
+        """A copy of `value` in which `_NEUTRAL_TEXT` replaces each text with a control token.
 
-        Raises ModelError if a key has one: the template gets keys as they are, without marks.
+        Raises ModelError if a key has a control token, because keys reach the template unchanged.
         """
         if isinstance(value, dict):
             if any(self._has_control(name) for name in value):
@@ -260,9 +256,9 @@ class ToolTemplate(Template):
 
 
 class PromptedTools(ToolTemplate):
-    """The same where the chat template takes no tools: a text in the system prompt tells of them.
+    """For chat templates without tools: a text in the system prompt describes the tools.
 
-    Calls are as in `calls_as_text`, and results are read as messages of the user's role.
+    Calls are as in `calls_as_text`, and results are read as messages of the user.
     """
 
     def _take_tools(self) -> None:

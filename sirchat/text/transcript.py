@@ -1,8 +1,7 @@
 """Reads and writes transcripts: plain lines, USER:/ASSISTANT: text, JSON Lines, ShareGPT.
 
-All but JSON in several lines is read line by line, so that each line that comes through a pipe is
-answered at once. No line of a transcript is run as a command; in JSON Lines, an object apart from
-the messages may switch settings.
+All but JSON of several lines is read line by line, so that each line from a pipe is answered at
+once. No line is run as a command. In JSON Lines, an object that is no message may switch settings.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _TAGS = re.compile(r"\A\s*+(?:<think>)?+(?:(?!<think>).)*?</think>|\A\s*<think>.
 class TranscriptTurn:
     """One message, the line on which it starts (from 1) and its conversation (from 0).
 
-    `thinking`, the reasoning of a reply, is written, not read.
+    `thinking`, the reasoning of a reply, is written but not read.
     """
 
     role: RoleName
@@ -70,8 +69,8 @@ TranscriptItem = TranscriptTurn | SettingsSwitch
 def iter_turns(stream: BinaryIO, name: str, format: str = "auto") -> Iterator[TranscriptItem]:
     """Yield turns and switches of a UTF-8 `stream`, each as soon as the format allows.
 
-    Raises UsageError for an unknown format, and TranscriptError, with `name`, the line and the
-    problem, while reading.
+    Raises UsageError for an unknown format. While reading, raises TranscriptError, which has
+    `name`, the line and the problem.
     """
     if format not in FORMATS:
         raise UsageError(
@@ -83,7 +82,7 @@ def iter_turns(stream: BinaryIO, name: str, format: str = "auto") -> Iterator[Tr
 
 
 def parse_transcript(data: bytes, name: str, format: str = "auto") -> list[TranscriptTurn]:
-    """All turns of the transcript `data`, which may not switch settings; see `iter_turns`."""
+    """All turns of a transcript, which may not switch settings; errors as for `iter_turns`."""
     turns = list[TranscriptTurn]()
     for item in iter_turns(io.BytesIO(data), name, format):
         if isinstance(item, SettingsSwitch):
@@ -104,19 +103,19 @@ def one_conversation(turns: Iterable[TranscriptItem], name: str) -> Iterator[Tra
 
 
 def write_jsonl(turns: Iterable[TranscriptTurn], stream: BinaryIO) -> None:
-    """Write each turn as a line of JSON, see `message_record`, in UTF-8."""
+    """Write each turn as a line of JSON in UTF-8; see `message_record`."""
     for turn in turns:
         record = message_record(turn.role, turn.content, turn.thinking)
         stream.write(terminal_safe_json(record).encode() + b"\n")
 
 
 def join_reasoning(thinking: str, answer: str) -> str:
-    """A reply as one text, with its reasoning, if it has some, in tags."""
+    """A reply as one text, with its reasoning, if any, in tags."""
     return f"{THINK_OPEN}{thinking}{THINK_CLOSE}{answer}" if thinking else answer
 
 
 def split_reasoning(text: str) -> tuple[str, str]:
-    """The reasoning of a reply, which stands in tags at its beginning, or ""; and the answer."""
+    """Split a reply into the reasoning in tags at its beginning, or "", and the answer."""
     if (found := _TAGS.match(text)) is None:
         return "", text
     thinking = found[0].strip().removeprefix("<think>").removesuffix("</think>")
@@ -124,7 +123,7 @@ def split_reasoning(text: str) -> tuple[str, str]:
 
 
 def message_record(role: str, content: str, thinking: str) -> dict[str, str]:
-    """A message for JSON; reasoning, if there is some, is its `reasoning_content`."""
+    """A message for JSON; reasoning, if any, is in `reasoning_content`."""
     more = {"reasoning_content": thinking} if thinking else {}
     return {"role": role, "content": content, **more}
 
@@ -168,7 +167,6 @@ def _parse_as(lines: Iterator[Line], name: str, format: str) -> Iterator[Transcr
 
 
 def _parse_detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptItem]:
-    """Yield the turns, whose format the first lines tell."""
     head = list[Line]()
     for line in filter(lambda line: line[1].strip(), lines):
         head.append(line)
@@ -181,7 +179,7 @@ def _parse_detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptItem
 
 
 def parse_json(text: str, name: str, line: int = 1) -> Any:
-    """The value of a JSON text that begins in this line of a file; or TranscriptError."""
+    """Parse JSON that begins in this line of a file; raises TranscriptError if it is invalid."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -196,7 +194,7 @@ def _plain_turns(lines: Iterable[Line]) -> Iterator[TranscriptTurn]:
 
 
 def _prefixed_turns(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
-    """Yield the turns of a text with prefixes such as `USER:`, all in the case of the first."""
+    """Yield the turns of a text with prefixes such as `USER:`, all in the first one's case."""
     role: RoleName | None = None
     start, content, case = 0, list[str](), str.upper
     for number, text in lines:
@@ -223,7 +221,7 @@ def _text_turn(role: RoleName, lines: list[str], start: int) -> Iterator[Transcr
 
 
 def _json_turns(lines: Iterator[Line], name: str) -> Iterator[TranscriptItem]:
-    """Yield the turns and switches of JSON values, one in each line, or one in all of them."""
+    """Yield turns and switches of JSON values: one value a line, or one of all lines."""
     switched, conversation = 0, 0  # the line of a switch after the last turn; the next number
     for line, value in _json_values(lines, name):
         if isinstance(value, dict) and "switch" in value and "role" not in value:
@@ -245,7 +243,7 @@ def _json_turns(lines: Iterator[Line], name: str) -> Iterator[TranscriptItem]:
 
 
 def _json_values(lines: Iterator[Line], name: str) -> Iterator[tuple[int, Any]]:
-    """Yield JSON values and the lines in which they begin."""
+    """Yield JSON values, each with the line in which it begins."""
     written = ((number, text) for number, text in lines if text.strip())
     if (first := next(written, None)) is None:
         return
@@ -267,7 +265,6 @@ def _switch(settings: object, name: str, line: int) -> SettingsSwitch:
 
 
 def _conversations(value: Any, name: str, line: int) -> Iterator[list[Any]]:
-    """Yield the messages of each conversation in a JSON value."""
     match value:
         case {"conversations": list(messages)} | {"messages": list(messages)}:
             yield messages
@@ -286,7 +283,7 @@ def _conversations(value: Any, name: str, line: int) -> Iterator[list[Any]]:
 
 
 def _turn(message: object, name: str, line: int, place: str = "") -> TranscriptTurn:
-    """The turn of a message; `place` begins an error about it."""
+    """The turn of a message; `place` begins the text of an error about it."""
     if not isinstance(message, dict):
         raise _error(name, line, f"{place}a message must be a JSON object")
     sharegpt = "from" in message and "role" not in message
@@ -313,7 +310,7 @@ def _turn(message: object, name: str, line: int, place: str = "") -> TranscriptT
 
 
 def _content(value: object) -> str:
-    """The text of a message; ValueError says what is wrong with it."""
+    """The text of a message; raises ValueError that says what is wrong with it."""
     parts = value if isinstance(value, list) else [{"type": "text", "text": value}]
     texts = list[str]()
     for part in parts:
@@ -329,7 +326,7 @@ def _content(value: object) -> str:
 
 
 def _limited(lines: Iterable[Line], name: str) -> Iterator[Line]:
-    """Yield the lines of one JSON document; TranscriptError if it is too long."""
+    """Yield the lines of one JSON document; raises TranscriptError if it is too long."""
     size = 0
     for number, text in lines:
         size += len(text) + 1

@@ -33,12 +33,7 @@ from sirchat.ui.panel import draw_full_panel
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.switching import ModelSwitching, Switching
-from sirchat.ui.tables import (
-    draw_evicted,
-    draw_facts,
-    draw_recalled_turns,
-    draw_tokens,
-)
+from sirchat.ui.tables import draw_evicted, draw_facts, draw_recalled_turns, draw_tokens
 from sirchat.ui.text import displayable, displayable_line, pluralize, shorten
 from sirchat.ui.tool_use import run_tools_command
 from sirchat.ui.turn_commands import Retry, parse_retry, undo

@@ -142,10 +142,8 @@ def _replay_events(
             _raise_if_interrupted(interrupted)
         elif turn.role == "tool" and options.feed:
             call = calls.pop(0) if calls else ToolCall(call_id(turn.line), "tool", "{}")
-            before, question = (
-                next_turn.role if next_turn is not None else None,
-                session.undoable_message,
-            )
+            before = next_turn.role if next_turn is not None else None
+            question = session.undoable_message
             with InterruptFlag() as interrupted:
                 yield from read_result(
                     session, call, turn.content, question, interrupted, next_role=before

@@ -12,11 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sirchat.chat.events import Event, Evicted, Notice, Pinned, Restored, Switched, TurnDone
-from sirchat.chat.model_defaults import (
-    SAMPLING_PARAMETERS,
-    sampling_in_words,
-    with_model_defaults,
-)
+from sirchat.chat.model_defaults import SAMPLING_PARAMETERS, sampling_in_words, with_model_defaults
 from sirchat.chat.rereading import pinned_text, read_again, repinned_note
 from sirchat.chat.session import Session
 from sirchat.chat.settings import hint_for_fixed, options_of
@@ -129,10 +125,8 @@ class Switching:
         held_before = set(session.ledger.held_positions.tolist())
         for event in session.restore(target, context_tokens):
             self._print_event(event)
-        held, positions = (
-            set(session.ledger.held_positions.tolist()),
-            session.state.restored_by_user,
-        )
+        held = set(session.ledger.held_positions.tolist())
+        positions = session.state.restored_by_user
         num_restored = len((held - held_before).intersection(positions))
         num_set_aside = len(held_before - held)
         how = "restored" if num_restored else "held already, and stays"
@@ -305,11 +299,9 @@ class ModelSwitching:
     def __init__(
         self, screen: Screen, saved_chat: SavedChat, trusted_policies: Collection[str] = ()
     ) -> None:
-        self._screen, self._saved_chat, self._trusted_policies = (
-            screen,
-            saved_chat,
-            trusted_policies,
-        )
+        self._screen = screen
+        self._saved_chat = saved_chat
+        self._trusted_policies = trusted_policies
         self._previous: _PreviousSession | None = None
 
     def show(self, session: Session) -> None:

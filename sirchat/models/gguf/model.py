@@ -1,4 +1,4 @@
-"""Makes a model from a GGUF file: an empty model first, then one tensor at a time."""
+"""Makes a model from a GGUF file: first an empty model, then one tensor at a time."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def load_module(
 ) -> Any:
     """Make the model of a GGUF file, with weights of `dtype` on the CPU, or packed on `device`.
 
-    With `keep_packed`, four-bit matrices stay so, and other blocks get eight bits: on a CPU by
-    `native`, if given, which keeps five bits, too. With `for_hub`, it is a model of
+    With `keep_packed`, four-bit matrices keep four bits, and other blocks get eight; on a CPU,
+    `native`, if given, packs them and keeps five bits, too. With `for_hub`, the model is one of
     transformers. Raises ModelError if tensors are missing or of a wrong shape.
     """
     loader = _Loader(file, dtype, keep_packed, for_hub, device, native)
@@ -155,7 +155,7 @@ class _Loader:
     def _pack(
         self, tensor: GgufTensor, conversion: Conversion | None, may_be_4_bit: bool, is_joined: bool
     ) -> PackedLinear:
-        """Make a layer without bias, perhaps to be joined: of the file's bits, or of eight."""
+        """Make a layer without bias, with the file's bits where allowed and possible, else 8."""
 
         def undo(x: Tensor) -> Tensor:
             return _undo_conversion(x, conversion, self._values)
@@ -188,7 +188,7 @@ class _Loader:
 
 
 def empty_module(values: Mapping[str, Any], dtype: torch.dtype, *, for_hub: bool = False) -> Any:
-    """Make a module without weights: a `Decoder` if it can be one, else one of transformers."""
+    """Make a module without weights: a `Decoder` if possible, else one of transformers."""
     if DecoderConfig.can_read(values) and not for_hub:
         return Decoder(DecoderConfig(values), dtype)
     from accelerate import init_empty_weights
@@ -201,7 +201,7 @@ def empty_module(values: Mapping[str, Any], dtype: torch.dtype, *, for_hub: bool
 
 
 def finish_module(module: Any) -> Any:
-    """Tie the weights of a module, all of which were set; raises ModelError if one is missing."""
+    """Tie the weights of a module; raises ModelError if a weight was not set."""
     if not isinstance(module.get_input_embeddings(), SharedEmbedding):
         module.tie_weights()
     head = module.get_output_embeddings()
@@ -250,7 +250,7 @@ def _undo_conversion(
 
 
 def _group_value_heads(weight: Tensor, values: Mapping[str, Any]) -> Tensor:
-    """Reorder the value heads in `weight` [H D, ...]: those of a key head become neighbours."""
+    """Reorder the value heads in `weight` [H D, ...]: those of one key head become neighbours."""
     keys = values["linear_num_key_heads"]
     per_key = values["linear_num_value_heads"] // keys
     heads = weight.reshape(per_key, keys, -1, *weight.shape[1:])

@@ -44,7 +44,7 @@ SCALING_KEYS = {"rope.scale_linear", *(f"rope.scaling.{name}" for name in _NAMES
 
 
 def add_rope_scaling(values: dict[str, Any], file: GgufFile, arch: Architecture) -> None:
-    """Add to a config's `values` how RoPE is scaled; raises ModelError if it can't be so."""
+    """Add RoPE's scaling to a config's `values`; raises ModelError if it isn't supported."""
     is_long = any(key in file.tensors for key in arch.config_tensors)
     scaling = _read_scaling(file, arch, is_long)
     values |= {f"{arch.rope_config}.{name}": one for name, one in scaling.items()}
@@ -72,7 +72,7 @@ def add_rope_scaling(values: dict[str, Any], file: GgufFile, arch: Architecture)
 
 
 def add_rotated_fraction(values: dict[str, Any], file: GgufFile, size: int) -> None:
-    """Add which part of a head of `size` numbers rotates, as a tensor of Gemma 4 says."""
+    """Add the fraction of a head of `size` numbers that rotates, which a Gemma 4 tensor states."""
     # The tensor divides the frequencies of the numbers that do not rotate by more than 1e20.
     numbers = _read_factors(file, "rope_freqs.weight", size // 2)
     count = int((numbers == 1).sum())
@@ -82,9 +82,9 @@ def add_rotated_fraction(values: dict[str, Any], file: GgufFile, size: int) -> N
 
 
 def _read_scaling(file: GgufFile, arch: Architecture, is_long: bool) -> dict[str, Any]:
-    """The header's scaling, as parameters of transformers; empty for none.
+    """The header's scaling as parameters of transformers; empty if there is none.
 
-    `is_long`: there are tensors with factors for long texts.
+    `is_long` means that the file has tensors with factors for long texts.
     """
     settings, can_scale = file.settings, arch.rope_config and not arch.config_tensors
     kinds = ("longrope",) if is_long else ("linear", "none", *(("yarn",) if can_scale else ()))
@@ -110,7 +110,6 @@ def _read_scaling(file: GgufFile, arch: Architecture, is_long: bool) -> dict[str
 
 
 def _read_factors(file: GgufFile, name: str, count: int) -> NDArray[np.float32]:
-    """The `count` numbers of a tensor by which RoPE's frequencies are divided."""
     tensor = file.tensors.get(name)
     if tensor is None:
         raise ModelError(f"the GGUF file has no {name}")

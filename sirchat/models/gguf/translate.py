@@ -1,6 +1,6 @@
 """Translates a GGUF file to transformers: its config's values, and the names of its tensors.
 
-What changes a number and is not known here is refused by its name; nothing is left out.
+An unknown setting or tensor that would change results is refused by name; nothing is ignored.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ _SAMPLING_NAMES = {
 
 
 class Target(NamedTuple):
-    """Where a tensor of a GGUF file goes in the transformers model, and how it was changed."""
+    """A GGUF tensor's place in the transformers model, and how the converter changed it."""
 
     name: str  # in transformers; empty for a tensor that is not a weight of the model
     conversion: Conversion | None = None
 
 
 def refuse_unsupported(file: GgufFile) -> None:
-    """Raise ModelError if a setting or a tensor of a GGUF file can't be used; it is named."""
+    """Raise ModelError, which names it, for a setting or a tensor that can't be used."""
     config_values(file)
     for name, tensor in file.tensors.items():
         find_target(name, file)
@@ -72,7 +72,7 @@ def refuse_unsupported(file: GgufFile) -> None:
 
 
 def set_sampling(module: Any, metadata: Mapping[str, Any]) -> None:
-    """Let a module's generation config say how the model draws, if the GGUF file's header does."""
+    """Set a module's sampling defaults in its generation config, if the GGUF header has some."""
     found = ((name, metadata.get(f"{SAMPLING}{key}")) for key, name in _SAMPLING_NAMES.items())
     settings = {
         name: round(value, 6)  # from float32
@@ -93,7 +93,7 @@ def has_blocks(file: GgufFile) -> bool:
 def config_values(file: GgufFile) -> dict[str, Any]:
     """The values of transformers' config for a GGUF file.
 
-    Raises ModelError for a setting that is missing or can't be used; the message names it.
+    Raises ModelError, which names the setting, if one is missing or can't be used.
     """
     arch, settings = _find_architecture(file), file.settings
     _refuse_odd_tokenizer(file.metadata)
@@ -217,7 +217,7 @@ def _add_settings(values: dict[str, Any], file: GgufFile, arch: Architecture) ->
 
 
 def _add_layer_types(values: dict[str, Any], file: GgufFile, arch: Architecture) -> None:
-    """Add the type of each layer, by the key heads that the header lists for each."""
+    """Add the type of each layer, which follows from its number of key heads in the header."""
     key, heads = "attention.head_count_kv", file.settings["attention.head_count_kv"]
     is_list = isinstance(heads, list) and len(heads) == _count_layers(file, arch) and any(heads)
     file.require(is_list and all(map(is_count, heads)), key, "a number for each layer")
@@ -234,7 +234,7 @@ def _check_recurrent_layers(file: GgufFile, arch: Architecture) -> None:
 
 
 def _read_number(file: GgufFile, key: str, may_be_zero: bool) -> float | None:
-    """A setting that is a number; None for one of 0 that switches a feature off."""
+    """A setting that is a number; None if it is 0 and so switches a feature off."""
     number = file.number(key, may_be_zero=may_be_zero)
     if not number and key.endswith(("softcapping", "sliding_window")):
         return None
@@ -254,7 +254,7 @@ def _count_layers(file: GgufFile, arch: Architecture) -> int:
 
 
 def _add_head_size(values: dict[str, Any], file: GgufFile, arch: Architecture) -> None:
-    """Add what depends on the size of a head and its rotated part."""
+    """Add the values that depend on the size of a head and of its rotated part."""
     settings, hidden, heads = file.settings, values["hidden_size"], values["num_attention_heads"]
     if "attention.head_count_kv" not in settings:
         values["num_key_value_heads"] = heads
@@ -299,7 +299,7 @@ def _add_sizes_by_layer(values: dict[str, Any], file: GgufFile) -> None:
 
 
 def _add_mlp_sizes(values: dict[str, Any], file: GgufFile, slides: list[bool]) -> None:
-    """Add the MLP's size: layers that share another's keys may have one of twice the size."""
+    """Add the MLP's size; it may be doubled in layers that share another layer's keys."""
     layers, shared = len(slides), file.settings["attention.shared_kv_layers"]
     can_share = is_count(shared) and set(slides[: max(0, layers - shared)]) == set(slides)
     file.require(can_share, "attention.shared_kv_layers", "less, so that each kind has keys")
@@ -311,7 +311,7 @@ def _add_mlp_sizes(values: dict[str, Any], file: GgufFile, slides: list[bool]) -
 
 
 def _add_key_heads(values: dict[str, Any], file: GgufFile, slides: list[bool]) -> None:
-    """Add the key heads of sliding-window layers and of the others (`global`)."""
+    """Add the number of key heads in sliding-window layers and in the others (`global`)."""
     key = "attention.head_count_kv"
     heads = _numbers_by_layer(values, file, key)
     others = heads[-1]
@@ -324,7 +324,7 @@ def _add_key_heads(values: dict[str, Any], file: GgufFile, slides: list[bool]) -
 
 
 def _numbers_by_layer(values: Mapping[str, Any], file: GgufFile, key: str) -> list[int]:
-    """A setting's number for each layer; one number in the header stands for all layers."""
+    """A setting's number for each layer; a single number in the header holds for all layers."""
     layers = values["num_hidden_layers"]
     setting = file.settings.get(key, values["num_attention_heads"])
     numbers = setting if isinstance(setting, list) else [setting] * layers

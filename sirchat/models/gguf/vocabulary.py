@@ -1,4 +1,4 @@
-"""Makes the tokenizer of a GGUF file from its vocabulary, with the ids of the model's own one."""
+"""Makes a GGUF file's tokenizer, with the ids of the original one, from its vocabulary."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def load_tokenizer(
 ) -> FastTokenizer:
     """Make the tokenizer of a GGUF file with these `metadata`.
 
-    `prepared` is filled with metadata that make the same one sooner. Raises ModelError if a part of
-    the vocabulary is missing or broken, or its kind is unknown.
+    `prepared` is filled with metadata that make an equal tokenizer faster. Raises
+    ModelError if a part of the vocabulary is missing or broken, or if its kind is unknown.
     """
     vocabulary = _Vocabulary(metadata)
     special = dict(zip(SPECIAL_TOKEN_NAMES, vocabulary.special, strict=True))
@@ -74,7 +74,7 @@ def load_tokenizer(
 
 
 def hub_tokenizer(metadata: Mapping[str, Any]) -> Any:
-    """Make a tokenizer of transformers that gives the same ids."""
+    """Make a transformers tokenizer that gives the same ids."""
     from transformers import PreTrainedTokenizerFast
 
     switch_off_bars()
@@ -88,7 +88,7 @@ def hub_tokenizer(metadata: Mapping[str, Any]) -> Any:
 
 
 class _Vocabulary:
-    """The vocabulary of a GGUF file; `special` are the `tokens` named in `SPECIAL_TOKEN_NAMES`."""
+    """The vocabulary of a GGUF file; `special` has the tokens named in `SPECIAL_TOKEN_NAMES`."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = metadata
@@ -118,7 +118,7 @@ class _Vocabulary:
         self._adds_eos = bool(self._setting("add_eos_token")) and self.special[1] is not None
 
     def backend(self, merges: list[tuple[str, str]]) -> Tokenizer:
-        """The tokenizer itself, with all added tokens."""
+        """Make the tokenizer with all added tokens."""
         split = self._split
         if split is not None:
             options: dict[str, Any] = {"ignore_merges": split.ignore_merges}
@@ -145,7 +145,7 @@ class _Vocabulary:
         return backend
 
     def _replace_blanks(self, backend: Tokenizer) -> None:
-        """Let `▁` stand for blanks, and for one before a text of pieces of words."""
+        """Let `▁` stand for a blank, and put one before a text if word pieces are used."""
         normalizer: list[Any] = [normalizers.Replace(" ", "▁")]
         decoder: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         if self._kind == _PIECES and self._setting("add_space_prefix", True):
@@ -155,7 +155,7 @@ class _Vocabulary:
         backend.decoder = decoders.Sequence(decoder)
 
     def merges(self) -> list[tuple[str, str]]:
-        """The pairs of tokens that are merged, the first ones first."""
+        """The pairs of tokens to merge, in order of priority."""
         if (prepared := self._metadata.get(_MERGES_KEY)) is not None:
             return list(zip(prepared[::2], prepared[1::2], strict=True))
         merges = self._setting("merges")
@@ -172,7 +172,7 @@ class _Vocabulary:
         return [(left, right) for left, _, right in parts]
 
     def _merges_by_score(self, scores: Iterable[float]) -> list[tuple[str, str]]:
-        """All pairs of tokens that make a token; those of the highest score come first."""
+        """All pairs of tokens that together are a token, the highest score first."""
         types = self._types or itertools.repeat(_NORMAL)
         scored = [
             (score if kind == _NORMAL else math.inf, token)
