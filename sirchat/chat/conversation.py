@@ -44,7 +44,7 @@ from sirchat.text.transcript import split_reasoning
 
 
 class Conversation:
-    """A conversation with the state and the methods that reading and answering messages need.
+    """Reads and answers the messages of one conversation; the base class of `Session`.
 
     `rows_in_events`: whether events list the tokens themselves, and not only their positions.
     """
@@ -113,7 +113,6 @@ class Conversation:
 
     @property
     def resident(self) -> int:
-        """Number of held tokens."""
         return self.engine.cache.length
 
     @property
@@ -231,7 +230,6 @@ class Conversation:
         return turn
 
     def read_system(self, ids: TurnIds, interrupted: Interrupted = never) -> Iterator[Event]:
-        """Read the `ids` of the profile's system prompt."""
         turn, start = self._open_turn("system"), self.seen
         try:
             yield from turn.read(ids, interrupted, pinned=self.profile.pin_system)

@@ -42,7 +42,6 @@ class TokenRow:
 
     @property
     def shown_rank(self) -> float:
-        """`rank_key`, rounded to nine digits."""
         # Rounding errors differ between processors, and would change the order of what is shown.
         return float(f"{self.rank_key:.9g}")
 

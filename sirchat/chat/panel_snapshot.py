@@ -82,7 +82,6 @@ class Snapshot:
 
     @property
     def evicted(self) -> int:
-        """Number of tokens that were read and are no longer held."""
         return self.seen - self.resident
 
 

@@ -89,7 +89,6 @@ class OpenReply(AbstractContextManager["OpenReply"]):
             self._turn.engine.evictor.end_recall()
 
     def events(self) -> Iterator[Event]:
-        """Generate the reply, and yield its events."""
         with self:
             while not self.is_over():
                 yield from self.push(step([self.generation])[0])

@@ -107,10 +107,7 @@ def reread_session(session: Session, progress: Progress | None = None) -> Sessio
 
 
 def reread_before_last_message(session: Session, progress: Progress | None = None) -> Session:
-    """A new session that has read all turns before the last user turn, under its system prompt.
-
-    Raises UndoError if there is no user turn.
-    """
+    """A new session that has read all turns before the last user turn; UndoError without one."""
     start = check_rewind(session, 1)[-1]
     point = session.undo_points[-1].checkpoint.cache if session.undo_points else None
     pinned = _user_pins(session)
@@ -220,10 +217,7 @@ def pinned_text(session: Session, pinned: Positions | None = None) -> list[Pinne
 
 
 def repinned_note(session: Session) -> str:
-    """A line for the user: how many tokens are pinned again after the text was read again.
-
-    "" if the user had pinned nothing.
-    """
+    """A line that says how many tokens are pinned again after a rereading; "" without pins."""
     again, lost = session.state.repinned
     if not again + lost:
         return ""
@@ -328,10 +322,8 @@ class _SpelledTurn:
 
 
 def _index_in(other: str, part: str, text: str, at: int) -> int:
-    """The index in the similar text `other` of `part`, which `text` has at index `at`; or -1.
-
-    If it occurs several times, the first in `text` corresponds to the first in `other`, and so on.
-    """
+    """Index in `other` of the occurrence of `part` that `text` has at index `at`; or -1."""
+    # The first occurrence in `text` corresponds to the first in `other`, and so on.
     if text == other:
         return at
     here, there = text.find(part), other.find(part)

@@ -46,10 +46,7 @@ def retriever_for_retry(session: Session, name: str) -> str:
 def retry_with_sampling(
     session: Session, settings: dict[str, Any], interrupted: Interrupted = never
 ) -> Iterator[Event]:
-    """Replace the last reply under other sampling `settings`; says whether the reply changed.
-
-    Raises the errors of `Session.retry`.
-    """
+    """Replace the last reply under other sampling `settings`; raises as `Session.retry`."""
     before = last_generated_reply(session.ledger, session.turns)
     with temporary_settings(session, "/retry", settings):
         temperature, top_k = session.profile.temperature, session.profile.top_k
@@ -135,7 +132,7 @@ def go_on(session: Session, interrupted: Interrupted = never) -> Iterator[Event]
 
 @contextmanager
 def trial(session: Session, source: str, updates: dict[str, Any]) -> Iterator[None]:
-    """Context manager: the settings `updates` hold in its block; afterwards all is undone."""
+    """Context manager: the settings `updates` hold in its block, and all is undone at its end."""
     profile, points = session.profile, session.undo_points
     with undone_at_end(session.engine) as checkpoint:
         start = UndoPoint.of(session.state, checkpoint, "", profile.pin_system, session.budget)

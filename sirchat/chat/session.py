@@ -196,9 +196,9 @@ class Session(Conversation):
     ) -> list[Event]:
         """Change the settings `updates`; evicts or restores tokens as the new settings require.
 
-        A new system prompt (or `template`) of a begun chat is read, unless interrupted, after the
-        old prompt is evicted. Raises SettingError, beginning with `source`, for a value that is not
-        allowed, changing nothing.
+        A new system prompt (or `template`) of a begun chat is read, unless interrupted, in place of
+        the old one, which is evicted. Raises SettingError, beginning with `source` and changing
+        nothing.
         """
         before, state = self.profile, self.state
         profile = updated_profile(before, self.model, source, updates)
@@ -257,9 +257,8 @@ class Session(Conversation):
     def pin(self, target: Target, pinned: bool = True) -> list[Event]:
         """Pin or unpin `target` (text, `last`, `turn N`); evicted tokens are restored when pinned.
 
-        If both the model and others wrote the text, only the others' is pinned. Raises UsageError
-        if nothing matches, and SettingError, changing nothing, if the pins would leave too little
-        room.
+        If others wrote the text too, the model's own is not pinned. Raises UsageError if nothing
+        matches; SettingError, changing nothing, if the pins would leave too little room.
         """
         positions = self._positions_of(target, self.engine.store.recallable())
         if pinned and isinstance(target, str):  # all tokens of a turn are of one writer

@@ -126,7 +126,6 @@ class ConversationState:
 
     @property
     def last_turn(self) -> int:
-        """Index of the last turn; 0 if there is no turn yet."""
         return max(0, len(self.turns) - 1)
 
     @property

@@ -38,9 +38,8 @@ def positions_of(
 ) -> Positions:
     """Positions [k], ascending and in `among` [n], of the tokens that a target names.
 
-    A typed target is `last` (the last user turn), `turn N`, or a text, which may be quoted. The
-    tokens get `around` neighbours of the same turn on each side. Raises UsageError if no token
-    matches.
+    A typed target is `last` (the last user turn), `turn N`, or a text, maybe quoted; it includes
+    `around` neighbours of the same turn on each side. Raises UsageError if no token matches.
     """
     if not isinstance(target, str):
         return np.intersect1d(target, among)
@@ -144,10 +143,7 @@ def erase_target(
 
 
 def turn_of_target(target: str, roles: Sequence[str]) -> int | None:
-    """The index of the turn that `target` (`last` or `turn N`) names; None if it is a text.
-
-    -1 for `last` if there is no user turn.
-    """
+    """The index of the turn `target`: `last` (-1 if there is none) or `turn N`; None for a text."""
     match = re.fullmatch(r"(?:last|turn +(\d+))", target.strip())
     if match is None:
         return None
@@ -223,7 +219,6 @@ def _occurrences(text: str, ledger: Ledger, texts: Texts, said: Positions) -> Po
 
 
 def _why_nothing(target: str, roles: Sequence[str], *, is_evicted: bool) -> str:
-    """Why a target names no token that can be held."""
     what, turn = without_quotes(target), turn_of_target(target, roles)
     if turn is not None and turn < 0:
         return "you have said nothing yet"

@@ -45,10 +45,7 @@ def shown_scores(engine: Engine, scores: Floats) -> Floats:
 
 
 def score_factors(engine: Engine, positions: Positions) -> dict[str, Floats]:
-    """The factors [n], by name, whose product is the policy's score of each token.
-
-    Empty if the policy's scores are no such products.
-    """
+    """The factors [n], by name, whose product is each token's score; empty if there are none."""
     policy = engine.settings.policy
     if not isinstance(policy, ScorePolicy):
         return {}
@@ -57,10 +54,7 @@ def score_factors(engine: Engine, positions: Positions) -> dict[str, Floats]:
 
 
 def is_measured(engine: Engine, positions: Positions) -> NDArray[np.bool_]:
-    """Mask [n] of tokens with a record of the attention by which the policy ranks them.
-
-    All True if the policy ranks by something else.
-    """
+    """Mask [n] of the tokens whose attention is recorded; all True if the policy uses none."""
     ledger, config = engine.ledger, engine.settings.policy.attention_stats
     if config is None:
         return np.ones(len(positions), bool)

@@ -33,8 +33,6 @@ _HEAD_PARTS = 8  # a large result's beginning may take one of so many parts of t
 
 @dataclass(frozen=True)
 class ChatTool:
-    """A tool that a model may call."""
-
     name: str
     description: str
     parameters: dict[str, Any]  # JSON schema of the arguments

@@ -196,7 +196,6 @@ class OpenTurn:
         self.now.pending_ids = [*turn.ids[max(done, turn.content[1]) :], *after]
 
     def evicted(self, record: EvictedRows) -> Event:
-        """Count evicted tokens; returns the event for them."""
         self.stats.evicted += len(record.positions)
         return self.events.evicted(self.stats.index, record)
 

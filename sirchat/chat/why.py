@@ -153,10 +153,7 @@ def _attention_paid(
 
 
 def last_round(turns: Sequence[Turn]) -> tuple[int, int] | None:
-    """Indices of the last user turn with a reply, and of the reply; None if there is none.
-
-    A summary is skipped together with its reply.
-    """
+    """Indices of the last user turn with a reply, and of the reply; summaries are skipped."""
     for index in range(len(turns) - 1, 0, -1):
         asked = turns[index - 1]
         is_pair = (asked.role, turns[index].role) == ("user", "assistant")

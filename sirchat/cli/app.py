@@ -69,7 +69,7 @@ _MAX_PATH_CHARS = 300  # characters of a path in an error
 class LazyCommand(TyperGroup):
     """A command, or a group, whose module is imported only when it is used.
 
-    The variable `NAME_app` of this module is the command; NAME is the command's name.
+    The variable `NAME_app` of the module is the command; NAME is the command's name.
     """
 
     def __init__(self, name: str, module: str, help: str) -> None:
@@ -171,7 +171,7 @@ def main() -> None:
 
 
 def _escape_completions_for_bash() -> None:
-    """Bash inserts completions as they are: escape blanks and other special characters."""
+    """Escape blanks and other special characters: Bash inserts completions as they are."""
     from typer._completion_classes import BashComplete
 
     def escape(self: Any, item: Any) -> str:
@@ -328,7 +328,7 @@ def _exit_with_error(message: str, code: int) -> None:
 
 
 def _translate_flags(arguments: list[str]) -> list[str]:
-    """The arguments, with flags of other programs, up to `--`, replaced by those of sirchat."""
+    """Replace other programs' flags before `--` by those of sirchat."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     flags = [argument.partition("=") for argument in arguments[:end]]
     translated = [f"{_OTHER_FLAGS.get(name, name)}{equals}{value}" for name, equals, value in flags]
@@ -336,7 +336,7 @@ def _translate_flags(arguments: list[str]) -> list[str]:
 
 
 def _complete_resume_flag(arguments: list[str]) -> list[str]:
-    """The arguments, with `=last` at a `--resume` that has no value, before a command's name."""
+    """Add `=last` to a `--resume` that has no value, before a command's name."""
     names = commands()  # the value of a flag may be such a name, too: then the guess is wrong
     before_command = list(takewhile(lambda argument: argument not in names, arguments))
     for index, argument in enumerate(before_command):

@@ -184,7 +184,7 @@ class Evictor:
     def end_recall(self, count: int = 0) -> list[EvictedRows]:
         """Evict the recalled tokens, and restore the tokens that were set aside for them.
 
-        Returns the tokens of the policy that are evicted to leave room for `count` more.
+        Returns tokens that are evicted instead, if these would leave no room for `count` more.
         """
         if not self._store.has_recall:
             return []
@@ -310,7 +310,6 @@ class Evictor:
         return len(held)
 
     def unpin_held(self, positions: Positions) -> None:
-        """Unpin the tokens at these positions, and move none."""
         self._ledger.pin(positions, False)
         self._place(self._store.placement)
 
@@ -430,7 +429,6 @@ class Evictor:
         return state if is_unchanged else None
 
     def _placement_after_switch(self, old: CacheSettings) -> Placement:
-        """The placement after the settings have changed from `old`."""
         new, before = self.settings, self._state_to_switch_back_to()
         if before is not None and before.settings == new:
             former = before.placement

@@ -105,7 +105,7 @@ class Archive:
         self._bits[:count] = np.where(tiers.bits == NOT_STORED, EXACT, tiers.bits)
 
     def tier_sizes(self) -> dict[int, tuple[int, int]]:
-        """Number of tokens and size in bytes of each tier, by the tier's bits."""
+        """Each tier's number of tokens and size in bytes, by the bits of the tier."""
         sizes = dict[int, tuple[int, int]]()
         for bits, numbers in self._numbers_by_tier.items():
             if numbers:
@@ -137,7 +137,6 @@ class Archive:
 
     @property
     def positions(self) -> Positions:
-        """Stream positions of all archived tokens, ascending."""
         return np.flatnonzero(self._addresses >= 0)
 
     def has(self, positions: Positions) -> NDArray[np.bool_]:
@@ -148,7 +147,7 @@ class Archive:
         return stored
 
     def added_since(self, mark: int) -> tuple[Positions, int]:
-        """The archived tokens added since `mark`, 0 or from an earlier call, and a new mark."""
+        """Positions archived since the call that returned `mark` (0: all), and a new mark."""
         return np.flatnonzero((self._added_by > mark) & (self._addresses >= 0)), self._add_count
 
     @torch.inference_mode()
@@ -323,7 +322,7 @@ class Archive:
             segment.positions[stored] = rank[segment.positions[stored]]
 
     def forget(self, positions: Positions) -> None:
-        """Forget to how many bits tokens that are stored nowhere were rounded."""
+        """Forget the rounding of tokens that are stored nowhere: they are exact if read again."""
         in_range = positions[positions < len(self._bits)]
         self._bits[in_range] = self._restored[in_range] = 0
 
@@ -469,7 +468,6 @@ class SegmentFiles:
             self._pending.append(self._writer.submit(self._write, self._folder, number, segment))
 
     def drop(self, number: int) -> None:
-        """Delete a segment's file, after all pending writes."""
         if self._folder is not None:
             self._pending.append(self._writer.submit(_delete, _path(self._folder, number)))
 

@@ -65,7 +65,6 @@ class BoundedCache:
 
     @property
     def length(self) -> int:
-        """Number of held rows."""
         return self.cursor.length
 
     @property
@@ -108,16 +107,13 @@ class BoundedCache:
 
     @property
     def nbytes(self) -> int:
-        """Size of all buffers and states in bytes."""
         return sum(self.bytes_by_device().values())
 
     @property
     def state_nbytes(self) -> int:
-        """Size of the states of recurrent and convolution layers in bytes."""
         return sum(tensor.nbytes for layer in self._state for tensor in layer.values())
 
     def bytes_by_device(self) -> Counter[torch.device]:
-        """Size of buffers and states on each device in bytes."""
         buffers = [tensor.buffer for tensor in self._tensors]
         states = [tensor for layer in self._state for tensor in layer.values()]
         sizes = Counter[torch.device]()

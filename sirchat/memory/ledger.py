@@ -28,8 +28,6 @@ Positions = NDArray[np.int64]
 
 
 class Flag(IntFlag):
-    """Flags of a token."""
-
     PINNED = 1  # protected from eviction
     ANCHOR = 2  # ends a sentence or round
     ERASED = 4  # its id and surprisal were deleted
@@ -117,7 +115,6 @@ class Ledger:
         return at if role is None else at[self.column("role")[at] == role]
 
     def held_of_turn(self, turn: int) -> int:
-        """Number of held tokens of turn number `turn`."""
         return int(np.count_nonzero(self.column("turn")[self.held_positions] == turn))
 
     def column(self, name: str) -> NDArray[Any]:
@@ -253,11 +250,9 @@ class Ledger:
         return rank
 
     def pin(self, positions: range | Positions, pinned: bool) -> None:
-        """Pin or unpin the tokens at these stream positions."""
         self.flag(Flag.PINNED, positions, pinned)
 
     def flag(self, flag: Flag, positions: range | Positions, on: bool) -> None:
-        """Set or clear `flag` of the tokens at these positions."""
         at = np.asarray(positions, np.int64)
         flags = self._rows["flags"][at]
         self._rows["flags"][at] = flags | flag if on else flags & ~flag
@@ -314,10 +309,7 @@ class Ledger:
         return log_surprisal + (self.log_decay - self._rows["birth_decay"][positions])
 
     def view(self, at: Positions, *, sinks: int, protected: NDArray[np.bool_]) -> HeldRows:
-        """The tokens at stream positions `at` [n], ascending, as a policy's input.
-
-        `protected` [n] marks the tokens that must stay.
-        """
+        """A policy's input: the tokens at `at` [n], ascending. Those `protected` [n] must stay."""
         rows, by_head = self._rows[at], self.attention.recent(at)
         flags = rows["flags"]
         columns = {

@@ -46,6 +46,5 @@ class Placement:
         return np.union1d(held, self.aside) if len(self.aside) else held
 
     def without(self, positions: Positions) -> Placement:
-        """This placement without the tokens at these positions."""
         each = (self.held, self.recalled, self.aside, self.wanted)
         return Placement(*(at[~np.isin(at, positions)] for at in each))

@@ -65,10 +65,7 @@ class Registry:
         )
 
     def load(self, path: str) -> type[Any]:
-        """Import the class with the path `module:Class`.
-
-        Raises SettingError if the import fails, or if the class is of another kind.
-        """
+        """Import the class `module:Class`; SettingError if it can't be, or is of another kind."""
         module, _, name = path.partition(":")
         base = getattr(importlib.import_module(f"{self._package}.base"), self._kind.capitalize())
         try:

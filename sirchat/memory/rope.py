@@ -57,10 +57,7 @@ class Rotation:
 
 
 def unrotated(vectors: Tensor, written_at: Tensor, rotation: Rotation | None) -> Tensor:
-    """Keys or values [H, k, D] without their `rotation`, in float32.
-
-    `written_at` [k] are their rotary positions.
-    """
+    """Keys or values [H, k, D] at rotary positions `written_at` [k], rotated back, in float32."""
     if rotation is None:
         return vectors.float()
     slots = int(written_at.max()) + 1 if len(written_at) else 0

@@ -117,7 +117,6 @@ class Passages:
         return {"rows": self.rows, "vectors": self.vectors, "until": np.array([self._end])}
 
     def load(self, state: Mapping[str, NDArray[np.generic]]) -> None:
-        """Load the arrays that `state` returned."""
         rows = np.asarray(state["rows"]).astype(PASSAGE)
         vectors = np.asarray(state["vectors"]).astype(np.float16)
         self._replace(rows, vectors, int(state["until"][0]))

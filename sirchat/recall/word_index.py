@@ -107,7 +107,6 @@ class WordIndex:
         return len(self._turns)
 
     def add(self, text: str, turn: int) -> None:
-        """Add the next passage, which is part of turn number `turn`."""
         number = len(self)
         counts = Counter(terms_of(text))
         for term, count in counts.items():
@@ -122,7 +121,6 @@ class WordIndex:
         self._sizes.append(sum(counts.values()))
 
     def truncate(self, count: int) -> None:
-        """Keep only the first `count` passages."""
         if count == len(self):
             return
         for numbers, times in self._postings.values():

@@ -147,7 +147,6 @@ def insert_record(connection: sqlite3.Connection, table: str, *values: object) -
 
 
 def record_checksum(values: Iterable[object]) -> int:
-    """The CRC-32 of a record's values."""
     total = 0
     for value in values:
         data = value if isinstance(value, bytes) else str(value).encode()

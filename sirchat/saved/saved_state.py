@@ -98,10 +98,7 @@ class SavedState(BaseModel):
 
 
 def make_state_record(saved: EngineState, session: Session, stamp: str = "") -> StateRecord:
-    """The record that saves the state `saved` of the engine of `session`.
-
-    `stamp` identifies the keys and values saved with it.
-    """
+    """The record of a session with the engine state `saved`; `stamp` is that of keys and values."""
     conversation, system = session.state, session.state.system.positions
     fields = {
         "profile": session.profile.model_dump(),

@@ -32,8 +32,6 @@ class Hit(NamedTuple):
 
 
 class ChatSearchResult(NamedTuple):
-    """The result of a search in all saved chats."""
-
     hits: list[Hit]
     more_count: int  # of found chats that are not in `hits`
     ids_by_name: list[str]  # of chats whose name was searched for

@@ -277,7 +277,6 @@ class SessionStore:
         self.segments.copy_known_files(origin.segments)
 
     def copy_to(self, path: Path) -> None:
-        """Copy what is saved to the empty file `path`."""
         with as_session_errors(path), closing(connect(path)) as copy:
             self._connection.backup(copy)
 
@@ -321,10 +320,7 @@ class SessionStore:
             return SavedPassages(rows, vectors)
 
     def held_by_turn(self) -> dict[int, NDArray[np.int64]]:
-        """Stream positions [n] of the tokens held after each turn, by the turn's number.
-
-        A turn after which the chat was not saved is missing.
-        """
+        """Stream positions [n] of the tokens held after each saved turn, by the turn's number."""
         with as_damage_errors(self.path):
             held, seen = dict[int, NDArray[np.int64]](), self._count_rows()
             for turn, data in self._fetch("SELECT turn, positions FROM held ORDER BY turn"):
@@ -366,7 +362,6 @@ class SessionStore:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """A transaction, rolled back on an error."""
         self.check_not_removed()
         with as_session_errors(self.path), self._connection:
             self._connection.execute("BEGIN")
@@ -418,7 +413,6 @@ class SessionStore:
             insert_record(connection, "held", last_turn, zlib.compress(steps, 1))
 
     def _write_flags(self, flags: Mapping[int, int]) -> None:
-        """Set the flags of saved rows, given by position."""
         remaining = sorted(flags, reverse=True)
         while remaining:
             start, rows = self._row_record(remaining[-1])
@@ -429,7 +423,6 @@ class SessionStore:
             insert_record(self._connection, "rows", start, rows.tobytes())
 
     def _cut_rows(self, seen: int) -> None:
-        """Remove the rows from position `seen` on."""
         if seen < self._count_rows():
             start, rows = self._row_record(seen)
             self._connection.execute("DELETE FROM rows WHERE start >= ?", (start,))

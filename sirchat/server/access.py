@@ -1,7 +1,7 @@
 """Access control: checks host, origin, API key and size of each request.
 
 A web page can make the browser send requests, even under a host name of its own that resolves to
-this machine (DNS rebinding); so on a loopback address the `Host` header must name this machine.
+this machine (DNS rebinding). So on a loopback address, the `Host` header must name this machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def is_loopback(host: str) -> bool:
 
 
 async def read_body(request: Request) -> bytes:
-    """Read a request's body; RequestError as soon as it has more than `MAX_BODY_BYTES`."""
+    """Read a request's body; raises RequestError once it has more than `MAX_BODY_BYTES`."""
     body = bytearray()
     try:
         async for chunk in request.stream():
@@ -48,7 +48,6 @@ async def read_body(request: Request) -> bytes:
 
 
 async def show_error(request: Request, error: Exception) -> Response:
-    """The HTTP response that reports an error to the client."""
     if isinstance(error, HTTPException):
         message, headers = f"{request.method} {request.url.path}: {error.detail}", error.headers
         error = RequestError(message, status=error.status_code, headers=dict(headers or {}))
@@ -61,8 +60,8 @@ async def show_error(request: Request, error: Exception) -> Response:
 class Access:
     """ASGI middleware that refuses requests of clients that may not use the server `app`.
 
-    `host` is the name or address where it listens; `key` is None if requests need no API key;
-    web pages of the `origins` may use it, too.
+    `host` is the name or address where the server listens. `key` is the API key, or None if
+    requests need none. Web pages of the `origins` may use the server, too.
     """
 
     app: ASGIApp
@@ -120,7 +119,7 @@ class Access:
 
 
 def _host_of(url: str) -> str | None:
-    """The host name in a URL of an origin, without port and brackets; None if it is not valid."""
+    """The host name in an origin's URL, without port and brackets; None if it is not valid."""
     with suppress(ValueError):  # of the port, too
         parts = urlsplit(url)
         if not set("@\\") & set(url) and parts[2:] == ("", "", "") and parts.port != 0:

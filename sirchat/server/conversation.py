@@ -48,7 +48,7 @@ class History:
         tools: str = "",
         name: str = "",
     ) -> History:
-        """The history of these messages, with computed keys; lone surrogates are replaced."""
+        """Make a history with computed keys from these messages; replaces lone surrogates."""
         system = None if system is None else without_surrogates(system)
         read = tuple((role, without_surrogates(text)) for role, text in messages)
         tools = without_surrogates(tools)
@@ -61,18 +61,18 @@ class History:
         return cls(system, read, tuple(keys), marks, tools, name=name)
 
     def may_use(self, name: str) -> bool:
-        """Whether a conversation of this name may go on with this; "": one without a name."""
+        """Whether a conversation named `name` may continue with this; "" means no name."""
         return name in ("", self.name)
 
     @classmethod
     def of_single_message(cls, text: str, profile: Profile) -> History:
-        """The history of one message that is in no conversation: random keys match no others."""
+        """A history of one message without a conversation; its random keys match no others."""
         keys = secrets.token_bytes(), secrets.token_bytes()
         return cls(None, (("user", without_surrogates(text)),), keys, profile=profile)
 
 
 def key_after(key: bytes, role: str, text: str) -> bytes:
-    """The key (hash) of a list of messages; `key` is the key of all messages but the last."""
+    """The key (hash) of a list of messages; `key` is that of all messages but the last."""
     if role == "assistant":  # clients often remove blanks around it
         text = text.strip()
     return sha256(key + role.encode() + b"\n" + text.encode()).digest()
@@ -80,7 +80,7 @@ def key_after(key: bytes, role: str, text: str) -> bytes:
 
 @dataclass(eq=False, kw_only=True)
 class KnownConversation:
-    """What is known of a conversation, also of one that is only on disk."""
+    """What is known of a conversation, even if it is only on disk."""
 
     __pydantic_config__ = ConfigDict(strict=True, ser_json_bytes="hex", val_json_bytes="hex")
 
@@ -110,9 +110,9 @@ class KnownConversation:
         return 0
 
     def count_shared_messages(self, history: History) -> int:
-        """How many messages of `history` need not be read again; the last one always must.
+        """How many messages of `history` need not be read again; the last one is always read.
 
-        Undo goes back to just before a user message, so this can be less than all equal messages.
+        Undo goes back to just before a user message, so this may be fewer than the equal messages.
         """
         keys, roles = self.keys, self.roles
         limit = min(len(keys), len(history.keys) - 1)
@@ -124,8 +124,6 @@ class KnownConversation:
 
 @dataclass(eq=False, kw_only=True)
 class ServedConversation(KnownConversation):
-    """A conversation in memory."""
-
     session: Session
     autosave: Autosave | None = None  # None if it has no file yet
     is_busy: bool = False  # whether it is being answered or saved
@@ -141,13 +139,12 @@ class ServedConversation(KnownConversation):
     full_history: History | None = None  # of the next request, if it sends only the newest messages
 
     def add(self, role: str, text: str) -> None:
-        """Note a message that the session has read or generated."""
         self.keys.append(key_after(self.keys[-1], role, text))
         self.marks.append(key_after(b"", role, text))
         self.roles.append("user" if role == "tool" else role)  # undo can go back to before it
 
     def reset(self) -> None:
-        """Forget all messages; what is saved of them stays, as another conversation."""
+        """Forget all messages; saved ones stay, as another conversation."""
         template = self.session.template
         self.session.reset()
         self.session.template = template
@@ -156,14 +153,14 @@ class ServedConversation(KnownConversation):
         del self.keys[1:], self.roles[:], self.marks[:]
 
     def set_messages(self, history: History, count: int) -> None:
-        """Note that the session has read the first `count` messages of `history`, and no others."""
+        """Note that the session has read only the first `count` messages of `history`."""
         self.keys, self.marks = [*history.keys[: count + 1]], [*history.marks[:count]]
         roles = (role for role, _ in history.messages[:count])
         self.roles = ["user" if role == "tool" else role for role in roles]
 
     @property
     def turn_numbers(self) -> list[int]:
-        """The number of the session's turn that each message is."""
+        """For each message, the index of its turn in the session."""
         turns = enumerate(self.session.turns)
         return [at for at, turn in turns if turn.role != "system" and not turn.is_left_out]
 
@@ -172,11 +169,11 @@ class ServedConversation(KnownConversation):
         return len(self.session.undo_points)
 
     def history_with_earlier(self, history: History, matched_count: int) -> History:
-        """The history of a request that names this conversation, with all earlier messages.
+        """Complete the history of a request that names this conversation by earlier messages.
 
-        Of those that the client sends, the first ones may be the last ones here: it may send only
-        what is new, or a window. `history` itself if it has the chat from its beginning, or if
-        more messages of it match (`matched_count`) than a window would have.
+        The client may send only new messages, or a window: its first messages may be the last ones
+        here. Returns `history` itself if it begins at the chat's start, or if more messages match
+        (`matched_count`) than a window would have.
         """
         marks, size = history.marks, len(self.marks)
         if not self.roles or (len(marks) > 1 and marks[0] == self.marks[0]):
@@ -213,25 +210,25 @@ class ServedConversation(KnownConversation):
         return len(history.keys) > end and history.keys[end] == self.keys[end]
 
     def has_answered(self, history: History) -> bool:
-        """Whether the last messages here are the last one of `history`, and a reply to it."""
+        """Whether this conversation ends with the last message of `history` and a reply to it."""
         size = len(history.keys)
         return len(self.keys) == size + 1 and self.keys[size - 1] == history.keys[-1]
 
     def copy(self) -> ServedConversation | None:
-        """A copy, session included; None if keys and values take more than `AUTO_KV_BYTES`."""
+        """A copy with its session; None if keys and values take more than `AUTO_KV_BYTES`."""
         session = copy_session(self.session, AUTO_KV_BYTES)
         return None if session is None else self.with_session(session)
 
     def with_session(self, session: Session) -> ServedConversation:
-        """A copy, under a new id, that uses `session`, which has read the same messages."""
+        """A copy with a new id and a `session` that has read the same messages."""
         fields = self.known_fields() | {"id": secrets.token_hex(12), "is_branch": True, "name": ""}
         is_exact = self.has_exact_prompt
         return ServedConversation(session=session, **fields, has_exact_prompt=is_exact)
 
     def undo_reply(self) -> bool:
-        """Undo the last reply; if that is not possible, also its message, or all, and return False.
+        """Undo the last reply. If that is impossible, undo its message, too, or all; return False.
 
-        The end of a message is not the same under another setting `reasoning`.
+        It is impossible under another setting `reasoning`, because then a message ends differently.
         """
         try:
             if self.session.profile.reasoning != self.reasoning:
@@ -247,11 +244,11 @@ class ServedConversation(KnownConversation):
         return True
 
     def undo_last_question(self) -> None:
-        """Undo the last user message and what follows; `is_exact` is whether this was possible."""
+        """Undo the last user message and what follows; sets `is_exact` to False if impossible."""
         self.is_exact = self.undo_to(self._last_question)
 
     def undo_to(self, count: int) -> bool:
-        """Undo all messages after the first `count`; pins stay. False if that is not possible."""
+        """Undo all but the first `count` messages; pins stay. Returns False if impossible."""
         turns = self.roles[count:].count("user")
         if turns > self.undoable:
             return False
@@ -266,7 +263,7 @@ class ServedConversation(KnownConversation):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the keys and values take: those held, and those archived in RAM."""
+        """Bytes of memory for keys and values: those in the cache, and those archived in RAM."""
         engine = self.session.engine
         sizes = engine.store.archive.bytes_by_device()
         return engine.cache.nbytes + sum(sizes.values()) - sizes["disk"]

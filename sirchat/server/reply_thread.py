@@ -1,7 +1,7 @@
-"""One thread that generates all replies, in rounds: in each, every reply does one step.
+"""One thread that generates all replies, in rounds: in each round, every reply does one step.
 
 Only this thread uses the model, so a session needs no lock. A step generates a token, or reads a
-chunk of a message; the next tokens of all replies are read in one forward pass.
+chunk of a message. The next tokens of all replies are read in one forward pass.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class WaitingReply:
 class ReplyThread:
     """A thread that generates several replies at a time, each in its own conversation.
 
-    At most `max_replies` replies may be under way or wait for a conversation that is free.
+    At most `max_replies` replies may run, or wait for a free conversation.
     """
 
     def __init__(self, conversations: ConversationPool, max_replies: int) -> None:
@@ -66,7 +66,7 @@ class ReplyThread:
         self._thread.start()
 
     def submit(self, reply: WaitingReply) -> None:
-        """Add a reply; RequestError if there are too many, or if the thread is ending."""
+        """Add a reply; raises RequestError if there are too many, or if the thread is ending."""
         with self._changed:
             if self._is_ending:
                 raise _ending_error()
@@ -88,13 +88,13 @@ class ReplyThread:
         self.wake()
 
     def wake(self) -> None:
-        """Tell the thread that a conversation is free now, so that a waiting reply can begin."""
+        """Tell the thread that a conversation is free, so that a waiting reply can begin."""
         with self._changed:
             self._may_begin = True
             self._changed.notify()
 
     def call(self, function: Callable[[], Result]) -> Future[Result]:
-        """Let the thread call `function` between two steps; after a BusyError, again later."""
+        """Let the thread call `function` between two steps, and again later after a BusyError."""
         result: Future[Result] = Future()
         with self._changed:
             if self._is_ending:
@@ -157,7 +157,7 @@ class ReplyThread:
                 result.set_exception(_error_for_client(error))
 
     def _begin(self, reply: WaitingReply) -> None:
-        """Begin a reply; BusyError if no conversation is free for it."""
+        """Begin a reply; raises BusyError if no conversation is free for it."""
         if self._is_ending:
             raise _ending_error()
         if reply.is_cancelled:
@@ -169,13 +169,12 @@ class ReplyThread:
         self._running.append(reply)
 
     def _send_begin_error(self, reply: WaitingReply, future: Future[None]) -> None:
-        """Send the error of a reply that could not begin."""
         if (error := future.exception()) is not None:
             self._replies.discard(reply)
             reply.send(_error_for_client(error))
 
     def _step(self) -> None:
-        """Let each running reply do one step; the next tokens of all are read in one pass."""
+        """Let each reply do one step; reads the next tokens of all of them in one pass."""
         for reply in tuple(self._running):
             if reply.next is None:
                 self._advance(reply)
@@ -190,9 +189,9 @@ class ReplyThread:
                 self._advance(reply, result)
 
     def _advance(self, reply: WaitingReply, result: StepResult | None = None) -> None:
-        """Let a reply go on, after the step with `result`, and send its parts.
+        """Continue a reply with a step's `result` until its next step, and send its parts.
 
-        It stops where a part of a message was read, or where it needs its next step.
+        Also stops after each chunk of a message.
         """
         assert reply.parts is not None
         while True:
@@ -230,7 +229,7 @@ def _ending_error() -> RequestError:
 
 
 def _error_for_client(error: BaseException) -> RequestError:
-    """The error that the client gets; it is logged if it is not the request's fault."""
+    """Make the error for the client; logs it unless the request caused it."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, ContextFullError):

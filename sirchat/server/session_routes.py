@@ -31,7 +31,7 @@ _Target = Annotated[str | None, Field(min_length=1, max_length=10_000)]  # as `/
 
 
 class MemoryChange(RequestObject):
-    """The body of a request that changes a conversation's memory, in the order of the fields."""
+    """A request's body that changes a conversation's memory, in the order of the fields."""
 
     model_config = ConfigDict(extra="forbid")
     policy: str | None = None
@@ -43,7 +43,7 @@ class MemoryChange(RequestObject):
     erase: _Target = None
 
     def check(self) -> None:
-        """Raise RequestError if the request changes nothing, or names a policy of its own."""
+        """Raise RequestError if the request changes nothing, or names a policy `module:Class`."""
         if not self.model_fields_set:
             allowed = ", ".join(MemoryChange.model_fields)
             raise RequestError(f"the request changes nothing; allowed: {allowed}")
@@ -53,7 +53,7 @@ class MemoryChange(RequestObject):
     def apply(self, conversation: ServedConversation) -> list[Event]:
         """Apply this change to a conversation; returns the events that report it.
 
-        Raises SettingError or UsageError if a part is not possible; those before it stay applied.
+        Raises SettingError or UsageError if a part is impossible; earlier parts stay applied.
         """
         session, events = conversation.session, list[Event]()
         setting_names = {"policy", "budget", "decay", "recall"}
@@ -122,7 +122,7 @@ class SessionRoutes:
         return JSONResponse(memory, headers=_NO_STORE)
 
     async def _call(self, work: Callable[[], Any]) -> Any:
-        """Call `work` in the thread that alone may use conversations."""
+        """Call `work` in the only thread that may use conversations."""
         return await asyncio.wrap_future(self._replies.call(work))
 
 

@@ -148,7 +148,7 @@ def _read_text(name: str) -> str:
 
 
 def decode_text(name: str, data: bytes) -> str:
-    r"""Decode the contents of the file `name`: UTF-8, or UTF-16 if it has a byte order mark.
+    """Decode the contents of the file `name`: UTF-8, or UTF-16 if it has a byte order mark.
 
     Line ends become `\\n`; the mark is removed. Raises UsageError if the data is not text.
     """

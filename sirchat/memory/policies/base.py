@@ -33,10 +33,7 @@ class Policy(ABC):
 
     @property
     def compacts_at_anchors(self) -> bool:
-        """Whether `reduce` evicts right after each anchor, the last token of a sentence or round.
-
-        If so, an anchor attends only to the sinks and its own sequence.
-        """
+        """Whether `reduce` evicts after each anchor, the last token of a sentence or round."""
         return False
 
     @property

@@ -19,9 +19,9 @@ _MIN_NEWEST = 8  # newest tokens, however large the sample is
 class Reservoir(RecentScorePolicy):
     """Keeps the sinks, a uniform sample of all older tokens, and the `recent` newest.
 
-    Reservoir sampling for StreamingLLM (Pan et al. 2024, section 4, equations 1 and 2). The sample
-    are the `sample` older tokens with the largest arrival keys (Efraimidis and Spirakis 2006).
-    Known deviation: in the paper's Figure 2, the sample is drawn among the held tokens.
+    Reservoir sampling for StreamingLLM (Pan et al. 2024, section 4, equations 1 and 2): the
+    `sample` older tokens with the largest arrival keys stay (Efraimidis and Spirakis 2006). Known
+    deviation: in the paper's Figure 2, the sample is drawn among the held tokens.
     """
 
     source: ClassVar[str] = "An Experiment of Implementing Reservoir Sampling to StreamingLLM"
@@ -49,7 +49,7 @@ class Reservoir(RecentScorePolicy):
         return self._by_membership(rows, self.recent, self.sample)
 
     def _by_membership(self, rows: HeldRows, window: int, sample: int) -> Tensor:
-        """Scores [n]: 1 to 2 for tokens of the sample, below 1 by age for all others."""
+        """Scores [n]: from 1 to 2 for tokens of the sample; below 1, by age, for all others."""
         no_candidates = rows.newest(window) | rows.is_sink | rows.is_pinned
         keys = rows.arrival_key.masked_fill(no_candidates, -1.0)
         members = torch.zeros(len(rows), dtype=torch.bool)
