@@ -44,7 +44,7 @@ from sirchat.text.transcript import split_reasoning
 
 
 class Conversation:
-    """A conversation with the state and the methods that reading and answering messages need.
+    """Reads and answers the messages of one conversation; the base class of `Session`.
 
     `rows_in_events`: whether events list the tokens themselves, and not only their positions.
     """

@@ -48,7 +48,7 @@ class _PlacedTurn:
 
 
 def can_edit(session: Session) -> bool:
-    """Whether turns can be removed and inserted: keys and values are in rows, and none is lost."""
+    """Whether turns can be removed and inserted: all layers have rows, and no token gets lost."""
     settings, cache = session.engine.settings, session.engine.cache
     has_rows = not (cache.has_state or cache.absolute_positions)
     return has_rows and settings.archive > 0 and not settings.policy.compacts_at_anchors

@@ -61,10 +61,10 @@ class ModelFormats:
         *,
         is_same_round: bool,
     ) -> TokenFilter | None:
-        """JSON by the schema in `file`, or calls of `tools`, after the reply's `started_ids`.
+        """The filter for JSON by the schema in `file`, or calls of `tools`, after `started_ids`.
 
-        None if the file is `off`. In the same round it is not read again; a changed file adds a
-        note. Raises SettingError if the file can't be used, or forbids `started_ids`.
+        None if `file` is `off`. The file is not read again in the same round; a change adds a note.
+        Raises SettingError if the file can't be used, or forbids `started_ids`.
         """
         subject, new_notes, before = f"json_schema {file}", list[str](), self._last
         is_known = is_same_round and before is not None and before[0] == file
@@ -85,7 +85,7 @@ class ModelFormats:
     def json_or_calls(
         self, chat: _Chat, subject: str, notes: list[str], schema: Schema, tools: Tools, most: int
     ) -> ReplyFormat:
-        """JSON by `schema`, if there is one, or at most `most` calls of `tools`, if there are any.
+        """The format of JSON by `schema`, if given, or of at most `most` calls of `tools`, if any.
 
         Raises SettingError if the model or a schema can't be used, or if the chat template does not
         write calls as JSON.
@@ -103,7 +103,7 @@ class ModelFormats:
         return self._compile(chat, subject, notes, "\n".join(lines), form)
 
     def strict(self, chat: _Chat, subject: str, notes: list[str], tools: Tools) -> StrictCalls:
-        """Any text, with calls of `tools` by their schemas; raises errors as `json_or_calls`."""
+        """The format of any text in which calls of `tools` follow their schemas."""
         form = _CallForm.of(chat.template, subject, "can't be strict")
         grammar = "\n".join(["start: after", *form.rules(tools, subject, notes)])
         made = self._compile(chat, subject, notes, grammar, form)

@@ -132,7 +132,7 @@ def go_on(session: Session, interrupted: Interrupted = never) -> Iterator[Event]
 
 @contextmanager
 def trial(session: Session, source: str, updates: dict[str, Any]) -> Iterator[None]:
-    """Context manager: the settings `updates` hold in its block; afterwards all is undone."""
+    """Context manager: the settings `updates` hold in its block, and all is undone at its end."""
     profile, points = session.profile, session.undo_points
     with undone_at_end(session.engine) as checkpoint:
         start = UndoPoint.of(session.state, checkpoint, "", profile.pin_system, session.budget)

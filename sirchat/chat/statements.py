@@ -129,7 +129,7 @@ def unpin_excess_rules(engine: Engine, texts: Texts, settings: CacheSettings) ->
 def _pinned_rules(
     ledger: Ledger, texts: Texts, turns: Sequence[Turn], words: str
 ) -> list[StatedFact]:
-    """The pinned rules and preferences in order, only those with all `words`."""
+    """The pinned rules and preferences, in order; only those that have all `words`, if given."""
     found, states = list[StatedFact](), ledger.column("state")
     for run in ledger.rules():
         pieces = _pieces(ledger, texts, run)
@@ -213,7 +213,7 @@ def find_statements(
     cache: StatementCache,
     words: str = "",
 ) -> list[StatedFact]:
-    """The pinned rules, then the facts in `turns`; only those that have all `words`.
+    """The pinned rules, then the facts in `turns`; only those that have all `words`, if given.
 
     Without an encoder, facts and their corrections are recognized by their form.
     """

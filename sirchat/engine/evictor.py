@@ -184,7 +184,7 @@ class Evictor:
     def end_recall(self, count: int = 0) -> list[EvictedRows]:
         """Evict the recalled tokens, and restore the tokens that were set aside for them.
 
-        Returns the tokens of the policy that are evicted to leave room for `count` more.
+        Returns tokens that are evicted instead, if these would leave no room for `count` more.
         """
         if not self._store.has_recall:
             return []

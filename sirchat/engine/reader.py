@@ -316,7 +316,7 @@ class Reader:
         return ids
 
     def _append_last_token_vector(self, encoder_output: EncoderOutput) -> None:
-        """Record the newest token's vector, which a GPU has only after it chose the next token."""
+        """Record the newest token's vector, which a GPU returns after it chose the next token."""
         self._append_token_vectors(self.ledger.seen - 1, encoder_output)
 
     def _append_token_vectors(self, start: int, encoder_output: EncoderOutput) -> None:

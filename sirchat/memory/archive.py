@@ -105,7 +105,7 @@ class Archive:
         self._bits[:count] = np.where(tiers.bits == NOT_STORED, EXACT, tiers.bits)
 
     def tier_sizes(self) -> dict[int, tuple[int, int]]:
-        """Number of tokens and size in bytes of each tier, by the tier's bits."""
+        """Each tier's number of tokens and size in bytes, by the bits of the tier."""
         sizes = dict[int, tuple[int, int]]()
         for bits, numbers in self._numbers_by_tier.items():
             if numbers:
@@ -147,7 +147,7 @@ class Archive:
         return stored
 
     def added_since(self, mark: int) -> tuple[Positions, int]:
-        """The archived tokens added since `mark`, 0 or from an earlier call, and a new mark."""
+        """Positions archived since the call that returned `mark` (0: all), and a new mark."""
         return np.flatnonzero((self._added_by > mark) & (self._addresses >= 0)), self._add_count
 
     @torch.inference_mode()
@@ -322,7 +322,7 @@ class Archive:
             segment.positions[stored] = rank[segment.positions[stored]]
 
     def forget(self, positions: Positions) -> None:
-        """Forget to how many bits tokens that are stored nowhere were rounded."""
+        """Forget the rounding of tokens that are stored nowhere: they are exact if read again."""
         in_range = positions[positions < len(self._bits)]
         self._bits[in_range] = self._restored[in_range] = 0
 

@@ -115,14 +115,14 @@ class KeyValueStore:
         return allowed
 
     def recallable(self) -> Positions:
-        """The `reachable` positions and those of lost tokens, which can be read again."""
+        """The `reachable` positions, and those of lost tokens, which can be read again."""
         if not self._archiving:
             return self.reachable()
         flags = self.ledger.column("flags") & np.uint8(Flag.ERASED | Flag.EXCLUDED)
         return np.flatnonzero(flags == 0)
 
     def rereadable(self, positions: Positions) -> Positions:
-        """The `positions` of lost tokens: recallable, but neither held nor archived."""
+        """The `positions` of lost tokens: neither held nor archived, but `recallable`."""
         lost = positions[self.ledger.column("state")[positions] == State.NOT_STORED]
         return np.intersect1d(lost, self.recallable()) if len(lost) else lost
 
@@ -256,8 +256,8 @@ class KeyValueStore:
     ) -> KeyValues | None:
         """A copy on the CPU, in stream order, of held tokens and archived ones not `excluded`.
 
-        If the copy is larger than `limit` bytes, it has the held tokens alone; None if even these
-        are.
+        If all are larger than `limit` bytes, only held tokens are copied; None if even these are
+        larger.
         """
         held, positions = self.ledger.held_positions, self.reachable()
         first = self.cache.first_written_rows(torch.arange(min(1, len(held))), held[:1].copy())

@@ -23,7 +23,7 @@ _MIN_STEP = 2.0**-100  # step, for a token whose numbers are all the centre's
 
 @dataclass(frozen=True)
 class Tiers:
-    """The saved bits and centres with which an archive stores tokens as before."""
+    """The bits and centres with which an archive that is loaded stores its tokens as before."""
 
     bits: NDArray[np.uint8]  # [seen], of each token, or `EXACT`, or `NOT_STORED`
     centres: list[Tensor]  # [H, 1, D] each, one for each tensor of `KeyValues`

@@ -65,7 +65,7 @@ class PassageSearch:
     ) -> None:
         """Add the passages of the complete turns that were read since the last update.
 
-        With `with_words` False, their words are indexed by the next update with words.
+        With `with_words` False, the next update with words indexes the words of these passages.
         """
         self.passages.update(ledger, vector_of)
         self.index.truncate(len(self.passages))
@@ -96,7 +96,7 @@ class PassageSearch:
         return np.maximum(scores - CHANCE_SCORE, 0)
 
     def tool_result_scores(self, sentences: Sequence[str], which: NDArray[np.bool_]) -> Scores:
-        """Scores [k] of a tool result's passages `which` [n] for the sentences that asked for it.
+        """Scores [k] of the passages `which` [n] of a tool's result, for the user's sentences.
 
         Unlike `by_words`, a score does not depend on how many other passages have the same words.
         """

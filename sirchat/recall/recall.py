@@ -185,7 +185,7 @@ class Recall:
         return positions[max(0, len(positions) - room) :]
 
     def _search(self, turn: NewTurn, at: TurnRef, requested: Positions) -> SearchResult | None:
-        """The tokens that fit a turn, beside `requested`; sets `found` if all are from passages."""
+        """The tokens that fit a turn, beside `requested`; sets `found` after a passage search."""
         engine, recall, result = self._engine, self._engine.settings.recall, None
         is_all_held = engine.resident == engine.ledger.seen
         self.found = None

@@ -63,7 +63,7 @@ def draw_policies(current: str, theme: Theme) -> RenderableType:
 
 
 def draw_settings(profile: Profile, theme: Theme) -> RenderableType:
-    """Draw a table of all settings: values, what has set those of sampling, and descriptions."""
+    """Draw a table of all settings: values, descriptions and, for sampling, their origins."""
     table, sampling = Table.grid(padding=(0, 2)), sampling_in_words(profile)
     for name, field in Profile.model_fields.items():
         value = getattr(profile, name)
@@ -84,12 +84,12 @@ def draw_settings(profile: Profile, theme: Theme) -> RenderableType:
 
 
 class SessionLines:
-    """The lines of a list of saved chats, in aligned columns; for windows of 60 columns or more.
+    """The lines of a list of saved chats, in aligned columns; for 60 columns or more.
 
     Args:
         sessions: the chats, in the order in which they are listed.
         present: the id of the chat that is open now, or "".
-        matches: after a search, the parts of the line that it has found, by the id of its chat.
+        matches: after a search, the parts of the line that was found, by the id of its chat.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class SessionLines:
     def lines(self, number: int, width: int) -> list[list[Fragment]]:
         """The line of chat `number` (from 0): id, time of change, turns, model, name and text.
 
-        If `width`, in columns, is small, there are two lines, and name and text are on the second.
+        In narrow windows of `width` columns, name and text are on a second line.
         """
         session = self.sessions[number]
         model = displayable_line(session.model)
@@ -125,7 +125,7 @@ class SessionLines:
         return [_cut_fragments([*head, ("dim", f"{model}{padding}"), *self._text(session)], width)]
 
     def _text(self, session: SavedSession) -> list[Fragment]:
-        """The chat's name, and the line that was found, or what the user said first, or last."""
+        """The chat's name, and the line that was found, or the user's first or last message."""
         is_present = session.id == self._open_id
         whose = "(this chat) " if is_present else "(open) " if session.in_use else ""
         preview = (
@@ -140,7 +140,7 @@ class SessionLines:
 
 
 def draw_sessions(chats: SessionLines, width: int) -> RenderableType:
-    """Draw a list of saved chats: the lines of all chats, each cut to `width` cells."""
+    """Draw a list of saved chats; each line is cut to `width` cells."""
     return Group(
         *(
             Text.assemble(
@@ -155,14 +155,14 @@ def draw_sessions(chats: SessionLines, width: int) -> RenderableType:
 
 
 def print_sessions(chats: SessionLines, console: Console) -> None:
-    """Print a list of saved chats; where there is no terminal, each chat takes one line, uncut."""
+    """Print a list of saved chats; without a terminal, each chat takes one uncut line."""
     width = console.width if console.file.isatty() else _UNLIMITED_COLUMNS
     console.print(draw_sessions(chats, width), soft_wrap=True)
 
 
 @dataclass(frozen=True)
 class ListedModel:
-    """A model on this machine, with what a chat with this model takes; None: unknown."""
+    """A model on this machine, and the memory that a chat with it takes; None: unknown."""
 
     found: FoundModel
     budget: int | None  # tokens
@@ -172,7 +172,7 @@ class ListedModel:
 
 
 def print_models(models: Iterable[ListedModel], console: Console) -> None:
-    """Print a table of the models that can be used, then every other model with its problem."""
+    """Print a table of the usable models, then every other model with its problem."""
     models = list(models)
     rows = [_model_cells(model) for model in models if not model.found.problem]
     table = [_TITLES, *rows]
@@ -202,7 +202,7 @@ def format_bytes(size: int | None) -> str:
 
 
 def print_fit(fit: ModelFit, console: Console) -> None:
-    """Print how much memory a model takes, in two tables with a row for each choice of settings."""
+    """Print how much memory a model takes, in two tables with a row for each choice."""
     from sirchat.models.fit import PROGRAM_BYTES, TOKENS_PER_HOUR
 
     found, shape = fit.found, fit.found.shape
@@ -245,9 +245,9 @@ def print_fit(fit: ModelFit, console: Console) -> None:
 
 
 def describe_memory(session: Session) -> str:
-    """What each device holds, such as `cpu: 37 MB weights, 5.2 MB KV cache`; the archive's tiers.
+    """What each device holds, such as `cpu: 37 MB weights, 5.2 MB KV cache`, and archive tiers.
 
-    Tokens are counted in the tier of their keys and values, also those that the cache holds, too.
+    A token counts in the tier of its archived keys and values, even if the cache holds it, too.
     """
     kinds = {"weights": "weights", "cache": "KV cache", "archive": "archive"}
     tiers = session.engine.store.archive.tier_sizes()
@@ -305,7 +305,7 @@ def _column_widths(rows: Sequence[Sequence[str]]) -> list[int]:
 
 
 def _print_table(console: Console, rows: Sequence[Sequence[str]], left: int = 1) -> None:
-    """Print a table whose first row has the titles; the first `left` columns are left-aligned."""
+    """Print a table with titles in the first row; the first `left` columns are left-aligned."""
     widths = _column_widths(rows)
     for number, row in enumerate(rows):
         cells = []

@@ -60,13 +60,12 @@ class Screen:
         self.use_theme(theme)
 
     def use_theme(self, name: str) -> None:
-        """Use the theme called `name` from now on."""
         self._theme_name = name
         self.theme: Theme = find_theme(name, os.environ, is_light=self._is_light)
         self._error_style = "red" if self.has_colours else "bold"
 
     def use_background(self, is_light: bool) -> None:
-        """Let "auto" be the theme for this background, where no variable tells another."""
+        """Let "auto" choose the theme for this background, unless a variable says another."""
         self._is_light = is_light
         self.use_theme(self._theme_name)
 
@@ -77,12 +76,11 @@ class Screen:
 
     @property
     def has_colours(self) -> bool:
-        """Whether the present theme uses colours."""
         return self.theme.name != "none"
 
     @property
     def terminal(self) -> TextIO | None:
-        """The stream for replies, if it is a terminal with escape sequences; otherwise None."""
+        """The stream for replies if it is a terminal with escape sequences; otherwise None."""
         return cast(TextIO, self._out) if self._out.isatty() and not self.is_dumb else None
 
     @property
@@ -97,7 +95,6 @@ class Screen:
 
     @property
     def width(self) -> int:
-        """Current width of the window, in columns."""
         return self.console.size.width
 
     @property
@@ -115,7 +112,7 @@ class Screen:
     def stream(self, text: str, *, at_blanks: bool = False) -> None:
         """Print `text`, the next part of a reply, without control characters.
 
-        With `at_blanks`, a terminal breaks its prose between words.
+        With `at_blanks`, prose is wrapped between words on a terminal.
         """
         text = self._filter.push(text)
         if at_blanks and self.terminal is not None:
@@ -136,7 +133,6 @@ class Screen:
             self._write(json.dumps(to_json(event)) + "\n")
 
     def ring(self) -> None:
-        """Ring the bell of the terminal, if there is one."""
         if self.terminal is not None:
             self._write("\a")
 
@@ -160,16 +156,15 @@ class Screen:
             self._write(text)
 
     def clear(self) -> None:
-        """Clear the window."""
         self.console.clear()
 
     def note(self, text: str) -> None:
-        """Print `text`, if there is any, to stderr as one dim line, without control characters."""
+        """Print `text`, unless empty, to stderr as one dim line without control characters."""
         if text:
             self.notes_console.print(Text(displayable_line(text), style=self.theme.secondary))
 
     def quote(self, line: str) -> None:
-        """Print a line about the sentence on which an answer stands, cut to the window."""
+        """Print a line about the sentence that supports an answer, cut to the window's width."""
         self.note(cut(displayable_line(line), self.notes_console.width))
 
     def remark(self, text: str) -> None:
@@ -178,7 +173,6 @@ class Screen:
             self.note(text)
 
     def error(self, text: str) -> None:
-        """Print the error message `text` to stderr, as one line."""
         self.notes_console.print(
             Text(displayable_line(f"sirchat: {text}"), style=self._error_style)
         )
@@ -201,7 +195,7 @@ def make_console(stream: TextIO | None = None, **options: Any) -> Console:
 
 
 def make_notes_console() -> Console:
-    """A console on standard error, with bars only if that is a terminal, whatever FORCE_COLOR."""
+    """A console on standard error; bars need a terminal, whatever FORCE_COLOR says."""
     return make_console(sys.stderr, force_terminal=sys.stderr.isatty())
 
 
@@ -225,7 +219,7 @@ def _show_in_pager(text: str) -> bool:
 
 
 class _CountingStream:
-    """Wraps an output stream, and counts in `written` the bytes that are written to it."""
+    """Wraps an output stream; `written` is the number of bytes written to it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -1,6 +1,6 @@
-"""Starts a chat: the prompt is there at once, while a thread loads the model.
+"""Starts a chat: the prompt appears at once, while a thread loads the model.
 
-Until the session is open, nothing heavy is imported. Then `repl.py` goes on, even within a line.
+Nothing slow is imported before the session is open. Then `repl.py` goes on, even in mid-line.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def chat(
 ) -> None:
     """Load the model of a profile, and chat until the user leaves.
 
-    A new chat on a terminal shows its prompt at once; any other, a progress bar first. Errors in
-    loading are raised. `store`, `debug`, `trusted_policies` and `tools` are as for `Chat`.
+    A new chat on a terminal first shows its prompt; any other, a progress bar. Raises errors in
+    loading. `store`, `debug`, `trusted_policies` and `tools` are as for `Chat`.
     """
     with open_terminal_input(screen, is_persistent=profile.save) as entry:
         prompt = entry.prompt
@@ -126,7 +126,7 @@ def _read_while_loading(
     begun: Future[Chat],
     begin: Callable[[Session, Iterable[Event]], None],
 ) -> InputLine | None:
-    """Read the first line; as soon as the session is open, the chat begins above the prompt."""
+    """Read the first line; once the session is open, the chat begins above the prompt."""
 
     async def begin_above_the_prompt() -> None:
         loader.begin()
@@ -142,14 +142,14 @@ def _read_while_loading(
 
 
 def explain_toy_model(screen: Screen) -> None:
-    """Say, as the user has chosen no model, that the bundled `tiny` answers, and how to choose."""
+    """Say that the bundled `tiny` answers, as no model was chosen, and how to choose one."""
     screen.note(
         f"{_TOY_NOTE}; sirchat models lists real ones, sirchat models default NAME chooses one"
     )
 
 
 def choose_model(screen: Screen) -> str | None:
-    """Let the user choose the default model by one key, and return it; None if there is no choice.
+    """Let the user choose the default model by one key, and return it; None without a choice.
 
     Raises KeyboardInterrupt for Ctrl-C.
     """
@@ -198,7 +198,7 @@ class SessionLoader:
         self._bar: Progress | None = None
 
     def begin(self) -> None:
-        """Start the thread once; call this after the prompt was drawn, which it delays."""
+        """Start the thread once; call this after drawing the prompt, which it would delay."""
         if not self._has_begun:
             self._has_begun = True
             threading.Thread(target=self._run, name=LOADER_THREAD, daemon=True).start()
@@ -244,7 +244,7 @@ def _toolbar(profile: Profile, loader: SessionLoader) -> str:
 
 
 class _EarlyCompleter(Completer):
-    """While the model loads, it waits for the session, and then completes as the chat does."""
+    """Completes as the chat does once the session is open, and waits for it until then."""
 
     def __init__(self, loader: SessionLoader, prompt: Prompt) -> None:
         self._loader, self._prompt = loader, prompt

@@ -57,7 +57,7 @@ _SETTINGS_OF_MODEL = ("budget", *SAMPLING_PARAMETERS)
 class Switching:
     """Changes the settings and pins of a chat, and prints what has changed.
 
-    `trusted_policies` (`module:Class`) may be named by profiles.
+    Profiles may name `trusted_policies` (`module:Class`).
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Switching:
         self._screen = screen
 
     def change_setting(self, source: str, name: str, text: str) -> None:
-        """Set a setting or an option of the policy to the value `text`; "": print its value.
+        """Set a setting or a policy option to `text`; "" prints its value.
 
         Raises SettingError; the `source` is the command.
         """
@@ -96,9 +96,9 @@ class Switching:
         self._switch_settings("/policy", f"policy is already {name}", **updates)
 
     def apply_profile(self, name: str) -> None:
-        """Apply a profile; "": print the names of all.
+        """Apply a profile; "" prints the names of all.
 
-        Settings that it does not name get the user's defaults; those of the screen stay.
+        Settings that the profile lacks get the user's defaults; those of the screen stay.
         """
         if not name:
             names = ", ".join(profile.name for profile in list_profiles())
@@ -120,7 +120,7 @@ class Switching:
                 self._screen.note(f"{unchanged}: {hint_for_fixed(key, new)}")
 
     def restore(self, target: Target, *, context_tokens: int = 0) -> None:
-        """Restore `target`, with so many tokens on each side, for the next message."""
+        """Restore `target` for the next message, with `context_tokens` on each side."""
         session = self._session
         held_before = set(session.ledger.held_positions.tolist())
         for event in session.restore(target, context_tokens):
@@ -140,14 +140,14 @@ class Switching:
         self._screen.note(f"{size}; {_describe_held(session)}; /pin keeps words")
 
     def _text_of(self, positions: Sequence[int]) -> str:
-        """The text of the tokens at these positions of the stream, with … at each gap."""
+        """The text of the tokens at these stream positions, with … at each gap."""
         spans = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1)
         texts = ["".join(row.text for row in self._session.tokens(list(s))) for s in spans]
         text = " … ".join(text.strip(" \n\ufffd") for text in texts)  # half a character
         return shorten(text, _MAX_PINNED_CHARS)
 
     def _describe_messages(self, positions: Sequence[int]) -> str:
-        """Of how many messages, and whose, the tokens at these positions are."""
+        """Say from how many messages, and whose, the tokens at these positions are."""
         session, turns = self._session, self._session.ledger.column("turn")[positions].tolist()
         prompt_end = session.snapshot(strongest=0).prompt  # of what the chat template adds
         messages = {
@@ -202,7 +202,7 @@ class Switching:
     def restore_time(self, period: TimeRange) -> None:
         """Restore what the user said in a period for the next message, and print that.
 
-        Of a long period, only the newest messages that take a quarter of the budget.
+        Of a long period, only the newest messages within a quarter of the budget.
         """
         session, room = self._session, self._session.budget // 4
         positions_by_turn = dict[int, Positions]()
@@ -231,7 +231,7 @@ class Switching:
         return f"{name} is {format_setting(option)}: an option of policy {profile.policy}"
 
     def _describe_value(self, name: str) -> str:
-        """A setting's value in words; of `recall` also that no encoder is there, if so."""
+        """A setting's value in words; for `recall` also whether an encoder is missing."""
         value = format_setting(getattr(self._session.profile, name))
         if name == "recall" and value == BEST_RETRIEVER and not self._session.recall.by_meaning:
             return f"{value} (by words: no encoder for this model yet)"
@@ -269,7 +269,7 @@ def describe_change(event: Switched) -> str:
 
 
 def describe_switch(events: Sequence[Event], session: Session, unchanged_note: str) -> str:
-    """How many tokens a switch moved, from its events; "" if such settings can't move any."""
+    """Say how many tokens a switch moved, by its events; "" for settings that move none."""
     switched = [event for event in events if isinstance(event, Switched)]
     if not switched:
         return unchanged_note
@@ -292,8 +292,8 @@ def _describe_held(session: Session) -> str:
 class ModelSwitching:
     """Changes the model of a chat.
 
-    The session of the previous model stays in memory, for `/undo`, until the next message, a reset
-    or an erasure.
+    The previous model's session stays in memory, for `/undo`, until the next message, a reset or an
+    erasure.
     """
 
     def __init__(
@@ -332,9 +332,9 @@ class ModelSwitching:
         return new
 
     def restore_previous_session(self, session: Session) -> Session | None:
-        """Return to the session of the previous model, with later settings; None if there is none.
+        """Return to the previous model's session, with later settings; None if there is none.
 
-        Raises SettingError if it can't have one of these settings.
+        Raises SettingError if the session can't have one of these settings.
         """
         if self._previous is None:
             return None
@@ -357,7 +357,7 @@ class ModelSwitching:
             trim_memory()
 
     def drop_outdated_session(self, session: Session) -> None:
-        """Drop the previous session if the user has reset `session` or erased something from it."""
+        """Drop the previous session after a reset of `session`, or an erasure from it."""
         if self._previous and self._previous.stamp != (session.epoch, session.erasures):
             self.drop_previous_session()
 

@@ -46,7 +46,7 @@ _MAX_NEWER_CHARS = 40  # of a newer statement
 def draw_tokens(rows: Sequence[TokenRow], theme: Theme, width: int | None = None) -> RenderableType:
     """Draw a table of tokens: id, surprisal, score; attention and flags if any token has them.
 
-    Columns that don't fit into `width` cells go into further tables below.
+    Columns that don't fit `width` cells go into further tables below.
     """
     titles = ["position", "turn", "role", "token", "id", "surprisal", "score"]
     titles += ["attention"] * any(row.attention is not None for row in rows)
@@ -57,7 +57,7 @@ def draw_tokens(rows: Sequence[TokenRow], theme: Theme, width: int | None = None
 def draw_token_ranks(ranks: Sequence[TokenRank], theme: Theme, width: int) -> RenderableType:
     """Draw a table of tokens: each one's score, the score's factors, and its rank in the cache.
 
-    Columns that don't fit into `width` cells go into further tables below.
+    Columns that don't fit `width` cells go into further tables below.
     """
     rows = [rank.row for rank in ranks]
     factors = list(ranks[0].factors) if ranks else []
@@ -81,7 +81,7 @@ def _rank_state(rank: TokenRank) -> str:
 
 
 def draw_facts(facts: Sequence[StatedFact], now: float, theme: Theme) -> Table:
-    """A table with a row for each fact: its time, whether it is held or a rule, and its text."""
+    """Draw a row for each fact: its time, whether it is held or a rule, and its text."""
     columns: Columns = {
         "when": [time_ago(fact.time, now) for fact in facts],
         "is": [_fact_state(fact) for fact in facts],
@@ -154,7 +154,7 @@ def draw_turns(turns: Sequence[HeldShare], theme: Theme) -> RenderableType:
 
 
 def draw_evicted(turns: Sequence[EvictedTurn], theme: Theme, width: int) -> RenderableType:
-    """Draw a table with a row per turn: its number of evicted tokens, and the words that fit."""
+    """Draw a row for each turn: its number of evicted tokens, and as many words as fit."""
     columns: Columns = {
         "turn": [str(turn.index) for turn in turns],
         "role": [_role(turn.role, theme) for turn in turns],
@@ -236,7 +236,7 @@ def format_three_digits(number: float) -> str:
 
 
 def _table(theme: Theme, columns: Columns, width: int | None = None) -> Table:
-    """A table; in a window that is too narrow for it, texts are cut with …, and no number."""
+    """A table; in a narrow window, texts are cut with …, but numbers never."""
     table = Table(
         box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style=theme.secondary, width=width
     )
@@ -256,7 +256,7 @@ def _table(theme: Theme, columns: Columns, width: int | None = None) -> Table:
 
 
 def _tables(theme: Theme, columns: Columns, width: int | None) -> RenderableType:
-    """As many tables as it takes for `columns` to fit; each has the columns position and token."""
+    """As many tables as `columns` need to fit; each has the columns position and token."""
     tables: list[Columns] = [{}]
     widths = {
         title: _GAP

@@ -61,8 +61,6 @@ class ExpectedEffect:
 
 @dataclass(frozen=True)
 class TutorialStep:
-    """One step of the tutorial."""
-
     before: str  # shown first
     line: str  # what Enter sends
     after: str = ""  # shown after `line` was run, if all effects were observed
@@ -122,7 +120,7 @@ def run_tutorial(open_session: OpenSession, screen: Screen, *, waits: bool) -> b
 
 
 def _echo(screen: Screen) -> ReadLine:
-    """Without a user: prints the suggested line, and returns it."""
+    """Instead of a user: print the suggested line, and return it."""
 
     def read(suggested: str) -> InputLine:
         screen.line(f"> {suggested}")
@@ -132,8 +130,6 @@ def _echo(screen: Screen) -> ReadLine:
 
 
 class _Tutorial:
-    """One run of the tutorial, from its first step to its last."""
-
     def __init__(
         self, session: Session, screen: Screen, read: ReadLine, stop_check_for: MakeStopCheck
     ) -> None:
@@ -145,7 +141,7 @@ class _Tutorial:
         self._has_other_lines = False
 
     def run(self) -> bool:
-        """Run the steps; False if the end is reached and an effect was not observed."""
+        """Run the steps; returns False if an effect was not observed by the end."""
         self._explain(_SCRIPT["welcome"])
         failed_steps = 0
         try:
@@ -168,7 +164,7 @@ class _Tutorial:
         )
 
     def _run_step(self, step: TutorialStep) -> bool:
-        """Run the lines that the user types, up to `step.line`; return False if the user leaves."""
+        """Run lines that the user types, up to `step.line`; returns False if the user leaves."""
         while True:
             line = self._read_line(step.line)
             if line is None or line.text.strip().lower() == "q":
@@ -203,7 +199,7 @@ class _Tutorial:
         return self._commands.run(text)
 
     def _check_effects(self, step: TutorialStep) -> bool:
-        """Explain the effects of `step`; if some did not happen, name these, and return False."""
+        """Explain the effects of `step`; if some are missing, name these, and return False."""
         if step.shows_panel and self._screen.is_plain:  # replies are then shown without the panel
             snapshot = self._session.snapshot(strongest=self._screen.width)
             self._screen.show(draw_compact_panel(snapshot, self._screen.theme, self._screen.width))
@@ -216,7 +212,7 @@ class _Tutorial:
         return not faults
 
     def _describe_fault(self, effect: ExpectedEffect) -> str:
-        """Say in words how the outcome differs from `effect`; "" if it does not differ."""
+        """Say how the outcome differs from `effect`; "" if it does not differ."""
         reply = next((t.text for t in reversed(self._session.turns) if t.role == "assistant"), "")
         for place, text, wanted in (
             ("reply", reply, effect.in_reply),

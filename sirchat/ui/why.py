@@ -45,7 +45,7 @@ _REASONS_TO_RANK_HIGHER = {
 
 
 def show_why(session: Session, screen: Screen, rest: str) -> None:
-    """Run `/why [TARGET] [--all]`; TARGET is words or a turn, or else the last reply is meant.
+    """Run `/why [TARGET] [--all]`; TARGET is words or a turn, by default the last reply.
 
     `--all` adds a table with each token's numbers. Raises UsageError if no token matches TARGET, or
     if there is neither a TARGET nor a reply.
@@ -76,9 +76,9 @@ def show_why(session: Session, screen: Screen, rest: str) -> None:
 def describe_use(
     ranks: Sequence[TokenRank], what: str, paid: AttentionPaid, *, can_retry: bool
 ) -> str:
-    """Say whether tokens, called `what`, were held for the last reply, and what attention they got.
+    """Say whether tokens, called `what`, were held for the last reply, and their attention.
 
-    `can_retry`: whether to advise `/retry full`. "" if no token is older than the reply.
+    `can_retry` says whether to advise `/retry full`. "" if no token is older than the reply.
     """
     before, held = _read_before_reply(ranks, paid), _held_for_reply(ranks, paid)
     if not before:
@@ -114,7 +114,7 @@ def explain_state(
 ) -> str:
     """Say in one or two sentences why the tokens of `target` are held, or why they are not.
 
-    `recalled` are the turns of which recall has restored tokens for this round.
+    `recalled` are the turns of which recall restored tokens for this round.
     """
     query_words = {turn.turn: turn.words for turn in recalled if turn.words}
     what, held = _target_name(target, ranks), [rank for rank in ranks if rank.state == "held"]
@@ -151,13 +151,13 @@ def _could_not_use(can_retry: bool) -> str:
 
 
 def _read_before_reply(ranks: Sequence[TokenRank], paid: AttentionPaid) -> list[TokenRank]:
-    """The tokens that were read before the last reply; without sinks, if there are others."""
+    """The tokens read before the last reply; without sinks, if there are others."""
     before = [rank for rank in ranks if rank.row.position < paid.start]
     return [rank for rank in before if "sink" not in rank.row.flags] or before
 
 
 def _held_for_reply(ranks: Sequence[TokenRank], paid: AttentionPaid) -> list[TokenRank]:
-    """The tokens read before the last reply and held for it; or held now, if that is not known."""
+    """The tokens held for the last reply, of those read before; if unknown, those held now."""
     return [
         rank
         for rank in _read_before_reply(ranks, paid)
@@ -181,7 +181,7 @@ def _describe_related(
 
 
 def _most_used_sentence(session: Session, paid: AttentionPaid, question: int) -> list[str]:
-    """A line with the sentence before turn `question` whose tokens got most attention each."""
+    """The sentence before turn `question` whose tokens got most attention each, as a line."""
     if not (shares := paid.shares):
         return [_NO_ATTENTION] if shares is None else []
     rows = [row for row in session.tokens(sorted(shares)) if row.turn < question]
@@ -220,7 +220,7 @@ def _target_name(target: str, ranks: Sequence[TokenRank]) -> str:
 
 
 def _why_held(best: TokenRank, policy: str, query_words: Mapping[int, Sequence[str]]) -> str:
-    """Why the token is held; `query_words` are those that made recall restore a turn's tokens."""
+    """Why a token is held; `query_words` made recall restore a turn's tokens."""
     flags, higher_ranked = best.row.flags, _higher_ranked(best, policy)
     if "pinned" in flags:
         return " because it is pinned."

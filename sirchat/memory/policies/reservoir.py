@@ -49,7 +49,7 @@ class Reservoir(RecentScorePolicy):
         return self._by_membership(rows, self.recent, self.sample)
 
     def _by_membership(self, rows: HeldRows, window: int, sample: int) -> Tensor:
-        """Scores [n]: 1 to 2 for tokens of the sample, below 1 by age for all others."""
+        """Scores [n]: from 1 to 2 for tokens of the sample; below 1, by age, for all others."""
         no_candidates = rows.newest(window) | rows.is_sink | rows.is_pinned
         keys = rows.arrival_key.masked_fill(no_candidates, -1.0)
         members = torch.zeros(len(rows), dtype=torch.bool)

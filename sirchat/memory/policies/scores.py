@@ -54,7 +54,7 @@ def template_factor(rows: HeldRows) -> Tensor:
 
 
 def neighbour_factor(log_factors: dict[str, Tensor], rows: HeldRows) -> Tensor:
-    """The factor that raises each token's score to at least half of both neighbours' scores."""
+    """The factor that raises each token's score to at least half of each neighbour's score."""
     total = log_product(log_factors)
     is_adjacent = torch.diff(rows.position) == 1  # [n - 1]
     neighbour_share = torch.where(is_adjacent, 0.0, -math.inf) + math.log(NEIGHBOUR_SHARE)
