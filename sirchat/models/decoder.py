@@ -53,10 +53,8 @@ class Decoder(nn.Module):
     def rotations(self) -> list[LayerRotation]:
         kinds = self.config.attention_kinds
         buffers = self.model.rotary_emb.buffers()
-        by_kind = zip(sorted(set(kinds)), buffers, strict=True)
-        rotations = {
-            kind: LayerRotation(Rotation(inv_freq.cpu().clone())) for kind, inv_freq in by_kind
-        }
+        found = (LayerRotation(Rotation(inv_freq.cpu().clone())) for inv_freq in buffers)
+        rotations = dict(zip(sorted(set(kinds)), found, strict=True))
         return [rotations[kind] for kind in kinds]
 
     def get_input_embeddings(self) -> Any:
@@ -90,10 +88,8 @@ class DecoderBody(nn.Module):
     def __init__(self, config: DecoderConfig, dtype: torch.dtype) -> None:
         super().__init__()
         size = config.hidden_size
-        embedding = ScaledEmbedding if _is_gemma(config) else Embedding
-        self.embed_tokens: nn.Module = embedding(
-            config.vocab_size, size, device="meta", dtype=dtype
-        )
+        kind = ScaledEmbedding if _is_gemma(config) else Embedding
+        self.embed_tokens: nn.Module = kind(config.vocab_size, size, device="meta", dtype=dtype)
         layers = range(config.num_hidden_layers)
         self.layers = nn.ModuleList(_Layer(config, index, dtype) for index in layers)
         self.windows = {kind: _window(config, kind) for kind in config.attention_kinds}
@@ -235,24 +231,21 @@ class _Attention(nn.Module):
         if inputs.cache is not None:
             layer = inputs.cache.layers[self.layer_idx]
             keys, values = layer.update(keys, values)
-        keys_and_values = keys, values
+        shared = keys, values
         if queries.shape[2] == 1 and inputs.dtype.itemsize == 2:
             # Query heads that share a key head are faster as rows of one query: bfloat16 takes a
             # fifth of the time, float16 half.
             queries = queries.view(1, keys.shape[1], -1, self.head_dim)
         if mask is not None and not keys.is_cpu:  # fast kernels with a mask share no keys
             groups = queries.shape[1] // keys.shape[1]
-            keys_and_values = (
-                keys.repeat_interleave(groups, 1),
-                values.repeat_interleave(groups, 1),
-            )
+            shared = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
         attended = F.scaled_dot_product_attention(
             queries,
-            *keys_and_values,
+            *shared,
             attn_mask=mask,
             is_causal=mask is None and h.shape[1] > 1,
             scale=self.scaling,
-            enable_gqa=queries.shape[1] > keys_and_values[0].shape[1],
+            enable_gqa=queries.shape[1] > shared[0].shape[1],
         )  # [1, H_q, m, D], or [1, H, H_q / H, D]
         attended = attended.reshape(1, -1, h.shape[1], self.head_dim)
         if OBSERVERS.get():

@@ -148,29 +148,25 @@ class DeviceMap:
         layers = [names[id(layer)] for layer in decoder_layers(module)]
         parts = list(_placed_modules(module, layers))
         if not getattr(module.config, "tie_word_embeddings", False):
-            return self._assign(module, parts, parts)
+            self._check_names(parts, layers[0])
+            return self._assign(module, parts)
         # The head has the weights of the embeddings, and so their device.
-        head, embeddings = (
-            names[id(part)]
-            for part in (module.get_output_embeddings(), module.get_input_embeddings())
-        )
-        untied = [part for part in parts if part != head]
-        placement = self._assign(module, untied, [*untied, head])
-        placement[head] = placement[embeddings]
+        head = names[id(module.get_output_embeddings())]
+        self._check_names([*parts, head], layers[0])
+        placement = self._assign(module, [part for part in parts if part != head])
+        placement[head] = placement[names[id(module.get_input_embeddings())]]
         return placement
 
-    def _assign(self, module: Any, parts: list[str], known: list[str]) -> ModuleDevices:
-        """The device of each of the `parts`, in a map that may name any `known` module."""
+    def _check_names(self, known: list[str], first_layer: str) -> None:
+        for name in () if isinstance(self.setting, str) else self.setting:
+            if not any(is_submodule(part, name) for part in known):
+                hint = did_you_mean(name, known, cutoff=0.7) or f"its first layer is {first_layer}"
+                problem = f"{self.model} has no such module, or has it within a layer"
+                raise ModelError(f"the device map names {format_value(name)}; {problem}", hint=hint)
+
+    def _assign(self, module: Any, parts: list[str]) -> ModuleDevices:
         if isinstance(self.setting, str):
             return self._plan(module, parts)
-        for name in self.setting:
-            if not any(is_submodule(part, name) for part in known):
-                raise ModelError(
-                    f"the device map names {format_value(name)}; {self.model} has no such module, "
-                    "or has it within a layer",
-                    hint=did_you_mean(name, known, cutoff=0.7)
-                    or f"it has {', '.join(known[:2])} ...",
-                )
         placement = ModuleDevices()
         for part in parts:
             outer = [name for name in self.setting if is_submodule(part, name)]

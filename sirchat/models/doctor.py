@@ -30,12 +30,7 @@ from sirchat.models.processor import processor_name
 from sirchat.paths import config_dir, data_dir, state_dir, with_tilde
 
 _LIBRARIES = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-    "prompt-toolkit",
+    *("torch", "transformers", "tokenizers", "safetensors", "numpy", "prompt-toolkit"),
     "gguf",
 )
 _PREFILL_TOKENS = 512  # tokens that the speed test reads in one pass
@@ -101,9 +96,8 @@ def _check_folder(name: str, folder: Path) -> Finding:
 def _check_model(name: str, device_map: str, compiles: CompileMode) -> Iterator[Finding]:
     begun = time.perf_counter()
     try:
-        model = load_model(
-            name, device_map=device_map, cache_rows=MIN_RESERVED_ROWS, compiles=compiles != "off"
-        )
+        rows, is_on = MIN_RESERVED_ROWS, compiles != "off"
+        model = load_model(name, device_map=device_map, cache_rows=rows, compiles=is_on)
     except SirchatError as error:
         yield Finding("model", name, str(error))
         return

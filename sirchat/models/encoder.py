@@ -40,10 +40,10 @@ class EncoderOutput:
     token_vectors: Tensor | None = None  # [m, D], on the CPU; None if not wanted
 
     def of_token(self, index: int) -> EncoderOutput:
-        token_vectors = (
-            None if self.token_vectors is None else self.token_vectors[index : index + 1]
+        vectors = self.token_vectors
+        return EncoderOutput(
+            self.is_wanted, None if vectors is None else vectors[index : index + 1]
         )
-        return EncoderOutput(self.is_wanted, token_vectors)
 
 
 @dataclass(frozen=True, eq=False)

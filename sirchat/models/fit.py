@@ -75,9 +75,8 @@ def compute_fit(found: FoundModel, profile: Profile, free: int | None) -> ModelF
     first = _make_choice("", stored, shape, profile, free)
     choices = {first.precision: first}
     for setting, other in _other_settings(shape, profile):
-        choices.setdefault(
-            precision(shape, other), _make_choice(setting, stored, shape, other, free)
-        )
+        choice = _make_choice(setting, stored, shape, other, free)
+        choices.setdefault(choice.precision, choice)
     return ModelFit(found, stored.count, free, tuple(choices.values()))
 
 

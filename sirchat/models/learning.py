@@ -29,14 +29,7 @@ _LOCK_NAME = "learning"
 _PACKAGE = Path(__file__).parents[1]
 _STARTED, _ANNOUNCED, _ERROR_PREFIX = "start", "told that it is learned", "sirchat: "
 # In errors that may not recur at a later start.
-_TRANSIENT_ERRORS = (
-    "interrupted",
-    "memory",
-    "allocate",
-    "No space left",
-    "Disk quota",
-    "Read-only",
-)
+_PASSING = ("interrupted", "memory", "allocate", "No space left", "Disk quota", "Read-only")
 
 
 def learn_in_background(name: str, module: Any, *, trust_remote_code: bool = False) -> str:
@@ -123,19 +116,17 @@ def why_no_encoder(name: str) -> str:
         with suppress(OSError):
             file = background.lock_file(_LOCK_NAME).read_text("utf-8")
             if file == paths.encoder_attempts_file(name).name:
-                return (
-                    f"none yet, it is learned in the background{f': {last}' * (last != _STARTED)}"
-                )
+                done = f": {last}" if last != _STARTED else ""
+                return f"none yet, it is learned in the background{done}"
     if last.startswith(_ERROR_PREFIX):
-        return (
-            f"none, it can't be learned: {last.removeprefix(_ERROR_PREFIX)}; {by_hand} tries again"
-        )
+        problem = last.removeprefix(_ERROR_PREFIX)
+        return f"none, it can't be learned: {problem}; {by_hand} tries again"
     stopped = "learning was stopped; " if log else ""
     return f"none; {stopped}{by_hand} makes one"
 
 
 def _is_final(line: str) -> bool:
-    return line.startswith(_ERROR_PREFIX) and not any(text in line for text in _TRANSIENT_ERRORS)
+    return line.startswith(_ERROR_PREFIX) and not any(text in line for text in _PASSING)
 
 
 def _read_log(name: str) -> list[str]:

@@ -135,9 +135,8 @@ class LlamaStep:
             rows = rows.view(len(x), -1, layer.attention.head_dim)
             scores = None
             if layer_index in observed_layers:
-                scores = x.new_empty(
-                    (len(x), layer.attention.query_heads, self._slot_bound(caches))
-                )
+                shape = len(x), layer.attention.query_heads, self._slot_bound(caches)
+                scores = x.new_empty(shape)
             attended = self._attend(
                 layer_index, layer.attention, rows, rotation, lengths, pools, caches, scores
             )
@@ -239,34 +238,24 @@ def _attend_by_torch(
     scores: Tensor | None,
 ) -> Tensor:
     """`kernels.attend` for one conversation; `pool` [3, H, capacity, D] is that of a layer."""
-    parts = [attention.query_heads, attention.kv_heads, attention.kv_heads]
-    queries, keys, values = torch.split(rows.float(), parts)
-    if attention.query_norm is not None and attention.key_norm is not None:
-        queries = F.rms_norm(
-            queries, (attention.head_dim,), attention.query_norm.float(), attention.epsilon
-        )
-        keys = F.rms_norm(
-            keys, (attention.head_dim,), attention.key_norm.float(), attention.epsilon
-        )
-    queries, keys = (
-        torch.addcmul(x * cos, x.roll(attention.head_dim // 2, -1), sin) for x in (queries, keys)
-    )
+    query_heads, heads, size, scale, query_norm, key_norm, epsilon = attention
+    queries, keys, values = torch.split(rows.float(), [query_heads, heads, heads])
+    if query_norm is not None and key_norm is not None:
+        queries = F.rms_norm(queries, (size,), query_norm.float(), epsilon)
+        keys = F.rms_norm(keys, (size,), key_norm.float(), epsilon)
+    queries, keys = (torch.addcmul(x * cos, x.roll(size // 2, -1), sin) for x in (queries, keys))
     new = torch.stack((keys, keys, values))[:, :, None].to(pool.dtype)  # [3, H, 1, D]
     pool.index_copy_(2, length, new)
     sees = torch.arange(pool.shape[2], device=pool.device) <= length
-    grouped = queries.view(1, attention.kv_heads, -1, attention.head_dim).to(pool.dtype)
+    grouped = queries.view(1, heads, -1, size).to(pool.dtype)
     if scores is not None:
-        products = (grouped[0].float() @ pool[0].float().mT) * attention.scale  # [H, G, capacity]
+        products = (grouped[0].float() @ pool[0].float().mT) * scale  # [H, G, capacity]
         scores.fill_(-torch.inf)
         scores[:, : len(sees)] = products.masked_fill(~sees, -torch.inf).flatten(0, 1)
     attended = F.scaled_dot_product_attention(
-        grouped,
-        pool[None, 0],
-        pool[None, 2],
-        attn_mask=sees[None, None, None],
-        scale=attention.scale,
+        grouped, pool[None, 0], pool[None, 2], attn_mask=sees[None, None, None], scale=scale
     )
-    return attended.float().reshape(attention.query_heads, attention.head_dim)
+    return attended.float().reshape(query_heads, size)
 
 
 class _Layer:

@@ -437,12 +437,10 @@ class LoadedModel:
 
     @contextmanager
     def _collect(self, encoder_output: EncoderOutput | None) -> Iterator[None]:
-        layers = (
-            self.encoder.layers if encoder_output is not None and encoder_output.is_wanted else ()
-        )
-        with record_states(self.module, layers) as states:
+        is_wanted = encoder_output is not None and encoder_output.is_wanted
+        with record_states(self.module, self.encoder.layers if is_wanted else ()) as states:
             yield
-        if encoder_output is not None and layers:
+        if encoder_output is not None and states:
             self.encoder.fill(encoder_output, concat_states(states))
 
 

@@ -44,18 +44,14 @@ LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
 _MAX_FILE_BYTES = 1 << 24  # most bytes of a config.json; usual ones have a few kilobytes
 _MAX_INTEGER = 1 << 32  # larger numbers count as invalid
 
-_COMMON_DEFAULTS: dict[str, Any] = {
-    "initializer_range": 0.02,
-    "use_cache": True,
-    "attention_dropout": 0.0,
-}
-_SILU_DEFAULT = {"hidden_act": "silu"}
-_QWEN_DEFAULTS: dict[str, Any] = {
+_COMMON: dict[str, Any] = {"initializer_range": 0.02, "use_cache": True, "attention_dropout": 0.0}
+_SILU = {"hidden_act": "silu"}
+_QWEN: dict[str, Any] = {
     "use_sliding_window": False,
     "sliding_window": None,
     "max_window_layers": 28,
 }
-_GEMMA3_DEFAULTS: dict[str, Any] = {
+_GEMMA3: dict[str, Any] = {
     "hidden_activation": "gelu_pytorch_tanh",
     "attention_bias": False,
     "final_logit_softcapping": None,
@@ -66,12 +62,10 @@ _GEMMA3_DEFAULTS: dict[str, Any] = {
 # For each model type that a `Decoder` computes: the config values that its GGUF files lack, as
 # transformers sets them.
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": _COMMON_DEFAULTS
-    | _SILU_DEFAULT
-    | {"pretraining_tp": 1, "attention_bias": False, "mlp_bias": False},
-    "qwen2": _COMMON_DEFAULTS | _SILU_DEFAULT | _QWEN_DEFAULTS,
-    "qwen3": _COMMON_DEFAULTS | _SILU_DEFAULT | _QWEN_DEFAULTS | {"attention_bias": False},
-    "gemma3_text": _COMMON_DEFAULTS | _GEMMA3_DEFAULTS,
+    "llama": _COMMON | _SILU | {"pretraining_tp": 1, "attention_bias": False, "mlp_bias": False},
+    "qwen2": _COMMON | _SILU | _QWEN,
+    "qwen3": _COMMON | _SILU | _QWEN | {"attention_bias": False},
+    "gemma3_text": _COMMON | _GEMMA3,
 }
 _SIZE_KEYS = (
     "vocab_size",
@@ -84,13 +78,7 @@ _SIZE_KEYS = (
     "max_position_embeddings",
     "rms_norm_eps",
 )
-_UNSUPPORTED_KEYS = (
-    "attention_bias",
-    "mlp_bias",
-    "auto_map",
-    "quantization_config",
-    "rope_interleaved",
-)
+_UNSUPPORTED = ("attention_bias", "mlp_bias", "auto_map", "quantization_config", "rope_interleaved")
 _ROPE_KEYS = {
     *("rope_theta", "rope_type", "factor", "low_freq_factor", "high_freq_factor"),
     _ORIGINAL_LENGTH,
@@ -115,9 +103,8 @@ def context_length(config: Any) -> int | None:
 
     `config` is a config of transformers or a `ConfigValues`; invalid numbers count as missing.
     """
-    limit = next(
-        (n for name in _LENGTH_KEYS if (n := positive_int(getattr(config, name, None)))), None
-    )
+    lengths = (positive_int(getattr(config, name, None)) for name in _LENGTH_KEYS)
+    limit = next(filter(None, lengths), None)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if limit is None or not isinstance(rope, dict):
         return limit
@@ -273,7 +260,7 @@ class DecoderConfig(ConfigValues):
             and said.get("hidden_act") == "silu"
             and said.get("sliding_window") is None
             and set(kinds) == {"full_attention"}
-            and not any(said.get(name) for name in _UNSUPPORTED_KEYS)
+            and not any(said.get(name) for name in _UNSUPPORTED)
             and said.get("pretraining_tp", 1) == 1
             and {"bos_token_id", "eos_token_id", "tie_word_embeddings"} <= said.keys()
         )

@@ -162,9 +162,8 @@ def _resolve(name: str) -> tuple[str, str]:
         )
     is_path = name.startswith((".", "~", os.sep)) or name.endswith(os.sep) or name.count("/") > 1
     if is_path or not _HUB_ID.fullmatch(name):
-        raise ModelError(
-            f"model folder {name!r} does not exist", hint=_suggest_neighbour(name, path)
-        )
+        hint = _suggest_neighbour(name, path)
+        raise ModelError(f"model folder {name!r} does not exist", hint=hint)
     return name, ""
 
 

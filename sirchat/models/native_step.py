@@ -199,13 +199,8 @@ class NativeStep:
         projections = attention.q_proj, attention.k_proj, attention.v_proj
         if (norm := getattr(attention, "q_norm", None)) is not None:
             # of each query and key head, [H_q + H, D], as Qwen 3 and Gemma 3 have them
-            scales = [
-                _scale_of_norm(head_norm).repeat(projection.out_features // self._head_dim)
-                for head_norm, projection in (
-                    (norm, attention.q_proj),
-                    (attention.k_norm, attention.k_proj),
-                )
-            ]
+            norms = zip((norm, attention.k_norm), projections, strict=False)
+            scales = [_scale(n).repeat(x.out_features // self._head_dim) for n, x in norms]
             description.heads = _Norm(self._address(torch.cat(scales)), norm.variance_epsilon)
         description.queries_keys_values = self._product(*projections)
         description.output = self._product(attention.o_proj)
@@ -216,7 +211,7 @@ class NativeStep:
         description.window = sys.maxsize if window is None else window
 
     def _norm(self, norm: Any) -> _Norm:
-        return _Norm(self._address(_scale_of_norm(norm)), norm.variance_epsilon)
+        return _Norm(self._address(_scale(norm)), norm.variance_epsilon)
 
     def _product(self, *layers: Any) -> _Product:
         joined = getattr(layers[0], "joined", None)
@@ -267,7 +262,7 @@ def _row_count(product: _Product) -> int:
     return sum(product.parts[index].n for index in range(product.count))
 
 
-def _scale_of_norm(norm: Any) -> Tensor:
+def _scale(norm: Any) -> Tensor:
     scale: Tensor = norm.weight.float() + getattr(norm, "weight_offset", 0.0)
     return scale
 

@@ -25,11 +25,9 @@ _TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 4e-3, to
 # change what experts are chosen. A state that is lost between passes of 1 changes them by 0.16.
 _STATE_TOLERANCES = (1e-3, 1e-3), (0.03, 0.1)
 _DISTANCES = (1, 17, 301)
-_FIRST_TRIED_TOKEN, _MAX_TRIED_TOKENS = (
-    5,
-    32,
-)  # the ids that are tried until two have keys that are not zero
-_MAX_SHOWN_WEIGHTS = 3  # most weights that an error names
+# The ids that are tried until two have keys that are not zero.
+_FIRST_TRIED, _MAX_TRIED = 5, 32
+_MAX_SHOWN = 3  # weights that an error names
 # What is wrong with weights of the files, by transformers' names for it.
 _WEIGHT_ERRORS = {
     "missing": "lack weights that the model needs",
@@ -84,17 +82,11 @@ def refuse_other_weights(module: Any, info: Mapping[str, Any], name: str) -> Non
     found["unexpected"] = [key for key in others if _would_be_used(module, key)]
     for kind, what in _WEIGHT_ERRORS.items():
         if keys := found[kind]:
-            more = (
-                f", and {len(keys) - _MAX_SHOWN_WEIGHTS} more"
-                if len(keys) > _MAX_SHOWN_WEIGHTS
-                else ""
-            )
+            more = f", and {len(keys) - _MAX_SHOWN} more" if len(keys) > _MAX_SHOWN else ""
             hint = f"they have {others[0]} instead" if others and kind == "missing" else ""
             if keys == ["lm_head.weight"] and not others:
                 hint = 'if it is that of the embeddings: "tie_word_embeddings": true in config.json'
-            shown = ", ".join(
-                key if isinstance(key, str) else key[0] for key in keys[:_MAX_SHOWN_WEIGHTS]
-            )
+            shown = ", ".join(key if isinstance(key, str) else key[0] for key in keys[:_MAX_SHOWN])
             raise ModelError(f"the files of {name!r} {what}: {shown}{more}", hint=hint)
 
 
@@ -273,9 +265,7 @@ def _visible_tokens(
 ) -> Iterator[tuple[int, list[Any]]]:
     """Yield ids with what `read` returns for each layer, without zeros, which show no rotation."""
     vocabulary = int(module.config.get_text_config(decoder=True).vocab_size)
-    ids = [
-        (_FIRST_TRIED_TOKEN + at) % vocabulary for at in range(min(_MAX_TRIED_TOKENS, vocabulary))
-    ]
+    ids = [(_FIRST_TRIED + at) % vocabulary for at in range(min(_MAX_TRIED, vocabulary))]
     layers = ((token, read(token)) for token in ids)
     visible = (
         (token, found)

@@ -24,16 +24,9 @@ from sirchat.models.progress import quiet_libraries
 _MAX_TOKENS = 256  # tokens of a text that are read
 _BATCH_SIZE = 32  # texts in a pass
 # Of which states a text's vector is made, by what older and newer folders and GGUF files call it.
-_POOLING_MODES: dict[object, str] = {
-    "mean_tokens": "mean",
-    "cls_token": "first",
-    "lasttoken": "last",
-}
-_POOLING_MODES |= {"mean": "mean", "cls": "first", 1: "mean", 2: "first", 3: "last"}
-_REQUIRED_FILES = (
-    "config.json",
-    "tokenizer.json",
-)  # files without which a folder is no such encoder
+_MODES: dict[object, str] = {"mean_tokens": "mean", "cls_token": "first", "lasttoken": "last"}
+_MODES |= {"mean": "mean", "cls": "first", 1: "mean", 2: "first", 3: "last"}
+_REQUIRED_FILES = ("config.json", "tokenizer.json")  # of such an encoder's folder
 
 
 @dataclass(frozen=True)
@@ -57,15 +50,15 @@ class Pooling:
         """The pooling in a model's files; None if not stated; raises ModelError if unsupported."""
         source, gguf_file = locate(name)
         if not gguf_file:
-            folder = (
-                Path(source) if Path(source).is_dir() else snapshot_folder(cached_folder(source))
-            )
+            folder: Path | None = Path(source)
+            if not Path(source).is_dir():
+                folder = snapshot_folder(cached_folder(source))
             return cls.of_folder(folder) if folder else None
         file = parse_gguf(Path(source, gguf_file), with_text_lists=False)
         if (said := file.settings.get("pooling_type")) is None:
             return None
         file.require(said in (1, 2, 3), "pooling_type", "1, 2 or 3: mean, first or last")
-        return cls(_POOLING_MODES[said])
+        return cls(_MODES[said])
 
     @classmethod
     def of_folder(cls, folder: Path) -> Self | None:
@@ -138,7 +131,7 @@ def _pooling_mode(folder: Path) -> str:
     config, prefix = load_config(folder / "config.json"), "pooling_mode_"
     older = [key.removeprefix(prefix) for key in config if key.startswith(prefix) and config[key]]
     modes = config.get("pooling_mode", older or "mean")
-    if (mode := _POOLING_MODES.get("".join(modes))) is None:
+    if (mode := _MODES.get("".join(modes))) is None:
         raise ModelError(f"{folder} has pooling_mode {modes}; allowed: one of mean, cls, lasttoken")
     return mode
 

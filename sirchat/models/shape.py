@@ -44,10 +44,7 @@ _ATTENTION_LAYERS = (
 # Types of models that are refused at loading, although their config does not show why.
 _REFUSED_MODELS = ("gpt2", "opt", "mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "rwkv")
 # Types of models whose config may not show which of their layers have keys and values.
-_HYBRID_MODELS = (
-    *("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h"),
-    *("zamba", "zamba2"),
-)
+_HYBRIDS = ("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h", "zamba", "zamba2")
 
 _ElementCounts = tuple[int, int] | tuple[None, None]
 
@@ -199,7 +196,7 @@ def _count_elements(config: Mapping[str, Any]) -> _ElementCounts:
         layers = 2 * (positive_int(config.get("num_layers"), _MAX_LAYERS) or 0) or None
     heads = positive_int(config.get("num_attention_heads") or config.get("n_head"))
     hidden = positive_int(config.get("hidden_size") or config.get("n_embd"))
-    is_unknown_hybrid = not kinds and config.get("model_type") in _HYBRID_MODELS
+    is_unknown_hybrid = not kinds and config.get("model_type") in _HYBRIDS
     if layers is None or heads is None or is_unknown_hybrid:
         return None, None
     # The last layers may use others' keys; the others than those with rows have a constant state.

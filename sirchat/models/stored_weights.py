@@ -17,13 +17,8 @@ from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.model_config import ConfigValues, load_config, refuse_invalid_numbers
 from sirchat.models.names import part_names
 
-_EMBEDDING_SUFFIXES = (
-    "embed_tokens.weight",
-    "embed_in.weight",
-    "wte.weight",
-    "word_embeddings.weight",
-)
-_HEAD_SUFFIXES = ("lm_head.weight", "embed_out.weight")
+_EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight")
+_HEADS = ("lm_head.weight", "embed_out.weight")
 # What a config.json says of sizes that building the model would take memory for.
 _LAYER_COUNT_KEY = "num_hidden_layers"
 _SIZE_KEYS = [
@@ -49,11 +44,11 @@ class StoredTensor:
 
     @property
     def is_head(self) -> bool:
-        return self.name.endswith(_HEAD_SUFFIXES) or self.name == "output.weight"
+        return self.name.endswith(_HEADS) or self.name == "output.weight"
 
     @property
     def is_embedding(self) -> bool:
-        return self.name.endswith(_EMBEDDING_SUFFIXES) or self.name == "token_embd.weight"
+        return self.name.endswith(_EMBEDDINGS) or self.name == "token_embd.weight"
 
     @property
     def is_table(self) -> bool:
@@ -107,9 +102,8 @@ def weights_in_folder(folder: Path) -> dict[str, tuple[Path, TensorSpan]]:
             f"{folder} has only some of its weights; missing: {', '.join(missing)}",
             hint="the download is incomplete",
         )
-    found = {
-        name: (file, place) for file in files for name, place in read_tensor_spans(file).items()
-    }
+    spans = ((file, read_tensor_spans(file)) for file in files)
+    found = {name: (file, span) for file, named in spans for name, span in named.items()}
     _refuse_larger_config(folder, config, found)
     text = config.get("text_config")
     refuse_invalid_numbers(ConfigValues(text if isinstance(text, dict) else config), str(folder))

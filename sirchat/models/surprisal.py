@@ -65,18 +65,13 @@ def surprisal_of_states(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
     """
     weight = getattr(head, "weight", hidden)
     if not (hidden.device.type == weight.device.type == "cpu"):  # the head may be on disk
-        each = (
-            torch.log_softmax(head(some).float(), -1) for some in torch.split(hidden, _BLOCK_ROWS)
-        )
+        states = torch.split(hidden, _BLOCK_ROWS)
+        each = (torch.log_softmax(head(some).float(), -1) for some in states)
         blocks = zip(each, torch.split(ids, _BLOCK_ROWS), strict=True)
         parts = [log_p.gather(1, some.to(log_p.device)[:, None])[:, 0] for log_p, some in blocks]
         return -torch.cat(parts).clamp_max(0.0)
-    if (
-        has_matrix_units()
-        and isinstance(head, Int8Linear)
-        and head.max_native_rows
-        and head.bias is None
-    ):
+    is_native = isinstance(head, Int8Linear) and head.max_native_rows > 0 and head.bias is None
+    if is_native and has_matrix_units():
         given = hidden.float().contiguous(), head.q, head.scale, ids
         scores: Tensor = torch.ops.sirchat.score_8(*given)  # of blocks of the vocabulary, and ids
         return (torch.logsumexp(scores[:-1], 0) - scores[-1]).clamp_min_(0.0)

@@ -50,9 +50,8 @@ def preload_torch() -> None:
 
 def defer_parts_of_torch() -> None:
     """Let `import torch` leave out some parts; they are imported when they may be used."""
-    if "torch" not in sys.modules and not any(
-        isinstance(one, _DeferringFinder) for one in sys.meta_path
-    ):
+    is_there = any(isinstance(finder, _DeferringFinder) for finder in sys.meta_path)
+    if "torch" not in sys.modules and not is_there:
         sys.meta_path.insert(0, _DeferringFinder())
 
 

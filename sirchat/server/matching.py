@@ -21,7 +21,7 @@ from sirchat.errors import ModelError
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag
 from sirchat.server.conversation import History, KnownConversation, ServedConversation
-from sirchat.text.reply_marks import shared_prefix_length
+from sirchat.text.reply_marks import prefix_length
 from sirchat.text.template import TurnIds
 
 # Least characters of texts, after what left a chat, by which it is known: two chats may have the
@@ -44,7 +44,7 @@ def matched(conversation: KnownConversation, history: History) -> dict[int, int]
     request_marks, pairs = history.marks[:-1], dict[int, int]()
     if len(keys) != len(marks) + 1 or not set(marks) & set(request_marks):
         return pairs
-    prefix = shared_prefix_length(marks, request_marks)
+    prefix = prefix_length(marks, request_marks)
     pairs |= zip(range(prefix), range(prefix), strict=True)
     matcher = SequenceMatcher(None, marks[prefix:], request_marks[prefix:])
     for old, new, size in matcher.get_matching_blocks():
@@ -58,7 +58,7 @@ def matched(conversation: KnownConversation, history: History) -> dict[int, int]
     after = {history.messages[new] for new, old in pairs.items() if old >= first_missing}
     chars = sum(len(text) for role, text in after if role != "calls")
     if not (is_named or has_all) and chars < MIN_SHARED_CHARS:  # then what both begin with
-        common = range(shared_prefix_length(keys, history.keys[:-1]) - 1)
+        common = range(prefix_length(keys, history.keys[:-1]) - 1)
         pairs = dict(zip(common, common, strict=True))
         _cut_to_last_reply(pairs, history)
     return pairs if len(pairs) > 1 else {}
@@ -180,9 +180,9 @@ class _Edit:
         if ids is None:
             return []
         old_ids = self._ids[rows].tolist()
-        common = min(shared_prefix_length(ids.ids, old_ids), len(ids.ids) - 1)
+        common = min(prefix_length(ids.ids, old_ids), len(ids.ids) - 1)
         # Such as tools behind another time; at least one id between is read.
-        tail = shared_prefix_length(ids.ids[common + 1 :][::-1], old_ids[common:][::-1])
+        tail = prefix_length(ids.ids[common + 1 :][::-1], old_ids[common:][::-1])
         tail = tail if tail >= _MIN_COMMON_END else 0
         self._conversation.has_exact_prompt &= tail == 0
         tail_start = len(ids.ids) - tail

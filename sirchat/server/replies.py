@@ -144,8 +144,7 @@ class ReplyGenerator:
         return True
 
     def _reply(self, cached: int, allowed: TokenFilter | None, *, is_retry: bool) -> Parts:
-        """Read the last message, unless it `is_retry`, and reply; `cached` tokens are read already.
-        """
+        """Read the last message, unless it `is_retry`, and reply; `cached`: tokens read before."""
         conversation, session, options = self._conversation, self._session, self._options
         role, question = self._history.messages[-1]
         text, ids = _stored_text_and_ids(session, role, question)

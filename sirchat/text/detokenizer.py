@@ -24,17 +24,13 @@ SENTENCE_END = re.compile(
 QUESTION_MARKS = ("?", "\uff1f")
 UNFINISHED = "\ufffd"  # what a tokenizer returns for a token with only some bytes of a character
 _UNREADABLE = "the model's tokenizer can't make a text of tokens"
-_MAX_CHARACTER_TOKENS = (
-    8  # tokens that are decoded together, because they share parts of characters
-)
+_MAX_CHARACTER_TOKENS = 8  # that are decoded together, because they share parts of characters
 # Latin, Armenian, Arabic, Indian and East Asian marks.
 _SENTENCE_ENDS = frozenset(
     ".!?\u2026\u203c\u2047\u2048\u2049\u0589\u061f\u06d4\u0964\u0965\u3002\uff01\uff0e\uff1f\uff61"
 )
 _CLOSING_CATEGORIES = ("Pe", "Pf")  # categories of closing brackets and quotes, which may follow
-_WORD_PUNCTUATION = (
-    "-'\u2019/@_&"  # punctuation that belongs to the word of the letter or digit before it
-)
+_WORD_PUNCTUATION = "-'\u2019/@_&"  # which belongs to the word of the letter or digit before it
 
 
 class TextStream:
@@ -94,8 +90,7 @@ class TokenTexts:
     def _join(
         self, ids: Sequence[int], positions: Sequence[int], texts: list[str], start: int
     ) -> int:
-        """Give the character that begins at token `start` to this token; returns its token count.
-        """
+        """Give a character to its first token, at `start`; returns the number of its tokens."""
         # 1, and nothing is changed, if some of its tokens are missing.
         for end in range(start + 2, min(start + _MAX_CHARACTER_TOKENS, len(ids)) + 1):
             if positions[end - 1] != positions[start] + end - 1 - start:

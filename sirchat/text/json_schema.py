@@ -17,13 +17,7 @@ _BOUND_SIGNS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveM
 _MAX_BOUND = 10**18
 _VALUE_KEYWORDS = ("enum", "const", "default", "examples")  # of a schema: may look like one
 # Objects that have schemas by names, which may be those of a bound or value.
-_NAMED_SCHEMA_KEYWORDS = (
-    "properties",
-    "patternProperties",
-    "dependentSchemas",
-    "$defs",
-    "definitions",
-)
+_NAMED_SCHEMAS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 _IGNORED_NOTE = "a part of the schema is not kept"
 _EXCERPT = re.compile(r"\n +\d+ \| ")  # begins the part of a grammar that an error shows
 # JSON has blanks only where Python's `json.dumps` writes them: with others allowed, small models
@@ -50,9 +44,8 @@ def load_schema(file: str) -> dict[str, Any] | None:
         hint = "json_schema off lets replies be text"
         raise SettingError(f"json_schema: {error.args[0]}", hint=hint) from None
     if not isinstance(schema, dict) or is_too_deep(schema):
-        raise format_error(
-            subject, 'is no JSON schema, which is an object such as {"type": "object"}'
-        )
+        problem = 'is no JSON schema, which is an object such as {"type": "object"}'
+        raise format_error(subject, problem)
     check_grammar(f"start: {json_rule(schema, subject, [])}", subject)
     return schema
 
@@ -115,22 +108,19 @@ def _with_near_bounds(schema: Any, subject: str, notes: list[str]) -> Any:
         return schema
     kept: dict[str, Any] = {}
     for name, value in schema.items():
-        is_far = (
-            name in _BOUND_SIGNS and isinstance(value, int | float) and abs(value) >= _MAX_BOUND
-        )
+        is_number = isinstance(value, int | float)
+        is_far = name in _BOUND_SIGNS and is_number and abs(value) >= _MAX_BOUND
         if is_far and value * _BOUND_SIGNS[name] > 0:
             notes.append(f"{_IGNORED_NOTE}: {name} {format_value(value)}")
         elif is_far:
-            raise format_error(
-                subject, f"has a schema with a bound of {_MAX_BOUND:,} or more from zero"
-            )
-        elif name in _NAMED_SCHEMA_KEYWORDS and isinstance(value, dict):
+            problem = f"has a schema with a bound of {_MAX_BOUND:,} or more from zero"
+            raise format_error(subject, problem)
+        elif name in _NAMED_SCHEMAS and isinstance(value, dict):
             named = value.items()
             kept[name] = {own: _with_near_bounds(one, subject, notes) for own, one in named}
         else:
-            kept[name] = (
-                value if name in _VALUE_KEYWORDS else _with_near_bounds(value, subject, notes)
-            )
+            is_value = name in _VALUE_KEYWORDS
+            kept[name] = value if is_value else _with_near_bounds(value, subject, notes)
     return kept
 
 

@@ -10,9 +10,8 @@ _MATCH_BYTES = 24  # the newest bytes, which must have stood there before
 # The repetitions of a passage are at least 2 1/2 times as long as itself (a line of verse may come
 # three times) and have the first length; without letters, as in rules of dashes, the second.
 _MIN_REPEATED_BYTES, _MIN_REPEATED_SIGNS = 64, 320
-_LONG_PASSAGE_BYTES = (
-    256  # so long a passage, about 64 tokens, comes 2 1/4 times: a chorus may come twice
-)
+# So long a passage, about 64 tokens, comes 2 1/4 times: a chorus may come twice.
+_LONG_PASSAGE_BYTES = 256
 _COUNTER = re.compile(r"\s*(?:\d+[.):]|[-*+•])\s*")  # of an item in a list; it is left out
 _FENCE = re.compile(r"\s*(?:```|~~~)")
 _INDENT = re.compile(rb"\n(?: {4}|\t)")

@@ -13,7 +13,7 @@ from typing import Any
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.anchors import Anchors
-from sirchat.text.reply_marks import SAMPLE_CALL, shared_prefix_length
+from sirchat.text.reply_marks import SAMPLE_CALL, prefix_length
 from sirchat.text.template import (
     ANSWER_TEXT,
     OTHER_TEXTS,
@@ -107,11 +107,8 @@ class ToolTemplate(Template):
         parser.finish(marks.call_lead)
         found = [{"name": c.name, "arguments": json.loads(c.arguments)} for c in parser.calls]
         # A template that leaves calls out says nothing of their form.
-        return (
-            _UNREADABLE_CALLS_NOTE
-            if ANSWER_TEXT in marks.call_sample and found != [SAMPLE_CALL]
-            else ""
-        )
+        is_lost = ANSWER_TEXT in marks.call_sample and found != [SAMPLE_CALL]
+        return _UNREADABLE_CALLS_NOTE if is_lost else ""
 
     def opening(self, content: str, system: str | None = None) -> tuple[TurnIds | None, TurnIds]:
         """The ids of the system prompt with the tools, or None, and of the first user turn."""
@@ -135,7 +132,7 @@ class ToolTemplate(Template):
         """The ids before the first user turn, without the token that starts a text."""
         first = self._first_turn_ids(system, QUESTION_TEXT, True)
         later = self._later_user(QUESTION_TEXT)
-        head = first[: len(first) - shared_prefix_length(first[::-1], later[::-1])]
+        head = first[: len(first) - prefix_length(first[::-1], later[::-1])]
         return head[1:] if head[:1] == [self._tokenizer.bos_token_id] else head
 
     def tool_results_turn(self, messages: Sequence[Message]) -> TurnIds:
@@ -202,7 +199,7 @@ class ToolTemplate(Template):
             if ids and chat[: len(ids) + len(closing)] == [*ids, *closing]:
                 return ids, None, chat[len(ids) + len(closing) :]
         alone = self._render([STUB_QUESTION, reply], prompt=False)
-        end = shared_prefix_length(alone, [*asked, *chat]) - start
+        end = prefix_length(alone, [*asked, *chat]) - start
         if end <= 0:
             raise ModelError("the model's chat template has no place for a call of a tool")
         if closing and chat[end - len(closing) : end] == closing:
@@ -263,7 +260,6 @@ class PromptedTools(ToolTemplate):
 
     @cached_property
     def note(self) -> str:
-        """A line for users on how the model is told of the tools."""
         return _PROMPTED_TOOLS_NOTE
 
     def opening(self, content: str, system: str | None = None) -> tuple[TurnIds | None, TurnIds]:
@@ -271,11 +267,9 @@ class PromptedTools(ToolTemplate):
         return super().opening(content, self._with_tools(system or "") or None)
 
     def system_turn(self, content: str) -> TurnIds:
-        """The ids of a system prompt, or "", with the tools."""
         return super().system_turn(self._with_tools(content))
 
     def tool_results_turn(self, messages: Sequence[Message]) -> TurnIds:
-        """The ids of one turn with all `messages`: results of tools."""
         each = [f"<tool_response>\n{one['content']}\n</tool_response>" for one in messages]
         turn = super().user_turn("\n".join(each))
         return replace(turn, roles=[_RESULT_ROLES.get(role, role) for role in turn.roles])
@@ -283,7 +277,6 @@ class PromptedTools(ToolTemplate):
     def tool_calls_turn(
         self, content: str, calls: Sequence[Message], header: list[int] | None = None
     ) -> TurnIds:
-        """The ids of a given reply, which has the text `content` and then calls tools."""
         text = calls_as_text(content, [call["function"] for call in calls])
         return super().assistant_turn(text, header)
 

@@ -45,9 +45,8 @@ _UNPAIRED = re.compile(
     re.IGNORECASE,
 )
 CONTROL = re.compile(f"{CONTROL_START}([^{CONTROL_END}]*){CONTROL_END}")
-_UNIT = re.compile(
-    rf"{CONTROL_START}[^{CONTROL_END}]*{CONTROL_END}|<[^<>\s]+>|\[[^\[\]\s]+\]|.", re.DOTALL
-)
+_TAG = r"<[^<>\s]+>|\[[^\[\]\s]+\]"
+_UNIT = re.compile(rf"{CONTROL_START}[^{CONTROL_END}]*{CONTROL_END}|{_TAG}|.", re.DOTALL)
 _LEAD = re.compile(rf"(?:{CONTROL.pattern}|<)?[^\s\"'<>{CONTROL_END}]*\Z")
 
 
@@ -81,7 +80,7 @@ class Marks:
         In `<|channel|>final<|message|>`, these are the two control tokens.
         """
         opening, answer = _units(self.opening), _units(self.answer)
-        begin = "".join(opening[: shared_prefix_length(opening, answer)])
+        begin = "".join(opening[: prefix_length(opening, answer)])
         is_head = begin and begin != self.answer and opening[-1] == answer[-1]
         return (begin, opening[-1]) if is_head and CONTROL.match(opening[-1]) else ("", "")
 
@@ -155,9 +154,8 @@ def find_marks(
         return spell(render([question, *messages], prompt) or "")
 
     header = _units(rendered(prompt=True))
-    history_lead, _, tail = _after(header, rendered(reply, question, prompt=True)).partition(
-        _ANSWER
-    )
+    told = _after(header, rendered(reply, question, prompt=True))
+    history_lead, _, tail = told.partition(_ANSWER)
     thoughts = [{**reply, key: _THOUGHT} for key in REASONING_KEYS if key in source]
     thoughts += [{**reply, "content": _PARTS}] if "thinking" in source else []
     for message in thoughts:
@@ -166,9 +164,8 @@ def find_marks(
         opening = _after(header, before).strip()
         if answer and closing and not re.search("['\"]thinking", opening):  # no list as it is
             closing, units = closing.strip(), _units(before.rstrip())
-            opens_in_header = not opening and _units(closing)[0] not in _after(
-                units, "".join(header)
-            )
+            added_by_prompt = _after(units, "".join(header))
+            opens_in_header = not opening and _units(closing)[0] not in added_by_prompt
             opening = opening or units[-1]
             break
     else:
@@ -235,7 +232,7 @@ def _units(text: str) -> list[str]:
 def _after(header: list[str], text: str) -> str:
     """The rest of the text after the units with which both `text` and `header` begin."""
     units = _units(text)
-    return "".join(units[shared_prefix_length(header, units) :])
+    return "".join(units[prefix_length(header, units) :])
 
 
 def paired_controls(names: Collection[str]) -> set[str]:
@@ -252,7 +249,7 @@ def paired_controls(names: Collection[str]) -> set[str]:
     return found
 
 
-def shared_prefix_length(left: Sequence[object], right: Sequence[object]) -> int:
+def prefix_length(left: Sequence[object], right: Sequence[object]) -> int:
     """The length of the longest prefix that `left` and `right` have in common."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(left), len(right)))

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sirchat.text.detokenizer import TextStream
-from sirchat.text.reply_marks import CONTROL, Marks, shared_prefix_length, without_delimiters
+from sirchat.text.reply_marks import CONTROL, Marks, prefix_length, without_delimiters
 from sirchat.text.tokenizer import CONTROL_END, CONTROL_START
 
 Part = Literal["thinking", "answer", "call"]
@@ -213,10 +213,8 @@ class ReplyStream(PartSplitter):
         lead = self._reply[: self.bounds[1][0]] if names[0] == "thinking" else ""
         lead += self._marks.answer * self._reply.startswith(self._marks.answer, len(lead))
         kept = self._marks.history_lead
-        size = shared_prefix_length(lead[::-1], kept[::-1])
-        first = (
-            shared_prefix_length(lead[: len(lead) - size], kept[: len(kept) - size]) if size else 0
-        )
+        size = prefix_length(lead[::-1], kept[::-1])
+        first = prefix_length(lead[: len(lead) - size], kept[: len(kept) - size]) if size else 0
         starts, ends = (edges[thought] for edges in self._edges())
         return thought[(starts >= first) & ((ends <= len(lead) - size) | (starts >= len(lead)))]
 

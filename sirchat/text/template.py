@@ -28,7 +28,7 @@ from sirchat.text.reply_marks import (
     find_marks,
     find_switches,
     paired_controls,
-    shared_prefix_length,
+    prefix_length,
 )
 from sirchat.text.reply_parts import ReplyStream
 from sirchat.text.template_sandbox import render
@@ -265,8 +265,7 @@ class Template:
 
     def _reply_messages(self, content: str) -> list[Message]:
         """Messages with a reply's text, in several forms, as the template may remove reasoning."""
-        marked, plain = self._control_tokens.delimited, _message("assistant", content)
-        source = str(self._tokenizer.chat_template or "")
+        source, plain = str(self._tokenizer.chat_template or ""), _message("assistant", content)
         thought = _LEADING_REASONING.match(content)
         if not thought or not (thought[1] or "</think>" in source):
             return [plain]
@@ -274,7 +273,8 @@ class Template:
         if any(key in source for key in REASONING_KEYS):
             parts = dict.fromkeys(REASONING_KEYS, thought[2].strip())
             return [_message("assistant", rest) | parts, plain]
-        return [_message("assistant", _Marked(thought[0] + marked(rest))), plain]
+        marked = _Marked(thought[0] + self._control_tokens.delimited(rest))
+        return [_message("assistant", marked), plain]
 
     def _reply(self, message: Message) -> list[int] | None:
         """The ids of a given reply's header and text; None if they can't be told from the rest."""
@@ -300,9 +300,9 @@ class Template:
         # Without ids that fit, such as where one token has letters of header and text, the text is
         # read alone.
         read = self._prompt[0] if header is None else header
-        usual = self._replies[0][: shared_prefix_length(*self._replies)]
+        usual = self._replies[0][: prefix_length(*self._replies)]
         if ids is not None and ids[: len(read)] == read:
-            rest = usual[len(read) : shared_prefix_length(usual, ids)]
+            rest = usual[len(read) : prefix_length(usual, ids)]
             text = ids[len(read) + len(rest) :]
         else:
             fits = usual[: len(read)] == read
@@ -329,16 +329,16 @@ class Template:
         if asked == other:  # some templates always write it
             with suppress(ModelError):
                 other = self._render([STUB_QUESTION, STUB_QUESTION], prompt=True)
-        start = shared_prefix_length(asked, other)
+        start = prefix_length(asked, other)
         replies = STUB_HISTORY[1], _STUB_THOUGHT
         told = [self._render([STUB_QUESTION, m, STUB_QUESTION], prompt=True) for m in replies]
-        common = min(shared_prefix_length(asked, ids) for ids in told)
+        common = min(prefix_length(asked, ids) for ids in told)
         return asked[start:], max(0, common - start)
 
     @cached_property
     def _closing(self) -> list[int]:
         alone = self._after_answer(self._render(STUB_HISTORY, prompt=False))
-        return alone[: shared_prefix_length(alone, self._followed)]
+        return alone[: prefix_length(alone, self._followed)]
 
     @property
     def _openers(self) -> set[int]:
@@ -470,11 +470,10 @@ class Template:
     @cached_property
     def _answer_ids(self) -> list[int]:
         ids = self._render(STUB_HISTORY, prompt=False)
-        other = self._render(
-            [STUB_QUESTION, _message("assistant", ANSWER_TEXT + " a")], prompt=False
-        )
-        start = shared_prefix_length(self._render([STUB_QUESTION], prompt=False), ids)
-        answer = ids[start : shared_prefix_length(ids, other)]
+        reply = _message("assistant", ANSWER_TEXT + " a")
+        other = self._render([STUB_QUESTION, reply], prompt=False)
+        start = prefix_length(self._render([STUB_QUESTION], prompt=False), ids)
+        answer = ids[start : prefix_length(ids, other)]
         if ANSWER_TEXT not in self._tokenizer.decode(answer):
             raise ModelError("the chat template does not show the reply's text")
         while answer[1:] and ANSWER_TEXT in self._tokenizer.decode(answer[1:]):
@@ -490,8 +489,8 @@ class Template:
         if self._has_made_controls(ids, others):
             turn = self._find_content(others[0], role, others[1:], content)
             return _replaced(turn, turn.content, self.as_text(content), role)
-        start = min(shared_prefix_length(ids, other) for other in others)
-        tail = min(shared_prefix_length(ids[::-1], other[::-1]) for other in others)
+        start = min(prefix_length(ids, other) for other in others)
+        tail = min(prefix_length(ids[::-1], other[::-1]) for other in others)
         end = max(start, len(ids) - tail)
         roles = [role if start <= i < end else Role.TEMPLATE for i in range(len(ids))]
         return TurnIds(ids, roles, (start, end))

@@ -31,7 +31,7 @@ _MAX_SOURCE_CHARS = 2**17  # characters of a template; compiling them takes 2 se
 _MAX_ADDED_CHARS = 200_000  # characters that a template may add to the texts
 _MAX_COPIES = 8  # copies of the texts that one rendering may contain
 _MAX_REPEATED_ITEMS = 2**20  # characters or items of a repeated text or list
-_MAX_FACTOR_BITS = 2**10  # of a factor
+_MAX_BITS = 2**10  # of a factor
 # Compiled code, in which no time is measured, whose time can grow with the square of the text, or
 # whose result can be of any size.
 _COSTLY_FILTERS = {"center", "pprint", "striptags", "urlize", "wordwrap", "xmlattr"}
@@ -172,10 +172,8 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         if operator == "**":
             raise TemplateError("the template computes a power, which may take for ever")
         for one, other in ((left, right), (right, left)):
-            if isinstance(one, int) and one.bit_length() > _MAX_FACTOR_BITS:
-                raise TemplateError(
-                    f"the template has a number of more than {_MAX_FACTOR_BITS} bits"
-                )
+            if isinstance(one, int) and one.bit_length() > _MAX_BITS:
+                raise TemplateError(f"the template has a number of more than {_MAX_BITS} bits")
             is_repeated = isinstance(one, int) and isinstance(other, str | bytes | list | tuple)
             if is_repeated and one * len(other) > _MAX_REPEATED_ITEMS:
                 raise TemplateError("rendering takes too much memory")

@@ -105,9 +105,7 @@ def tokenizer_of_folder(folder: Path) -> FastTokenizer | None:
     special = {name: _text(about.get(name)) for name in SPECIAL_TOKEN_NAMES}
     if (path := folder / "special_tokens_map.json").exists():
         named = json.loads(path.read_text("utf-8"))
-        if any(
-            named.get(name) and _text(named[name]) != special[name] for name in SPECIAL_TOKEN_NAMES
-        ):
+        if any(named.get(name) and _text(named[name]) != special[name] for name in special):
             return None
         about |= named
     template = about.get("chat_template")
@@ -163,9 +161,8 @@ class ControlTokens:
         self.texts = [added[i].content for i in sorted(self.token_ids)]
         any_text = _any_of(self.texts)
         self._control = re.compile(any_text)
-        self._marked = re.compile(
-            f"{CONTROL_START}({any_text}){CONTROL_END}|[{CONTROL_START}{CONTROL_END}]"
-        )
+        start, end = CONTROL_START, CONTROL_END
+        self._marked = re.compile(f"{start}({any_text}){end}|[{start}{end}]")
         self._line_end = self._usual_ids("\n")
 
     def delimited(self, text: str) -> str:

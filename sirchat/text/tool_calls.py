@@ -208,9 +208,8 @@ class CallParser:
                 return text[: mark.start()]
             self._is_in_text ^= mark[0] == '"'
             self._tried = mark.end()
-        self._tried = max(
-            self._tried, len(text) - len(CALL_CLOSE)
-        )  # half a mark may stand at the end
+        # Half a mark may stand at the end.
+        self._tried = max(self._tried, len(text) - len(CALL_CLOSE))
         return None
 
     def _ends_before_unknown(self) -> bool:

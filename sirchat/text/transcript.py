@@ -24,7 +24,7 @@ Line = tuple[int, str]  # number (from 1), text without the newline
 FORMATS = ("auto", "jsonl", "sharegpt", "text", "lines")
 _ROLES: dict[str, RoleName] = {name: name for name in get_args(RoleName)}
 _SHAREGPT_ROLES: dict[str, RoleName] = {"system": "system", "human": "user", "gpt": "assistant"}
-_MESSAGES_KEYS = ("conversations", "messages")  # of the list of messages in a ShareGPT object
+_LIST_KEYS = ("conversations", "messages")  # of the list of messages in a ShareGPT object
 _PREFIX = re.compile(r"(user|assistant|system): ?(.*)", re.IGNORECASE)
 # Maximum size of a line, in bytes, and of a JSON document, in characters; parsed JSON can take
 # fifty times as much memory.
@@ -34,10 +34,8 @@ _BRACKETS = re.compile(r"\s*\[?\s*\{?\s*")  # with which an object may begin in 
 _FORMAT_HINT = 'a message is {"role": ..., "content": ...}; --format lines reads it as text'
 # Control characters that `json` does not escape, and those that change the direction of writing.
 _CONTROLS = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-THINK_OPEN, THINK_CLOSE = (
-    "<think>\n",
-    "\n</think>\n\n",
-)  # around the reasoning of a reply written as one text
+# Around the reasoning of a reply written as one text.
+THINK_OPEN, THINK_CLOSE = "<think>\n", "\n</think>\n\n"
 # The reasoning with its tags; if the template wrote `<think>`, the reply has the end tag alone.
 _TAGS = re.compile(r"\A\s*+(?:<think>)?+(?:(?!<think>).)*?</think>|\A\s*<think>.*", re.DOTALL)
 
@@ -141,9 +139,8 @@ def _numbered(stream: BinaryIO, name: str) -> Iterator[Line]:
     lines = iter(lambda: stream.readline(MAX_LINE_BYTES + 1), b"")
     for number, raw in enumerate(lines, start=1):
         if len(raw) > MAX_LINE_BYTES:
-            raise _error(
-                name, number, f"the line is too long; allowed: up to {MAX_LINE_BYTES:,} bytes"
-            )
+            problem = f"the line is too long; allowed: up to {MAX_LINE_BYTES:,} bytes"
+            raise _error(name, number, problem)
         if b"\0" in raw:
             raise _error(name, number, "not text: it contains NUL bytes")
         if number == 1:
@@ -271,9 +268,7 @@ def _conversations(value: Any, name: str, line: int) -> Iterator[list[Any]]:
     match value:
         case {"conversations": list(messages)} | {"messages": list(messages)}:
             yield messages
-        case list() if any(
-            isinstance(one, dict) and {*_MESSAGES_KEYS} & one.keys() for one in value
-        ):
+        case list() if any(isinstance(one, dict) and {*_LIST_KEYS} & one.keys() for one in value):
             for one in value:
                 yield from _conversations(one, name, line)
         case [{"role": _} | {"from": _}, *_] | []:

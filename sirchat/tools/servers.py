@@ -39,9 +39,8 @@ _MAX_STDERR_BYTES = 1 << 20  # bytes that are kept of a server's standard error
 _KEY, _URL = 'is the key in its "headers" right?', 'is its "url" right?'
 _REFUSALS = {401: _KEY, 403: _KEY, 404: _URL, 405: _URL, 429: "too many requests"}
 _CONNECTION_CLOSED = -32000  # the code of an error of a connection that has ended
-_SESSION_TERMINATED = (
-    "Session terminated"  # the SDK's error if a server over HTTP knows a chat no more
-)
+# The SDK's error if a server over HTTP knows a chat no more.
+_SESSION_TERMINATED = "Session terminated"
 
 
 class ToolServers:
@@ -171,10 +170,8 @@ class ToolServers:
             raise
         except Exception as error:
             root, status = _first_error(error), running.status
-            is_gone = (
-                getattr(root, "code", None) == _CONNECTION_CLOSED
-                or str(root) == _SESSION_TERMINATED
-            )
+            is_gone = getattr(root, "code", None) == _CONNECTION_CLOSED
+            is_gone |= str(root) == _SESSION_TERMINATED
             if not begun or not (is_gone or running.ended.done()):
                 why = str(root).partition("\n")[0] or type(root).__name__
                 if isinstance(root, ValidationError):

@@ -178,18 +178,13 @@ def _read_three_words(blocks: Tensor, offset: int) -> Tensor:
 
 
 def _split_q4_0(blocks: Tensor) -> _Split:
-    return _Split(
-        _split_bits(_read_words(blocks, 2, 18, 16), 4).view(torch.int8).sub_(8),
-        _read_float16(blocks, 0),
-    )
+    q = _split_bits(_read_words(blocks, 2, 18, 16), 4)
+    return _Split(q.view(torch.int8).sub_(8), _read_float16(blocks, 0))
 
 
 def _split_q4_1(blocks: Tensor) -> _Split:
-    return _Split(
-        _split_bits(_read_words(blocks, 4, 20, 16), 4),
-        _read_float16(blocks, 0),
-        _read_float16(blocks, 2),
-    )
+    q = _split_bits(_read_words(blocks, 4, 20, 16), 4)
+    return _Split(q, _read_float16(blocks, 0), _read_float16(blocks, 2))
 
 
 def _split_q5_0(blocks: Tensor) -> _Split:

@@ -187,10 +187,8 @@ def parse_gguf(path: Path, *, with_text_lists: bool = True) -> GgufFile:
 def _without_media(file: GgufFile) -> GgufFile:
     """The file without the tensors for images, and without those for sound beside them."""
     prefixes = ("v.", "mm.", "a.") if IMAGE_LAYERS in file.settings else ()
-    tensors = {
-        name: tensor for name, tensor in file.tensors.items() if not name.startswith(prefixes)
-    }
-    return replace(file, tensors=tensors)
+    named = file.tensors.items()
+    return replace(file, tensors={name: x for name, x in named if not name.startswith(prefixes)})
 
 
 def _parse_part(path: Path, with_text_lists: bool) -> GgufFile:
@@ -341,9 +339,8 @@ class _Reader:
     ) -> GgufTensor:
         shape = entry.shape
         if entry.type not in _FORMATS:
-            return GgufTensor(
-                shape, _UNREADABLE_TYPES.get(entry.type, f"type {entry.type}"), data[:0]
-            )
+            name = _UNREADABLE_TYPES.get(entry.type, f"type {entry.type}")
+            return GgufTensor(shape, name, data[:0])
         kind, weights, size = _FORMATS[entry.type]
         if not shape or shape[-1] % weights:
             raise self.error(f"{kind} blocks do not fit the shape {shape}")

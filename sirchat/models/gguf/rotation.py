@@ -39,11 +39,8 @@ _NEUTRAL_VALUES = {
     **dict.fromkeys(("alpha", "yarn_log_multiplier"), (0,)),
     "yarn_ext_factor": (-1,),
 }
-_SCALING_NAMES = ("type", "finetuned", *_NEUTRAL_VALUES, *_PARAMETERS["yarn"])
-SCALING_KEYS = {
-    "rope.scale_linear",
-    *(f"rope.scaling.{name}" for name in _SCALING_NAMES),
-}  # all these keys
+_NAMES = ("type", "finetuned", *_NEUTRAL_VALUES, *_PARAMETERS["yarn"])
+SCALING_KEYS = {"rope.scale_linear", *(f"rope.scaling.{name}" for name in _NAMES)}  # all of them
 
 
 def add_rope_scaling(values: dict[str, Any], file: GgufFile, arch: Architecture) -> None:
@@ -54,10 +51,8 @@ def add_rope_scaling(values: dict[str, Any], file: GgufFile, arch: Architecture)
     size = values.get("head_dim", 0)
     if is_long:
         half = int(size * values.get("partial_rotary_factor", 1)) // 2
-        values |= {
-            name: _read_factors(file, key, half).tolist()
-            for key, name in arch.config_tensors.items()
-        }
+        for key, name in arch.config_tensors.items():
+            values[name] = _read_factors(file, key, half).tolist()
         values[f"{arch.rope_config}.rope_type"] = "longrope"
     if arch.rope_divisors not in file.tensors:
         return
@@ -68,9 +63,9 @@ def add_rope_scaling(values: dict[str, Any], file: GgufFile, arch: Architecture)
     fast = np.clip((8192 / wave - 1) / (4 - 1), 0, 1)
     expected = 1 / ((1 - fast) / max(factor, 1) + fast)
     if scaling or not np.allclose(rope_divisors, expected, rtol=1e-4):
+        problem = f"does not go with its {file.architecture}.rope keys"
         raise ModelError(
-            f"the GGUF file's {arch.rope_divisors} does not go with its "
-            f"{file.architecture}.rope keys",
+            f"the GGUF file's {arch.rope_divisors} {problem}",
             hint="it must be that of Llama 3.1, without another scaling",
         )
     values["rope_parameters"] = {"rope_type": "llama3", "factor": factor, **_LLAMA_3}
@@ -97,14 +92,11 @@ def _read_scaling(file: GgufFile, arch: Architecture, is_long: bool) -> dict[str
     if keys["factor"] not in settings:
         keys["factor"] = "rope.scale_linear"
     for name, neutral in _NEUTRAL_VALUES.items():
-        file.require(
-            name in parameters or settings.get(keys[name], neutral[0]) in neutral, keys[name]
-        )
+        value = settings.get(keys[name], neutral[0])
+        file.require(name in parameters or value in neutral, keys[name])
     # 0 stands for the default.
-    keys_given = {
-        to: keys[name] for name, to in parameters.items() if settings.get(keys[name], 0) != 0
-    }
-    scaling = {to: file.number(key) for to, key in keys_given.items()}
+    given = {to: keys[name] for name, to in parameters.items() if settings.get(keys[name], 0) != 0}
+    scaling = {to: file.number(key) for to, key in given.items()}
     if kind == "none" or (kind == "linear" and scaling.get("factor", 1) == 1):
         return {}
     if kind == "yarn":

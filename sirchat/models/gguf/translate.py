@@ -39,12 +39,8 @@ _EXPERT_KEYS = ("expert_used_count", "expert_count", "expert_feed_forward_length
 
 # Of what a tokenizer's metadata are, by the ends of their keys: texts, or lists of these.
 _TEXT_KEYS = ("ggml.model", "ggml.pre", "chat_template")
-_LIST_ITEM_TYPES: dict[str, Any] = {
-    "tokens": str,
-    "merges": str,
-    "token_type": int,
-    "scores": int | float,
-}
+_ITEM_TYPES: dict[str, Any] = {"tokens": str, "merges": str, "token_type": int}
+_ITEM_TYPES["scores"] = int | float
 
 _SAMPLING_NAMES = {
     "temp": "temperature",
@@ -106,11 +102,8 @@ def config_values(file: GgufFile) -> dict[str, Any]:
     has_expert_size = "expert_feed_forward_length" in {**arch.config_names, **settings}
     if arch.has_sizes_by_layer or not has_expert_size:
         file.require("feed_forward_length" in settings, "feed_forward_length")
-    values: dict[str, Any] = {
-        "model_type": arch.model_type,
-        "rope_theta": 10_000.0,
-        **arch.constants,
-    }
+    values: dict[str, Any] = {"model_type": arch.model_type, "rope_theta": 10_000.0}
+    values |= arch.constants
     _add_settings(values, file, arch)
     if arch.has_sizes_by_layer:
         _add_sizes_by_layer(values, file)
@@ -179,7 +172,7 @@ def _refuse_odd_tokenizer(metadata: Mapping[str, Any]) -> None:
     for key, value in metadata.items():
         if not key.startswith("tokenizer."):
             continue
-        item, rule = _LIST_ITEM_TYPES.get(key.removeprefix("tokenizer.ggml.")), ""
+        item, rule = _ITEM_TYPES.get(key.removeprefix("tokenizer.ggml.")), ""
         is_list = isinstance(value, list) and all(isinstance(x, item or str) for x in value[:1])
         if item is not None and not is_list:
             rule = f"a list of {'texts' if item is str else 'numbers'}"
@@ -192,6 +185,7 @@ def _refuse_odd_tokenizer(metadata: Mapping[str, Any]) -> None:
 
 
 def _add_settings(values: dict[str, Any], file: GgufFile, arch: Architecture) -> None:
+    layers = _count_layers(file, arch)
     names = {**CONFIG_NAMES, **arch.config_names, **arch.optional_names}
     read_elsewhere = (
         *("attention.value_length", "rope.dimension_count", arch.prediction_layers_key),
@@ -218,7 +212,7 @@ def _add_settings(values: dict[str, Any], file: GgufFile, arch: Architecture) ->
         file.require(rest == 0, dividend, f"a multiple of {divisor}")
     used, experts = (values.get(names.get(key, ""), 0) for key in _EXPERT_KEYS[:2])
     file.require(used <= experts, "expert_used_count", "at most expert_count")
-    values["num_hidden_layers"] = _count_layers(file, arch)
+    values["num_hidden_layers"] = layers
 
 
 def _add_layer_types(values: dict[str, Any], file: GgufFile, arch: Architecture) -> None:
@@ -231,10 +225,8 @@ def _add_layer_types(values: dict[str, Any], file: GgufFile, arch: Architecture)
 
 def _check_recurrent_layers(file: GgufFile, arch: Architecture) -> None:
     interval, layers = file.number("full_attention_interval"), _count_layers(file, arch)
-    expected = [
-        index < layers and index % interval < interval - 1
-        for index in range(file.settings["block_count"])
-    ]
+    every = range(file.settings["block_count"])
+    expected = [index < layers and index % interval < interval - 1 for index in every]
     key = "attention.recurrent_layers"
     file.require(file.settings[key] == expected, key, "true but for each interval's last layer")
 
@@ -252,13 +244,10 @@ def _read_number(file: GgufFile, key: str, may_be_zero: bool) -> float | None:
 
 def _count_layers(file: GgufFile, arch: Architecture) -> int:
     """The number of layers, without those that only predict further tokens."""
-    layers, extra = file.settings["block_count"], file.settings.get(arch.prediction_layers_key, 0)
-    file.require(
-        is_count(layers) and 0 < layers <= len(file.tensors), "block_count", "how many there are"
-    )
-    file.require(
-        is_count(extra) and extra < layers, arch.prediction_layers_key, "less than block_count"
-    )
+    key, layers = arch.prediction_layers_key, file.settings["block_count"]
+    extra, is_valid = file.settings.get(key, 0), is_count(layers) and layers > 0
+    file.require(is_valid and layers <= len(file.tensors), "block_count", "how many there are")
+    file.require(is_count(extra) and extra < layers, key, "less than block_count")
     return int(layers - extra)
 
 
