@@ -210,7 +210,7 @@ class Template:
         return marks if source else replace(marks, stop="\nUSER:")
 
     def reply_stream(self, *, in_history: bool = False) -> ReplyStream:
-        """Make what splits a reply's ids into parts; `in_history`: after a history's header."""
+        """A splitter of a reply's ids into parts; `in_history`: the reply is a given one."""
         if in_history:
             marks = replace(self.marks, opens_in_header=False)
             return ReplyStream(self._tokenizer, marks, self._control)
@@ -574,7 +574,7 @@ def _message(role: str, content: str) -> Message:
 
 
 def _replaced(turn: TurnIds, place: tuple[int, int], ids: list[int], role: Role) -> TurnIds:
-    """The turn with `ids`, as its text, in place of those from the start to the end of `place`."""
+    """The turn with `ids` as its text, in place of its ids in the range `place`."""
     start, end = place
     return TurnIds(
         [*turn.ids[:start], *ids, *turn.ids[end:]],

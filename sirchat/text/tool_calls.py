@@ -85,7 +85,7 @@ class CallParser:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the reply must end, because it has the only call that it may have."""
+        """Whether the reply must end, because only one call is allowed and it is complete."""
         return self._single_call and bool(self.calls)
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
