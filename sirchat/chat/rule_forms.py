@@ -94,18 +94,15 @@ def is_rule(sentence: str) -> bool:
     text = re.sub(_LEADING_WORDS, "", text, count=1, flags=re.IGNORECASE)
     if re.match(_RULE, text, re.IGNORECASE) or re.match(_FORM_OF_ADDRESS, text):
         return True
-    if any(_has_all(text, patterns) for patterns in _OTHER_LANGUAGES):
-        return True
+    for patterns in _OTHER_LANGUAGES:
+        if all(re.search(pattern, text, re.IGNORECASE) for pattern in patterns):
+            return True
     from_now_on = re.search(_FROM_NOW_ON, text, re.IGNORECASE)
     if from_now_on is None or re.search(_ABOUT_OTHERS, text, re.IGNORECASE):
         return False
     command = text[from_now_on.end() :].lstrip(" ,:") if from_now_on.start() == 0 else text
     is_command = re.match(_COMMAND_START, command, re.IGNORECASE) is not None
     return is_command or "your" in from_now_on.group().casefold()
-
-
-def _has_all(text: str, patterns: tuple[str, ...]) -> bool:
-    return all(re.search(pattern, text, re.IGNORECASE) for pattern in patterns)
 
 
 def preference_in(sentence: str) -> tuple[int, int] | None:

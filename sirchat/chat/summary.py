@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, nlargest
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sirchat.chat.events import Notice, TokenRow
 from sirchat.chat.pinned_summary import summary_size, summary_turns
@@ -93,11 +92,6 @@ def _messages(session: Session) -> list[_Message]:
     return [_Message(it[0].role, it, "".join(row.text for row in it)) for it in said]
 
 
-def _ends(rows: Sequence[TokenRow]) -> NDArray[np.int64]:
-    """The end of each token's text in the joined text of all."""
-    return np.cumsum([len(row.text) for row in rows], dtype=np.int64)
-
-
 @dataclass(frozen=True)
 class _Sentence:
     text: str
@@ -154,7 +148,7 @@ def _repeats(role: str, has: list[str], said: list[str], words: set[str], gone: 
 
 
 def _sentences(message: _Message) -> Iterator[_Sentence]:
-    ends = _ends(message.rows)
+    ends = np.cumsum([len(row.text) for row in message.rows], dtype=np.int64)
     for match in _SENTENCE.finditer(message.text):
         rows = message.rows[tokens_spelling(ends, match.start(), match.end())]
         words = dict[str, float]()

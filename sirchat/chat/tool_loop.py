@@ -248,13 +248,13 @@ class _CallExtractor:
     """Takes the calls out of a reply's text; `calls` has them once the reply is complete."""
 
     def __init__(self, chat: Conversation, parser: CallParser) -> None:
-        self._chat, self._call_parser = chat, parser
+        self._chat, self._parser = chat, parser
         self._said = ""  # the text without calls, so far
         self.calls: list[ToolCall] = []
 
     def push(self, event: Event) -> list[Event]:
         """The events to yield in place of the reply's next event."""
-        parser, turns = self._call_parser, self._chat.state.turns
+        parser, turns = self._parser, self._chat.state.turns
         if isinstance(event, Delta) and event.part != "thinking":
             is_held = event.part == "call" and parser.hold_back(event.text)
             text = "" if is_held else parser.push(event.text)[0]

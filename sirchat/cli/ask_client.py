@@ -79,7 +79,6 @@ def _request_body(profile: Profile, text: str, *, holds_all: bool, source: int) 
 
 
 def _connection(server: str) -> HTTPConnection:
-    """A connection, not yet open, to the server at a URL."""
     classes: dict[str, type[HTTPConnection]] = {"http": HTTPConnection, "https": HTTPSConnection}
     with suppress(ValueError, HTTPException):  # brackets that do not close, a port that is none
         parts = urlsplit(server)
@@ -112,7 +111,6 @@ def _events(response: HTTPResponse) -> Iterator[Any]:
 
 
 def _print_reply(events: Iterator[Any], screen: "Screen", bar: ExitStack) -> None:
-    """Print the reply; the screen shows the loading `bar` until it begins."""
     try:
         for event in events:
             bar.close()

@@ -371,7 +371,6 @@ def tutorial(
 
 
 def _print_remark(text: str) -> None:
-    """Print a remark before there is a screen."""
     sys.stderr.write(f"{displayable_line(text)}\n")
     sys.stderr.flush()
 

@@ -205,10 +205,7 @@ def _settings_option(*names: str, **options: Any) -> Any:
 
 
 def _metavar(annotation: Any) -> str | None:
-    """The placeholder for a flag's value in the help, such as `INT` or `ram|disk|off`.
-
-    None for a boolean setting, whose flag takes no value.
-    """
+    """The placeholder for a flag's value in the help, such as `INT`; None for a boolean."""
     kinds = typing.get_args(annotation) or (annotation,)
     if all(isinstance(kind, str) for kind in kinds):
         return "|".join(kinds)

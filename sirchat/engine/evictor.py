@@ -175,7 +175,7 @@ class Evictor:
             candidates, is_required = held[is_near], is_required[is_near]
         elif self.settings.evict != "between-turns":  # which lets the turn exceed the budget
             max_kept -= max(incoming, self._expected_tokens)
-        kept = self._keep_required_and(candidates, is_required, max_kept)
+        kept = self._keep_with_required(candidates, is_required, max_kept)
         aside = np.setdiff1d(held, kept, assume_unique=True)
         self.reread(restored)
         wanted = chosen if scores is None else chosen[np.argsort(scores, kind="stable")]
@@ -480,7 +480,7 @@ class Evictor:
         is_current = self._ledger.column("round")[own] == self.round
         is_fixed = self.view_tokens(own).protected.numpy() | is_current
         is_required = is_fixed | np.isin(own, wanted)
-        kept = self._keep_required_and(own, is_required, len(own) - excess)
+        kept = self._keep_with_required(own, is_required, len(own) - excess)
         excess -= len(own) - len(kept)
         leaving = wanted[~np.isin(wanted, own[is_fixed])][: max(0, excess)]
         if excess > len(leaving):
@@ -490,7 +490,7 @@ class Evictor:
         aside = np.union1d(placement.aside, np.setdiff1d(own, held, assume_unique=True))
         return Placement(held, recalled, aside, wanted[~np.isin(wanted, leaving)])
 
-    def _keep_required_and(
+    def _keep_with_required(
         self, positions: Positions, is_required: NDArray[np.bool_], max_kept: int
     ) -> Positions:
         """The required tokens at `positions` [n], and others up to `max_kept` in all."""

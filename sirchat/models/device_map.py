@@ -251,7 +251,7 @@ def _parse_device(value: object, where: str) -> DeviceOrDisk:
 
 
 def _placed_modules(module: nn.Module, layers: list[str]) -> Iterator[str]:
-    """Yield the names of the parts that get a device: layers, and modules with weights beside them.
+    """Yield the names of parts that get a device: layers, and modules with weights beside them.
 
     Raises ModelError if a module that contains a layer has weights or buffers of its own.
     """

@@ -307,7 +307,6 @@ def tokenizer_by_transformers(source: str, **options: Any) -> Any:
 
 
 def _stays_packed(quantize: Quantize, dtype: DtypeName, device: torch.device) -> bool | None:
-    """Whether a GGUF file's weights stay packed; None if that depends on the file."""
     if quantize == "auto" and dtype == "auto":
         return None if device.type != "cpu" or int4_block_rows() else False
     return quantize == "packed"

@@ -437,7 +437,6 @@ class LoadedModel:
 
     @contextmanager
     def _collect(self, encoder_output: EncoderOutput | None) -> Iterator[None]:
-        """Fill `encoder_output` with the vectors of ids that are read within the block."""
         is_wanted = encoder_output is not None and encoder_output.is_wanted
         with record_states(self.module, self.encoder.layers if is_wanted else ()) as states:
             yield

@@ -198,7 +198,6 @@ class MessageSerializer(ReplySerializer):
             yield _event("content_block_stop", index=self._index)
 
     def _begin_block(self, kind: str, block: dict[str, Any]) -> Iterator[str]:
-        """Begin a block, unless one of this kind is open."""
         if not kind or kind != self._open:
             yield from self._end_block()
             self._index, self._open = self._index + 1, kind

@@ -236,10 +236,7 @@ class ChatServer:
         return History.of(system, chat.turns, tools_json, name)
 
     def _profile_for_ask(self, ask: AskFields) -> Profile:
-        """The settings that `sirchat ask` sends with its question, and the model's defaults.
-
-        Raises RequestError if a setting would need the model to be loaded in another way.
-        """
+        """The settings of `sirchat ask`; raises RequestError if they need another loaded model."""
         try:
             profile = Profile(**ask.settings)
         except ValidationError:

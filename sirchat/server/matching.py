@@ -199,10 +199,8 @@ class _Edit:
         return [*parts, KeptTurn(0, rows[len(old_ids) - tail :])] if tail else parts
 
     def _left_out_turns(self, turns: range, new_messages: range) -> list[KeptTurn | ReadTurns]:
-        """The turns that only recall may use, because no new messages replace them.
-
-        Excludes tokens that other messages reuse, and messages that are in the request.
-        """
+        """The turns that only recall may use, because no new messages replace them."""
+        # Without tokens that other messages reuse, and messages that are in the request.
         session, marks = self._session, self._conversation.marks
         left_out = {turn for turn in turns if session.turns[turn].is_left_out}
         old_messages = [i for i, turn in enumerate(self._numbers) if turn in turns]

@@ -154,7 +154,6 @@ class OllamaSerializer(ReplySerializer):
         return {"model": self._model, "created_at": now, "message": message, "done": False}
 
     def _end_fields(self, end: ReplyEnd) -> dict[str, Any]:
-        """The fields that only the last object has."""
         return {
             "done": True,
             "done_reason": "length" if end.finish == "length" else "stop",

@@ -188,11 +188,9 @@ class ConversationPool:
     def _rewind(
         self, conversation: ServedConversation, history: History, shared: int
     ) -> ServedConversation | None:
-        """A conversation that has read exactly the first `shared` messages of `history`.
-
-        Further messages are undone in a copy, so that both branches can be continued; for another
-        reply, in `conversation` itself. None if undo is not possible.
-        """
+        """A conversation with only the first `shared` messages of `history`; None if impossible."""
+        # Further messages are undone in a copy, so that both branches can be continued; for another
+        # reply, in `conversation` itself.
         if shared == len(conversation.roles):
             conversation.is_branch = False
             return conversation
@@ -225,11 +223,8 @@ class ConversationPool:
         return copy or conversation
 
     def _find_editable(self, history: History, max_chars: int) -> ServedConversation | None:
-        """The conversation that has read most of `history`, even with other messages between.
-
-        None if more than `max_chars` are left to read. A copy, if the client goes on from before
-        the last question. Raises BusyError if the conversation is in use.
-        """
+        """A conversation to edit for `history`, with at most `max_chars` left to read, or None."""
+        # A copy if the client goes on from before the last question, perhaps with both.
         best, reused = None, dict[int, int]()
         for each in self._newest_first:
             pairs = matched(each, history) if history.may_use(each.name) else {}
@@ -302,10 +297,7 @@ class ConversationPool:
         return conversation
 
     def _load(self, saved: SavedConversation) -> ServedConversation | None:
-        """Load a conversation from disk; None if its file can't be used.
-
-        Raises BusyError if memory has no room for it.
-        """
+        """Load from disk; None if the file can't be used; raises BusyError if memory is full."""
         if not self._make_room():
             raise BusyError
         assert self._disk is not None
@@ -315,10 +307,7 @@ class ConversationPool:
         return loaded
 
     def _make_room(self, besides: ServedConversation | None = None) -> bool:
-        """If memory is full, unload the conversation used longest ago; False if none can leave.
-
-        Busy conversations and `besides` do not leave.
-        """
+        """Unload an idle conversation, but not `besides`, if memory is full; False if none can."""
         return len(self._in_memory) < self.limit or self._unload_oldest(besides)
 
     def _unload_oldest(self, besides: ServedConversation | None = None) -> bool:

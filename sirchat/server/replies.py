@@ -95,11 +95,8 @@ class ReplyGenerator:
                 raise
 
     def _go_back(self, *, is_retry: bool) -> Generator[None, None, int]:
-        """Keep those messages of the conversation that the request has, too, and no others.
-
-        Reads new messages between them; if no message can stay, the conversation begins anew.
-        Returns how many tokens are not read again.
-        """
+        """Keep only messages that the request has; returns how many tokens are not read again."""
+        # New messages between them are read; if no message can stay, the conversation begins anew.
         conversation, session, history = self._conversation, self._session, self._history
         goes_back = conversation.full_history is not None and not is_retry
         if goes_back and not conversation.undo_to(len(history.messages) - 1):
@@ -125,7 +122,6 @@ class ReplyGenerator:
         return cached - len(session.ledger.left_out)
 
     def _begin_anew(self) -> None:
-        """Forget all messages, and read the system prompt of the request."""
         conversation, session = self._conversation, self._session
         profile = session.profile.model_copy(update={"system": self._history.system})
         session.note_profile(profile)
@@ -148,10 +144,7 @@ class ReplyGenerator:
         return True
 
     def _reply(self, cached: int, allowed: TokenFilter | None, *, is_retry: bool) -> Parts:
-        """Read the last message, unless it `is_retry`, and reply.
-
-        `cached` tokens had been read before this request.
-        """
+        """Read the last message, unless it `is_retry`, and reply; `cached`: tokens read before."""
         conversation, session, options = self._conversation, self._session, self._options
         role, question = self._history.messages[-1]
         text, ids = _stored_text_and_ids(session, role, question)
@@ -193,8 +186,6 @@ class ReplyGenerator:
     def _generate(
         self, splitter: ReplySplitter, allowed: TokenFilter | None
     ) -> Generator[Part | Generation, StepResult | None, TurnDone]:
-        """Generate a reply; yields all its parts but the last."""
-
         def stops() -> bool:
             return self._is_cancelled() or splitter.has_ended
 
@@ -213,11 +204,9 @@ class ReplyGenerator:
 
 
 def _raise_budget(conversation: ServedConversation, history: History) -> None:
-    """Raise the budget if system prompt and tools, which are pinned, do not fit otherwise.
-
-    The limits are the model's context, and half of the free memory for the KV cache. Prompt and
-    tools that take more than half of this are not pinned. Raises RequestError if they don't fit.
-    """
+    """Raise the budget so that system prompt and tools fit; raises RequestError if impossible."""
+    # Prompt and tools are pinned, unless they take more than half of what the budget can be: the
+    # model's context, in at most half of the free memory.
     session, (role, text) = conversation.session, history.messages[0]
     max_pins = session.engine.evictor.divide_budget().max_pins
     if max_pins is None or not session.profile.pin_system or role != "user":
@@ -292,10 +281,7 @@ def _reasoning_notes(session: Session, options: ReplyOptions) -> list[str]:
 
 
 def _stored_text_and_ids(session: Session, role: str, text: str) -> tuple[str, TurnIds | None]:
-    """A message's text as the session stores it; and its ids, or None for ordinary messages.
-
-    Ids are given for calls and results, and for a first message read without its system prompt.
-    """
+    """A message's text as the session stores it; and its ids, or None for ordinary messages."""
     template = session.template
     if role == "user" and session.seen and all(turn.role == "system" for turn in session.turns):
         return text, template.opening(text, session.profile.system)[1]
@@ -328,10 +314,7 @@ def _finish_reason(done: TurnDone, calls: Sequence[ToolCall]) -> str:
 def _reply_end(
     conversation: ServedConversation, start: tuple[int, int], done: TurnDone, cached: int
 ) -> ReplyEnd:
-    """Make the end of a reply.
-
-    `start`: tokens seen, and held, when the reply began; `cached` tokens were not read again.
-    """
+    """`start`: tokens seen, and held, when the reply began; `cached` ones were not read again."""
     seen, held = start
     ledger, left_out = conversation.session.ledger, len(conversation.session.ledger.left_out)
     is_thinking = (ledger.column("flags") & np.uint8(Flag.THINKING)) > 0

@@ -133,7 +133,6 @@ class ReplyThread:
         self._conversations.end()
 
     def _wait(self) -> bool:
-        """Wait until the thread has something to do; returns False if it must end."""
         with self._changed:
             while not (self._running or self._may_begin or self._calls or self._is_ending):
                 self._changed.wait()
@@ -189,10 +188,7 @@ class ReplyThread:
                 self._advance(reply, result)
 
     def _advance(self, reply: WaitingReply, result: StepResult | None = None) -> None:
-        """Continue a reply with a step's `result` until its next step, and send its parts.
-
-        Also stops after each chunk of a message.
-        """
+        """Continue a reply with a step's `result`, up to its next step or message chunk."""
         assert reply.parts is not None
         while True:
             try:

@@ -401,13 +401,11 @@ class _Turn:
 
 
 def _merged_turns(messages: Sequence[ChatMessage]) -> list[_Turn]:
-    """Turn the messages after the system prompt into turns: user, reply, tool results.
-
-    A later system message becomes part of the next user turn; replies in a row become one. Missing
-    user turns, at the start or after a last reply, are empty; an empty last reply is dropped. Names
-    stand before texts. A tool result before any call is the user's; a call without a result gets an
-    empty one.
-    """
+    """Turn the messages after the system prompt into turns: user, reply, tool results."""
+    # A later system message is a part of the next user turn; replies in a row are one. A missing
+    # user turn, at the start or after a last reply, is empty; an empty last reply is none. Names
+    # stand before texts. A tool result before any call is the user's; a call without a result has
+    # an empty one.
     names = {message.name for message in messages if message.role == "assistant"}
     turns = list[_Turn]()
     tool_names = dict[str | None, str]()  # the tools called, by the id of the call

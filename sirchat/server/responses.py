@@ -212,7 +212,6 @@ def _kind_of_tool(tool: Any) -> str:
 
 
 def _qualified_name(namespace: str | None, name: str) -> str:
-    """The name by which the model calls a function of a namespace."""
     return f"{namespace}.{name}" if namespace else name
 
 
@@ -356,7 +355,6 @@ class ResponsesSerializer(ReplySerializer):
             yield self._event(f"response.{kind}.delta", **place, delta=text, **_EXTRA_FIELDS[kind])
 
     def _end_text(self, kind: str, status: str) -> Iterator[str]:
-        """End the output item of the reasoning or the answer, if it has begun."""
         if kind in self._open:
             place, text = self._open.pop(kind)
             index, part = place["output_index"], _text_part(kind, text)

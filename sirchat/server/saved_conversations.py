@@ -228,10 +228,7 @@ class SavedConversations:
         return None if saved is None else saved.file.result()
 
     def _read_folder(self) -> list[SavedConversation]:
-        """The entries of this model's conversations in the folder; the last changed is at the end.
-
-        Leaves out damaged files, and files that another process has open.
-        """
+        """This model's conversations in the folder, except damaged or open ones, oldest first."""
         entries, model = [], (self._model.precision, model_fingerprint(self._model))
         for path in sorted(self._folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime):
             try:

@@ -90,10 +90,8 @@ class TokenTexts:
     def _join(
         self, ids: Sequence[int], positions: Sequence[int], texts: list[str], start: int
     ) -> int:
-        """Give the character that several tokens make to the first of them, at `start`.
-
-        Returns the number of these tokens; returns 1, and changes nothing, if some are missing.
-        """
+        """Give a character to its first token, at `start`; returns the number of its tokens."""
+        # 1, and nothing is changed, if some of its tokens are missing.
         for end in range(start + 2, min(start + _MAX_CHARACTER_TOKENS, len(ids)) + 1):
             if positions[end - 1] != positions[start] + end - 1 - start:
                 break

@@ -188,10 +188,7 @@ class ToolTemplate(Template):
     def _called(
         self, reply: Message, results: Sequence[Message] = ()
     ) -> tuple[list[int], list[int] | None, list[int]]:
-        """The ids of a reply that calls tools, of its closing, and of what follows.
-
-        The closing is as in `TurnIds`. By default, the results are stubs.
-        """
+        """The ids of a reply with calls, its closing (as in `TurnIds`), and of what follows."""
         results = results or [_result(call) for call in reply["tool_calls"]]
         chat = self._render([STUB_QUESTION, reply, *results], prompt=True)
         asked = self._render([STUB_QUESTION], prompt=True)
@@ -218,7 +215,6 @@ class ToolTemplate(Template):
             return self._after_reply(messages)
 
     def _as_wanted(self, calls: Sequence[Message]) -> list[Message]:
-        """Turn the calls' arguments into text if the template needs that."""
         found = list[Message]()
         for call in calls:
             function = call["function"]
@@ -239,10 +235,8 @@ class ToolTemplate(Template):
         return Counter(i for i in ids if i in self._control)
 
     def _without_controls(self, value: Any) -> Any:
-        """A copy of `value` in which `_NEUTRAL_TEXT` replaces each text with a control token.
-
-        Raises ModelError if a key has a control token, because keys reach the template unchanged.
-        """
+        """Replace texts that have control tokens; raises ModelError if a key has one."""
+        # The template gets keys as they are, without marks.
         if isinstance(value, dict):
             if any(self._has_control(name) for name in value):
                 raise ModelError("a name in a tool or in its arguments has a control token")

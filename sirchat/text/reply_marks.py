@@ -188,10 +188,8 @@ def find_marks(
 
 
 def _text_at_end(between: str) -> str:
-    """The text that ends a reply, if no control token stands `between` the reply and a question.
-
-    Such as `<|im_end|>` in a vocabulary that has no such token, or a line `### Instruction:`.
-    """
+    """The text that ends a reply, if no control token stands `between` reply and question."""
+    # Such as `<|im_end|>` in a vocabulary without this token, or a line `### Instruction:`.
     line = between.strip().partition("\n")[0].rstrip()
     if CONTROL.search(between) or not (mark := _TEXT_AT_END.match(line)):
         return ""

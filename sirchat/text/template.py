@@ -287,7 +287,6 @@ class Template:
 
     @cached_property
     def _followed(self) -> list[int]:
-        """The ids after a reply's text, if another question follows."""
         return self._after_answer(self._render([*STUB_HISTORY, STUB_QUESTION], prompt=True))
 
     @cached_property
@@ -297,10 +296,9 @@ class Template:
     def _after_header(
         self, ids: list[int] | None, content: str, header: list[int] | None
     ) -> TurnIds:
-        """The ids of a given reply after the part `header` of its header, which was read before.
-
-        If no `ids` fit, as where one token spans the end of the header, the text is read alone.
-        """
+        """The ids of a given reply after the part `header` of its header, which was read before."""
+        # Without ids that fit, such as where one token has letters of header and text, the text is
+        # read alone.
         read = self._prompt[0] if header is None else header
         usual = self._replies[0][: prefix_length(*self._replies)]
         if ids is not None and ids[: len(read)] == read:
@@ -344,10 +342,8 @@ class Template:
 
     @property
     def _openers(self) -> set[int]:
-        """Control tokens that begin a turn, or stand between a user's text and the reply.
-
-        Of the tokens before a text, only the first counts: the others may also occur in replies.
-        """
+        """Control tokens that begin a turn, or stand between a user's text and the reply."""
+        # Of those before a text only the first: the others may also occur in replies.
         known = self._tokenizer.added_tokens_decoder
         user, system = self.user_turn(QUESTION_TEXT), self.system_turn(QUESTION_TEXT)
         headers = [turn.ids[: turn.content[0]] for turn in (user, system)]
@@ -487,11 +483,9 @@ class Template:
     def _find_content(
         self, ids: list[int], role: Role, others: Sequence[list[int]], content: str
     ) -> TurnIds:
-        """Find which `ids` of a turn are those of the text, of `role`, and which the template's.
-
-        `others` are the same turn with other texts: ids with which all begin or end are the
-        template's. If the template makes control tokens of the text, `content` is read alone.
-        """
+        """Find which `ids` of a turn are those of the text, of `role`, and which the template's."""
+        # `others` are the same turn with other texts: ids with which all begin or end are the
+        # template's. If the template makes control tokens of the text, `content` is read alone.
         if self._has_made_controls(ids, others):
             turn = self._find_content(others[0], role, others[1:], content)
             return _replaced(turn, turn.content, self.as_text(content), role)
@@ -518,10 +512,7 @@ class Template:
         return replace(block, content=(0, len(block.ids) - len(self._round_end))), rest
 
     def _first_turn_ids(self, system: str | None, content: str, shown: bool) -> list[int]:
-        """The ids of the system prompt, if any, and of the first user turn.
-
-        `shown` says whether the template gets the system prompt; if not, it stands before the text.
-        """
+        """The ids up to the first user turn; a prompt that is not `shown` stands in its text."""
         if not shown:
             return self._render([_message("user", f"{system}\n\n{content}")], prompt=True)
         before = [_message("system", system)] if system else []

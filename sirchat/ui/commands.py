@@ -122,7 +122,6 @@ class Commands:
 
     @classmethod
     def names(cls) -> list[str]:
-        """Names of all slash commands and of their aliases, without the slash."""
         return [*_load_help()["commands"], *_ALIASES]
 
     @classmethod
@@ -428,7 +427,6 @@ def _draw_command_names() -> RenderableType:
 
 
 def _draw_command(name: str, quiet: Style) -> RenderableType:
-    """Draw all that is known of a command; its example has the style `quiet`."""
     arguments, description = Commands.help_of(name)
     aliases = ", ".join(f"/{alias}" for alias, target in _ALIASES.items() if target == name)
     also = f" (also {aliases})" if aliases else ""

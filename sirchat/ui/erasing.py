@@ -74,7 +74,6 @@ class EraseCommand:
         self._screen.note("after that, /undo must read the chat again; to confirm: /erase --yes")
 
     def _erase(self, target: str, *, everywhere: bool) -> None:
-        """Erase from cache, archive and saved chat, and then from the typed lines."""
         session = self._session
         telling = self._telling_words(target)
         turn = self._target_turn(target)
@@ -135,7 +134,6 @@ class EraseCommand:
         return [n for n, text in enumerate(texts) if pattern.search(text)]
 
     def _line_matcher(self, target: str, *, everywhere: bool) -> Callable[[str], bool]:
-        """Make a function that says whether a typed line must be erased."""
         turns = self._session.turns
         of_this_chat = {turn.text.strip() for turn in turns if turn.role == "user"}
         of_this_chat |= self._history.new_lines | set(map(escape_message, of_this_chat))
@@ -172,7 +170,6 @@ class EraseCommand:
             return []
 
     def _count_typed_lines(self, target: str) -> tuple[int, int]:
-        """The numbers of typed lines that match `target`, in this chat and in other chats."""
         here, anywhere = (
             self._line_matcher(target, everywhere=everywhere) for everywhere in (False, True)
         )
@@ -197,7 +194,6 @@ class EraseCommand:
         return list(dict.fromkeys(word[0] for word in words if marks & set(range(*word.span()))))
 
     def _name_other_turns(self, telling: list[str]) -> None:
-        """After a turn was erased, print which turns still have its surprising words."""
         named = [
             f"{displayable_line(word)} in {_name_turns(turns)}"
             for word in telling
@@ -210,7 +206,6 @@ class EraseCommand:
             )
 
     def _name_branches(self, text: str) -> None:
-        """Print which other branches of this chat still have the erased text."""
         if names := self._saved_chat.branches_containing(text):
             listed = ", ".join(map(displayable_line, names))
             self._screen.note(f"it stays in branches {listed}: /switch NAME, and /erase it there")

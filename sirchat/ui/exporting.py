@@ -110,8 +110,6 @@ def osc52(text: str) -> str:
 
 
 class _ClipboardTool(NamedTuple):
-    """A program that puts its standard input on the clipboard."""
-
     command: tuple[str, ...]
     display: str = ""  # the variable that names its display; "": it uses this machine's clipboard
     encoding: str = "utf-8"

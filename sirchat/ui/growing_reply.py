@@ -127,10 +127,7 @@ class GrowingReply:
 
 
 class _GrowingPart:
-    """Reasoning or answer: text is added at its end, and taken as rows from its beginning.
-
-    `start` is the number of the reply's tokens before it.
-    """
+    """Reasoning or answer, added at its end and taken as rows; `start` tokens are before it."""
 
     def __init__(self, layout: RowLayout, *, is_reasoning: bool, start: int) -> None:
         self._layout = layout
@@ -181,10 +178,8 @@ class _GrowingPart:
         return None
 
     def _cut_positions(self, width: int, *, is_code: bool) -> Iterator[tuple[int, int]]:
-        """Yield positions to try for a cut: the end of the first part, and the start of the second.
-
-        They are behind the last lines of the text's first half, or where its last row begins.
-        """
+        """Yield positions to try for a cut: the first part's end, and the second part's start."""
+        # Behind the last lines of the text's first half, or where its last row begins.
         half = self.text[: len(self.text) // 2].rstrip()
         line_ends = [match.span() for match in re.finditer(r"\n+", half)]
         if not is_code:  # a line that is indented belongs to an item of a list

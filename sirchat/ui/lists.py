@@ -140,7 +140,6 @@ class SessionLines:
 
 
 def draw_sessions(chats: SessionLines, width: int) -> RenderableType:
-    """Draw a list of saved chats; each line is cut to `width` cells."""
     return Group(
         *(
             Text.assemble(
@@ -268,7 +267,6 @@ def describe_memory(session: Session) -> str:
 
 
 def _cut_fragments(line: Iterable[Fragment], width: int) -> list[Fragment]:
-    """The line without control characters, cut to `width` cells."""
     shown: list[Fragment] = []
     for style, text in line:
         text = cut(" ".join(displayable(text).splitlines()).replace("\t", " "), width)

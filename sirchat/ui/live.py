@@ -181,7 +181,6 @@ class LiveView:
         return self._pacer.is_due() or self._screen.console.size != self._size
 
     def _draw_frame(self) -> None:
-        """Draw a frame, and compute when the next one is due."""
         start, written = time.perf_counter(), self._screen.bytes_written
         self._draw()
         self._pacer.record_frame(time.perf_counter() - start, self._screen.bytes_written - written)
@@ -292,6 +291,5 @@ class FramePacer:
         return time.monotonic() >= self._due_time
 
     def record_frame(self, seconds: float, size: int) -> None:
-        """Record that a frame of `size` bytes was drawn in `seconds`."""
         wait = max(self._seconds, size / MAX_BYTES_PER_SECOND, seconds / MAX_TIME_SHARE)
         self._due_time = time.monotonic() + wait

@@ -97,10 +97,8 @@ def _emphasis(state: StateInline, silent: bool) -> bool:
 
 
 def _flanks(text: str, start: int, end: int) -> tuple[bool, bool]:
-    """Whether emphasis can begin, and whether it can end, with the marks `text[start:end]`.
-
-    Marks of another kind beside them are skipped.
-    """
+    """Whether emphasis can begin, and whether it can end, with the marks `text[start:end]`."""
+    # Marks of another kind beside them are skipped.
     while start and text[start - 1] in "*_~":
         start -= 1
     while end < len(text) and text[end] in "*_~":

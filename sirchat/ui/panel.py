@@ -183,7 +183,6 @@ def _title(snapshot: Snapshot) -> str:
 
 
 def _fill_line(snapshot: Snapshot, theme: Theme, width: int) -> Text:
-    """A bar that shows how full the cache is, and as many token counts as fit."""
     counts = [
         f"{snapshot.resident:,}/{snapshot.budget:,} held",
         f"{snapshot.seen:,} seen",
@@ -313,7 +312,6 @@ def _with_gaps(words: Iterable[_Word], snapshot: Snapshot, theme: Theme) -> Iter
 
 
 def _recalled_sentences(snapshot: Snapshot) -> list[str]:
-    """The recalled sentences, with the most tokens first, and who said each."""
     speakers = {share.index: ROLE_NAMES.get(share.role, share.role) for share in snapshot.turns}
     return [
         f'{speakers.get(turn.turn, "")}{restored_from_bits(turn.bits)}: "{turn.text}"'.lstrip(": ")

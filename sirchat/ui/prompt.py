@@ -182,7 +182,6 @@ class Prompt:
                 return replace(line, is_stopped=is_stopped, pasted_at_signs=at_signs)
 
     def edit(self, text: str) -> str:
-        """Let the user change `text`; returns "" if the user cancels."""
         self._reset()
         self._is_editing = True
         try:
@@ -522,8 +521,6 @@ def _silence_signal_tracebacks() -> None:
 
 
 class _ControlCharFilter(Processor):
-    """Shows a dot in place of each control character of the typed text."""
-
     def apply_transformation(self, transformation_input: TransformationInput) -> Transformation:
         shown: list[tuple[str, str]] = []
         for style, text, *_ in transformation_input.fragments:

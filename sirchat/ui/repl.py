@@ -180,7 +180,6 @@ class Chat:
         return True
 
     def _ask_whether_to_leave(self) -> bool:
-        """Ask once whether to leave the chat; returns True for y, yes or Ctrl-D."""
         self._has_asked_to_leave = True
         self._screen.note("leave? (y/n)")
         answer = self._prompt.read()
@@ -239,7 +238,6 @@ class Chat:
         return self._prompt.edit(text)
 
     def _summarize(self) -> None:
-        """Summarize the chat, show the summary, and pin it, unless the user drops it."""
         text = ""
 
         def summarize(_: Interrupted) -> Iterator[Event]:
@@ -283,7 +281,6 @@ class Chat:
     def _run_turn(
         self, run: Callable[[Interrupted], Iterator[Event]], is_stopped: bool = False
     ) -> None:
-        """Show the events that `run` yields, until the user stops it."""
         self._model_switching.drop_previous_session()
         self.tools.is_stopped, start = False, monotonic()
         self._keyboard.set_bracketed_paste(True)

@@ -197,7 +197,7 @@ def _replay_switch(
 
 
 class _Dialogue:
-    """Prints the dialogue to stdout, as text that can be replayed, and notes to stderr.
+    """Prints a dialogue that can be replayed to stdout, and notes to stderr.
 
     If the screen is quiet, only replies and notices are printed.
     """

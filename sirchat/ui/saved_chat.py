@@ -126,7 +126,6 @@ class SavedChat:
             self._autosave.close_without_saving()
 
     def print_resume_command(self) -> None:
-        """After `close`, print how to resume the chat, if it is saved."""
         is_saved = self._session.profile.save and not self._last_error
         if is_saved and self._autosave.id and self._screen.is_interactive:
             self._screen.remark(f"to continue this chat: {self._resume_command}")
@@ -299,7 +298,6 @@ class SavedChat:
         self._screen.page(Group(*messages, draw_sessions(chats, self._screen.width)))
 
     def _find_messages(self, words: str) -> list[Text]:
-        """A line for each message that has all words, which are highlighted."""
         lines, max_chars = list[Text](), max(24, self._screen.width - 24)  # a role stands before
         for role, turn in zip(self._session.state.roles, self._session.turns, strict=True):
             text = " ".join(displayable_line(turn.text).split())
@@ -378,7 +376,6 @@ class SavedChat:
         return f"sirchat --resume={shlex.quote(self._autosave.name or self._autosave.id)}"
 
     def _report_saved(self) -> None:
-        """Save the KV cache, and print how to find the chat."""
         autosave, has_kv = self._autosave, False
         if not autosave.id:
             self._screen.note("the chat is still empty; it will be saved after the first reply")

@@ -85,7 +85,6 @@ class Screen:
 
     @property
     def is_dumb(self) -> bool:
-        """Whether the terminal supports no escape sequences."""
         return self.console.is_dumb_terminal
 
     @property
@@ -99,7 +98,6 @@ class Screen:
 
     @property
     def bytes_written(self) -> int:
-        """Number of bytes that were written to the stream for replies."""
         return self._out.bytes_written
 
     @property
@@ -219,8 +217,6 @@ def _show_in_pager(text: str) -> bool:
 
 
 class _CountingStream:
-    """Wraps an output stream; `written` is the number of bytes written to it."""
-
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self.bytes_written = 0

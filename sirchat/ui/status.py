@@ -102,7 +102,6 @@ def describe_recalled(recall: Recall, seen: int) -> str:
 
 
 def continue_hint(finish: Finish, profile: Profile) -> str:
-    """A hint for a reply that was cut, except by the user; else ""."""
     limit = f"/set max_new_tokens {2 * profile.max_new_tokens} allows longer replies"
     ways = {"length": limit, "loop": "/set stop_loops off lets replies repeat themselves"}
     return f"/continue goes on with the reply; {ways[finish]}" if finish in ways else ""

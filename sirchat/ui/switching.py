@@ -140,7 +140,6 @@ class Switching:
         self._screen.note(f"{size}; {_describe_held(session)}; /pin keeps words")
 
     def _text_of(self, positions: Sequence[int]) -> str:
-        """The text of the tokens at these stream positions, with … at each gap."""
         spans = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1)
         texts = ["".join(row.text for row in self._session.tokens(list(s))) for s in spans]
         text = " … ".join(text.strip(" \n\ufffd") for text in texts)  # half a character

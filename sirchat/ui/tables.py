@@ -125,7 +125,6 @@ def draw_recalled_turns(
 
 
 def _text_with_gaps(rows: Iterable[TokenRow]) -> str:
-    """The text of tokens, with … where others are missing between them."""
     text, next_position = "", None
     for row in rows:
         text += row.text if row.position == next_position else f" … {row.text}"

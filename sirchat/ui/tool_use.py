@@ -132,7 +132,6 @@ class ToolUse(Toolbox):
         self._screen.note(f"{pluralize(len(names), 'tool')} turned off")
 
     def _list_tools(self, server: str) -> list[ChatTool]:
-        """All tools of a server; starts the server if necessary."""
         if not (self._is_script or self._tool_servers.is_running(server)):
             self._screen.note(f"starting the server {server}")
         # At first the keys are for the prompt.

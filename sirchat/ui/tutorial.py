@@ -236,7 +236,6 @@ class _Tutorial:
         self._screen.show(Text(f"\n── {title} ──", self._screen.theme.empty))
 
     def _explain(self, text: str) -> None:
-        """Print an explanation, with a bar at the left of each line."""
         screen = self._screen
         width = min(screen.width - 3, _MAX_COLUMNS)
         for row in Text(text).wrap(screen.console, width):

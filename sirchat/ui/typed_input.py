@@ -98,8 +98,6 @@ def open_history(warn: Callable[[str], None], *, is_persistent: bool = True) -> 
 
 
 class TypedHistory(History):
-    """The lines typed at the prompt, in this chat and in earlier ones."""
-
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)  # of the other base class
         self.new_lines: set[str] = set()  # since the program began

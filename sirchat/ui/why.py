@@ -172,7 +172,6 @@ def _describe_related(
     shared_words: Sequence[str],
     paid: AttentionPaid,
 ) -> str:
-    """Say whether the reply could use the tokens `ranks` of an earlier, similar turn."""
     text = shorten(displayable_line(session.turns[turn].text), _MAX_QUOTED_CHARS)
     whose = "Your" if session.turns[turn].role == "user" else "The model's"
     shares = f"which shares {_quote_words(shared_words[:2])} with your message"

@@ -147,10 +147,7 @@ def _read_words(blocks: Tensor, start: int, end: int, run: int = 32) -> Tensor:
 
 
 def _split_bits(words: Tensor, width: int, to: int = 0) -> Tensor:
-    """Cut each byte into fields of `width` bits, lowest first; each field moves to bit `to`.
-
-    The result is uint8 [b, runs, 8 / width, run].
-    """
+    """Cut bytes into `width`-bit fields, moved to bit `to`: uint8 [b, runs, 8 / width, run]."""
     moved = [words >> bit - to if bit > to else words << to - bit for bit in range(0, 8, width)]
     mask = ((1 << width) - 1 << to) * _ONES
     return torch.stack(moved, 2).bitwise_and_(mask).view(torch.uint8)

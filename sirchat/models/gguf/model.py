@@ -271,7 +271,6 @@ def _has_packed_experts(name: str, file: GgufFile) -> bool:
 
 
 def _max_packed_bytes(file: GgufFile) -> int:
-    """An upper bound for the bytes that all packed layers of a GGUF file take in memory."""
     size = 0
     for name, tensor in file.tensors.items():
         if len(tensor.shape) > 1 and BLOCKS[tensor.type][1] > 1:

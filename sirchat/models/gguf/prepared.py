@@ -228,7 +228,6 @@ class _StoredModule:
 
 
 def _restore_module(manifest: Mapping[str, Any], tensors: list[Tensor], dtype: torch.dtype) -> Any:
-    """Make the module that a manifest describes, with these tensors."""
     module = empty_module(manifest["values"], dtype)
     for name, number in manifest["plain"].items():
         set_weight(module, name, tensors[number])

@@ -82,10 +82,7 @@ def add_rotated_fraction(values: dict[str, Any], file: GgufFile, size: int) -> N
 
 
 def _read_scaling(file: GgufFile, arch: Architecture, is_long: bool) -> dict[str, Any]:
-    """The header's scaling as parameters of transformers; empty if there is none.
-
-    `is_long` means that the file has tensors with factors for long texts.
-    """
+    """The header's scaling for transformers; `is_long`: the file has factors for long texts."""
     settings, can_scale = file.settings, arch.rope_config and not arch.config_tensors
     kinds = ("longrope",) if is_long else ("linear", "none", *(("yarn",) if can_scale else ()))
     kind = settings.get("rope.scaling.type", kinds[0])

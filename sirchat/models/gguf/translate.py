@@ -185,7 +185,6 @@ def _refuse_odd_tokenizer(metadata: Mapping[str, Any]) -> None:
 
 
 def _add_settings(values: dict[str, Any], file: GgufFile, arch: Architecture) -> None:
-    """Add the header's settings to the config's `values`."""
     layers = _count_layers(file, arch)
     names = {**CONFIG_NAMES, **arch.config_names, **arch.optional_names}
     read_elsewhere = (
@@ -217,7 +216,6 @@ def _add_settings(values: dict[str, Any], file: GgufFile, arch: Architecture) ->
 
 
 def _add_layer_types(values: dict[str, Any], file: GgufFile, arch: Architecture) -> None:
-    """Add the type of each layer, which follows from its number of key heads in the header."""
     key, heads = "attention.head_count_kv", file.settings["attention.head_count_kv"]
     is_list = isinstance(heads, list) and len(heads) == _count_layers(file, arch) and any(heads)
     file.require(is_list and all(map(is_count, heads)), key, "a number for each layer")
@@ -277,7 +275,6 @@ def _add_head_size(values: dict[str, Any], file: GgufFile, arch: Architecture) -
 
 
 def _add_sizes_by_layer(values: dict[str, Any], file: GgufFile) -> None:
-    """Add Gemma 4's config values for the sizes of each layer."""
     settings, layers = file.settings, values["num_hidden_layers"]
     slides = settings["attention.sliding_window_pattern"]
     is_pattern = isinstance(slides, list) and len(slides) == layers and slides[-1] is False
