@@ -161,9 +161,10 @@ class Template:
         return self._anchored(turn, content)
 
     def followed_by(self, turn: TurnIds, role: str | None) -> TurnIds:
-        """Cut a user's `turn` for a given message of this role, or None for a generated reply.
+        """A user's `turn` as it stands before a given message of `role`; None means a generated
+        reply.
 
-        Given replies may lack the end of the generation prompt, such as a mark of reasoning.
+        The end of the generation prompt, such as a mark of reasoning, may precede no given reply.
         """
         prompt, common = self._prompt
         start, is_user = len(turn.ids) - len(prompt), role in ("user", "tool")

@@ -213,7 +213,7 @@ class CallParser:
         return None
 
     def _ends_before_unknown(self) -> bool:
-        """Whether the waiting call has an unknown argument; the known ones are then added."""
+        """Whether the waiting call has an unknown argument; if so, adds the call without it."""
         written = self._waiting.lstrip().removeprefix(CALL_OPEN)
         named = re.match(r'\s*\{"name": "([\w-]+)"', written) if self._known_arguments else None
         if named is None or named[1] not in self._known_arguments:

@@ -217,7 +217,7 @@ class WordWrapper:
         return "".join([self._place(part, width) for part in _WORD_OR_SIGN.findall(text)])
 
     def _place(self, part: str, width: int) -> str:
-        """Part of a word; if it does not fit, the whole word begins the next row."""
+        """What to write for a part of a word; a word that does not fit begins the next row."""
         if part == "\n":
             self._is_code ^= self._line.lstrip(" >").startswith(_FENCES)
             self._line, self._word, self._column = "", "", 0
