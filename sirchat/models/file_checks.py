@@ -49,7 +49,7 @@ def refuse_other_kind(path: Path, beginning: bytes) -> None:
 
 
 def refuse_trailing_zeros(path: Path, data: mmap.mmap, tensors: Iterable[TensorSpan]) -> None:
-    """Raise ModelError if a file ends in zeros from the end of its last matrix on."""
+    """Raise ModelError if the last 16th of the last matrix, and all after it, is zeros."""
     last = max(
         (one for one in tensors if len(one.shape) > 1), key=lambda one: one.start, default=None
     )

@@ -54,7 +54,10 @@ def require_available(name: str) -> None:
 
 
 def must_use_cache(name: str) -> bool:
-    """Whether the hub can't provide a model; raises ModelError if the cache does not have it."""
+    """Whether a model must be loaded from the cache, because the hub can't be asked or lacks it.
+
+    Raises ModelError if it is not in the cache either.
+    """
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError
 

@@ -166,7 +166,7 @@ def _attend(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NORMED: tl.constexpr,
     SCORED: tl.constexpr, QUERIES: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One split of the slots in one key head; the last split also writes the new row."""
+    """One split of the slots in one key head; the split with the new row also writes it."""
     h, s, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n = tl.load(lengths + b)  # the new row's slot
     first = s * SPLIT

@@ -226,7 +226,7 @@ class _Edit:
 
 
 def _roles_for_neighbours(roles: Iterable[str]) -> list[str]:
-    """The role of each message as its neighbours see it, and "" beyond the end."""
+    """The role of each message as its neighbours see it, and "" for both ends."""
     return [*(_ROLE_FOR_NEIGHBOURS.get(role, role) for role in roles), ""]
 
 

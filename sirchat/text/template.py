@@ -161,8 +161,8 @@ class Template:
         return self._anchored(turn, content)
 
     def followed_by(self, turn: TurnIds, role: str | None) -> TurnIds:
-        """A user's `turn` as it stands before a given message of `role`; None means a generated
-        reply.
+        """A user's `turn` as it stands before a given message of `role`, or, for None, a generated
+        one.
 
         The end of the generation prompt, such as a mark of reasoning, may precede no given reply.
         """

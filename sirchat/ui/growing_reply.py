@@ -162,7 +162,7 @@ class _GrowingPart:
         return final, below[-height:]
 
     def _cut(self, rows: list[str], width: int) -> tuple[str, str] | None:
-        """Cut the text before its middle so that both parts have the same `rows`; else None."""
+        """Cut the text, before its middle, in parts whose rows together are `rows`; else None."""
         text = self.text
         if text.lstrip().startswith("|"):  # the columns of a table depend on all rows
             return None
