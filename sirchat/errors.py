@@ -126,10 +126,7 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def panic_as_model_error(what: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
-    """Decorator: raises ModelError where the library `tokenizers` panics, as it does in Rust.
-
-    The message is `what` and the problem.
-    """
+    """Decorator: raises ModelError, with `what` and the problem, where `tokenizers` panics."""
 
     def decorate(function: Callable[P, Result]) -> Callable[P, Result]:
         @wraps(function)

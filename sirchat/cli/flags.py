@@ -35,10 +35,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 
 def with_setting_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: add a flag for every setting to a command.
-
-    The command gets, as `flags`, a dictionary of the settings that the user gave, by name.
-    """
+    """Decorator: add a flag for every setting; the command gets these, by name, as `flags`."""
     setting_parameters = _flag_parameters()
 
     def run(**values: Any) -> Any:
@@ -205,10 +202,7 @@ def _settings_option(*names: str, **options: Any) -> Any:
 
 
 def _metavar(annotation: Any) -> str | None:
-    """The placeholder for a flag's value in the help, such as `INT` or `ram|disk|off`.
-
-    None for a boolean setting, whose flag takes no value.
-    """
+    """The placeholder for a flag's value in the help, such as `INT`; None for a boolean."""
     kinds = typing.get_args(annotation) or (annotation,)
     if all(isinstance(kind, str) for kind in kinds):
         return "|".join(kinds)

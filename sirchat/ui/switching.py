@@ -59,23 +59,15 @@ _SETTINGS_OF_MODEL = ("budget", *SAMPLING_PARAMETERS)
 
 
 class Switching:
-    """Changes the settings and pins of a chat, and prints what has changed.
+    """Changes the settings and pins of a chat, and prints what has changed."""
 
-    `trusted_policies` (`module:Class`) may be named by profiles.
-    """
-
-    def __init__(
-        self, session: Session, screen: Screen, trusted_policies: Collection[str] = ()
-    ) -> None:
-        self._trusted_policies = trusted_policies
+    def __init__(self, session: Session, screen: Screen, trusted: Collection[str] = ()) -> None:
+        self._trusted = trusted  # policies `module:Class` that profiles may name
         self._session = session
         self._screen = screen
 
     def change_setting(self, source: str, name: str, text: str) -> None:
-        """Set a setting or an option of the policy to the value `text`; "": print its value.
-
-        Raises SettingError; the `source` is the command.
-        """
+        """Set a setting or an option of the policy to `text`; "": print its value."""
         profile = self._session.profile
         self._check_name(name)
         if not text:
@@ -87,9 +79,8 @@ class Switching:
             value = parse_value(name, text)
             if name == "policy":
                 import_typed(str(value))
-            self._switch_settings(
-                source, f"{name} is already {format_setting(value)}", **{name: value}
-            )
+            unchanged = f"{name} is already {format_setting(value)}"
+            self._switch_settings(source, unchanged, **{name: value})
 
     def change_policy(self, name: str, options: list[str]) -> None:
         """Switch to an eviction policy, with options as `NAME=VALUE`."""
@@ -109,19 +100,18 @@ class Switching:
             self._screen.note(f"profiles: {names}")
             return
         current = self._session.profile
-        trusted_policies = [*self._trusted_policies, current.policy]
-        named = load_profile(name, trusted_policies)
-        profile = resolve(name, {"trust_policy": trusted_policies}, {})
+        trusted = [*self._trusted, current.policy]
+        named = load_profile(name, trusted)
+        profile = resolve(name, {"trust_policy": trusted}, {})
         kept = {*FIXED_SETTINGS, *(key for key in _SCREEN_SETTINGS if key not in named)}
         values = {key: value for key, value in profile.model_dump().items() if key not in kept}
-        self._switch_settings(
-            "/profile", f"all settings already have the values of profile {name}", **values
-        )
+        unchanged = f"all settings already have the values of profile {name}"
+        self._switch_settings("/profile", unchanged, **values)
         for key in FIXED_SETTINGS:
             old, new = getattr(current, key), getattr(profile, key)
             if key in named and key != "description" and old != new:
-                unchanged = f"{key} stays {format_setting(old)}, not {format_setting(new)}"
-                self._screen.note(f"{unchanged}: {hint_for_fixed(key, new)}")
+                stays = f"{key} stays {format_setting(old)}, not {format_setting(new)}"
+                self._screen.note(f"{stays}: {hint_for_fixed(key, new)}")
 
     def restore(self, target: Target, *, context_tokens: int = 0) -> None:
         """Restore `target`, with so many tokens on each side, for the next message."""
@@ -129,10 +119,8 @@ class Switching:
         held_before = set(session.ledger.held_positions.tolist())
         for event in session.restore(target, context_tokens):
             self._print_event(event)
-        held, positions = (
-            set(session.ledger.held_positions.tolist()),
-            session.state.restored_by_user,
-        )
+        held = set(session.ledger.held_positions.tolist())
+        positions = session.state.restored_by_user
         num_restored = len((held - held_before).intersection(positions))
         num_set_aside = len(held_before - held)
         how = "restored" if num_restored else "held already, and stays"
@@ -303,13 +291,9 @@ class ModelSwitching:
     """
 
     def __init__(
-        self, screen: Screen, saved_chat: SavedChat, trusted_policies: Collection[str] = ()
+        self, screen: Screen, saved_chat: SavedChat, trusted: Collection[str] = ()
     ) -> None:
-        self._screen, self._saved_chat, self._trusted_policies = (
-            screen,
-            saved_chat,
-            trusted_policies,
-        )
+        self._screen, self._saved_chat, self._trusted = screen, saved_chat, trusted
         self._previous: _PreviousSession | None = None
 
     def show(self, session: Session) -> None:
@@ -331,15 +315,14 @@ class ModelSwitching:
         with loading_bar(self._screen, name) as report:
             model = self._load_model(name, session.profile, report)
             new = Session(model, self._adapt_profile(session, model, name))
-            read_again(
-                new, session.turns, pinned_text(session), session.state.unpinned_sentences, report
-            )
+            pins, unpinned = pinned_text(session), session.state.unpinned_sentences
+            read_again(new, session.turns, pins, unpinned, report)
         self._previous = _PreviousSession(session, new.profile, (new.epoch, new.erasures))
         self._replace_session(new)
         self._print_switch(session, new)
         return new
 
-    def restore_previous_session(self, session: Session) -> Session | None:
+    def go_back(self, session: Session) -> Session | None:
         """Return to the session of the previous model, with later settings; None if there is none.
 
         Raises SettingError if it can't have one of these settings.
@@ -352,22 +335,22 @@ class ModelSwitching:
         if changed:
             previous.switch("/undo", **changed)
         self._replace_session(previous)
-        self.drop_previous_session()
+        self.drop_previous()
         self._screen.note(
             f"back to {previous.model.name}, with the chat as it was; "
             f"the cache {_describe_held(previous)}"
         )
         return previous
 
-    def drop_previous_session(self) -> None:
+    def drop_previous(self) -> None:
         if self._previous is not None:
             self._previous = None
             trim_memory()
 
-    def drop_outdated_session(self, session: Session) -> None:
+    def drop_outdated(self, session: Session) -> None:
         """Drop the previous session if the user has reset `session` or erased something from it."""
         if self._previous and self._previous.stamp != (session.epoch, session.erasures):
-            self.drop_previous_session()
+            self.drop_previous()
 
     def _load_model(self, name: str, profile: Profile, report: Progress | None) -> LoadedModel:
         if self._previous is not None and self._previous.session.model.name == name:
@@ -378,8 +361,8 @@ class ModelSwitching:
         """The chat's settings, with the new model's defaults in place of the old model's."""
         profile, updates = session.profile, dict[str, Any](model=name)
         origins = dict[str, str]()
-        trusted_policies = [*self._trusted_policies, profile.policy]
-        from_user = resolve(None, {"trust_policy": trusted_policies}, os.environ)
+        trusted = [*self._trusted, profile.policy]
+        from_user = resolve(None, {"trust_policy": trusted}, os.environ)
         old, new = (with_model_defaults(from_user, m) for m in (session.model, model))
         for group in (("budget",), SAMPLING_PARAMETERS):
             if all(getattr(profile, key) == getattr(old, key) for key in group):
