@@ -1,4 +1,4 @@
-"""Runs the command `sirchat` when Python is started with `python -m sirchat`."""
+"""Runs the command `sirchat` for `python -m sirchat`."""
 
 from sirchat.cli import main
 

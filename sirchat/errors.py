@@ -98,7 +98,7 @@ def is_output_closed(error: BaseException) -> bool:
 def did_you_mean(
     name: str, allowed: Iterable[str], prefix: str = "", *, cutoff: float = 0.6
 ) -> str:
-    """The hint `did you mean X?` for a misspelt `name`; empty if no allowed name is like it.
+    """The hint `did you mean X?` for a misspelt `name`; "" if no allowed name is similar.
 
     `cutoff` is the least similarity (0 to 1); `prefix`, such as a slash, stands before X.
     """
@@ -116,7 +116,7 @@ def format_value(value: object) -> str:
 
 
 def on_one_line(text: str) -> str:
-    """A text in one line, without control characters, cut if it is too long."""
+    """A text on one line, without control characters, cut if it is too long."""
     line = _CONTROL_CHARS.sub(_escape, " ".join(text.split()))
     return line if len(line) <= _MAX_MESSAGE_CHARS else f"{line[: _MAX_MESSAGE_CHARS - 1]}…"
 

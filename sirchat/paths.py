@@ -18,7 +18,6 @@ from sirchat.errors import UsageError, format_value
 
 
 def config_dir() -> Path:
-    """The folder of the user's settings, with that of the profiles in it."""
     return _sirchat_home("config") or _platform_dir("config")
 
 
@@ -28,7 +27,7 @@ def data_dir() -> Path:
 
 
 def state_dir() -> Path:
-    """The folder of files that can be deleted without harm, such as the history of typed lines."""
+    """The folder of files that can be deleted without harm, such as the input history."""
     return _sirchat_home("state") or _platform_dir("state")
 
 
@@ -37,7 +36,6 @@ def user_profiles_dir() -> Path:
 
 
 def history_file() -> Path:
-    """The file with the history of lines typed at the prompt."""
     return state_dir() / "history"
 
 
@@ -51,7 +49,7 @@ def served_dir() -> Path:
 
 
 def server_port_file(model: str) -> Path:
-    """The file with the port of the user's server for a model, given by its name or path."""
+    """The file with the port of the user's server for a model, given by name or path."""
     name = sha256(_name_or_absolute_path(model).encode()).hexdigest()[:12]
     return state_dir() / "servers" / f"{name}.port"
 
@@ -62,44 +60,43 @@ def models_dir() -> Path:
 
 
 def encoder_files(model: str) -> tuple[Path, Path]:
-    """The two files in which a model's sentence encoder can be: of the user, of the package."""
+    """The two files that a model's sentence encoder may have: the user's, the package's."""
     file = f"{quote(_name_or_absolute_path(model), safe='')}.safetensors"
     return data_dir() / "encoders" / file, _package_dir() / "encoders" / file
 
 
 def encoder_attempts_file(model: str) -> Path:
-    """The file about the attempts to learn a model's encoder in the background."""
+    """The log of attempts to learn a model's encoder in the background."""
     return state_dir() / "encoders" / f"{quote(_name_or_absolute_path(model), safe='')}.txt"
 
 
 def archives_dir() -> Path:
-    """Where running chats store evicted tokens (setting `archive: disk`)."""
+    """The folder in which running chats store evicted tokens (setting `archive: disk`)."""
     return data_dir() / "archives"
 
 
 def compiled_dir() -> Path:
-    """The folder of compiled decode steps; what is deleted from it is compiled again."""
+    """The folder of compiled decode steps; deleted files are compiled again."""
     return state_dir() / "compiled"
 
 
 def prepared_dir() -> Path:
-    """The folder of what was prepared of GGUF files; what is deleted from it is made again."""
+    """The folder of prepared files of GGUF models; deleted files are made again."""
     return state_dir() / "prepared"
 
 
 def shipped_profiles_dir() -> Path:
-    """The folder of sirchat's own profiles: in the package or, in a source tree, beside it."""
+    """The folder of sirchat's own profiles: in the package, or beside it in a source tree."""
     packaged = _package_dir() / "profiles"
     return packaged if packaged.is_dir() else _package_dir().parent / "profiles"
 
 
 def tiny_model_dir() -> Path:
-    """The folder of the bundled model `tiny`."""
     return _package_dir() / "tiny"
 
 
 def memory_dir() -> str | None:
-    """A folder for short-lived files that is in memory, not on disk; None where there is none."""
+    """A folder in memory, not on disk, for short-lived files; None if there is none."""
     for name in (os.environ.get("XDG_RUNTIME_DIR", ""), "/dev/shm"):
         if name and os.path.isdir(name) and os.access(name, os.W_OK | os.X_OK):
             return name
@@ -107,7 +104,7 @@ def memory_dir() -> str | None:
 
 
 def with_tilde(path: Path) -> str:
-    """The path as text, with `~` for the home folder, whose name can be the user's."""
+    """The path as text, with `~` for the home folder, whose name may be the user's."""
     try:
         return f"~/{path.relative_to(Path.home())}"
     except (ValueError, RuntimeError):  # it is not in the home folder, or there is none
@@ -115,16 +112,16 @@ def with_tilde(path: Path) -> str:
 
 
 def make_private_dir(path: Path) -> Path:
-    """Make a folder and its missing parents, with mode 0700; OSError if that fails."""
+    """Make a folder and its missing parents, with mode 0700; raises OSError on failure."""
     for folder in reversed([path, *path.parents]):
         folder.mkdir(mode=0o700, exist_ok=True)
     return path
 
 
 def find_changeable_by_others(path: Path) -> Path | None:
-    """The first of the file and its folders that another user may change; None if none is.
+    """The file or the first of its folders that another user may change; None if none is.
 
-    If `path` is a link, the folder to which it leads counts, too. OSError if there is no file.
+    If `path` is a link, the folder that it leads to counts, too. Raises OSError without a file.
     """
     for place in (path, path.parent, path.resolve().parent):
         status = place.stat()
@@ -134,7 +131,7 @@ def find_changeable_by_others(path: Path) -> Path | None:
 
 
 def open_private(path: Path, mode: str) -> IO[Any]:
-    """As `open()`; a new file has mode 0600, and text is UTF-8."""
+    """Like `open()`, but a new file has mode 0600, and text is UTF-8."""
     encoding = None if "b" in mode else "utf-8"
     return open(path, mode, encoding=encoding, opener=_owner_only)
 

@@ -1,4 +1,4 @@
-"""Reads and answers the messages of one conversation: what tools, server and `Session` build on."""
+"""Reads and answers the messages of one conversation; the basis of tools, server and `Session`."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ from sirchat.text.transcript import split_reasoning
 
 
 class Conversation:
-    """A conversation as its messages are read and answered; its attributes are those of `Session`.
+    """Reads and answers the messages of one conversation; the base class of `Session`.
 
-    `rows_in_events`: whether events list the tokens themselves, not only their positions.
+    `rows_in_events`: whether events list the tokens themselves, and not only their positions.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class Conversation:
         declared = getattr(model.module.generation_config, "eos_token_id", None)
         self.template = Template(model.tokenizer, model.anchors, declared)
         self.stop_ids = self.template.stop_ids(declared)
-        self.formats = ModelFormats()
-        self.epoch = 0
+        self.formats = ModelFormats()  # of replies, for the setting `json_schema` and tools
+        self.epoch = 0  # number of conversations begun; each `reset` begins one
         self._end_ids = self.template.end_ids(declared)
         self._texts = TokenTexts(model.tokenizer)
         self._rows_in_events = rows_in_events
@@ -76,15 +76,15 @@ class Conversation:
         self.ledger = self.engine.ledger
         # Whatever the settings: instructions and passages are told by them, also later.
         self.ledger.token_vectors.wanted = self.model.encoder.size > 0
-        self.undo_points = list[UndoPoint]()
+        self.undo_points = list[UndoPoint]()  # one for each undoable user turn, oldest first
         self.recall = Recall(self.engine, self.model, self._texts)
         self._events = EventBuilder(self.engine, self._texts, self._rows_in_events)
         self._statement_cache = StatementCache()
-        self.reply_checkpoints = ReplyCheckpoints()
+        self.reply_checkpoints = ReplyCheckpoints()  # of the last reply
 
     @property
     def template(self) -> Template:
-        """The chat template, as the setting `reasoning` has it."""
+        """The chat template under the setting `reasoning`."""
         return self._template.with_reasoning(self.profile.reasoning)
 
     @template.setter
@@ -92,10 +92,10 @@ class Conversation:
         self._template = template
 
     def template_with(self, tools: str | None) -> Template:
-        """The chat template for these tools, as JSON or ""; for a chat without calls if None.
+        """The chat template for `tools` as JSON or ""; with None, for a chat without calls.
 
-        It is the present one if that has the same tools. Raises ModelError if the model's chat
-        template can't have them.
+        Returns the current template if it has the same tools. Raises ModelError if the model's chat
+        template can't have tools.
         """
         now, model = self.template, self.model
         if now.tools == tools:
@@ -109,12 +109,10 @@ class Conversation:
 
     @property
     def turns(self) -> list[Turn]:
-        """All messages of the conversation, in order."""
         return self.state.turns
 
     @property
     def resident(self) -> int:
-        """Number of tokens in the KV cache now."""
         return self.engine.cache.length
 
     @property
@@ -124,7 +122,7 @@ class Conversation:
 
     @property
     def budget(self) -> int:
-        """The largest number of tokens that the KV cache may hold."""
+        """Most tokens that the KV cache may hold."""
         return self.engine.budget
 
     def read_question(
@@ -137,11 +135,9 @@ class Conversation:
     ) -> Iterator[Event]:
         """Read a user turn, as `read_user` does, and pin its rules and preferences."""
         yield from self.read_user(text, interrupted, next_role=next_role, given=given)
-        wanted = self.profile.pin_instructions and self.engine.settings.policy.honours_pins
-        engine, encoder = self.engine, self.model.encoder
-        yield from pin_rules(
-            engine, self._texts, encoder, self.state, self._statement_cache, is_wanted=wanted
-        )
+        engine, encoder, cache = self.engine, self.model.encoder, self._statement_cache
+        wanted = self.profile.pin_instructions and engine.settings.policy.honours_pins
+        yield from pin_rules(engine, self._texts, encoder, self.state, cache, is_wanted=wanted)
 
     def read_user(
         self,
@@ -153,8 +149,8 @@ class Conversation:
     ) -> Iterator[Event]:
         """Read a user turn without answering it; before the first one, read the system prompt.
 
-        `next_role` is the role of the next message, if that is given and not generated; `given` are
-        the ids of the turn, if they are not those of a user turn `text`.
+        `next_role` is the role of the next message if that message is given, not generated. `given`
+        are the ids of the turn, if they differ from those of a user turn `text`.
         """
         text, state = without_surrogates(text), self.state
         is_first = self.seen == 0
@@ -177,7 +173,7 @@ class Conversation:
             yield from self._events.take_problems()
 
     def mark_torn(self, number: int, torn: tuple[str, ...]) -> None:
-        """Note that the sentences `torn` of a turn are what is left after words were erased."""
+        """Record the sentences `torn` of a turn, from which words were erased."""
         self.turns[number].torn, left = torn, tuple("".join(text.split()) for text in torn)
         for at, pieces in sentences_of(self.ledger, self._texts, number) if torn else ():
             # One that lost its end goes on with the next.
@@ -193,9 +189,9 @@ class Conversation:
         first: bool,
         after_user: bool,
     ) -> tuple[TurnIds | None, TurnIds]:
-        """The ids of the system prompt, if the user turn `text` is the `first`, and of the turn.
+        """The ids of the system prompt (None unless `first`), and of the user turn.
 
-        `after_user`: the turn follows one that has no reply. The others are as for `read_user`.
+        `after_user`: the turn follows one without a reply. See `read_user` for the others.
         """
         system, ids = None, given
         if first:
@@ -209,8 +205,8 @@ class Conversation:
     ) -> Generator[Event, None, OpenTurn]:
         """Begin the turn `ids` of `role`, and make room for it; `said` is a user's text.
 
-        A system prompt `system` is read before it. Raises SettingError or ContextFullError, before
-        anything is read, if both can't fit.
+        The system prompt `system` is read before the turn. Raises SettingError or ContextFullError,
+        before anything is read, if both can't fit.
         """
         state, closing = self.state, self.template.closing
         moves = self.engine.evictor.end_recall()  # of a turn that was not answered
@@ -234,7 +230,6 @@ class Conversation:
         return turn
 
     def read_system(self, ids: TurnIds, interrupted: Interrupted = never) -> Iterator[Event]:
-        """Read the system prompt of the profile; `ids` are its ids."""
         turn, start = self._open_turn("system"), self.seen
         try:
             yield from turn.read(ids, interrupted, pinned=self.profile.pin_system)
@@ -245,7 +240,7 @@ class Conversation:
     def read_reply(
         self, text: str, interrupted: Interrupted = never, given: TurnIds | None = None
     ) -> Iterator[Event]:
-        """Read `text` as the reply, instead of generating one; ContextFullError if it can't fit.
+        """Read `text` as the reply, in place of a generated one; ContextFullError if it can't fit.
 
         `given` are the ids of the turn, if it has more than this text.
         """
@@ -274,10 +269,10 @@ class Conversation:
         attempt: int | None = None,
         is_undoable: bool = False,
     ) -> OpenReply:
-        """Begin the reply to what was read, or go on with `turn`; the arguments are those of `ask`.
+        """Begin the reply to the last message, or continue `turn`; arguments are those of `ask`.
 
         The caller generates the reply by `OpenReply.events`, or by `step` with other sessions'
-        replies. `undo_reply` can take back a reply that `is_undoable`, or is another `attempt`.
+        replies. `undo_reply` can undo a reply that `is_undoable`, or that is another `attempt`.
         """
         profile, closing = self.profile, self.template.closing
         if attempt is not None:
@@ -315,7 +310,7 @@ class Conversation:
         return opened
 
     def undo_reply(self, *, to_cut: bool = False) -> None:
-        """Undo the last reply, but not the message before; `to_cut`: only what ended its round.
+        """Undo the last reply, but not its message; with `to_cut`, only the end of its round.
 
         Raises LookupError, changing nothing, if more was read since, or if a token is lost.
         """
@@ -331,18 +326,18 @@ class Conversation:
         self.ledger.saved = min(self.ledger.saved, start)  # whose passages become others
 
     def score_continuations(self, replies: Sequence[str]) -> tuple[ContinuationScore, ...]:
-        """For each of `replies`, its tokens' log-probabilities; for "", those of the end tokens."""
+        """The log-probabilities of the tokens of each of `replies`; for "", of the end tokens."""
         template, header = self.template, self.state.reply_header
         ids = [template.assistant_turn(reply, header).ids or template.closing for reply in replies]
         return score_continuations(self.engine.reader, ids)
 
     def _open_turn(self, turn: str | TurnStats) -> OpenTurn:
-        """Go on with a turn, or begin one of this role."""
+        """Continue a turn, or begin one of this role."""
         stats = self.state.begin(turn) if isinstance(turn, str) else turn
         return OpenTurn(self.state, self.engine, self._events, stats, self.profile.evict_thinking)
 
     def _read_pending(self) -> list[Event]:
-        """End a round without a whole reply: read the template ids that it still needs."""
+        """Read the pending ids of the template that end a round without a whole reply."""
         return self._open_turn(TurnStats(self.state.last_turn, "")).read_pending()
 
     def _note_undo_point(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Tells which of two statements about the same thing corrects the other, by their words."""
+"""Decides by words which of two statements about the same thing corrects the other."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ CORRECTION_WORDS = re.compile(
 )
 _CLAUSE_END = re.compile(r"(?i)[,;] |\b(?:and|but)\b")
 _PRONOUNS = re.compile(r"\b(?:he|her|him|it|she|them|they)\b", re.IGNORECASE)
-FIRST_PERSON_STATEMENT = re.compile(
-    r"\b(?:i|my|we|our)\b(?:\W+\w+){2}", re.IGNORECASE
-)  # where no encoder does
+# What tells a fact where no encoder can say so
+FIRST_PERSON_STATEMENT = re.compile(r"(?i)\b(?:i|my|we|our)\b(?:\W+\w+){2}")
 
 
 def statement_form(text: str) -> tuple[str, ...]:
-    """All words of a statement but the last one, without those by which it corrects another."""
+    """All words of a statement but the last one, without words that mark a correction."""
     return tuple(words_of(CORRECTION_WORDS.sub("", text))[:-1])
 
 
 def may_replace(older: str, newer: str) -> bool:
-    """Whether a statement near another in meaning may be about the same thing, by its words."""
+    """Whether `newer`, near `older` in meaning, may be about the same thing, by its words."""
     words, words_now = set(words_of(older)), set(words_of(newer))
     about, about_now = (
         {*chain.from_iterable(_POSSESSIONS.findall(text.casefold()))} - STOP_WORDS - {""}
@@ -56,7 +55,7 @@ def may_replace(older: str, newer: str) -> bool:
 
 
 def has_more_clauses(older: str, newer: str) -> bool:
-    """Whether a statement has more clauses than the one that may replace it."""
+    """Whether `older` has more clauses than `newer`, which may replace it."""
     counts = [
         sum(len(words_of(clause)) > 2 for clause in _CLAUSE_END.split(text))
         for text in (older, newer)

@@ -1,7 +1,7 @@
-"""Changes the past of a conversation: turns leave it, and others come to stand between those left.
+"""Changes the past of a conversation: removes turns, and inserts others between those that stay.
 
-The tokens that stay are not read again. Their keys and values are those first written, which
-attended to what stood before them then; only the place of each is another.
+The tokens that stay are not read again. Their keys and values, from when they were first read,
+depend on the text before them at that time. Only their positions change.
 """
 
 from __future__ import annotations
@@ -24,49 +24,40 @@ _NO_POSITIONS = np.zeros(0, np.int64)
 
 @dataclass(frozen=True)
 class KeptTurn:
-    """The turn with this number stays; `rows` are the stream positions of the tokens it then has.
-
-    If it `is_left_out`, they are evicted, and only recall may restore them.
-    """
+    """The turn with this number stays, with the tokens at the stream positions `rows`."""
 
     turn: int
     rows: Positions
-    is_left_out: bool = False
+    is_left_out: bool = False  # whether they are evicted, and only recall may restore them
 
 
 @dataclass(frozen=True)
 class ReadTurns:
-    """Turns that `read` reads, as if nothing stood after them.
-
-    If it `joins`, the first of them goes on with the tokens of the kept turn before it; if it
-    `joins_next`, the last one has those of the kept turn after it at its end.
-    """
+    """Turns that `read` reads, as if nothing stood after them."""
 
     read: Callable[[], Iterable[Event]]
-    joins: bool = False
-    joins_next: bool = False
+    joins: bool = False  # whether the first turn continues the kept turn before it
+    joins_next: bool = False  # whether the kept turn after it continues the last turn
 
 
 @dataclass(frozen=True)
 class _PlacedTurn:
-    """A turn, and where in the stream its tokens are."""
-
     turn: Turn
     rows: Positions
     header: list[int] | None = None  # as in `ConversationState`, after this turn
 
 
 def can_edit(session: Session) -> bool:
-    """Whether turns can leave and come: all that was read has rows, and none is lost for good."""
+    """Whether turns can be removed and inserted: all layers have rows, and no token gets lost."""
     settings, cache = session.engine.settings, session.engine.cache
     has_rows = not (cache.has_state or cache.absolute_positions)
     return has_rows and settings.archive > 0 and not settings.policy.compacts_at_anchors
 
 
 def edit(session: Session, parts: Sequence[KeptTurn | ReadTurns]) -> Iterator[Event]:
-    """Change the conversation to `parts`, in order; turns that are not among them are forgotten.
+    """Change the conversation to `parts`, in order; all other turns are forgotten.
 
-    The last part is a whole reply that stays. If this is not iterated to its end, or fails, the
+    The last part is a whole reply that stays. If the iteration fails or ends early, the
     conversation can't go on.
     """
     engine, state, last = session.engine, session.state, parts[-1]
@@ -90,7 +81,7 @@ def edit(session: Session, parts: Sequence[KeptTurn | ReadTurns]) -> Iterator[Ev
 
 
 def _keep(session: Session, parts: Sequence[KeptTurn]) -> list[_PlacedTurn]:
-    """Forget all other turns; those that are left out are evicted."""
+    """Forget all turns but `parts`, and evict those that are left out."""
     state, ledger, placed = session.state, session.ledger, list[_PlacedTurn]()
     given = session.template.followed_by(session.template.user_turn("a"), "assistant").header
     for part in parts:
@@ -108,11 +99,7 @@ def _keep(session: Session, parts: Sequence[KeptTurn]) -> list[_PlacedTurn]:
 def _read_between(
     session: Session, placed: list[_PlacedTurn], at: int, part: ReadTurns
 ) -> Generator[Event, None, tuple[list[_PlacedTurn], int]]:
-    """Read turns after the first `at` of those that are placed.
-
-    Returns all in their new order, and how many there are up to the new ones; the last of them does
-    not count yet if it `joins_next`.
-    """
+    """Read turns after the first `at` placed ones; returns all, and how many up to the new."""
     engine, state, ledger = session.engine, session.state, session.ledger
     start, seen, count = sum(len(one.rows) for one in placed[:at]), ledger.seen, len(placed)
     held = ledger.held_positions[ledger.held_positions >= start].copy()
@@ -140,15 +127,11 @@ def _read_between(
 def _arrange(
     session: Session, placed: Sequence[_PlacedTurn], *, is_changed: bool = False
 ) -> list[_PlacedTurn]:
-    """Let the turns stand in this order, and forget others; returns them where they are then.
-
-    No turn can be undone then, unless nothing has moved and `is_changed` is false.
-    """
+    """Put the turns into this order, and forget all others; returns their new places."""
+    # Afterwards no turn can be undone, unless nothing has moved and `is_changed` is False.
     state, before, sizes = session.state, session.turns, [len(one.rows) for one in placed]
-    order, turns = (
-        np.concatenate([_NO_POSITIONS, *(one.rows for one in placed)]),
-        [x.turn for x in placed],
-    )
+    order = np.concatenate([_NO_POSITIONS, *(one.rows for one in placed)])
+    turns = [one.turn for one in placed]
     rounds = [*accumulate((turn.role in _ROUND_STARTERS for turn in turns), initial=0)][1:]
     is_changed |= not np.array_equal(order, np.arange(session.seen))
     columns = (np.arange(len(placed)), np.asarray(rounds, np.int64))
@@ -181,10 +164,8 @@ def _arrange(
 
 
 def _header_after(session: Session, turn: int, given: list[int] | None) -> list[int] | None:
-    """With which ids of the next reply's header this turn ends; as `TurnIds.header`.
-
-    `given` are those before a reply that was given, and not generated.
-    """
+    """The ids of the next reply's header that end this turn; see `TurnIds.header`."""
+    # `given`: the header ids before a reply that was given, not generated
     later = (session.turns[at] for at in range(turn + 1, len(session.turns)))
     following = next((one for one in later if not one.is_left_out), None)
     if following is None or session.turns[turn].role not in _ROUND_STARTERS:

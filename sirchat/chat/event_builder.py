@@ -40,9 +40,9 @@ _RECALL_LIMITS = {"policy", "budget", "sinks", "recall", "recall_n"}
 
 @dataclass(frozen=True, eq=False)
 class EventBuilder:
-    """Makes the events that need the engine's counts, or the text of tokens.
+    """Makes the events that need the engine's counts or the text of tokens.
 
-    Those of a reply's text are made in reply.py, those of progress in turn.py.
+    Events of a reply's text are made in reply.py, events of progress in turn.py.
     """
 
     engine: Engine
@@ -121,7 +121,7 @@ class EventBuilder:
         return events
 
     def done(self, stats: TurnStats, text: str, thinking: str, recalled: int) -> TurnDone:
-        """The event for a finished turn, read or answered with so many `recalled` tokens."""
+        """The event for a finished turn, read or answered with `recalled` tokens of recall."""
         return TurnDone(
             text=text,
             thinking=thinking,
@@ -144,16 +144,11 @@ class EventBuilder:
         )
 
     def switched(
-        self,
-        model: LoadedModel,
-        before: Profile,
-        after: Profile,
-        restored: int,
-        template: Template,
+        self, model: LoadedModel, before: Profile, after: Profile, restored: int, template: Template
     ) -> list[Event]:
         """An event for each changed setting, and notices of those that do not suit model or policy.
 
-        The first of them has `restored`, the number of archived tokens that the change restored.
+        The first event has `restored`, the number of archived tokens that the change restored.
         """
         events: list[Event] = []
         changed = [
@@ -166,15 +161,14 @@ class EventBuilder:
             events.append(Switched(name, old, new, restored=restored, resident=resident))
             restored = 0
             if not has_effect(after, name):
-                options = after.policy_options
-                policy = (
-                    f"{after.policy} with {format_setting(options)}" if options else after.policy
-                )
+                policy = after.policy
+                if after.policy_options:
+                    policy += f" with {format_setting(after.policy_options)}"
                 events.append(Notice(f"{name} has no effect under policy {policy}"))
         return [*events, *map(Notice, self._mismatches(model, after, changed, template))]
 
     def take_problems(self) -> list[Notice]:
-        """A notice for each error of the archive since the last call; the chat continues."""
+        """A notice for each problem of the archive since the last call; the chat continues."""
         return [Notice(text) for text in self.engine.store.take_problems()]
 
     def _mismatches(
@@ -219,7 +213,7 @@ class EventBuilder:
             )
 
     def _counts(self, record: EvictedRows | RestoredRows) -> dict[str, Any]:
-        """The values, by name, of the fields that the events `Evicted` and `Restored` share."""
+        """The fields, by name, that the events `Evicted` and `Restored` share."""
         return {
             "positions": tuple(record.positions.tolist()),
             "resident": record.resident,

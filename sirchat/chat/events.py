@@ -21,7 +21,7 @@ _JSON_NAMES = {"old": "from", "new": "to"}  # fields, in the JSON
 
 @dataclass(frozen=True)
 class TokenRow:
-    """One token of the conversation; it may be in the cache or evicted."""
+    """One token of the conversation, held or evicted."""
 
     position: int  # in the stream of all tokens, from 0
     id: int
@@ -42,15 +42,12 @@ class TokenRow:
 
     @property
     def shown_rank(self) -> float:
-        """`rank_key`, rounded to nine digits."""
         # Rounding errors differ between processors, and would change the order of what is shown.
         return float(f"{self.rank_key:.9g}")
 
 
 @dataclass(frozen=True)
 class Event:
-    """Base class of all events."""
-
     kind: ClassVar[str] = ""  # the field "event" in the JSON; if empty, `--json` prints no line
 
 
@@ -64,14 +61,11 @@ class Reading(Event):
 
 @dataclass(frozen=True)
 class Delta(Event):
-    """New text of the current reply, to be shown after the text of the earlier deltas.
-
-    `end`: how many characters the reply has up to the end of this text, with the marks of parts.
-    """
+    """New text of the current reply, to be shown after the text of the earlier deltas."""
 
     text: str
     part: Part = "answer"
-    end: int = 0
+    end: int = 0  # characters of the reply up to the end of this text, with the marks of parts
 
 
 @dataclass(frozen=True)
@@ -164,7 +158,7 @@ class Switched(Event):
 
 @dataclass(frozen=True)
 class Pinned(Event):
-    """The user pinned (or, unless `pinned`, unpinned) so many tokens."""
+    """The user pinned `tokens` tokens, or unpinned them if `pinned` is false."""
 
     kind: ClassVar[str] = "pin"
     tokens: int
@@ -174,7 +168,7 @@ class Pinned(Event):
 
 @dataclass(frozen=True)
 class Erased(Event):
-    """Tokens were erased from cache, archive and saved text; `tokens` is their number."""
+    """`tokens` tokens were erased from cache, archive and saved text."""
 
     kind: ClassVar[str] = "erase"
     tokens: int
@@ -202,7 +196,7 @@ class Notice(Event):
 
 @dataclass(frozen=True)
 class Called(Event):
-    """A tool is called, as the model asked in turn `turn`; `arguments` are those that it gets."""
+    """A tool is called with `arguments`, as the model asked in turn `turn`."""
 
     kind: ClassVar[str] = "call"
     turn: int
@@ -237,7 +231,7 @@ class Ended(Event):
 
 
 def to_json(event: Event) -> dict[str, Any]:
-    """The event as a dictionary for JSON; `tokens` is left out if None, `thinking` if empty."""
+    """The event as a dictionary for JSON, without `tokens` if None and `thinking` if empty."""
     out: dict[str, Any] = {"event": event.kind}
     for field in fields(event):
         value = getattr(event, field.name)

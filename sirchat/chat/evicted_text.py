@@ -26,7 +26,7 @@ _MIN_MESSAGES, _MAX_MESSAGES = 4, 64
 
 @dataclass(frozen=True)
 class EvictedTurn:
-    """A turn of which some tokens are not in the cache."""
+    """A turn of which some tokens are not held."""
 
     index: int
     role: str
@@ -53,10 +53,10 @@ def evicted_turns(session: Session) -> Iterator[EvictedTurn]:
 
 
 def evicted_words(session: Session, positions: Collection[int]) -> tuple[str, ...]:
-    """The user's words that were evicted with the tokens at these positions, surprising first.
+    """The user's words with evicted tokens at these positions, most surprising first.
 
-    Words that are held at another place, English stop words, and words that most of the user's
-    messages have, are left out.
+    Left out are words that are held at another place, English stop words, and words that most of
+    the user's messages have.
     """
     roles = session.state.roles  # a summary is not what the user said
     rows = [row for row in session.tokens(sorted(positions)) if row.role == roles[row.turn]]
@@ -75,13 +75,12 @@ def evicted_words(session: Session, positions: Collection[int]) -> tuple[str, ..
 def surprising_words(
     session: Session, positions: Sequence[int], held: Sequence[TokenRow]
 ) -> tuple[str, ...]:
-    """A few words with tokens at these ascending positions, surprising first, fast to find.
+    """A few words with tokens at these positions, ascending, most surprising first.
 
-    Words that occur in the held tokens `held` are left out.
+    Words that occur in the held tokens `held` are left out. This search is fast.
     """
-    rows = [
-        row for row in without_template(session.tokens(positions)) if not is_punctuation(row.text)
-    ]
+    tokens = without_template(session.tokens(positions))
+    rows = [row for row in tokens if not is_punctuation(row.text)]
     best = nlargest(_MAX_TOKENS, rows, key=lambda row: row.surprisal or 0.0)
     positions = [row.position for row in best]
     near = without_template(session.tokens(near_positions(positions, session.seen)))

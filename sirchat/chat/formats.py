@@ -1,4 +1,4 @@
-"""Makes replies follow a format, JSON or calls of tools; llguidance says which tokens it allows."""
+"""Restricts replies to a format, JSON or calls of tools; llguidance computes the allowed tokens."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class _Chat(Protocol):
 
 
 class ModelFormats:
-    """Makes the masks of next ids that hold a model's replies to JSON or to calls of tools.
+    """Makes the masks of next ids that restrict a model's replies to JSON or to calls of tools.
 
-    The model's vocabulary is prepared at first use. A `subject`, what has asked for the format, is
-    the beginning of errors. What of a schema is not kept is added to `notes`.
+    The model's vocabulary is prepared at first use. Error messages begin with `subject`, the source
+    of the format. Parts of a schema that can't be enforced are added to `notes`.
     """
 
     def __init__(self) -> None:
@@ -61,10 +61,10 @@ class ModelFormats:
         *,
         is_same_round: bool,
     ) -> TokenFilter | None:
-        """JSON by the schema in `file`, or calls of `tools`, after the reply's `started_ids`.
+        """The filter for JSON by the schema in `file`, or calls of `tools`, after `started_ids`.
 
-        None if the file is `off`. It is not read again in the same round; if it has changed,
-        `notes` get a note. SettingError if the file can't be used, or forbids `started_ids`.
+        None if `file` is `off`. The file is not read again in the same round; a change adds a note.
+        Raises SettingError if the file can't be used, or forbids `started_ids`.
         """
         subject, new_notes, before = f"json_schema {file}", list[str](), self._last
         is_known = is_same_round and before is not None and before[0] == file
@@ -85,10 +85,10 @@ class ModelFormats:
     def json_or_calls(
         self, chat: _Chat, subject: str, notes: list[str], schema: Schema, tools: Tools, most: int
     ) -> ReplyFormat:
-        """JSON by a schema, unless it is None, or at most so many calls of `tools`, if any.
+        """The format of JSON by `schema`, if given, or of at most `most` calls of `tools`, if any.
 
-        SettingError if the model or a schema can't be used, or if the chat template does not write
-        calls as JSON.
+        Raises SettingError if the model or a schema can't be used, or if the chat template does not
+        write calls as JSON.
         """
         if chat.template.marks.opens_in_header:
             problem = "can't be had from a model that begins every reply with reasoning"
@@ -103,7 +103,7 @@ class ModelFormats:
         return self._compile(chat, subject, notes, "\n".join(lines), form)
 
     def strict(self, chat: _Chat, subject: str, notes: list[str], tools: Tools) -> StrictCalls:
-        """Anything, but for calls of `tools`, which are by their schemas; errors likewise."""
+        """The format of any text in which calls of `tools` follow their schemas."""
         form = _CallForm.of(chat.template, subject, "can't be strict")
         grammar = "\n".join(["start: after", *form.rules(tools, subject, notes)])
         made = self._compile(chat, subject, notes, grammar, form)
@@ -112,7 +112,7 @@ class ModelFormats:
     def _compile(
         self, chat: _Chat, subject: str, notes: list[str], grammar: str, form: _CallForm | None
     ) -> ReplyFormat:
-        """The format by a grammar, with the control tokens that `form` has."""
+        """The format by a grammar, with the control tokens of `form`."""
         library, model, template = import_llguidance(subject), chat.model, chat.template
         declared = getattr(model.module.generation_config, "eos_token_id", None)
         ends = sorted(template.end_ids(declared))
@@ -136,7 +136,7 @@ class ModelFormats:
 
 
 def _rename_controls(written: dict[str, Any], controls: Collection[int]) -> None:
-    """Give the control tokens of a tokenizer's JSON names that no schema has as text."""
+    """Rename the control tokens in a tokenizer's JSON to texts that no schema has."""
     known = written["model"]["vocab"]
     for token in written["added_tokens"]:
         if (number := token["id"]) in controls:
@@ -149,33 +149,25 @@ def _rename_controls(written: dict[str, Any], controls: Collection[int]) -> None
 
 @dataclass(frozen=True)
 class _CallForm:
-    """How a chat template writes a call: JSON with the key `arguments`, and what is around it.
-
-    `tokens` are the ids of control tokens, by their texts.
-    """
+    """How a chat template writes a call: JSON with the key `arguments`, and the text around it."""
 
     opening: str
     arguments: str
     closing: str
-    tokens: Mapping[str, int]
+    tokens: Mapping[str, int]  # ids of control tokens, by their texts
 
     @classmethod
     def of(cls, template: Template, subject: str, refused: str) -> _CallForm:
         """The form of a chat template; SettingError if it does not write calls as JSON."""
         form = template.call_form() if isinstance(template, ToolTemplate) else None
-        if form is None or (form[0].strip(), form[2].strip()) not in (
-            ("", ""),
-            (CALL_OPEN, CALL_CLOSE),
-        ):
+        tags = None if form is None else (form[0].strip(), form[2].strip())
+        if form is None or tags not in (("", ""), (CALL_OPEN, CALL_CLOSE)):
             problem = "the model's chat template does not write calls as JSON"
             raise format_error(subject, f"{refused}: {problem}")
         return cls(*form, {text: i for i, text in template.controls.items()})
 
     def rules(self, tools: Tools, subject: str, notes: list[str]) -> list[str]:
-        """Rules of a grammar in llguidance's dialect of Lark: `call`, and `after`, without OPEN.
-
-        What of a schema is not kept is added to `notes`.
-        """
+        """Grammar rules in llguidance's Lark dialect: `call`, and `after`, a call without OPEN."""
         before, mark, rest = self.opening.partition(CALL_OPEN)
         names = " | ".join(f"call{number}" for number in range(len(tools)))
         lines = [
@@ -184,26 +176,26 @@ class _CallForm:
             f"called: ({names}) {self._text(self.closing)}",
         ]
         for number, (name, parameters) in enumerate(tools):
-            started_ids = f'{{"name": {json.dumps(name)}, {json.dumps(self.arguments)}: '
+            beginning = f'{{"name": {json.dumps(name)}, {json.dumps(self.arguments)}: '
             schema = {**parameters, "type": "object"}
             # Small models would invent more and more arguments.
             if "properties" in schema and not {"allOf", "anyOf", "oneOf", "$ref"} & set(schema):
                 schema = {"additionalProperties": False, **schema}
             arguments = json_rule(schema, subject, notes)
-            lines.append(f'call{number}: {json.dumps(started_ids)} {arguments} "}}"')
+            lines.append(f'call{number}: {json.dumps(beginning)} {arguments} "}}"')
         return lines
 
     def _text(self, text: str) -> str:
-        """A text in a grammar, in which tags that are control tokens stand by their ids."""
+        """A text in a grammar, in which tags that are control tokens are given by their ids."""
         parts, ids = filter(None, re.split(f"({CALL_OPEN}|{CALL_CLOSE})", text)), self.tokens
         return " ".join(f"<[{ids[p]}]>" if p in ids else json.dumps(p) for p in parts)
 
 
 class ReplyFormat:
-    """Called with the ids of the reply so far, returns which ids may follow: a mask, bool [V].
+    """Called with the reply's ids so far, returns a mask, bool [V], of the ids that may follow.
 
-    `matcher` is llguidance's, which reads the ids one after another; `size` is V. The ids `never`
-    may not follow, and the `ends` only where the reply may end. An error if the matcher fails.
+    llguidance's `matcher` reads the ids; `size` is V. Ids in `never` may not follow, ids in `ends`
+    only where the reply may end. Raises ModelError or SettingError if no id may follow.
     """
 
     def __init__(self, matcher: Any, size: int, never: list[int], ends: list[int]) -> None:
@@ -216,7 +208,7 @@ class ReplyFormat:
         return self.mask()
 
     def mask(self) -> Tensor:
-        """Which ids may follow what the matcher has read."""
+        """The mask [V] of ids that may follow the ids read by the matcher."""
         bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
         mask = np.unpackbits(bits, bitorder="little")[: self.size].astype(bool)
         mask[self._never] = False
@@ -232,8 +224,8 @@ class ReplyFormat:
 class StrictCalls:
     """As `ReplyFormat`, for a reply in which any id may follow outside calls of tools.
 
-    A call begins with OPEN, or, if the template has no such tags, with a `{` at the reply's start;
-    `call` is the format of what follows then; `is_in_call` is whether a call has begun.
+    A call begins with OPEN, or, if the template has no tags, with `{` at the reply's start. `call`
+    is the format of the text after that.
     """
 
     def __init__(self, call: ReplyFormat, tokenizer: Any, vocabulary: Any, tagged: bool) -> None:
@@ -260,7 +252,7 @@ class StrictCalls:
         return self._call.mask() if self.is_in_call else self._free
 
     def _call_beginning(self) -> str | None:
-        """What the newest ids have of a call; None if none has begun."""
+        """The text of a call in the newest ids; None if no call has begun."""
         text = self._tokenizer.decode(self._newest, clean_up_tokenization_spaces=False)
         if self._tagged:
             _, opening, beginning = text.partition(CALL_OPEN)

@@ -1,4 +1,4 @@
-"""Defaults that depend on the model, for sampling, budget and recall; what the user sets wins."""
+"""Defaults that depend on the model, for sampling, budget and recall. The user's settings win."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ MAX_DEFAULT_BUDGET = 4096  # tokens
 
 
 def with_model_defaults(profile: Profile, model: LoadedModel) -> Profile:
-    """This profile, in which settings that the user did not set have this model's defaults.
+    """The profile, in which settings that the user did not set have this model's defaults.
 
-    A bundled model keeps the built-in ones. Any other has `default_budget`, recall if it can work,
-    and sampling as its files say, or else `FALLBACK_SAMPLING`.
+    A bundled model keeps the built-in defaults. Any other has `default_budget`, recall if it can
+    work, and sampling from its files or else `FALLBACK_SAMPLING`.
     """
     if model.name in BUNDLED:
         return profile
@@ -48,7 +48,7 @@ def with_model_defaults(profile: Profile, model: LoadedModel) -> Profile:
 
 
 def sampling_in_words(profile: Profile) -> dict[str, str]:
-    """By name, the value of each sampling setting, and what has set it, such as `0.7 (model)`."""
+    """The value and source of each sampling setting by name, such as `0.7 (model)`."""
     return {
         name: f"{format_setting(getattr(profile, name))} ({profile.origin(name)})"
         for name in SAMPLING_PARAMETERS
@@ -56,14 +56,14 @@ def sampling_in_words(profile: Profile) -> dict[str, str]:
 
 
 def budget_follows_model(profile: Profile, name: str) -> bool:
-    """Whether the budget follows from the model: not a bundled one, and the user set no budget."""
+    """Whether the budget depends on the model: it is not bundled, and the user set no budget."""
     return name not in BUNDLED and "budget" not in profile.model_fields_set
 
 
 def default_budget(profile: Profile, name: str, context_length: int) -> int:
     """The budget, in tokens: what the user set, or half of the context, at most 4,096.
 
-    A default is not below the built-in budget; if the context is shorter, it is the whole context.
+    A default is not below the built-in budget, or the whole context if that is shorter.
     """
     if not budget_follows_model(profile, name):
         return profile.budget
@@ -72,14 +72,14 @@ def default_budget(profile: Profile, name: str, context_length: int) -> int:
 
 
 def affordable_rows(profile: Profile, name: str, context_length: int) -> int:
-    """The largest number of tokens that the cache of a chat with the model `name` can hold."""
+    """Most tokens that the cache of a chat with the model `name` can hold."""
     if profile.policy == "full":
         return context_length
     return min(default_budget(profile, name, context_length), context_length)
 
 
 def _can_recall(profile: Profile) -> bool:
-    """Whether words are evicted, archived, and searched for the text of a new turn."""
+    """Whether tokens are evicted and archived, and passages are searched for new turns."""
     evicts_words = policy_class(profile.policy).bounded and profile.policy != "anchor"
     return evicts_words and profile.recall_query == "turn" and profile.archive != "off"
 

@@ -28,7 +28,7 @@ _MAX_LEAVING_TOKENS = 6  # tokens whose words are named among those that will be
 
 @dataclass(frozen=True)
 class HeldShare:
-    """How much of one turn is in the cache."""
+    """How much of one turn is held."""
 
     index: int
     role: str
@@ -82,7 +82,6 @@ class Snapshot:
 
     @property
     def evicted(self) -> int:
-        """Number of tokens that were read and are no longer held."""
         return self.seen - self.resident
 
 
@@ -100,8 +99,8 @@ def take_snapshot(
 ) -> Snapshot:
     """Take a snapshot of the cache as it is now; `roles` has the role of each turn.
 
-    With `strongest`, it is a short one: it has so many tokens, those with the highest scores
-    outside the chat template, and neither a histogram nor the turns' mean surprisals.
+    With `strongest`, it is a short one: with the `strongest` tokens of the highest scores outside
+    the chat template, and with neither a histogram nor the turns' mean surprisals.
     """
     ledger, policy = engine.ledger, engine.settings.policy
     held = ledger.held_positions
@@ -150,10 +149,7 @@ def _held_by(ledger: Ledger, held: Positions, roles: Sequence[str], prompt: int)
 
 
 def _strongest(ledger: Ledger, order: Floats, held: Positions, count: int) -> Positions:
-    """Ascending indices among the held tokens [n] of the `count` with the highest `order` [n].
-
-    Tokens of the chat template are left out.
-    """
+    """Indices [count] of the held tokens [n] with the highest `order` [n], without the template."""
     others = np.flatnonzero(ledger.column("role")[held] != Role.TEMPLATE)
     if count >= len(others):
         return others
@@ -172,15 +168,14 @@ def _threshold(
 def _leaving_words(
     engine: Engine, leaving: Positions, texts: Texts, sinks: int, roles: Sequence[str]
 ) -> dict[str, str]:
-    """Some whole words with tokens at `leaving`, most surprising first, and each one's role."""
+    """Some whole words with tokens at `leaving`, most surprising first, and the role of each."""
     ledger = engine.ledger
     others = leaving[ledger.column("role")[leaving] != Role.TEMPLATE]
     surprisal = np.nan_to_num(ledger.column("surprisal")[others])
     best = others[np.argsort(-surprisal, kind="stable")[: 4 * _MAX_LEAVING_TOKENS]].tolist()
     shown = texts(ledger.column("token_id")[best].tolist(), best)
-    at = [p for p, text in zip(best, shown, strict=True) if not is_punctuation(text)][
-        :_MAX_LEAVING_TOKENS
-    ]
+    words = [p for p, text in zip(best, shown, strict=True) if not is_punctuation(text)]
+    at = words[:_MAX_LEAVING_TOKENS]
     near = np.asarray(near_positions(at, ledger.seen), np.int64)
     rows = without_template(token_rows(engine, near, texts, sinks, None, roles))
     said_by = sorted({row.role for row in rows})  # of what both said, "user" comes last, and counts
@@ -207,7 +202,7 @@ def _held_shares(
 
 
 def _mean_surprisals(ledger: Ledger, bounds: Positions) -> list[float | None]:
-    """Each turn's mean surprisal, in nats; the turns' tokens are between the `bounds`."""
+    """Each turn's mean surprisal in nats; the turns' tokens are between the `bounds`."""
     surprisal = ledger.column("surprisal").astype(np.float64)
     known = ~np.isnan(surprisal)
     total = np.concatenate(([0.0], np.cumsum(np.where(known, surprisal, 0.0))))

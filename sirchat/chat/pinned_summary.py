@@ -1,4 +1,4 @@
-"""Lets the model read a summary of the chat as a pinned turn, and takes it back."""
+"""Lets the model read a summary of the chat as a pinned turn, and undoes that."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ _ANSWER = "Noted."  # the reply to a summary
 
 
 def summary_size(session: Session, text: str) -> int:
-    """How many tokens a summary with this text takes in the cache, where they are pinned."""
+    """Number of pinned tokens in the cache that a summary with this text takes."""
     start, end = session.template.user_turn(PREFIX + text).content
     return end - start
 
 
 def summary_turns(session: Session) -> list[int]:
-    """The indices of the turns that are summaries."""
     return [index for index, turn in enumerate(session.turns) if turn.is_summary]
 
 
 def pin_summary(session: Session, text: str) -> Iterator[Event]:
-    """Let the session read the summary `text` as a pinned user turn; earlier ones are unpinned.
+    """Let the session read the summary `text` as a pinned user turn; unpin earlier summaries.
 
-    One `undo` takes this back. Raises SettingError, changing nothing, if the pins would leave too
+    One `undo` undoes this. Raises SettingError, changing nothing, if the pins would leave too
     little room.
     """
     index, held = len(session.turns), session.snapshot().rows
@@ -53,10 +52,7 @@ def pin_summary(session: Session, text: str) -> Iterator[Event]:
 
 
 def last_user_message(session: Session) -> str:
-    """The text of the user's last message, or of the last that can be undone; no summary.
-
-    Raises UndoError if there is none.
-    """
+    """The text of the user's last message that is no summary; UndoError if there is none."""
     messages = [(point.text, _is_of_summary(session, point)) for point in session.undo_points] or [
         (turn.text, turn.is_summary) for turn in session.turns if turn.role == "user"
     ]
@@ -67,7 +63,7 @@ def last_user_message(session: Session) -> str:
 
 
 def undo_summaries(session: Session) -> None:
-    """Undo the summaries after the user's last message, and pin again the one before it.
+    """Undo the summaries after the user's last message, and pin the one before it again.
 
     Raises UndoError if the user wrote no message.
     """

@@ -1,4 +1,4 @@
-"""A reply as `sirchat ask` prints it: text on its own, and notes about what is left out."""
+"""A reply as `sirchat ask` prints it: its text, and notes about what is left out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sirchat.text.transcript import THINK_CLOSE, THINK_OPEN
 
 
 class TaggedText:
-    """Makes one text of the parts of a reply, with its reasoning between the tags `<think>`."""
+    """Joins the parts of a reply to one text, with its reasoning between the tags `<think>`."""
 
     def __init__(self) -> None:
         self._thinks = False
@@ -24,16 +24,16 @@ class TaggedText:
         return (THINK_OPEN if self._thinks else THINK_CLOSE) + new.text
 
     def end(self) -> str:
-        """What is to be added at the end of the reply."""
+        """The text to add at the end of the reply."""
         return THINK_CLOSE.rstrip() if self._thinks else ""
 
 
 class PlainReply:
-    """Splits a reply's events into text and notes; reasoning is as the setting `thinking` says.
+    """Splits the events of a reply into text and notes, with or without its reasoning.
 
-    Of `message`, the first `source` characters are a text that is asked about. When the answer is
-    complete, `quote` is a line with the sentence of it that the answer shares most words with, or
-    "". A note says so if a question was asked and its statements have none of the answer's words.
+    The first `source` characters of `message` are a text that a question is about. After a complete
+    answer, `quote` is the sentence of that text that fits the answer best, or "". A note warns if
+    no sentence of it has any of the answer's words.
     """
 
     def __init__(self, session: Session, message: str = "", source: int = 0) -> None:
@@ -70,7 +70,7 @@ class PlainReply:
         return text, [note for note in notes if note]
 
     def _compare(self, answer: str) -> list[str]:
-        """Quote the sentence that fits a complete answer; the note says that the text has none."""
+        """Quote the sentence that fits a complete answer, or return a note that none does."""
         sentence, is_said = supporting_sentence(answer, self._question, self._source)
         asks = bool(self._source) and any(mark in self._question for mark in QUESTION_MARKS)
         if is_said or not asks:
@@ -86,9 +86,9 @@ def calls_tools(turn: TurnDone, session: Session) -> bool:
 
 
 def describe_excess(turn: TurnDone, session: Session, option: str) -> str:
-    """A line that says how many tokens of a message are held, and which budget would hold all.
+    """A line with the number of held tokens of a message, and the budget that would hold all.
 
-    `option` is how the user sets the budget. "" if all is held, or if the budget has room for it.
+    `option` is how the user sets the budget. "" if all tokens are held, or would fit the budget.
     """
     division = session.engine.evictor.divide_budget()
     if turn.role not in ("user", "tool") or turn.tokens_in <= division.evictable:
@@ -105,9 +105,10 @@ def describe_excess(turn: TurnDone, session: Session, option: str) -> str:
 
 
 def raise_budget_for(session: Session, text: str) -> None:
-    """Raise the budget, if need be, so that the cache can hold tools, the message and its reply.
+    """Raise the budget, if necessary, to hold tools, the message and its reply.
 
-    It is at most the model's context, and the KV cache takes at most half of the free memory.
+    The new budget is at most the model's context, and its KV cache takes at most half of the free
+    memory.
     """
     told = session.toolbox.tools_json
     template = session.template_with(told) if told else session.template

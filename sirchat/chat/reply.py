@@ -26,14 +26,12 @@ from sirchat.text.reply_parts import Piece, ReplyStream
 
 @dataclass(eq=False)
 class ReplyCheckpoints:
-    """What is known of a reply once it has ended.
+    """States of a reply that has ended, for explaining, undoing or continuing it."""
 
-    `placement` is that at its end, with `seen` tokens. `before`: the state before the reply,
-    with vectors for passages; `cut`: the state before the round's end, if the reply can go on.
-    """
-
-    placement: Placement | None = None
-    seen: int = -1
+    placement: Placement | None = None  # at the reply's end
+    seen: int = -1  # tokens at the reply's end
+    # States before the reply, and before the round's end if the reply can be continued, with the
+    # vectors for passages
     before: tuple[UndoPoint, TokenVectors] | None = None
     cut: tuple[UndoPoint, TokenVectors] | None = None
 
@@ -45,10 +43,10 @@ def state_now(state: ConversationState, engine: Engine) -> tuple[UndoPoint, Toke
 
 
 class OpenReply(AbstractContextManager["OpenReply"]):
-    """A reply while it is generated: a context manager that takes each step of its `generation`.
+    """A reply that is being generated: a context manager that takes each step of its `generation`.
 
     The caller ends the block by `end`. After an error the text so far is stored, and the template's
-    ids after the reply are read before the next turn. `stops` says whether to stop early.
+    ids after the reply are read before the next turn. `stops()` says whether to stop early.
     """
 
     def __init__(
@@ -91,23 +89,22 @@ class OpenReply(AbstractContextManager["OpenReply"]):
             self._turn.engine.evictor.end_recall()
 
     def events(self) -> Iterator[Event]:
-        """Generate the reply, and yield its events."""
         with self:
             while not self.is_over():
                 yield from self.push(step([self.generation])[0])
             yield from self.end()
 
     def is_over(self) -> bool:
-        """Whether the reply has ended, or must end now; then only `end` is to be called."""
+        """Whether the reply has ended, or must end now, so that only `end` may be called."""
         if self._stopped is not None or self._failure is not None:
             return True
+        if self.generation.tokens_left <= 0:
+            return False
         is_looping = self._loops is not None and self._loops.found
-        return self.generation.tokens_left > 0 and (
-            self._parts.has_ended or is_looping or self._stops()
-        )
+        return self._parts.has_ended or is_looping or self._stops()
 
     def push(self, done: StepResult) -> list[Event]:
-        """Take what a step has done; returns the events. Raises what failed in it."""
+        """Take the result of a step, and return its events; raises the step's error."""
         stats, events = self._turn.stats, list[Event]()
         stats.seconds_decode += done.seconds
         for record in done.records:
@@ -130,7 +127,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         return events
 
     def end(self) -> list[Event]:
-        """Read what the template has after the reply, and end the round; returns the events."""
+        """Read the template's ids after the reply, and end the round; returns the events."""
         turn, stats = self._turn, self._turn.stats
         self.generation.close()
         self._set_finish()
@@ -167,7 +164,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         self._turn.stats.finish = found or ("interrupt" if stopped is None else stopped.reason)
 
     def _continued(self) -> tuple[list[int], list[Piece]]:
-        """The positions and pieces of what a continued reply has said, its parts, too."""
+        """The positions and pieces of the text that a continued reply has already."""
         ledger, said = self._turn.engine.ledger, list[Piece]()
         is_said = ledger.column("turn") == self._turn.ref.turn
         at = np.flatnonzero(is_said & (ledger.column("role") == Role.ASSISTANT)).tolist()
@@ -180,7 +177,6 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         return at, said
 
     def _explain_empty(self, thinking: str) -> Iterator[Notice]:
-        """Say why a reply has no answer."""
         stop_id = None if self._stopped is None else self._stopped.stop_id
         stats, texts = self._turn.stats, self._turn.events.texts
         finish, many = stats.finish, f"the {stats.tokens_out:,} tokens"
@@ -198,7 +194,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
 
 
 def _unread_closing(closing: Sequence[int], ids: list[int], ends: Collection[int]) -> Sequence[int]:
-    """The part of `closing` still to be read, without the beginning that the reply has written."""
+    """The rest of `closing` to be read, if the reply's ids end with its beginning."""
     end = next((at for at, token_id in enumerate(closing) if token_id in ends), 0)
     said = (size for size in range(end, 0, -1) if ids[-size:] == list(closing[:size]))
     return closing[next(said, 0) :]
@@ -209,6 +205,5 @@ def _joined(pieces: Sequence[Piece]) -> str:
 
 
 def _answer_and_reasoning(said: Sequence[Piece]) -> tuple[str, str]:
-    """The text and the reasoning of a reply in pieces."""
     thinking = "".join(piece.text for piece in said if piece.part == "thinking")
     return "".join(piece.text for piece in said if piece.part != "thinking"), thinking

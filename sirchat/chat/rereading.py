@@ -1,6 +1,6 @@
-"""Lets the model read a conversation again, whole or up to an earlier turn; or copies a session.
+"""Lets the model read a conversation again, as a whole or up to an earlier turn; copies sessions.
 
-What the user pinned is pinned again. It is found by its place in the text, because another model
+The user's pins are pinned again. They are found by their place in the text, because another model
 has other tokens.
 """
 
@@ -29,7 +29,7 @@ from sirchat.text.transcript import join_reasoning
 
 @dataclass(frozen=True)
 class PinnedText:
-    """A part of a turn's text that is pinned: its characters from `start` to `end` - 1.
+    """A pinned part of a turn's text: its characters from `start` to `end` - 1.
 
     Blanks are not counted, because chat templates and tokenizers may change them.
     """
@@ -49,10 +49,8 @@ def read_again(
 ) -> None:
     """Let the new session `session` read `turns` again, and pin the texts `pins` again.
 
-    Each turn keeps its index. If the settings have a system prompt, it is read in place of the last
-    one in `turns`. `session.state.repinned` says how many pins are kept and lost.
-
-    Raises the same errors as `Session.read_user`.
+    Each turn keeps its index. A system prompt in the settings is read in place of the last one in
+    `turns`. `session.state.repinned` counts kept and lost pins. Raises as `Session.read_user`.
     """
     profile, lost, done = session.profile, 0, 0
     prompts = [number for number, turn in enumerate(turns) if turn.role == "system"]
@@ -73,9 +71,8 @@ def read_again(
         elif turn.role == "tool":
             following = turns[number + 1].role if number + 1 < len(turns) else None
             call = calls.pop(0) if calls else ToolCall(call_id(number), "tool", "{}")
-            list(
-                read_result(session, call, turn.text, session.undoable_message, next_role=following)
-            )
+            question = session.undoable_message
+            list(read_result(session, call, turn.text, question, next_role=following))
         else:
             calls, given = calls_in(session, turn.text)
             list(session.read_reply(join_reasoning(turn.thinking, turn.text), given=given))
@@ -96,27 +93,21 @@ def read_again(
             session.turns[number] = Turn("system")
     for new, old in zip(session.turns, turns, strict=False):
         new.time = old.time
-    session.state.repinned, session.state.unpinned_sentences = (
-        (len(_user_pins(session)), lost),
-        unpinned,
-    )
+    session.state.repinned = len(_user_pins(session)), lost
+    session.state.unpinned_sentences = unpinned
 
 
 def reread_session(session: Session, progress: Progress | None = None) -> Session:
     """A new session that has read all turns of `session` again, so that they can be undone."""
     again = Session(session.model, session.profile)
-    read_again(
-        again, session.turns, pinned_text(session), session.state.unpinned_sentences, progress
-    )
+    unpinned = session.state.unpinned_sentences
+    read_again(again, session.turns, pinned_text(session), unpinned, progress)
     again.state.attempt = session.state.attempt  # another reply gets other numbers
     return again
 
 
 def reread_before_last_message(session: Session, progress: Progress | None = None) -> Session:
-    """A new session that has read all turns before the last user turn, under its system prompt.
-
-    Raises UndoError if there is no user turn.
-    """
+    """A new session that has read all turns before the last user turn; UndoError without one."""
     start = check_rewind(session, 1)[-1]
     point = session.undo_points[-1].checkpoint.cache if session.undo_points else None
     pinned = _user_pins(session)
@@ -139,8 +130,8 @@ def check_rewind(session: Session, count: int) -> list[int]:
 def rewind(session: Session, count: int) -> bool:
     """Undo the last `count` user turns; returns whether the text before them was read again.
 
-    That is done where they can't be undone exactly. Raises UndoError, changing nothing, if there
-    are fewer user turns.
+    The text is read again if the turns can't be undone exactly. Raises UndoError, changing nothing,
+    if there are fewer user turns.
     """
     asked = check_rewind(session, count)
     try:
@@ -161,8 +152,8 @@ def rewind(session: Session, count: int) -> bool:
 def copy_session(session: Session, limit: int | None = None) -> Session | None:
     """An independent copy of the session in the same state, without reading.
 
-    If all keys and values are larger than `limit` bytes, it has only those of the held tokens; if
-    these alone are larger, there is no copy.
+    If all keys and values are larger than `limit` bytes, only held tokens have theirs. None if even
+    these are larger.
     """
     copy = Session(session.model, session.profile)
     if not session.seen:
@@ -177,9 +168,9 @@ def copy_session(session: Session, limit: int | None = None) -> Session | None:
 
 
 def copy_system_prompt(session: Session, profile: Profile) -> Session | None:
-    """A session that has read the system prompt of `session`, of which only one id is read again.
+    """A session that has read the system prompt of `session`; only one id is read again.
 
-    None if that is not as it was when it was read, or can't be copy_session.
+    None if the system prompt has changed since it was read, or can't be copied.
     """
     prompt, engine = session.state.system.positions, session.engine
     at, flags = np.arange(prompt.stop), session.ledger.column("flags")[: prompt.stop]
@@ -201,9 +192,8 @@ def copy_system_prompt(session: Session, profile: Profile) -> Session | None:
     saved = replace(now, rows=rows, held=at, log_decay=0.0, logits=None, round=0)
     turn, state = replace(session.turns[0]), ConversationState()
     state.turns, state.system = [turn], session.state.system
-    written = engine.cache.first_written_rows(
-        torch.from_numpy(at), at
-    )  # the first ones are in order
+    # The first rows are in order.
+    written = engine.cache.first_written_rows(torch.from_numpy(at), at)
     copy.load(saved, state, written.to("cpu"))
     copy.ledger.pin(prompt, profile.pin_system)
     copy.engine.reader.read_last_again()
@@ -220,19 +210,14 @@ def pinned_text(session: Session, pinned: Positions | None = None) -> list[Pinne
             is_pinned = np.isin(turn.positions, at[of_rules == is_rule])
             edges = np.flatnonzero(np.diff(is_pinned, prepend=False, append=False))
             for begin, end in turn.bounds[edges].reshape(-1, 2).tolist():
-                start = _corresponding_index(
-                    turn.spelled[begin:end], turn.spelled, begin, turn.text
-                )
+                start = _index_in(turn.text, turn.spelled[begin:end], turn.spelled, begin)
                 if begin < end and start >= 0:
                     parts.append(PinnedText(index, start, start + end - begin, is_rule))
     return parts
 
 
 def repinned_note(session: Session) -> str:
-    """A line for the user: how many tokens were pinned again after the text was read again.
-
-    It is empty if the user had pinned nothing.
-    """
+    """A line that says how many tokens are pinned again after a rereading; "" without pins."""
     again, lost = session.state.repinned
     if not again + lost:
         return ""
@@ -243,7 +228,7 @@ def repinned_note(session: Session) -> str:
 
 
 def _user_pins(session: Session) -> Positions:
-    """Positions of the tokens that the user pinned, not of what `pin_system` pins."""
+    """Positions of the tokens that the user pinned, without those pinned by `pin_system`."""
     pinned, prompt = session.ledger.pinned_positions, session.state.system.positions
     pinned = np.setdiff1d(pinned, session.state.result_pins)
     if not session.profile.pin_system:
@@ -252,11 +237,7 @@ def _user_pins(session: Session) -> Positions:
 
 
 def _pin_again(session: Session, index: int, parts: Sequence[PinnedText]) -> int:
-    """Pin these parts of the text of turn `index`, which was just read again.
-
-    Returns how many of the user's pinned tokens are lost: the turn lacks their text, or the cache
-    has no more room for pins.
-    """
+    """Pin these parts of turn `index`, which was just read again; returns how many are lost."""
     if not parts:
         return 0
     turn = _SpelledTurn.of(session, index)
@@ -272,11 +253,7 @@ def _pin_again(session: Session, index: int, parts: Sequence[PinnedText]) -> int
 
 
 def _pin_newest(session: Session, pins: Positions, more: int = 0) -> int:
-    """Pin the tokens at the positions `pins`, and unpin all others that the user pinned.
-
-    If there is no room for all of them and `more` other pins, only the newest are pinned. Returns
-    how many are not.
-    """
+    """Replace the user's pins by the newest of `pins` that fit; returns how many do not fit."""
     ledger, before = session.ledger, _user_pins(session)
     division = session.engine.evictor.divide_budget()
     after = pins
@@ -296,21 +273,17 @@ def _pin_newest(session: Session, pins: Positions, more: int = 0) -> int:
 
 
 def _read_prompt(session: Session, prompt: str | None, *, pinned: bool) -> int:
-    """Evict the system prompt, and read `prompt` instead, if any.
-
-    Returns how many of the user's pins were unpinned to make room for it.
-    """
+    """Evict the system prompt, and read `prompt`; returns how many pins were unpinned for it."""
     session.switch("system", system=None)  # else the same prompt would not be read again
-    size = (
-        len(session.template.system_turn(prompt).ids) if prompt and pinned and session.seen else 0
-    )
+    is_read = prompt and pinned and session.seen
+    size = len(session.template.system_turn(prompt).ids) if prompt and is_read else 0
     lost = _pin_newest(session, _user_pins(session), size)
     session.switch("system", system=prompt, pin_system=pinned)
     return lost
 
 
 def _profile_at(session: Session, start: int) -> Profile:
-    """The session's settings, with the system prompt that was in force when turn `start` began."""
+    """The session's settings, with the system prompt in force when turn `start` began."""
     prompts = [turn.text for turn in session.turns[:start] if turn.role == "system"]
     if len(prompts) == start or all(turn.role != "system" for turn in session.turns[start:]):
         return session.profile  # nothing was said yet, or no other prompt came later
@@ -319,7 +292,7 @@ def _profile_at(session: Session, start: int) -> Profile:
 
 @dataclass(frozen=True, eq=False)
 class _SpelledTurn:
-    """One turn's tokens but the template's and reasoning, and its text, both without blanks."""
+    """One turn's tokens, without the template and reasoning, and its text, both without blanks."""
 
     positions: Positions  # [n] of the tokens
     bounds: Positions  # [n + 1], where each token begins in `spelled`, and its length
@@ -342,17 +315,15 @@ class _SpelledTurn:
     def positions_of(self, part: PinnedText) -> Positions:
         """Positions of the tokens that spell this part; empty if the turn's tokens lack it."""
         text = self.text[part.start : part.end]
-        start = _corresponding_index(text, self.text, part.start, self.spelled)
+        start = _index_in(self.spelled, text, self.text, part.start)
         if not text or start < 0:
             return self.positions[:0]
         return self.positions[tokens_spelling(self.bounds[1:], start, start + len(text))]
 
 
-def _corresponding_index(part: str, text: str, at: int, other: str) -> int:
-    """The index in the similar text `other` of `part`, which `text` has at index `at`; or -1.
-
-    If it occurs several times, the first in `text` corresponds to the first in `other`, and so on.
-    """
+def _index_in(other: str, part: str, text: str, at: int) -> int:
+    """Index in `other` of the occurrence of `part` that `text` has at index `at`; or -1."""
+    # The first occurrence in `text` corresponds to the first in `other`, and so on.
     if text == other:
         return at
     here, there = text.find(part), other.find(part)

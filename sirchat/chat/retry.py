@@ -1,4 +1,4 @@
-"""Answers the last message again under other settings for this reply alone, or goes on with it."""
+"""Answers the last message again under temporary settings, or continues a reply that was cut."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from sirchat.memory.registry import BEST_RETRIEVER
 def settings_for_full(session: Session) -> tuple[dict[str, Any], str]:
     """The settings to change for `/retry full`, which holds the whole chat, and a note.
 
-    There are none if all is held; the note is empty unless the chat is longer than the context.
-    Raises UsageError if tokens were evicted and the archive is off.
+    Both are empty if all is held; the note is for a chat longer than the context. Raises UsageError
+    if tokens were evicted and the archive is off.
     """
     profile, model = session.profile, session.model
     if session.resident == session.seen:
@@ -46,10 +46,7 @@ def retriever_for_retry(session: Session, name: str) -> str:
 def retry_with_sampling(
     session: Session, settings: dict[str, Any], interrupted: Interrupted = never
 ) -> Iterator[Event]:
-    """Replace the last reply under `settings` of sampling, and say whether it is another.
-
-    Raises what `Session.retry` does.
-    """
+    """Replace the last reply under other sampling `settings`; raises as `Session.retry`."""
     before = last_generated_reply(session.ledger, session.turns)
     with temporary_settings(session, "/retry", settings):
         temperature, top_k = session.profile.temperature, session.profile.top_k
@@ -71,10 +68,10 @@ def retry_with_settings(
     describe: Callable[[Session], str],
     interrupted: Interrupted = never,
 ) -> Iterator[Event]:
-    """Replace the last reply by one under the settings `updates`; `describe` gives a notice of it.
+    """Replace the last reply under the settings `updates`; `describe` returns a notice about it.
 
-    Raises UndoError if there is no message to undo, SettingError if a setting is not allowed, and
-    UsageError if tools are on; all change nothing. If answering fails, the old reply is restored.
+    Raises UndoError if no message can be undone, SettingError if a setting is not allowed, and
+    UsageError if tools are on, changing nothing. If answering fails, the old reply is restored.
     """
     if session.toolbox.tools:  # what they return in the trial would be lost
         raise UsageError("/retry under other settings can't call tools", hint="/retry alone can")
@@ -103,9 +100,9 @@ def retry_with_settings(
 
 
 def go_on(session: Session, interrupted: Interrupted = never) -> Iterator[Event]:
-    """Go on with the last reply, which was cut, as the same turn, as if it had not been cut.
+    """Continue the last reply, which was cut, as if it had not been cut.
 
-    Raises UsageError if it is complete, and UndoError if its message can't be undone.
+    Raises UsageError if the reply is complete, and UndoError if its message can't be undone.
     """
     reply = last_generated_reply(session.ledger, session.turns)
     if reply is None or reply.finish not in UNFINISHED:
@@ -135,7 +132,7 @@ def go_on(session: Session, interrupted: Interrupted = never) -> Iterator[Event]
 
 @contextmanager
 def trial(session: Session, source: str, updates: dict[str, Any]) -> Iterator[None]:
-    """Context manager: in it, the settings `updates` hold; at its end, all is undone."""
+    """Context manager: the settings `updates` hold in its block, and all is undone at its end."""
     profile, points = session.profile, session.undo_points
     with undone_at_end(session.engine) as checkpoint:
         start = UndoPoint.of(session.state, checkpoint, "", profile.pin_system, session.budget)
@@ -150,7 +147,7 @@ def trial(session: Session, source: str, updates: dict[str, Any]) -> Iterator[No
 
 @contextmanager
 def temporary_settings(session: Session, source: str, updates: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager: the settings `updates` hold in it, and the old ones after it.
+    """Context manager: the settings `updates` hold in its block, and the old ones afterwards.
 
     Error messages begin with `source`, the command that changes the settings.
     """

@@ -1,7 +1,7 @@
-"""Tells by their form sentences that set a rule for later replies, or a preference: any model.
+"""Recognizes rules for later replies, and preferences, by the form of the sentence, for any model.
 
-Most are in English; of eight other languages, those that say "from now on". Of the 40 kept-back
-rules in `lab/training/statements.yaml` it recognizes 23, and none of the 90 other sentences.
+Most forms are English; eight other languages have those that say "from now on". Of the 40 kept-back
+rules in `lab/training/statements.yaml`, 23 are recognized, and none of the 90 other sentences.
 """
 
 from __future__ import annotations
@@ -94,8 +94,9 @@ def is_rule(sentence: str) -> bool:
     text = re.sub(_LEADING_WORDS, "", text, count=1, flags=re.IGNORECASE)
     if re.match(_RULE, text, re.IGNORECASE) or re.match(_FORM_OF_ADDRESS, text):
         return True
-    if any(_has_all(text, patterns) for patterns in _OTHER_LANGUAGES):
-        return True
+    for patterns in _OTHER_LANGUAGES:
+        if all(re.search(pattern, text, re.IGNORECASE) for pattern in patterns):
+            return True
     from_now_on = re.search(_FROM_NOW_ON, text, re.IGNORECASE)
     if from_now_on is None or re.search(_ABOUT_OTHERS, text, re.IGNORECASE):
         return False
@@ -104,11 +105,7 @@ def is_rule(sentence: str) -> bool:
     return is_command or "your" in from_now_on.group().casefold()
 
 
-def _has_all(text: str, patterns: tuple[str, ...]) -> bool:
-    return all(re.search(pattern, text, re.IGNORECASE) for pattern in patterns)
-
-
 def preference_in(sentence: str) -> tuple[int, int] | None:
-    """Start and end, in characters, of what a sentence says to be preferred; None if nothing."""
+    """Start and end, in characters, of the preference in a sentence; None if it has none."""
     match = re.search(_PREFERENCE, sentence.replace("\u2019", "'"), re.IGNORECASE)
     return match and match.span(1)

@@ -1,7 +1,7 @@
-"""A conversation with one model: it reads and answers turns, and yields events.
+"""A conversation with one model, which reads and answers turns, and yields events.
 
 `ask`, `retry`, `read_user` and `read_reply` are generators, and work while the caller iterates over
-the events; other methods work at once.
+the events. Other methods work at once.
 """
 
 from __future__ import annotations
@@ -61,20 +61,8 @@ __all__ = ("Interrupted", "Session")
 class Session(Conversation):
     """One conversation with one model. Raises SettingError for a setting that the model refuses.
 
-    Callers may set `template`, `toolbox` and `stop_ids`, and read all others:
-        model, profile, template: the model, the settings in force, and what turns text into ids.
-        state: turns, token counts and times.
-        engine: KV cache, archive, and what evicts; only the session lets it read or move tokens.
-        ledger: the table of all tokens ever read.
-        recall: what recall has restored.
-        undo_points: one for each user turn that can be undone, oldest first.
-        epoch: number of conversations begun; each `reset` begins one.
-        erasures: number of calls of `erase`, after which saved text must be written again.
-        toolbox: the tools that the model may call.
-        formats: limits replies to JSON, if the setting `json_schema` says so.
-        reply_checkpoints: what is known of the last reply.
-
-    `rows_in_events`: whether events list the tokens themselves, not only their positions.
+    Callers may set `template`, `toolbox` and `stop_ids`, and read the other public attributes.
+    `rows_in_events`: whether events list the tokens themselves, and not only their positions.
     """
 
     def __init__(
@@ -82,18 +70,17 @@ class Session(Conversation):
     ) -> None:
         super().__init__(model, profile, rows_in_events=rows_in_events)
         self.toolbox = Toolbox()
-        self.erasures = 0
+        self.erasures = 0  # calls of `erase`, after which saved text must be written again
 
     @property
     def speed(self) -> float:
         """Tokens per second of the current or the last reply; 0 before the first reply."""
-        return self.state.last_reply_stats.tokens_out / max(
-            self.state.last_reply_stats.seconds_decode, 1e-9
-        )
+        stats = self.state.last_reply_stats
+        return stats.tokens_out / max(stats.seconds_decode, 1e-9)
 
     @property
     def memory(self) -> list[DeviceMemory]:
-        """For each device, the bytes that the model, the cache and the archive take there."""
+        """The bytes that model, cache and archive take on each device."""
         return memory_by_device(self.model.module, self.engine.cache, self.engine.store.archive)
 
     @property
@@ -107,9 +94,8 @@ class Session(Conversation):
 
     def smallest_budget_for(self, tokens: int) -> int | None:
         """The smallest budget that holds a message of `tokens` tokens; None if none is enough."""
-        return smallest_budget_for(
-            tokens, self.engine.settings, self.ledger, self.model.context_length
-        )
+        settings, context = self.engine.settings, self.model.context_length
+        return smallest_budget_for(tokens, settings, self.ledger, context)
 
     def ask(
         self,
@@ -121,9 +107,9 @@ class Session(Conversation):
         allowed: TokenFilter | None = None,
         tools: Sequence[ChatTool | Callable[..., object]] | None = None,
     ) -> Iterator[Event]:
-        """Read a user turn and answer it, with calls of `tools`; by default those of `toolbox`.
+        """Read a user turn and answer it, with calls of `tools` (by default, of `toolbox`).
 
-        The reply's ids are chosen as `build_sampler` says; each `attempt` draws others. Raises
+        `build_sampler` says how the reply's ids are chosen; each `attempt` draws other ids. Raises
         ContextFullError, before reading, if the turn can't fit, and SettingError if the setting
         `json_schema` can't be kept.
         """
@@ -136,7 +122,7 @@ class Session(Conversation):
         yield from answer_with_tools(self, box, text, interrupted, reply, allowed)
 
     def _tell_tools(self, told: str) -> list[Event]:
-        """Let the model read of the tools `told`, in place of those that it was told before."""
+        """Let the model read the tools `told`, in place of the tools that it was told before."""
         is_new = told != self.state.tools_json
         template = self.template_with(told or None) if told or is_new else self.template
         events = self.switch("tools", never, template) if self.seen and is_new else []
@@ -145,10 +131,10 @@ class Session(Conversation):
         return events
 
     def go_on(self, begun: GeneratedReply, interrupted: Interrupted = never) -> Iterator[Event]:
-        """Go on with the last reply, which was cut after `begun`, as if it had not been cut.
+        """Continue the last reply, which was cut after `begun`, as if it had not been cut.
 
-        Raises LookupError if more was read since, or if a token is lost: memory and turns stay as
-        they were, but the reply can no longer go on.
+        Raises LookupError if more was read since, or if a token is lost. Memory and turns then stay
+        as they were, but the reply can no longer be continued.
         """
         allowed = yield from reply_format(self, self.toolbox, begun)
         self.undo_reply(to_cut=True)
@@ -169,18 +155,17 @@ class Session(Conversation):
         yield from self.ask(text, interrupted, attempt=attempt)
 
     def undo(self, *, keep_pins: bool = False) -> list[Event]:
-        """Undo the last user turn, and all that was read, generated or pinned after it began.
+        """Undo the last user turn, and all reading, generating and pinning since it began.
 
-        The settings stay, but for the system prompt; with `keep_pins`, all pins stay. Raises
+        The settings except the system prompt stay; with `keep_pins`, all pins stay. Raises
         UndoError, changing nothing, if there is no such turn, or if a token is no longer archived.
         """
         text = self.undoable_message
         point = self.undo_points[-1]
         since = enumerate(self.turns[point.turns :], point.turns)
         turn = next((at for at, one in since if one.role == "user"), -1)
-        own = np.isin(
-            self.ledger.of_turn(turn, Role.USER), self.ledger.pins_except_rules(0)
-        ).nonzero()[0]
+        pins = self.ledger.pins_except_rules(0)
+        own = np.isin(self.ledger.of_turn(turn, Role.USER), pins).nonzero()[0]
         try:
             self.engine.undo(point.checkpoint, keep_pins=keep_pins)
         except LookupError:
@@ -209,11 +194,11 @@ class Session(Conversation):
         /,
         **updates: Any,
     ) -> list[Event]:
-        """Change the settings `updates`, and evict or restore tokens as the new settings require.
+        """Change the settings `updates`; evicts or restores tokens as the new settings require.
 
-        If the system prompt of a begun chat changes, the old one is evicted and the new one read;
-        another `template` does the same. An interrupt ends the reading. Raises SettingError, which
-        begins with `source`, for a value that is not allowed, changing nothing.
+        A new system prompt (or `template`) of a begun chat is read, unless interrupted, in place of
+        the old one, which is evicted. Raises SettingError, beginning with `source` and changing
+        nothing.
         """
         before, state = self.profile, self.state
         profile = updated_profile(before, self.model, source, updates)
@@ -246,12 +231,12 @@ class Session(Conversation):
         return events
 
     def note_profile(self, profile: Profile) -> None:
-        """Set settings that are in force already, or that neither engine nor model use."""
+        """Store settings that are in force already, or that neither engine nor model uses."""
         self.profile = profile
 
     @contextmanager
     def temporary_reply_settings(self, settings: dict[str, Any]) -> Iterator[None]:
-        """Context manager: `settings`, of sampling and of a reply's length, hold in its block."""
+        """Context manager: `settings` of sampling and reply length hold in its block."""
         before = {name: getattr(self.profile, name) for name in settings}
         self.profile = self.profile.model_copy(update=settings)
         try:
@@ -260,9 +245,9 @@ class Session(Conversation):
             self.profile = self.profile.model_copy(update=before)
 
     def restore(self, target: Target, around: int = 0) -> list[Event]:
-        """Hold the tokens that `target` names until the next reply ends, with `around` neighbours.
+        """Hold the tokens that `target` names, and `around` neighbours, until the next reply ends.
 
-        Raises UsageError if no token is meant.
+        Raises UsageError if `target` names no token.
         """
         asked = tokens_to_restore(target, self.engine, self._texts, self.state, around, self.recall)
         moves = self.engine.evictor.begin_recall(asked, incoming=0)
@@ -270,11 +255,10 @@ class Session(Conversation):
         return [*self._events.moved(self.state.last_turn, moves), *self._events.take_problems()]
 
     def pin(self, target: Target, pinned: bool = True) -> list[Event]:
-        """Pin or unpin `target` (text, `last` or `turn N`).
+        """Pin or unpin `target` (text, `last`, `turn N`); evicted tokens are restored when pinned.
 
-        Of a text, what the model wrote is not pinned if others wrote it, too. Evicted tokens are
-        restored when they are pinned. Raises UsageError if nothing matches, and
-        SettingError, changing nothing, if the pins would leave too little room.
+        If others wrote the text too, the model's own is not pinned. Raises UsageError if nothing
+        matches; SettingError, changing nothing, if the pins would leave too little room.
         """
         positions = self._positions_of(target, self.engine.store.recallable())
         if pinned and isinstance(target, str):  # all tokens of a turn are of one writer
@@ -293,7 +277,7 @@ class Session(Conversation):
     def erase(self, target: str) -> list[Event]:
         """Erase the tokens that `target` names from the cache, the archive and the turns' text.
 
-        After this, no earlier turn can be undone. Later tokens stay, although they attended to the
+        No earlier turn can be undone afterwards. Later tokens stay, although they attended to the
         erased tokens. Raises UsageError if nothing matches.
         """
         count, prompt = erase_target(
@@ -312,7 +296,7 @@ class Session(Conversation):
         return [Erased(count, self.resident)]
 
     def tokens_to_erase(self, target: str) -> Positions:
-        """Positions of the tokens that `erase` would erase; raises what it raises."""
+        """Positions of the tokens that `erase` would erase; raises the same errors."""
         return tokens_to_erase(target, self.engine, self._texts, self.state, self.profile.system)
 
     def why(self, target: str) -> list[TokenRank]:
@@ -322,19 +306,12 @@ class Session(Conversation):
         return token_ranks(self.engine, self._texts, at, now, sinks=self.profile.sinks)
 
     def facts(self, words: str = "") -> list[StatedFact]:
-        """The user's pinned rules, then the facts stated; with `words`, those that have all."""
-        return find_statements(
-            self.model,
-            self.template,
-            self.ledger,
-            self._texts,
-            self.turns,
-            self._statement_cache,
-            words,
-        )
+        """The user's pinned rules, then the stated facts; only those with all `words`, if given."""
+        chat = self.model, self.template, self.ledger, self._texts, self.turns
+        return find_statements(*chat, self._statement_cache, words)
 
     def attention_paid(self, turn: int) -> AttentionPaid:
-        """The attention that the reply with turn index `turn` paid to the held tokens before it."""
+        """The attention of the reply with turn index `turn` to the tokens held before it."""
         last = self.reply_checkpoints
         placement = last.placement if last.seen == self.seen else None
         return attention_paid(self.engine, turn, placement, self.profile.sinks)
@@ -344,7 +321,7 @@ class Session(Conversation):
         return self._events.tokens(np.asarray(positions, np.int64))
 
     def keys_values(self, layer: int) -> HeldKeysValues:
-        """Copies of the held tokens' keys and values in a layer; UsageError for a wrong number."""
+        """Copies of the held keys and values of a layer; UsageError for a wrong layer number."""
         return self.engine.store.held_keys_values(layer)
 
     def snapshot(self, strongest: int | None = None) -> Snapshot:
@@ -366,7 +343,6 @@ class Session(Conversation):
         return self._events.started(self.model, self.profile, self.template)
 
     def closing_event(self) -> Ended:
-        """The event that ends the session."""
         return self._events.ended(self.state)
 
     def load(
@@ -380,8 +356,7 @@ class Session(Conversation):
     ) -> None:
         """Continue a saved session; if `rows` is None, keys and values are computed again.
 
-        `evicted` are archived, too. Of the loaded turns, only those that have a point in
-        `undo_points` can be undone.
+        `evicted` goes to the archive. Only turns with a point in `undo_points` can be undone.
         """
         self.reset()
         self.engine.load(saved, rows, attention, evicted)

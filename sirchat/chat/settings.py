@@ -59,12 +59,12 @@ def build_policy(profile: Profile) -> Policy:
 
 
 def options_of(policy: str) -> list[Field[Any]]:
-    """The options of the policy named `policy`; without `recent`, a setting of its own."""
+    """The options of the policy named `policy`, without `recent`, which is a setting of its own."""
     return [field for field in fields(policy_class(policy)) if field.name != "recent"]
 
 
 def has_effect(profile: Profile, setting: str) -> bool:
-    """Whether the setting named `setting` changes anything under the policy of the profile."""
+    """Whether the setting named `setting` has an effect under the profile's policy."""
     policy = policy_class(profile.policy)
     options = {field.name for field in fields(policy)}
     return setting not in ("budget", "sinks", "recent", "decay") or setting in {
@@ -74,7 +74,7 @@ def has_effect(profile: Profile, setting: str) -> bool:
 
 
 def build_cache_settings(profile: Profile, folder: Path | None = None) -> CacheSettings:
-    """The settings of the engine that follow from a profile; `folder` is for an archive on disk."""
+    """The engine's settings by a profile; `folder` is for an archive on disk."""
     return CacheSettings(
         policy=build_policy(profile),
         budget=profile.budget,
@@ -102,17 +102,16 @@ def build_engine(model: LoadedModel, settings: CacheSettings, seed: int = 0) -> 
 
 
 def build_sampling(profile: Profile) -> Sampling:
-    """The sampling settings of a profile."""
     return Sampling(**{field.name: getattr(profile, field.name) for field in fields(Sampling)})
 
 
 def build_sampler(
     profile: Profile, reply: GeneratedReply | None, attempt: int, allowed: TokenFilter | None
 ) -> tuple[Sampler, int]:
-    """The sampler of a reply, and how many ids it may choose at most.
+    """The sampler of a reply, and the most ids that it may choose.
 
-    It chooses the ids of `reply`, if given; a reply without a `finish` goes on after these ids.
-    Sampled ids are among those `allowed`.
+    The ids of `reply`, if given, are chosen first; the reply goes on after them if it has no
+    `finish`. Sampled ids are among those `allowed`.
     """
     sampling, most = build_sampling(profile), profile.max_new_tokens
     if reply is None:
@@ -133,7 +132,7 @@ def updated_profile(
     """A copy of the settings `before`, with the new values `updates`.
 
     Raises SettingError if a value is not allowed, does not work with this model, or can't be set
-    during a chat. As in all checks here, the message begins with `source`, such as "/budget".
+    during a chat. The message begins with `source`, such as "/budget", as in all checks here.
     """
     after = changed_profile(before, source, **updates)
     _refuse_fixed(before, source, dict(after))
@@ -149,10 +148,10 @@ def updated_profile(
 def checked_switches(
     items: Iterable[TranscriptItem], name: str, profile: Profile, trusted: Collection[str]
 ) -> Iterator[TranscriptItem]:
-    """Yield a transcript's items; the values of its switches are parsed as `/set` parses them.
+    """Yield a transcript's items, with the values of its switches parsed as `/set` does.
 
-    They are checked as far as that needs no model, and may name the `module:Class` policies
-    `trusted`. Raises TranscriptError with `name`, the line and the problem.
+    Values are checked as far as possible without a model; `trusted` are the allowed policy paths.
+    Raises TranscriptError with `name`, the line and the problem.
     """
     for item in items:
         if isinstance(item, SettingsSwitch):
@@ -183,14 +182,14 @@ def _refuse_fixed(before: Profile, source: str, new: Mapping[str, Any]) -> None:
 
 
 def hint_for_fixed(name: str, value: object) -> str:
-    """A hint how to get this value of a setting that a running chat can't change."""
+    """A hint how to get this value of a setting that can't change in a chat."""
     if name == "save":
         return "/save saves this chat from now on" if value else "start sirchat with --no-save"
     return f"start sirchat with --{name}"
 
 
 def check_budget(profile: Profile, model: LoadedModel, source: str) -> None:
-    """Raise SettingError if the budget is above the length of the model's context."""
+    """Raise SettingError if the budget exceeds the model's context length."""
     if policy_class(profile.policy).bounded and profile.budget > model.context_length:
         raise SettingError(
             f"{source}: budget {profile.budget} is above the context length of {model.name}; "
@@ -228,7 +227,7 @@ def check_policy(profile: Profile, model: LoadedModel, source: str) -> None:
 
 @contextmanager
 def all_or_nothing(engine: Engine) -> Iterator[None]:
-    """Context manager: if its block fails, restore the engine's pins and settings."""
+    """Context manager: restores the engine's pins and settings if its block fails."""
     settings, pinned = engine.settings, engine.ledger.pinned_positions
     try:
         yield
@@ -240,9 +239,9 @@ def all_or_nothing(engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def undone_at_end(engine: Engine) -> Iterator[EngineCheckpoint]:
-    """Context manager, between two rounds: at its end, undo every change of the engine in it.
+    """Context manager, between two rounds: undoes every change of the engine in its block.
 
-    Yields a checkpoint of the engine's state before.
+    Yields a checkpoint of the engine's state before the block.
     """
     settings, checkpoint = engine.settings, engine.checkpoint()
     with engine.store.without_limit():
@@ -254,7 +253,7 @@ def undone_at_end(engine: Engine) -> Iterator[EngineCheckpoint]:
 
 
 def _fits(value: object, default: object) -> bool:
-    """Whether an option may have this `value`: true or false as its `default`, or a number."""
+    """Whether an option may have this `value`: a bool if its `default` is one, or a number."""
     if isinstance(default, bool) or isinstance(value, bool):
         return isinstance(default, bool) and isinstance(value, bool)
     return isinstance(value, int) and value >= 0

@@ -28,7 +28,7 @@ def undo_depth(has_archive: bool, state_bytes: int) -> int:
 
 @dataclass
 class TurnStats:
-    """Counts of one turn's tokens, and its seconds; they increase until the turn is complete."""
+    """Counts of one turn's tokens and seconds, which increase until the turn is complete."""
 
     index: int
     role: str
@@ -56,13 +56,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class GeneratedReply:
-    """A reply that the model generated: its token ids, and the reason why it ended.
-
-    `finish` None: the reply has begun with these ids, and the model is to go on after them.
-    """
+    """A reply that the model generated: its token ids, and the reason why it ended."""
 
     ids: tuple[int, ...]
-    finish: Finish | None
+    finish: Finish | None  # None: the model is to continue the reply after these ids
 
 
 def last_generated_reply(ledger: Ledger, turns: Sequence[Turn]) -> GeneratedReply | None:
@@ -83,7 +80,7 @@ class SystemPrompt:
 
 @dataclass(frozen=True)
 class RetriedMessage:
-    """A message that was undone to be answered again, and what is to be kept of it."""
+    """What is kept of a message that was undone to be answered again."""
 
     text: str = ""
     # Indices within the message, as more or less may stand before it when it is read again.
@@ -93,7 +90,7 @@ class RetriedMessage:
 
 @dataclass
 class ConversationState:
-    """The state of a conversation, but for its tokens and KV cache, which the engine stores."""
+    """The state of a conversation, without tokens and KV cache, which the engine stores."""
 
     turns: list[Turn] = field(default_factory=list)  # the last may be incomplete
     saved_turns: int = 0  # the first turns, so many, are saved as they are; set by whoever saves
@@ -121,7 +118,7 @@ class ConversationState:
 
     @property
     def roles(self) -> list[str]:
-        """The role of each turn; of a summary and of the answer to it, that is `summary`."""
+        """The role of each turn; `summary` for a summary and the answer to it."""
         roles = [turn.role for turn in self.turns]
         for at in [at for at, turn in enumerate(self.turns) if turn.is_summary]:
             roles[at : at + 2] = ["summary"] * len(roles[at : at + 2])
@@ -129,7 +126,6 @@ class ConversationState:
 
     @property
     def last_turn(self) -> int:
-        """Index of the last turn; 0 if there is no turn yet."""
         return max(0, len(self.turns) - 1)
 
     @property
@@ -139,7 +135,7 @@ class ConversationState:
         return [at for at in own if self.turns[at].finish != "read"]
 
     def user_turns_at(self, asked: TimeRange | None, before: int | None = None) -> list[int]:
-        """The user's turns of the time `asked`, before turn `before`; oldest or newest first."""
+        """User turns in the time `asked`, before turn `before`; oldest or newest first as asked."""
         said = [at for at, turn in enumerate(self.turns[:before]) if turn.role == "user"]
         if asked is None or not said:
             return []
@@ -181,17 +177,17 @@ class UndoPoint:
         pin_system: bool,
         budget: int,
     ) -> UndoPoint:
-        """An undo point of the present state, before the user turn `text` is read."""
+        """The undo point of the current state, before the user turn `text` is read."""
         state = deepcopy(replace(now, turns=[]))
         return UndoPoint(checkpoint, state, len(now.turns), text, pin_system, budget)
 
     def restored_state(
         self, now: ConversationState, *, keep_pins: bool = False
     ) -> ConversationState:
-        """The conversation's state at this point; its turns are the first turns of `now`.
+        """The conversation's state at this point, with the first turns of `now`.
 
-        What the user restored since then is still asked for; with `keep_pins`, what the user
-        unpinned stays unpinned.
+        Tokens that the user has restored since then stay requested; with `keep_pins`, sentences
+        that the user unpinned stay unpinned.
         """
         seen, unpinned = self.checkpoint.cache.seen, self.state.unpinned_sentences
         restored = {position for position in now.restored_by_user if position < seen}

@@ -1,4 +1,4 @@
-"""Finds what the user states in messages: standing instructions, to be pinned, and facts."""
+"""Finds the user's statements in messages: standing instructions, which are pinned, and facts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class StatedFact:
 
 @dataclass
 class StatementCache:
-    """The vectors [D] of sentences that were said, and the facts found last."""
+    """The vectors [D] of sentences, and the facts found last."""
 
     vectors: dict[str, Tensor] = field(default_factory=dict)
     found: tuple[object, list[StatedFact]] = (None, [])  # after all on which they depend
@@ -82,8 +82,9 @@ def pin_rules(
 ) -> Iterator[Event]:
     """Pin the rules and preferences in the user's turn just read, if `is_wanted`.
 
-    If the turn is read again, what the user had pinned in it is pinned first. Rules have at most a
-    quarter of the budget; the oldest are unpinned. The ledger still has the turn's token vectors.
+    If the turn was read before, the user's pins in it are pinned first. Rules have at most a
+    quarter of the budget; the oldest are unpinned. Must be called while the ledger has the turn's
+    token vectors.
     """
     turn, evictor, ledger = state.last_turn, engine.evictor, engine.ledger
     retried, state.retried = state.retried, RetriedMessage()
@@ -121,14 +122,14 @@ def pin_rules(
 
 
 def unpin_excess_rules(engine: Engine, texts: Texts, settings: CacheSettings) -> list[Event]:
-    """Let go of the oldest rules that have no room under the new `settings`."""
+    """Unpin the oldest rules that have no room under the new `settings`."""
     return list(_unpin_rules(engine, texts, _rules_to_unpin(engine.ledger, settings, 0)))
 
 
 def _pinned_rules(
     ledger: Ledger, texts: Texts, turns: Sequence[Turn], words: str
 ) -> list[StatedFact]:
-    """The rules and preferences that are pinned, in order; if given, those with all `words`."""
+    """The pinned rules and preferences, in order; only those that have all `words`, if given."""
     found, states = list[StatedFact](), ledger.column("state")
     for run in ledger.rules():
         pieces = _pieces(ledger, texts, run)
@@ -142,12 +143,12 @@ def _pinned_rules(
 
 
 def _max_rule_tokens(settings: CacheSettings) -> float:
-    """Most tokens of rules that were pinned when they were said."""
+    """Most tokens of all rules together."""
     return settings.budget // _BUDGET_PER_RULES if settings.policy.bounded else math.inf
 
 
 def _check_rule_size(engine: Engine, positions: Positions) -> None:
-    """Raise SettingError if a rule's tokens are more than all rules may have, or not all held."""
+    """Raise SettingError if a rule has more tokens than all rules may have, or evicted ones."""
     limit = _max_rule_tokens(engine.settings)
     if len(positions) > limit:
         raise SettingError(f"it has {len(positions)} tokens, and rules have at most {limit:.0f}")
@@ -156,7 +157,7 @@ def _check_rule_size(engine: Engine, positions: Positions) -> None:
 
 
 def _rules_to_unpin(ledger: Ledger, settings: CacheSettings, count: int) -> list[Positions]:
-    """The oldest rules, without which all others and one of `count` tokens fit into the limit."""
+    """The oldest rules that must go, so that a rule of `count` tokens fits into the limit."""
     rules, gone = ledger.rules(), 0
     while gone < len(rules) and count + sum(map(len, rules[gone:])) > _max_rule_tokens(settings):
         gone += 1
@@ -164,7 +165,6 @@ def _rules_to_unpin(ledger: Ledger, settings: CacheSettings, count: int) -> list
 
 
 def _unpin_rules(engine: Engine, texts: Texts, rules: Sequence[Positions]) -> Iterator[Event]:
-    """Unpin these rules, which moves no token, and say so."""
     for at in rules:
         engine.evictor.unpin_held(at)
         text = format_value("".join(_pieces(engine.ledger, texts, at)).strip())
@@ -173,7 +173,7 @@ def _unpin_rules(engine: Engine, texts: Texts, rules: Sequence[Positions]) -> It
 
 
 def sentences_at(ledger: Ledger, texts: Texts, positions: Positions) -> frozenset[tuple[int, str]]:
-    """Turn and text of each sentence of the user's that has a token at one of `positions`."""
+    """Turn and text of each user's sentence with a token at one of `positions`."""
     return frozenset(
         (turn, text)
         for turn in np.unique(ledger.column("turn")[positions]).tolist()
@@ -185,7 +185,7 @@ def sentences_at(ledger: Ledger, texts: Texts, positions: Positions) -> frozense
 def _find_rules(
     ledger: Ledger, texts: Texts, encoder: Encoder, turn: int, vectors: dict[str, Tensor]
 ) -> Iterator[tuple[str, Positions]]:
-    """The first rules and preferences of a turn, told by their form, or by the encoder."""
+    """The first rules and preferences of a turn, recognized by form or by the encoder."""
     count = 0
     for text, positions in _user_sentences(ledger, texts, turn):
         stated, span = is_rule(text), preference_in(text)
@@ -213,7 +213,7 @@ def find_statements(
     cache: StatementCache,
     words: str = "",
 ) -> list[StatedFact]:
-    """The pinned rules, then the facts stated in `turns`; if given, those that have all `words`.
+    """The pinned rules, then the facts in `turns`; only those that have all `words`, if given.
 
     Without an encoder, facts and their corrections are recognized by their form.
     """
@@ -243,7 +243,7 @@ def _find_facts(
     vector_of: Callable[[str], Tensor],
     words: str,
 ) -> list[StatedFact]:
-    """The facts that are no part of a rule, and what corrects one of them, in order."""
+    """The facts that are no part of a rule, and the corrections of facts, in order."""
     wanted = set(words_of(words))
     said = [
         (index, text, positions)
@@ -279,31 +279,23 @@ def _find_facts(
 def _classify(
     said: Sequence[str], encoder: Encoder, vector_of: Callable[[str], Tensor]
 ) -> tuple[list[int], NDArray[np.int64], NDArray[np.bool_]]:
-    """The numbers of the k facts among sentences; of n facts that may be newer, or corrections.
-
-    Also which of these [k, n] are near each fact, or of its form.
-    """
-    corrects = torch.tensor(
-        [bool(CORRECTION_WORDS.search(text)) for text in said], dtype=torch.bool
-    )
+    """Numbers of the k facts and the n possible corrections, and which [k, n] are related."""
+    corrects = torch.tensor([bool(CORRECTION_WORDS.search(text)) for text in said]).bool()
     if said and len(encoder.kinds):
         vectors = torch.stack([vector_of(text) for text in said]).float()
         is_fact = encoder.is_kind("fact", vectors)
         facts, newer = is_fact.nonzero()[:, 0], (is_fact | corrects).nonzero()[:, 0]
         is_near = vectors[facts] @ vectors[newer].T >= SAME_SUBJECT_COSINE
         return facts.tolist(), newer.cpu().numpy(), is_near.cpu().numpy()
-    stated = [
-        at
-        for at, text in enumerate(said)
-        if FIRST_PERSON_STATEMENT.search(text) and not is_rule(text)
-    ]
+    tells = FIRST_PERSON_STATEMENT.search
+    stated = [at for at, text in enumerate(said) if tells(text) and not is_rule(text)]
     forms = torch.tensor([hash(statement_form(text)) for text in said])
     newer = corrects.nonzero()[:, 0]
     return stated, newer.numpy(), (forms[stated][:, None] == forms[newer]).numpy()
 
 
 def _held_text(ledger: Ledger, texts: Texts, at: Positions, is_held: NDArray[np.bool_]) -> str:
-    """The text of the held ones of the tokens at these positions, with … for the others."""
+    """The text of the tokens at these positions, with … for evicted ones."""
     pieces = _pieces(ledger, texts, at)
     runs = groupby(zip(pieces, is_held.tolist(), strict=True), key=lambda piece: piece[1])
     parts = ["".join(text for text, _ in run) if held else " … " for held, run in runs]
@@ -311,10 +303,8 @@ def _held_text(ledger: Ledger, texts: Texts, at: Positions, is_held: NDArray[np.
 
 
 def _user_sentences(ledger: Ledger, texts: Texts, turn: int) -> Iterator[tuple[str, Positions]]:
-    """The sentences of a user's turn and the stream positions of their tokens; none of a text.
-
-    Those from which words were erased are left out.
-    """
+    """A user turn's sentences and their tokens' positions; none if the message is long."""
+    # Sentences from which words were erased are left out.
     flags, roles = ledger.column("flags"), ledger.column("role")
     found = list(sentences_of(ledger, texts, turn))
     for at, pieces in found if len(found) <= _MAX_SENTENCES else ():
@@ -325,5 +315,4 @@ def _user_sentences(ledger: Ledger, texts: Texts, turn: int) -> Iterator[tuple[s
 
 
 def _pieces(ledger: Ledger, texts: Texts, at: Positions) -> list[str]:
-    """The text of each token at these positions."""
     return texts(ledger.column("token_id")[at].tolist(), at.tolist())

@@ -1,4 +1,4 @@
-"""Makes a summary of the whole chat: its most telling sentences, as they were said."""
+"""Makes a summary of the whole chat: its most informative sentences, as they were said."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, nlargest
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sirchat.chat.events import Notice, TokenRow
 from sirchat.chat.pinned_summary import summary_size, summary_turns
@@ -37,8 +36,8 @@ _EXTRA_LENGTH = 4  # tokens that are added to a sentence's length
 def make_summary(session: Session, facts: list[StatedFact]) -> str:
     """A summary of the whole chat, without corrected `facts`; empty if no sentence fits.
 
-    It has at most a quarter of the budget and a third of the chat's tokens, but may always have 64.
-    Raises UsageError if the chat has no messages, and SettingError if the budget is too small.
+    It has at most a quarter of the budget and a third of the chat's tokens, but may always have 64
+    tokens. Raises UsageError if the chat is empty, and SettingError if the budget is too small.
     """
     messages = [message for message in _messages(session) if message.text.strip()]
     if not messages:
@@ -56,7 +55,7 @@ def make_summary(session: Session, facts: list[StatedFact]) -> str:
 
 
 def omitted_facts(facts: Sequence[StatedFact], summary: str) -> Iterator[Notice]:
-    """Names the rules and facts that are not in a summary, if there are some."""
+    """A notice that names the rules and facts that are not in a summary, if any."""
     named = list[str]()
     for one in facts:
         if one.text in summary + one.newer_text:
@@ -79,7 +78,7 @@ class _Message:
 
 
 def _messages(session: Session) -> list[_Message]:
-    """All messages but summaries, without reasoning and sentences that lost erased words."""
+    """All messages but summaries, without reasoning and sentences with erased words."""
     rows: dict[int, list[TokenRow]] = {}
     session.recall.update()
     torn = session.recall.search.passages.torn
@@ -93,26 +92,17 @@ def _messages(session: Session) -> list[_Message]:
     return [_Message(it[0].role, it, "".join(row.text for row in it)) for it in said]
 
 
-def _ends(rows: Sequence[TokenRow]) -> NDArray[np.int64]:
-    """For each token, the index at which its text ends in the joined text of all."""
-    return np.cumsum([len(row.text) for row in rows], dtype=np.int64)
-
-
 @dataclass(frozen=True)
 class _Sentence:
-    """A sentence of the chat."""
-
     text: str
     size: int  # tokens
     weight: float  # factor of its score
     words: dict[str, float]  # in lower case, no stop words: surprisal in nats, doubled with digits
 
     def score(self, summary_words: set[str]) -> float:
-        """Surprisal by length, of which words that the summary has already count less."""
-        values = (
-            nats * (_REPEATED_WEIGHT if word in summary_words else 1)
-            for word, nats in self.words.items()
-        )
+        """Surprisal by length, where words that the summary already has count less."""
+        repeated, words = _REPEATED_WEIGHT, self.words.items()
+        values = (nats * (repeated if word in summary_words else 1) for word, nats in words)
         return self.weight * sum(nlargest(_SCORED_WORDS, values)) / (self.size + _EXTRA_LENGTH)
 
 
@@ -149,22 +139,16 @@ def _extract(session: Session, messages: list[_Message], facts: list[StatedFact]
     return ""
 
 
-def _repeats(
-    role: str, has: list[str], said: list[str], words: set[str], removed: set[str]
-) -> bool:
-    """Whether a sentence of the words `has` is a corrected fact, or repeats it.
-
-    The correction took away the words that are `removed`. The model's sentence has one of them, and
-    another of the fact's `words`, if more than one is removed.
-    """
-    is_near = (
-        has == said if role == "user" else len(words.intersection(has)) >= min(2, len(removed))
-    )
-    return is_near and not removed.isdisjoint(has)
+def _repeats(role: str, has: list[str], said: list[str], words: set[str], gone: set[str]) -> bool:
+    """Whether a sentence of the words `has` is a corrected fact, or repeats one."""
+    # The correction took the words `gone` from the fact's `words`. A sentence of the model repeats
+    # the fact if it has one of `gone` and, if these are several, another of `words`.
+    is_near = has == said if role == "user" else len(words.intersection(has)) >= min(2, len(gone))
+    return is_near and not gone.isdisjoint(has)
 
 
 def _sentences(message: _Message) -> Iterator[_Sentence]:
-    ends = _ends(message.rows)
+    ends = np.cumsum([len(row.text) for row in message.rows], dtype=np.int64)
     for match in _SENTENCE.finditer(message.text):
         rows = message.rows[tokens_spelling(ends, match.start(), match.end())]
         words = dict[str, float]()
@@ -174,7 +158,6 @@ def _sentences(message: _Message) -> Iterator[_Sentence]:
                 nats = math.fsum(row.surprisal or 0.0 for row in word)
                 words[name] = nats * (_NUMBER_WEIGHT if any(map(str.isdigit, name)) else 1)
         weight = _USER_WEIGHT if message.role == "user" else 1.0
-        is_question = match[0].endswith(("?", "？", '?"'))
-        yield _Sentence(
-            match[0], len(rows), weight * (_QUESTION_WEIGHT if is_question else 1), words
-        )
+        if match[0].endswith(("?", "？", '?"')):
+            weight *= _QUESTION_WEIGHT
+        yield _Sentence(match[0], len(rows), weight, words)

@@ -1,4 +1,4 @@
-"""Finds the tokens that a command names: some words, the last message, or a turn; erases text."""
+"""Finds the tokens that a command names (some words, the last message, or a turn); erases text."""
 
 from __future__ import annotations
 
@@ -38,10 +38,8 @@ def positions_of(
 ) -> Positions:
     """Positions [k], ascending and in `among` [n], of the tokens that a target names.
 
-    What the user typed is `last` (the last user turn), `turn N`, or a text, which may stand in
-    quotes. With them come `around` tokens of the same turn on each side.
-
-    Raises UsageError if nothing matches what the user typed.
+    A typed target is `last` (the last user turn), `turn N`, or a text, maybe quoted; it includes
+    `around` neighbours of the same turn on each side. Raises UsageError if no token matches.
     """
     if not isinstance(target, str):
         return np.intersect1d(target, among)
@@ -59,9 +57,8 @@ def tokens_to_erase(
 ) -> Positions:
     """Positions of the tokens, held or evicted, that `target` names; `system` is the system prompt.
 
-    Empty if the chat has the text, but the model has not read it: it is in an interrupted turn, or
-    in a system prompt before the first turn. Raises UsageError if nothing matches, or only what
-    the chat template adds to each chat.
+    Empty if the model has not read the text, in an interrupted turn or an unread system prompt.
+    Raises UsageError if nothing matches, or only text that the chat template adds to each chat.
     """
     ledger, roles = engine.ledger, now.roles
     try:
@@ -83,11 +80,11 @@ def tokens_to_erase(
 def tokens_to_restore(
     target: Target, engine: Engine, texts: Texts, now: ConversationState, near: int, recall: Recall
 ) -> Positions:
-    """Positions of the tokens that are to be held for the next reply, those asked for before, too.
+    """Positions of the tokens to hold for the next reply, with those requested before.
 
-    Words that are not side by side name the passages that have them. What the model wrote is left
-    out if others said it; of too much, all but the newest. Raises UsageError if nothing matches, or
-    there is no room.
+    Words that are not adjacent name the passages that have them. The model's own text is left out
+    if others said the same; if there is too much, only the newest tokens stay. Raises UsageError if
+    nothing matches, or there is no room.
     """
     among = engine.store.recallable()
     try:
@@ -108,7 +105,7 @@ def tokens_to_restore(
 
 
 def without_generated(positions: Positions, ledger: Ledger, now: ConversationState) -> Positions:
-    """Those of the tokens that the model did not write; all if it wrote all of them."""
+    """The positions of tokens that the model did not write; all if it wrote all of them."""
     told = positions[~np.isin(ledger.column("turn")[positions], now.generated)]
     return told if len(told) else positions
 
@@ -116,10 +113,10 @@ def without_generated(positions: Positions, ledger: Ledger, now: ConversationSta
 def erase_target(
     target: str, engine: Engine, texts: Texts, now: ConversationState, system: str | None
 ) -> tuple[int, str | None]:
-    """Erase the tokens that `target` names, and the words or the turn from the turns' texts.
+    """Erase the tokens that `target` names, and their words or turn in the turns' texts.
 
-    Words are erased from the system prompt `system`, too. Returns the number of tokens, and what is
-    left of the prompt, or None. Raises UsageError if nothing matches.
+    Also erases words of the system prompt `system`. Returns the number of tokens, and the rest of
+    the prompt, or None. Raises UsageError if nothing matches.
     """
     positions = tokens_to_erase(target, engine, texts, now, system)
     turns = np.unique(engine.ledger.column("turn")[positions]).tolist()
@@ -146,10 +143,7 @@ def erase_target(
 
 
 def turn_of_target(target: str, roles: Sequence[str]) -> int | None:
-    """The index of the turn that `target` (`last` or `turn N`) names; None if it is a text.
-
-    It is -1 for `last` if there is no user turn.
-    """
+    """The index of the turn `target`: `last` (-1 if there is none) or `turn N`; None for a text."""
     match = re.fullmatch(r"(?:last|turn +(\d+))", target.strip())
     if match is None:
         return None
@@ -170,7 +164,7 @@ def whole_words(text: str) -> re.Pattern[str]:
 
 
 def without_quotes(target: str) -> str:
-    """The text `target` without the double quotes around it; unchanged if it has none."""
+    """The text `target` without the double quotes around it, if any."""
     text = target.strip()
     is_quoted = len(text) > 2 and text[0] == text[-1] == '"'
     return text[1:-1] if is_quoted else text
@@ -204,7 +198,7 @@ def template_prompt(ledger: Ledger, texts: Texts) -> tuple[range, int]:
 def _matches(
     target: str, ledger: Ledger, texts: Texts, roles: Sequence[str], among: Positions
 ) -> tuple[Positions, Positions]:
-    """The tokens of messages among `among` that are not erased; those that the target names."""
+    """The unerased message tokens in `among`, and those of them that the target names."""
     is_erased = (ledger.column("flags")[among] & Flag.ERASED).astype(bool)
     is_text, turn = ledger.column("role")[among] != Role.TEMPLATE, turn_of_target(target, roles)
     if turn is None:  # no turn has the template's own prompt
@@ -225,7 +219,6 @@ def _occurrences(text: str, ledger: Ledger, texts: Texts, said: Positions) -> Po
 
 
 def _why_nothing(target: str, roles: Sequence[str], *, is_evicted: bool) -> str:
-    """Why a target names no token that can be held."""
     what, turn = without_quotes(target), turn_of_target(target, roles)
     if turn is not None and turn < 0:
         return "you have said nothing yet"
@@ -240,7 +233,7 @@ def _why_nothing(target: str, roles: Sequence[str], *, is_evicted: bool) -> str:
 
 
 def _runs(ledger: Ledger, texts: Texts, said: Positions) -> list[list[str]]:
-    """The texts of the tokens `said`, in runs of tokens that follow each other."""
+    """The texts of the tokens `said`, in runs of adjacent tokens."""
     pieces = texts(ledger.column("token_id")[said].tolist(), said.tolist())
     breaks = (np.flatnonzero(np.diff(said) > 1) + 1).tolist()
     return [pieces[start:end] for start, end in pairwise([0, *breaks, len(pieces)])]

@@ -45,10 +45,7 @@ def shown_scores(engine: Engine, scores: Floats) -> Floats:
 
 
 def score_factors(engine: Engine, positions: Positions) -> dict[str, Floats]:
-    """By name, the factors [n] whose product is the policy's score of the tokens at `positions`.
-
-    Empty if the policy's scores are no such products.
-    """
+    """The factors [n], by name, whose product is each token's score; empty if there are none."""
     policy = engine.settings.policy
     if not isinstance(policy, ScorePolicy):
         return {}
@@ -57,10 +54,7 @@ def score_factors(engine: Engine, positions: Positions) -> dict[str, Floats]:
 
 
 def is_measured(engine: Engine, positions: Positions) -> NDArray[np.bool_]:
-    """Whether the attention by which the policy ranks each token at `positions` [n] is recorded.
-
-    True if it ranks by something else.
-    """
+    """Mask [n] of the tokens whose attention is recorded; all True if the policy uses none."""
     ledger, config = engine.ledger, engine.settings.policy.attention_stats
     if config is None:
         return np.ones(len(positions), bool)
@@ -79,7 +73,7 @@ def token_rows(
 ) -> tuple[TokenRow, ...]:
     """A record of each token at these positions [n], ascending; `scores` [n] are the policy's.
 
-    `roles` are those of the turns: the text of one that is a `summary` has that role, too.
+    `roles` are those of the turns; the tokens of a `summary` get that role, too.
     """
     ledger, at = engine.ledger, positions.tolist()
 
@@ -119,7 +113,7 @@ def token_rows(
 def _as_if_held(
     engine: Engine, positions: Positions, compute: Callable[[HeldRows], dict[str, Tensor]]
 ) -> dict[str, Floats]:
-    """By name, the values that `compute` gives the rows at `positions` [n], as if all were held."""
+    """The values, by name, that `compute` gives the rows at `positions` [n] as if held."""
     # A score may depend on the other held rows. A held row is scored among all held rows but those
     # that recall restored; a row that recall restored, among all held rows; an evicted row, among
     # the held rows and all rows at `positions`.

@@ -1,6 +1,6 @@
-"""A reply that calls tools: call, result, next reply, until one has no calls.
+"""A reply that calls tools: call, result, next reply, until a reply has no calls.
 
-A result is a turn with the role `tool`, whose tokens compete under the policy as all others do.
+A result is a turn with the role `tool`. The policy treats its tokens as all others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sirchat.text.template import TurnIds
 from sirchat.text.text_file import without_surrogates
 from sirchat.text.tool_calls import CallParser, ToolCall, append_calls, calls_from_key, calls_key
 
-MAX_CALLS_PER_MESSAGE = 64  # for one message
+MAX_CALLS = 64  # for one message
 _ARGUMENTS = '"arguments"'
 _EMPTY = "(empty)"  # what is read of a result without text
 _HEAD_PARTS = 8  # a large result's beginning may take one of so many parts of the policy's tokens
@@ -33,15 +33,10 @@ _HEAD_PARTS = 8  # a large result's beginning may take one of so many parts of t
 
 @dataclass(frozen=True)
 class ChatTool:
-    """What a model may call.
-
-    `parameters` is a JSON schema of the arguments with which `run` is called, beside a function
-    that says whether to stop. What it raises is an error that the model reads.
-    """
-
     name: str
     description: str
-    parameters: dict[str, Any]
+    parameters: dict[str, Any]  # JSON schema of the arguments
+    # Gets the arguments, and a function that says whether to stop; the model reads its errors.
     run: Callable[[dict[str, Any], Interrupted], str] = field(compare=False)
     origin: tuple[str, str] = ("", "")  # its server, and its name there
     server_text: str = ""  # what the server says of all its tools
@@ -68,8 +63,8 @@ class ChatTool:
 class Toolbox:
     """The tools that a model may call.
 
-    `decide` gets each call before it is done, and returns the call, perhaps with other arguments,
-    or why it is refused, which the model reads.
+    `decide` gets each call before it is done. It returns the call, perhaps with other arguments, or
+    why the call is refused, which the model reads.
     """
 
     def __init__(
@@ -80,13 +75,11 @@ class Toolbox:
         each = [tool if isinstance(tool, ChatTool) else ChatTool.of(tool) for tool in tools]
         self.tools = {tool.name: tool for tool in each}
         self.decide = decide
-        self.is_template_note_shown = (
-            False  # whether the note of the template was said, if it has one
-        )
+        self.is_template_note_shown = False
 
     @property
     def tools_json(self) -> str:
-        """The tools as JSON, as the model is told of them; "" if there are none."""
+        """The tools as JSON, as the model reads them; "" if there are none."""
         if not self.tools:
             return ""
         told, said = list[dict[str, Any]](), {""}
@@ -112,10 +105,10 @@ def reply_format(
     *,
     is_same_round: bool = False,
 ) -> Generator[Event, None, TokenFilter | None]:
-    """What the setting `json_schema` allows in a reply, which may have `begun`.
+    """The ids that the setting `json_schema` allows in a reply, which may have `begun`.
 
-    Yields notes on the schema, whose file is not read again in the same round. SettingError if it
-    can't be kept.
+    Yields notes on the schema, whose file is not read again in the same round. Raises SettingError
+    if the schema can't be kept.
     """
     # With a template that takes no tools, the model calls them only where a call was begun for it.
     is_open = type(chat.template) is ToolTemplate
@@ -140,7 +133,7 @@ def answer_with_tools(
 
     `reply` and `allowed` are those of `Session.ask`, for the first reply.
     """
-    left = MAX_CALLS_PER_MESSAGE
+    left = MAX_CALLS
     if not box.tools:
         yield from chat.begin_reply(interrupted, reply, allowed).events()
         return
@@ -159,9 +152,7 @@ def answer_with_tools(
             yield from extractor.push(event)
         calls = extractor.calls
         if left <= 0 and calls:
-            yield Notice(
-                f"the model goes on calling tools; {MAX_CALLS_PER_MESSAGE} calls for a message are"
-            )
+            yield Notice(f"the model goes on calling tools; {MAX_CALLS} calls for a message are")
         if not calls or left <= 0 or interrupted():
             return
         for number, call in enumerate(calls, 1):
@@ -184,10 +175,10 @@ def read_result(
     *,
     next_role: str | None = None,
 ) -> Iterator[Event]:
-    """Read what a tool returned, as a turn, and recall what fits the `question`.
+    """Read a tool's result as a turn, and recall the tokens that fit the `question`.
 
-    The beginning of a text that is larger than what is free is pinned for the reply. `next_role` is
-    the role of the next message, if that is given and not generated.
+    The beginning of a text larger than the free budget is pinned for the reply. `next_role` is the
+    role of the next message if that message is given, not generated.
     """
     template, engine = _tool_template(chat), chat.engine
     text = without_surrogates(text) if text.strip() else _EMPTY
@@ -213,7 +204,7 @@ def read_result(
 
 
 def calls_in(chat: Conversation, text: str) -> tuple[list[ToolCall], TurnIds | None]:
-    """The calls in the text of a reply, and the ids of such a turn; None without calls."""
+    """The calls in a reply's text, and the ids of such a turn, which are None without calls."""
     parser = CallParser((), sum(turn.role == "tool" for turn in chat.state.turns))
     said = parser.push(text)[0] + parser.finish()[0]
     if not parser.calls:
@@ -223,11 +214,8 @@ def calls_in(chat: Conversation, text: str) -> tuple[list[ToolCall], TurnIds | N
 
 
 def _call_beginning(chat: Conversation) -> tuple[int, ...]:
-    """The ids with which a reply begins that calls a tool, if the chat template takes none.
-
-    A small model hardly ever begins a call itself. So the likeliest beginning is taken; () if that
-    is of none.
-    """
+    """The likeliest ids with which a reply begins a call; () if it begins without one."""
+    # For a chat template without tools: a small model hardly ever begins a call by itself.
     template = chat.template
     if not isinstance(template, PromptedTools):
         return ()
@@ -246,7 +234,7 @@ def _tool_template(chat: Conversation) -> ToolTemplate:
 
 
 def _call_parser(chat: Conversation, box: Toolbox) -> CallParser:
-    """What finds the calls in the next reply; with a begun call, the first one alone."""
+    """The parser of the calls in the next reply; with a begun call, of the first call alone."""
     number = sum(turn.role == "tool" for turn in chat.state.turns)
     if not isinstance(chat.template, PromptedTools):
         names = {name: tool.parameters for name, tool in box.tools.items()}
@@ -257,16 +245,16 @@ def _call_parser(chat: Conversation, box: Toolbox) -> CallParser:
 
 
 class _CallExtractor:
-    """Takes the calls out of the text of a reply; they are in `calls` once it is whole."""
+    """Takes the calls out of a reply's text; `calls` has them once the reply is complete."""
 
     def __init__(self, chat: Conversation, parser: CallParser) -> None:
-        self._chat, self._call_parser = chat, parser
+        self._chat, self._parser = chat, parser
         self._said = ""  # the text without calls, so far
         self.calls: list[ToolCall] = []
 
     def push(self, event: Event) -> list[Event]:
-        """The events to yield instead of the next one of the reply."""
-        parser, turns = self._call_parser, self._chat.state.turns
+        """The events to yield in place of the reply's next event."""
+        parser, turns = self._parser, self._chat.state.turns
         if isinstance(event, Delta) and event.part != "thinking":
             is_held = event.part == "call" and parser.hold_back(event.text)
             text = "" if is_held else parser.push(event.text)[0]
@@ -287,7 +275,7 @@ class _CallExtractor:
 def _run_call(
     chat: Conversation, box: Toolbox, call: ToolCall, interrupted: Interrupted, *, is_last: bool
 ) -> Generator[Event, None, str]:
-    """Do a call, unless it is refused; returns what the model is to read."""
+    """Do a call, unless it is refused; returns the text for the model."""
     decided = call
     is_error = True
     start = time.perf_counter()
@@ -310,6 +298,6 @@ def _run_call(
     if decided.arguments != call.arguments:
         text = f"The user changed the arguments to {decided.arguments}.\n{text}"
     if is_last:
-        text += f"\nThat was the last of {MAX_CALLS_PER_MESSAGE} calls; answer without tools."
+        text += f"\nThat was the last of {MAX_CALLS} calls; answer without tools."
     yield Returned(call.id, call.name, text, is_error, time.perf_counter() - start)
     return text

@@ -1,6 +1,6 @@
 """Lets the engine read the ids of one turn, and yields the turn's events.
 
-The template's ids that end a turn are *pending* until the engine has read them; if an error cuts
+The template's ids that end a turn are *pending* until the engine has read them. If an error cuts
 the turn off, they are read before the next turn, so that the chat always follows its template.
 """
 
@@ -29,12 +29,11 @@ Interrupted = Callable[[], bool]  # whether to stop; called now and then
 
 
 def never() -> bool:
-    """An `Interrupted` by which nothing stops."""
     return False
 
 
 class OpenTurn:
-    """One turn, while it is read or generated; what happens increases the counts of `stats`.
+    """One turn that is being read or generated; its counts are in `stats`.
 
     `evicts_thinking`: whether a reply's reasoning is evicted when the reply is complete.
     """
@@ -57,7 +56,7 @@ class OpenTurn:
 
     @property
     def placement(self) -> Placement:
-        """Where the tokens are; if the round's end has moved tokens back, where they were then."""
+        """Where the tokens were at the end of the round, before recall ended; until then, now."""
         return self._placement_in_round or self.engine.store.placement
 
     def make_room(self, count: int, max_new_tokens: int) -> list[Event]:
@@ -76,7 +75,7 @@ class OpenTurn:
         """Let the engine read the ids of `turn`; yields events of progress and evictions.
 
         An interrupt skips the rest of the text, but not the template's ids after it. If reading
-        fails, `after`, which the caller reads later in this round, becomes pending, too.
+        fails, `after`, the ids to be read later in this round, become pending, too.
         """
         done = 0  # ids of the turn
         end = len(turn.ids)
@@ -105,10 +104,10 @@ class OpenTurn:
                 self.stats.finish = "interrupt"
 
     def recall(self, recall: Recall, ids: TurnIds) -> Iterator[Event]:
-        """Restore what fits a message of these ids, before this turn is answered.
+        """Restore tokens that fit the message `ids`, before this turn is answered.
 
-        Nothing is restored from calls of tools. If this turn is what a tool returned, the message
-        that led to the call is not restored either.
+        Nothing is restored from calls of tools. If this turn is a tool's result, nothing is
+        restored from the message that led to the call either.
         """
         now, before = self.now, self.stats.index
         # After a million tokens, making these lists takes a noticeable part of the search's time.
@@ -140,8 +139,8 @@ class OpenTurn:
     ) -> Iterator[Event]:
         """Read a tool's result as `read` does, with its first `head` ids pinned.
 
-        After its text, what fits `sought` is recalled; then the template's ids are read, which the
-        reply's first token follows.
+        After the text, tokens that fit `sought` are recalled. Then the template's ids before the
+        reply are read.
         """
         end = turn.content[1]
         for first, last in pairwise(sorted({0, head, end, len(turn.ids)})):
@@ -157,8 +156,8 @@ class OpenTurn:
     def close(self, closing: Sequence[int], stream: ReplyStream, at: Sequence[int]) -> list[Event]:
         """Read the template ids `closing` after a reply, and end the round; returns the events.
 
-        Beginnings of results are then no longer pinned.
-        `stream` has divided the reply, whose tokens have the positions `at`.
+        `stream` has divided the reply into parts; its tokens have the positions `at`. The pins of
+        tool results end.
         """
         events = [*self.read(_template_ids(closing)), *self._end_round()]
         tokens = self.flag_thinking(stream, at)
@@ -176,7 +175,7 @@ class OpenTurn:
         return [event for event in events if not isinstance(event, Reading)]
 
     def flag_thinking(self, stream: ReplyStream, at: Sequence[int]) -> Positions:
-        """Flag a reply's reasoning, as `stream` has divided it; returns its positions `at`."""
+        """Flag the reasoning of a reply divided by `stream`; returns the positions `at`."""
         tokens: Positions = np.asarray(at, np.int64)
         self.engine.ledger.flag(Flag.THINKING, tokens[stream.tokens("thinking")], True)
         return tokens
@@ -197,12 +196,11 @@ class OpenTurn:
         self.now.pending_ids = [*turn.ids[max(done, turn.content[1]) :], *after]
 
     def evicted(self, record: EvictedRows) -> Event:
-        """Count what was evicted; returns the event for it."""
         self.stats.evicted += len(record.positions)
         return self.events.evicted(self.stats.index, record)
 
     def _end_round(self) -> list[Event]:
-        """End recall; let surprisal and attention decay; the next user turn begins a round."""
+        """End recall, and let surprisal and attention decay; the next user turn begins a round."""
         now = self.engine.store.placement
         self._placement_in_round = now if now.has_recall else None
         events = [self.evicted(record) for record in self.engine.evictor.end_recall()]

@@ -40,7 +40,7 @@ _NUMBER = re.compile(rf"\b(?:{'|'.join(reversed(_NUMBERS)).replace('-', '[- ]')}
 
 @dataclass(frozen=True)
 class TokenRank:
-    """How one token ranks among the tokens in the cache (the held tokens)."""
+    """How one token ranks among the held tokens."""
 
     row: TokenRow
     state: str  # `held`, `archived`, `rereadable` (see `KeyValueStore`), `not_stored`
@@ -70,7 +70,7 @@ def token_ranks(
 ) -> list[TokenRank]:
     """Score, rank and state of each token at the stream `positions`, which are ascending.
 
-    `now` is a snapshot of the present cache; the first `sinks` tokens get the flag `sink`.
+    `now` is a snapshot of the current cache; the first `sinks` tokens get the flag `sink`.
     """
     ledger = engine.ledger
     among = np.union1d(ledger.held_positions, positions)
@@ -112,10 +112,10 @@ def token_ranks(
 def attention_paid(
     engine: Engine, turn: int, placement: Placement | None, sinks: int
 ) -> AttentionPaid:
-    """The attention that the reply with turn index `turn` paid to each held token before it.
+    """The attention of the reply with turn index `turn` to each token that was held before it.
 
-    The model reads the reply once more, over what was held then; no state changes. `placement` is
-    that at the end of the chat's last reply; None if anything was read since.
+    The model reads the reply again over the tokens held then; no state changes. `placement` is the
+    one at the end of the chat's last reply; None if anything was read since.
     """
     if placement is None:
         return _attention_paid(engine, turn, None, sinks)
@@ -153,10 +153,7 @@ def _attention_paid(
 
 
 def last_round(turns: Sequence[Turn]) -> tuple[int, int] | None:
-    """Indices of the last user turn with a reply, and of the reply; None if there is none.
-
-    A summary is skipped together with its reply.
-    """
+    """Indices of the last user turn with a reply, and of the reply; summaries are skipped."""
     for index in range(len(turns) - 1, 0, -1):
         asked = turns[index - 1]
         is_pair = (asked.role, turns[index].role) == ("user", "assistant")
@@ -166,10 +163,9 @@ def last_round(turns: Sequence[Turn]) -> tuple[int, int] | None:
 
 
 def related_turn(turns: Sequence[Turn], asked: int) -> tuple[int, tuple[str, ...]] | None:
-    """The turn before turn `asked` that has the most words in common with it; None if none has.
+    """The turn before turn `asked` that shares most words with it, and these words, rarest first.
 
-    Returns its index, and the words that both have, the rarest first. Rare words count more, and
-    the words of a question half.
+    Rare words count more, and the words of a question half. None if no turn shares a word.
     """
     texts = [_telling_words(turn.text) for turn in turns[:asked]]
     query = _telling_words(turns[asked].text)
@@ -186,10 +182,10 @@ def related_turn(turns: Sequence[Turn], asked: int) -> tuple[int, tuple[str, ...
 
 
 def supporting_sentence(answer: str, question: str, text: str) -> tuple[str, bool]:
-    """The statement of a text that has most telling words of an answer, or "", and `is_said`.
+    """The statement in a text that shares most words with an answer, or "", and `is_said`.
 
-    `is_said` is false if no statement has a word that only the answer has; but not of a yes or no,
-    or Chinese. A word counts in any form, rare ones more, numbers double, the question's half.
+    Words count in any form, rare ones more, numbers double, the question's half. `is_said` is False
+    if no statement has a word that only the answer has, except for a yes or no, or in Chinese.
     """
     sentences = [text[start:end].strip() for start, end in pairwise(sentence_bounds(text))]
     sentences = [one for one in sentences if not _NO_STATEMENT.match(one)]
@@ -203,12 +199,8 @@ def supporting_sentence(answer: str, question: str, text: str) -> tuple[str, boo
         is_asked = _is_among(groups, asked)
         scores[having] += rarity * (DISCOUNT if is_asked else 2 if word.isdecimal() else 1)
         own, found = own + (not is_asked), found + (not is_asked and bool(having))
-    is_said = (
-        found > 0
-        or not own
-        or bool(_CONFIRMS.match(answer))
-        or max(answer, default="") >= FIRST_CJK
-    )
+    is_dense = max(answer, default="") >= FIRST_CJK
+    is_said = found > 0 or not own or is_dense or bool(_CONFIRMS.match(answer))
     return sentences[int(scores.argmax())] if scores.any() else "", is_said
 
 
@@ -218,7 +210,7 @@ def _is_among(groups: set[str], terms: set[str]) -> bool:
 
 
 def _in_digits(text: str) -> str:
-    """A text with its numbers in digits, English words to a hundred too, and without commas."""
+    """A text with its numbers, and English number words to a hundred, in digits without commas."""
     text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)
     return _NUMBER.sub(
         lambda word: str(_NUMBERS.index(word[0].casefold().replace(" ", "-")) + 1), text

@@ -11,7 +11,7 @@ from sirchat.chat.events import TokenRow
 
 PUNCTUATION = string.punctuation + string.whitespace + "…“”‘’«»–—"
 
-_OPENING_BRACKETS = {")": "(", "]": "[", "}": "{"}  # by the closing one
+_OPENING = {")": "(", "]": "[", "}": "{"}  # by the closing one
 _MAX_WORD_TOKENS = 16  # then it is cut, as some scripts have no blanks between words
 _NEIGHBOURS = 5  # tokens that are read on each side of a token, to find its whole word
 
@@ -22,7 +22,6 @@ def is_punctuation(text: str) -> bool:
 
 
 def without_template(rows: Sequence[TokenRow]) -> list[TokenRow]:
-    """The tokens that belong to messages, not to the chat template."""
     return [row for row in rows if row.role != "template"]
 
 
@@ -33,9 +32,7 @@ def word_text(word: Sequence[TokenRow]) -> str:
     """
     whole = "".join(row.text for row in word)
     text, after = whole.strip(PUNCTUATION), whole.rstrip()[len(whole.rstrip(PUNCTUATION)) :]
-    while after[:1] in _OPENING_BRACKETS and text.count(_OPENING_BRACKETS[after[0]]) > text.count(
-        after[0]
-    ):
+    while (opening := _OPENING.get(after[:1])) and text.count(opening) > text.count(after[0]):
         text, after = text + after[0], after[1:]
     return text
 
@@ -43,7 +40,7 @@ def word_text(word: Sequence[TokenRow]) -> str:
 def split_words(rows: Sequence[TokenRow]) -> Iterator[list[TokenRow]]:
     """Split tokens, in stream order, into words; yields the tokens of each word.
 
-    A word begins at a blank, after a missing stream position, and with a turn; a wide (East Asian)
+    A word begins at a blank, after a missing stream position, and with a turn. A wide (East Asian)
     character is a word. The blank before a word and the punctuation around it belong to the word.
     """
     word: list[TokenRow] = []
@@ -57,16 +54,16 @@ def split_words(rows: Sequence[TokenRow]) -> Iterator[list[TokenRow]]:
 
 
 def words_in(rows: Sequence[TokenRow]) -> set[str]:
-    """The words of these tokens, in lower case; tokens of the chat template are left out."""
+    """The words of these tokens, in lower case, without those of the chat template."""
     return {word_text(word).casefold() for word in split_words(without_template(rows))}
 
 
 def words_at(
     positions: Collection[int], rows: Sequence[TokenRow], known: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """The words of `rows` that have a token at one of these positions, the most surprising first.
+    """The words of `rows` with a token at one of these positions, most surprising first.
 
-    Tokens that are only punctuation do not count; words in `known`, in lower case, are left out.
+    Tokens of punctuation alone do not count. Words in `known`, in lower case, are left out.
     """
     asked = set(positions)
     surprisal: dict[str, float] = {}  # of each word's most surprising token, in nats
@@ -80,7 +77,7 @@ def words_at(
 
 
 def near_positions(positions: Collection[int], seen: int) -> list[int]:
-    """These positions of a stream of `seen` tokens, and up to 5 on each side of each, ascending."""
+    """These positions and up to 5 on each side, ascending, in a stream of `seen` tokens."""
     near = {at + step for at in positions for step in range(-_NEIGHBOURS, _NEIGHBOURS + 1)}
     return sorted(at for at in near if 0 <= at < seen)
 

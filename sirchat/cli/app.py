@@ -315,7 +315,7 @@ def _exit_with_error(message: str, code: int) -> None:
 
 
 def _translate_flags(arguments: list[str]) -> list[str]:
-    """The arguments, with flags of other programs, up to `--`, replaced by those of sirchat."""
+    """Replace other programs' flags before `--` by those of sirchat."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     flags = [argument.partition("=") for argument in arguments[:end]]
     translated = [f"{_OTHER_FLAGS.get(name, name)}{equals}{value}" for name, equals, value in flags]
@@ -323,7 +323,7 @@ def _translate_flags(arguments: list[str]) -> list[str]:
 
 
 def _complete_resume_flag(arguments: list[str]) -> list[str]:
-    """The arguments, with `=last` at a `--resume` that has no value, before a command's name."""
+    """Add `=last` to a `--resume` that has no value, before a command's name."""
     names = commands()  # the value of a flag may be such a name, too: then the guess is wrong
     before_command = list(takewhile(lambda argument: argument not in names, arguments))
     for index, argument in enumerate(before_command):

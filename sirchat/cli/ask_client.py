@@ -1,4 +1,4 @@
-"""A client of `sirchat serve` for `sirchat ask`: it starts at once, as it imports nothing heavy."""
+"""A client of `sirchat serve` for `sirchat ask`; starts at once, as it imports nothing slow."""
 
 import json
 import os
@@ -28,8 +28,8 @@ def ask_server(
 ) -> bool:
     """Print a server's reply to `text`, whose first `source` characters it asks about.
 
-    `server` is a URL, which raises SirchatError if it refuses; or `auto`, a server of this user:
-    False if none gives the reply that `ask` itself would generate. Ctrl-C ends the reply.
+    `server` is a URL, or `auto` for this user's server: False if that would not reply as `ask`
+    itself does. Raises SirchatError if the URL refuses. Ctrl-C ends the reply.
     """
     if server != "auto":
         connection, headers = _connection(server), dict[str, str]()
@@ -79,7 +79,6 @@ def _request_body(profile: Profile, text: str, *, holds_all: bool, source: int) 
 
 
 def _connection(server: str) -> HTTPConnection:
-    """A connection, not yet open, to the server at a URL."""
     classes: dict[str, type[HTTPConnection]] = {"http": HTTPConnection, "https": HTTPSConnection}
     with suppress(ValueError, HTTPException):  # brackets that do not close, a port that is none
         parts = urlsplit(server)
@@ -99,7 +98,7 @@ def _refusal(response: HTTPResponse) -> str:
 
 
 def _events(response: HTTPResponse) -> Iterator[Any]:
-    """Yield the JSON of each server-sent event; SirchatError if the stream ends too early."""
+    """Yield the JSON of each server-sent event; raises SirchatError if the stream breaks off."""
     with suppress(OSError, HTTPException, ValueError, RecursionError):
         while line := response.readline(_MAX_EVENT_BYTES):
             if len(line) == _MAX_EVENT_BYTES:  # it may be endless
@@ -112,7 +111,6 @@ def _events(response: HTTPResponse) -> Iterator[Any]:
 
 
 def _print_reply(events: Iterator[Any], screen: "Screen", bar: ExitStack) -> None:
-    """Print the reply to the screen, which shows the loading `bar` until it begins."""
     try:
         for event in events:
             bar.close()

@@ -1,8 +1,8 @@
 """The local port by which `sirchat ask` finds a running server of the same user.
 
-The server writes the port and a token to a file that only its user can read. If it is killed, the
-file stays, and another program may take the port: so before `ask` sends anything, the server proves
-by an answer to a challenge that it knows the token, without sending it.
+The server writes the port and a token to a file that only its user can read. If the server is
+killed, the file stays, and another program may take the port. So the server must first prove, by
+its answer to a challenge, that it knows the token; the token itself is not sent.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class AskPort(NamedTuple):
     token: str
 
     def proof(self, challenge: bytes) -> str:
-        """The answer to a challenge, which proves that the token is known: hexadecimal HMAC."""
+        """The answer (hexadecimal HMAC) to a challenge, which proves knowledge of the token."""
         return hmac.new(self.token.encode(), challenge, "sha256").hexdigest()
 
     def with_access(self, app: Any) -> Any:
-        """Wrap an ASGI app: at this port, it answers challenges, and takes the token as API key."""
+        """Wrap an ASGI app: this port answers challenges, and accepts the token as API key."""
 
         async def app_at_port(scope: Any, receive: Any, send: Any) -> None:
             if scope["type"] == "http" and scope["server"] == (_HOST, self.port):
@@ -57,7 +57,7 @@ class AskPort(NamedTuple):
 def open_ask_port(model: str) -> Iterator[tuple[AskPort, socket.socket] | None]:
     """Context manager: binds a port for `ask`, and yields it with its socket.
 
-    Yields None if that fails, or if another server with this model has a port already.
+    Yields None if that fails, or if another server with this model already has a port.
     """
     path = paths.server_port_file(model)
     if (other := connect_to_user_server(model)) is not None:
@@ -102,7 +102,7 @@ def connect_to_user_server(model: str) -> tuple[HTTPConnection, dict[str, str]] 
 
 
 def _bind_port(path: Path) -> tuple[AskPort, socket.socket]:
-    """Bind a free port, and write it to the file `path` with a new token; OSError if this fails."""
+    """Bind a free port, and write it with a new token to `path`; raises OSError on failure."""
     listener = socket.socket()
     try:
         listener.bind((_HOST, 0))

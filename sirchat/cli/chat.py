@@ -24,13 +24,7 @@ from sirchat.cli.question import read_question
 from sirchat.config.profile import FIXED_SETTINGS, Profile
 from sirchat.config.profile_files import changed_profile, load_profile, resolve, trusted_policies
 from sirchat.config.values import parse_value
-from sirchat.errors import (
-    SessionError,
-    SirchatError,
-    TranscriptError,
-    UsageError,
-    is_output_closed,
-)
+from sirchat.errors import SessionError, SirchatError, TranscriptError, UsageError, is_output_closed
 from sirchat.memory.policies import import_typed
 from sirchat.paths import sessions_dir
 from sirchat.text.json_schema import load_schema
@@ -66,8 +60,7 @@ JsonTokens = Annotated[
     ),
 ]
 Continue = Annotated[
-    bool,
-    typer.Option("--continue", "-c", help="Go on in the last chat: as --resume last."),
+    bool, typer.Option("--continue", "-c", help="Go on in the last chat: as --resume last.")
 ]
 ToolsFile = Annotated[
     str | None,
@@ -111,8 +104,8 @@ def open_chat(
 ) -> None:
     """Open a chat; returns when the user leaves it.
 
-    `resume` is a saved chat to continue, by id or name; `branch` names a copy of it to continue
-    instead; with `rebuild`, the model reads it again, under the settings in `flags`.
+    `resume` is a saved chat to continue, by id or name. `branch` names a copy to continue instead.
+    With `rebuild`, the model reads the chat again, under the settings in `flags`.
     """
     from sirchat.tools.config import ToolFlags
 
@@ -244,7 +237,7 @@ def ask(
 
 
 def _open_for_question(resume: str | None, flags: dict[str, Any], *, about_text: bool) -> _Opening:
-    """The settings for a question, and its saved chat, if any; the last must not be in use."""
+    """The settings for a question, and its saved chat, if any, which must not be in use."""
     if resume is not None:
         opening = _open_saved_file(resume, flags, _SETTINGS_BEFORE_LOADING)
         if opening.store is not None and opening.passed_over:
@@ -259,7 +252,7 @@ def _open_for_question(resume: str | None, flags: dict[str, Any], *, about_text:
 
 @contextmanager
 def _within_saved_chat(session: "Session", screen: "Screen", opening: _Opening) -> Iterator[None]:
-    """Context manager: adds what is asked to the saved chat, if any, and ends its own settings."""
+    """Context manager: adds the question to the saved chat, and ends temporary settings."""
     if opening.store is None:
         yield
         return
@@ -330,7 +323,7 @@ def replay(
 def _check_switches(
     items: "list[TranscriptItem]", name: str, profile: Profile, trusted: Collection[str]
 ) -> "list[TranscriptItem]":
-    """Refuse a switch to settings that are not allowed before the model is loaded."""
+    """Refuse forbidden settings in a transcript before the model is loaded."""
     from sirchat.text.transcript import SettingsSwitch
 
     if switches := [item for item in items if isinstance(item, SettingsSwitch)]:
@@ -378,7 +371,6 @@ def tutorial(
 
 
 def _print_remark(text: str) -> None:
-    """Print a remark while no screen is there yet."""
     sys.stderr.write(f"{displayable_line(text)}\n")
     sys.stderr.flush()
 
@@ -386,7 +378,7 @@ def _print_remark(text: str) -> None:
 def _load_session(
     opening: _Opening, trust: bool, report: "Progress | None", *, rebuild: bool = False
 ) -> "Session":
-    """Load the model, and the saved chat, if any; then switch to the settings for later."""
+    """Load the model and the saved chat, if any; then switch to the settings for later."""
     session = open_session(opening.profile, trust, report)
     if opening.store is not None:
         from sirchat.saved.resume import resume_session
@@ -406,7 +398,7 @@ def _open_saved_file(
 ) -> _Opening:
     """Open the file of a saved chat, or of a copy of it that gets the name `branch`.
 
-    The settings in `flags` that are named `at_opening` apply then, or all if that is None.
+    The settings in `flags` apply at opening if `at_opening` names them, or all if that is None.
     """
     from sirchat.saved.saved_state import saved_profile
     from sirchat.saved.session_list import copy_session, open_saved_file

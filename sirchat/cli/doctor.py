@@ -137,7 +137,7 @@ def man() -> None:
 
 
 def describe_size(path: Path) -> str:
-    """The size and the number of files of a file or folder, as text: `1.5 MB in 3 files`."""
+    """The size and the number of files of a file or folder, such as `1.5 MB in 3 files`."""
     if not path.exists():
         return "nothing yet"
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
@@ -177,6 +177,6 @@ def _manual_lines() -> Iterator[str]:
 
 
 def _escape_roff(text: str) -> str:
-    """Escape a line for roff, which would take a dot or quote at its start for a command."""
+    """Escape a line for roff, which reads a dot or quote at its start as a command."""
     text = text.replace("\\", "\\e").replace("-", "\\-")
     return re.sub(r"^(?=[.'])", r"\\&", text)

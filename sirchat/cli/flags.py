@@ -1,4 +1,4 @@
-"""A command-line flag for each setting; and a profile, a model or a session from the flags."""
+"""A command-line flag for each setting; makes a profile, a model or a session from flags."""
 
 import gc
 import inspect
@@ -71,7 +71,7 @@ def complete_session(incomplete: str) -> list[str]:
 
 
 def profile_from_flags(flags: dict[str, Any], *, loads_model: bool = True) -> Profile:
-    """A profile from flags, environment variables and profile files; flags take precedence.
+    """A profile from flags, environment variables and profile files; flags have precedence.
 
     If `loads_model`, a missing model or file of `json_schema` is an error before any slow import.
     """
@@ -88,7 +88,7 @@ def profile_from_flags(flags: dict[str, Any], *, loads_model: bool = True) -> Pr
 def open_session(
     profile: Profile, trust: bool, report: "Progress | None", *, rows_in_events: bool = False
 ) -> "Session":
-    """Load a profile's model, and open a session, with the model's defaults for what is not set."""
+    """Load a profile's model, and open a session; the model's defaults fill unset settings."""
     with without_garbage_collection():
         with interruptible_imports():
             policy_class(profile.policy)  # a wrong name is an error before any slow import
@@ -111,7 +111,7 @@ def open_session(
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Context manager: no garbage collection, which takes 1/6 of the time of loading a model."""
+    """Context manager: no garbage collection, which takes 1/6 of a model's loading time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -124,7 +124,7 @@ def without_garbage_collection() -> Iterator[None]:
 def load_profile_model(
     profile: Profile, trust: bool, report: "Progress | None" = None, *, for_hub: bool = False
 ) -> "LoadedModel":
-    """Load a profile's model; if `for_hub`, with the classes of transformers for all of it."""
+    """Load a profile's model; `for_hub` uses transformers' classes for all of it."""
     with interruptible_imports():
         from sirchat.memory.archive_folder import remove_stale_folders
         from sirchat.models.load import load_model_of

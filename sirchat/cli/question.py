@@ -20,8 +20,6 @@ _MAX_LIST_CHARS = 1000  # most characters of a list of files
 
 
 class AskedText(NamedTuple):
-    """The one message that `ask` sends."""
-
     text: str
     source_chars: int  # length of its beginning, the text that the rest asks about
     has_files: bool  # whether there is more than words: files, or text from standard input
@@ -32,8 +30,8 @@ def read_question(
 ) -> AskedText:
     """Join the files, the text from standard input and the words of a question.
 
-    A first word or a file `-` is standard input, even if that is a terminal; else `has_input`
-    allows to read it. UsageError if all are empty, or one is not text or too long.
+    A first word or a file `-` is standard input, even from a terminal; otherwise it is read only if
+    `has_input`. Raises UsageError if all are empty, or one is too long or no text.
     """
     names_input = "-" in (*question[:1], *files)
     if names_input and sys.stdin is None:
@@ -54,7 +52,7 @@ def read_question(
 
 
 def _load_files(names: Sequence[str], note: Callable[[str], None]) -> list[str]:
-    """The text of the files, folders and patterns of `-f`; lists in a note what is in each."""
+    """The texts of the files, folders and patterns of `-f`; a note lists what each contains."""
     blocks = list[str]()
     for name in dict.fromkeys(name for name in names if name != "-"):
         attached = load_attachments(name)
@@ -66,7 +64,7 @@ def _load_files(names: Sequence[str], note: Callable[[str], None]) -> list[str]:
 
 
 def _read_input(has_question: bool, note: Callable[[str], None]) -> str:
-    """The text from standard input, "" if that is a file that a loop reads."""
+    """The text from standard input; "" if it is a file that a shell loop reads."""
     if has_question and _is_partly_read():
         note(f"{_STDIN_NAME} is a file that a loop or another command reads, so it is left alone")
         return ""
@@ -80,7 +78,7 @@ def _read_input(has_question: bool, note: Callable[[str], None]) -> str:
 
 
 def _is_partly_read() -> bool:
-    """Whether standard input is a regular file of which a part was read before."""
+    """Whether standard input is a regular file, part of which was read before."""
     with suppress(OSError, ValueError):
         number = sys.stdin.fileno()
         is_file = stat.S_ISREG(os.fstat(number).st_mode)
@@ -89,7 +87,7 @@ def _is_partly_read() -> bool:
 
 
 def _has_input_soon() -> bool:
-    """Whether standard input has text, or ends, within a short time; True if nobody can tell."""
+    """Whether standard input soon has text, or ends; True if that is unknown."""
     with suppress(OSError, ValueError):
         if sys.platform != "win32":
             return bool(select.select([sys.stdin.fileno()], [], [], _QUIET_SECONDS)[0])

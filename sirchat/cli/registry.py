@@ -1,6 +1,6 @@
-"""The list of sirchat's commands: for each its module, its line in the overview, and an example.
+"""The list of sirchat's commands: each one's module, its line in the overview, and an example.
 
-The module is imported only when the command is used, and this one imports nothing heavy. Without
+A command's module is imported only when it is used; this module imports nothing slow. Without
 `sirchat.lab`, its commands are left out.
 """
 
@@ -137,7 +137,7 @@ def groups() -> dict[str, dict[str, str]]:
 
 
 def lab_module(name: str) -> ModuleType:
-    """Import a module of `sirchat.lab`; UsageError if that is not installed."""
+    """Import a module of `sirchat.lab`; raises UsageError if that is not installed."""
     if find_spec("sirchat.lab") is None:
         raise UsageError("this command needs sirchat.lab, which is not installed")
     return import_module(f"sirchat.lab.{name}")
@@ -149,7 +149,7 @@ def commands() -> dict[str, str]:
 
 
 def command_modules() -> dict[str, str]:
-    """The module of each command that is imported only when used; it has a variable `NAME_app`."""
+    """The module of each lazily imported command, by name; it has a variable `NAME_app`."""
     modules = {
         "serve": "sirchat.cli.serve",
         "sessions": "sirchat.cli.sessions",

@@ -74,7 +74,7 @@ def serve(
         Literal["messages", "exact"],
         typer.Option(
             help="What of a request is not read again: all messages that were read, or only those "
-            "before which nothing has changed (exact).",
+            "before which nothing has changed (exact)."
         ),
     ] = "messages",
     cors: Annotated[
@@ -165,7 +165,7 @@ def _parse_duration(text: str) -> float:
 
 
 def _parse_origin(url: str) -> str:
-    """The origin of a web site, as browsers send it; UsageError if the URL has none."""
+    """The origin of a web site, as browsers send it; raises UsageError if the URL has none."""
     try:
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/"):
@@ -179,7 +179,7 @@ def _parse_origin(url: str) -> str:
 
 
 def _bind_tcp_socket(host: str, port: int) -> socket.socket:
-    """A TCP socket bound to this host and port; SirchatError if this fails."""
+    """A TCP socket bound to this host and port; raises SirchatError on failure."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind)
@@ -229,14 +229,14 @@ def _run(
     idle: float,
     debug: bool,
 ) -> None:
-    """Run the server until a signal, or no request for `idle` seconds; SIGTERM exits with 0."""
+    """Run the server until a signal, or `idle` seconds without a request; SIGTERM exits with 0."""
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     max_connections = _connection_limit()
 
     class Connection(H11Protocol):
-        """If there are too many, the oldest closes that waits for a request, or is closing."""
+        """With too many connections, closes the oldest that waits for a request or is closing."""
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)

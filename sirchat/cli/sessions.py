@@ -240,7 +240,7 @@ def _user_messages(path: Path) -> set[str]:
 
 
 def _handle_typed_lines(messages: set[str], *, erases: bool) -> None:
-    """Say how many of these messages are lines of the input history; erase them there if asked."""
+    """Count these messages in the input history, and print it; if asked, erase them there."""
     if not paths.history_file().is_file():
         return
     from sirchat.ui.typed_input import open_history

@@ -1,4 +1,4 @@
-"""Handles closed standard streams, and ends the program in order after a signal."""
+"""Handles closed standard streams, and ends the program cleanly after a signal."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ def prepare_streams() -> str:
 
 
 def install_exit_handlers() -> None:
-    """Let signals that end the program raise SystemExit(128 + number), unless they are ignored.
+    """Let terminating signals raise SystemExit(128 + number), unless they are ignored.
 
     Ctrl-Z shows the cursor, which a progress bar may have hidden.
     """
@@ -59,7 +59,7 @@ def restore_terminal() -> None:
 
 
 def exit_while_loading(exit_request: SystemExit) -> None:
-    """End the process at once if a thread still loads a model, as Python can't stop it."""
+    """End the process at once if a thread still loads a model, because Python can't stop it."""
     startup = sys.modules.get("sirchat.ui.startup")  # not imported, so no thread of it runs
     names = [thread.name for thread in threading.enumerate()]
     if startup is not None and startup.LOADER_THREAD in names:
@@ -70,7 +70,7 @@ def exit_while_loading(exit_request: SystemExit) -> None:
 class _ExitHandler:
     """Signal handler: the first signal raises SystemExit, a later one ends the program at once.
 
-    Those in the second after it are ignored: a terminal that is closed sends several.
+    Signals within a second of the first are ignored: a closing terminal sends several.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class _ExitHandler:
         sys.exit(128 + number)
 
     def _send_swallowed_again(self, number: int) -> None:
-        """Send the signal again, if a library has caught the SystemExit and the program goes on."""
+        """Send the signal again if a library caught the SystemExit and the program goes on."""
         if not isinstance(signal.getsignal(number), _ExitHandler):  # `restore_terminal` ran
             return
         handled = sys._current_exceptions().get(threading.main_thread().ident or 0)
@@ -113,7 +113,7 @@ class _ExitHandler:
         os.kill(os.getpid(), number)
 
     def send_ignored_again(self, ignored: "sys.UnraisableHookArgs") -> None:
-        """Send a signal again whose exception Python has ignored, as it does in `__del__`."""
+        """Send a signal again whose exception Python ignored, as in `__del__`."""
         code = getattr(ignored.exc_value, "code", None)
         if _is_exit_code(code):
             number = int(code)  # type: ignore[arg-type]
@@ -160,7 +160,7 @@ def _exit(code: int) -> None:
 
 
 def _open_null_device(number: int, mode: str) -> Any:
-    """Open the null device as file descriptor `number`, so that no later file gets this number."""
+    """Open the null device as descriptor `number`, so that no later file gets this number."""
     opened = os.open(os.devnull, os.O_RDONLY if mode == "r" else os.O_WRONLY)
     if opened != number:
         os.dup2(opened, number)

@@ -36,7 +36,7 @@ _REPLACED_VALUES = {
 
 
 def rename_old_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert settings, by name, that an earlier version of sirchat has written."""
+    """Rename settings that an earlier version of sirchat has written."""
     converted = {key: value for key, value in values.items() if key not in _REMOVED_SETTINGS}
     for key, replacements in _REPLACED_VALUES.items():
         if isinstance(value := converted.get(key), str) and value in replacements:
@@ -54,11 +54,7 @@ class Profile(BaseModel):
     """
 
     model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
     description: str = ""
@@ -212,7 +208,7 @@ class Profile(BaseModel):
         return isinstance(other, Profile) and self.__dict__ == other.__dict__
 
     def origin(self, name: str) -> str:
-        """What has set a value, such as `flag`, `SIRCHAT_TOP_P`, `profile NAME`, or `default`."""
+        """What has set a value, such as `flag`, `SIRCHAT_TOP_P`, `profile NAME` or `default`."""
         source = self._origins.get(name, "default")
         if source.startswith("--"):
             return "flag"
@@ -220,7 +216,7 @@ class Profile(BaseModel):
         return f"profile {path.stem}" if path.suffix in (".yaml", ".yml") else source
 
     def with_origins(self, origins: Mapping[str, str]) -> Profile:
-        """A copy with these origins, by setting; see `origin`."""
+        """A copy with these origins by setting; see `origin`."""
         copied = self.model_copy()
         copied._origins = {**self._origins, **origins}
         return copied
@@ -298,12 +294,12 @@ class Profile(BaseModel):
 
 
 def _conflict(rule: str, *keys: str) -> PydanticCustomError:
-    """The error for settings `keys` that break a `rule`; `merge_layers` converts it."""
+    """An error for settings `keys` that break a `rule`; `merge_layers` converts it."""
     return PydanticCustomError("conflict", "{rule}", {"keys": keys, "rule": rule})
 
 
 def parse_size(text: str) -> int | None:
-    """The bytes of a size such as `512MiB` or `1.5 GB`; None if it is none, 0, or above 4 EiB."""
+    """The bytes of a size such as `512MiB` or `1.5 GB`; None if invalid, 0, or above 4 EiB."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B?", text.strip(), re.IGNORECASE)
     if not match:
         return None

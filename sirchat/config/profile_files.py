@@ -40,7 +40,7 @@ Origin = Callable[[str], str]  # for a setting, the flag, variable or file that 
 
 @dataclass(frozen=True)
 class Layer:
-    """The values, by setting, that one source sets, such as a profile or the flags."""
+    """The values that one source, such as a profile or the flags, sets, by setting."""
 
     values: Mapping[str, object]
     origin: Origin
@@ -48,8 +48,6 @@ class Layer:
 
 @dataclass(frozen=True)
 class ProfileInfo:
-    """What the list of profiles shows about one profile."""
-
     name: str
     path: Path
     description: str
@@ -66,9 +64,9 @@ def changed_profile(profile: Profile, source: str, /, **updates: object) -> Prof
 
 
 def merge_layers(layers: Iterable[Layer]) -> Profile:
-    """Combine layers, of which later ones win; another policy drops the options of earlier layers.
+    """Combine layers, of which later ones win; a new policy drops the options of earlier layers.
 
-    Raises SettingError if two settings don't fit together.
+    Raises SettingError if two settings conflict.
     """
     values: dict[str, object] = {}
     set_by: dict[str, tuple[int, Origin]] = {}
@@ -101,8 +99,8 @@ def resolve(
 ) -> Profile:
     """Make the profile of all settings; raises SettingError for the first that is not allowed.
 
-    `flags` are values or texts by setting, None if not given. Its key `trust_policy` lists the
-    `module:Class` policies, whose code then runs, that a file may name beside the flag `policy`.
+    `flags` maps settings to values or texts; None means not given. Its key `trust_policy` lists
+    policies `module:Class` that a file may name, besides the flag `policy`; their code then runs.
     """
     settings = {key: value for key, value in flags.items() if key != "trust_policy"}
     trusted = trusted_policies(flags)
@@ -116,7 +114,7 @@ def resolve(
 
 
 def trusted_policies(flags: Mapping[str, Any]) -> frozenset[str]:
-    """The `module:Class` policies that files may name: those of two flags; their code then runs."""
+    """The policies `module:Class` that files may name, by two flags; their code then runs."""
     return frozenset(filter(None, [*(flags.get("trust_policy") or ()), flags.get("policy")]))
 
 
@@ -132,12 +130,12 @@ def profile_path(name_or_file: str) -> Path:
 
 
 def load_profile(name_or_file: str, trusted: Collection[str] = ()) -> dict[str, object]:
-    """The checked values that a profile sets; it may name the `module:Class` policies `trusted`."""
+    """The checked values that a profile sets; it may name the `trusted` policies `module:Class`."""
     return _load(profile_path(name_or_file), trusted)
 
 
 def list_profiles() -> list[ProfileInfo]:
-    """All profiles by name; the user's hides one of the same name that comes with sirchat."""
+    """All profiles by name; a profile of the user hides a shipped one of the same name."""
     shipped = paths.shipped_profiles_dir()
     return [
         ProfileInfo(name, path, _profile_description(path), path.parent == shipped)
@@ -155,7 +153,7 @@ def profile_as_yaml(profile: Profile, mark: str = "") -> str:
 
 
 def init_profile(name: str) -> Path:
-    """Create a profile of the user's, with every setting commented out; returns its path.
+    """Create a user's profile with every setting commented out; returns its path.
 
     Raises SettingError if the name is invalid or taken, or if the file can't be written.
     """
@@ -178,7 +176,7 @@ def init_profile(name: str) -> Path:
 
 
 def write_default_setting(key: str, value: object) -> Path:
-    """Write one setting into the user's `default.yaml`, whose other lines stay; returns its path.
+    """Write one setting into the user's `default.yaml`; returns its path. Other lines stay.
 
     Raises SettingError if the value is not allowed, or if the file can't be changed.
     """
@@ -215,7 +213,7 @@ def _is_other_policy(values: Mapping[str, object], updates: Mapping[str, object]
 def _conflict_error(
     detail: ErrorDetails, values: Mapping[str, object], set_by: Mapping[str, tuple[int, Origin]]
 ) -> SettingError:
-    """The error for settings that don't fit together; it names the one that was set last."""
+    """The error for settings that conflict; it names the one that was set last."""
     context = detail["ctx"]
     key = max(context["keys"], key=lambda key: set_by[key][0] if key in set_by else -1)
     source, value = set_by[key][1](key), format_value(values[key])
@@ -268,7 +266,7 @@ def _flag_layer(flags: Mapping[str, object]) -> Layer:
 
 
 def _parsed_layer(given: Mapping[str, object], origin: Origin) -> Layer:
-    """Parse and check texts; the module of a `module:Class` policy is imported."""
+    """Parse and check texts; imports the module of a policy `module:Class`."""
     values = {
         key: parse_value(key, value) if isinstance(value, str) else value
         for key, value in given.items()

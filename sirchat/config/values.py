@@ -1,4 +1,4 @@
-"""Converts settings' values from text and to text, and says in words which values are allowed.
+"""Converts settings' values from and to text, and describes in words which values are allowed.
 
 Values are written as in YAML 1.2; PyYAML reads 1.1, in which `panel: off` is false.
 """
@@ -62,7 +62,7 @@ class Dumper(yaml.SafeDumper):
 
 
 def parse_yaml(text: str, path: Path) -> object:
-    """Parse the text of the file `path`; SettingError names the file, the line and the problem."""
+    """Parse the text of the file `path`; raises SettingError with file, line and problem."""
     try:
         return yaml.load(text, Loader=Loader)
     except yaml.MarkedYAMLError as error:
@@ -76,7 +76,7 @@ def parse_yaml(text: str, path: Path) -> object:
 
 
 def parse_scalar(text: str) -> object:
-    """One value in YAML, such as a number; the text itself if it is empty or not valid."""
+    """Parse one YAML value, such as a number; returns the text if it is empty or not valid."""
     if sum(map(text.count, "[{")) > _MAX_BRACKETS:
         return text
     try:
@@ -93,7 +93,7 @@ def yaml_line(key: str, value: object) -> str:
 
 
 def require_setting(key: object, source: str) -> None:
-    """Raise SettingError, whose message begins with `source`, unless `key` is a setting."""
+    """Raise SettingError, which begins with `source`, unless `key` is a setting."""
     if key not in Profile.model_fields:
         start = f"{source}: " if source else ""
         hint = did_you_mean(str(key), Profile.model_fields)
@@ -103,7 +103,7 @@ def require_setting(key: object, source: str) -> None:
 def parse_value(key: str, text: str) -> object:
     """Parse the `text` that a user gave for a setting; `none` and `on` are null and true.
 
-    `policy_options` can be written as `{a: 1}` or `a=1,b=2`. A text that does not fit is returned,
+    `policy_options` may be `{a: 1}` or `a=1,b=2`. A text that does not fit is returned unchanged,
     for `check_values` to refuse. Raises SettingError for an unknown setting.
     """
     require_setting(key, "")
@@ -122,7 +122,7 @@ def parse_value(key: str, text: str) -> object:
 
 
 def parse_option(text: str) -> object:
-    """Parse the `text` of a policy option's value: None, a boolean, a number or text."""
+    """Parse the value of a policy option: None, a boolean, a number or text."""
     word = text.strip()
     if word.lower() == "none":
         return None
@@ -187,7 +187,7 @@ def describe_allowed(key: str) -> str:
 
 
 def setting_types(key: str) -> tuple[Any, ...]:
-    """The types that the value of setting `key` can have, such as (int, NoneType)."""
+    """The types that a setting's value can have, such as (int, NoneType)."""
     return tuple(get_args(kind)[0] if _is_limited(kind) else kind for kind in _union_members(key))
 
 

@@ -102,7 +102,6 @@ def recall_limit(wanted: int | None, room: int) -> int:
     # might: at any budget more room found more facts, up to 400 rows or three quarters of it. But
     # where only 25 rows were left to the policy, text was harder to predict, by 0.06 nats a token.
     if wanted is None:
-        wanted = min(
-            max(room // 4, min(room - _AUTO_UNRECALLED, _MAX_AUTO_RECALLED)), 3 * room // 4
-        )
+        wanted = max(room // 4, min(room - _AUTO_UNRECALLED, _MAX_AUTO_RECALLED))
+        wanted = min(wanted, 3 * room // 4)
     return max(0, min(wanted, room - _MIN_EVICTABLE))

@@ -83,7 +83,6 @@ class Engine:
 
     @property
     def resident(self) -> int:
-        """The number of held tokens."""
         return self.cache.length
 
     @property

@@ -111,20 +111,15 @@ class Evictor:
             evicted += self.end_recall(count)
         return evicted
 
-    def make_room_for_turn(
-        self, count: int, max_new_tokens: int, turn: TurnRef
-    ) -> list[EvictedRows]:
-        """Evict tokens before the user turn `turn` of `count` ids, as the setting `evict` says.
+    def make_room_for_turn(self, count: int, max_new: int, turn: TurnRef) -> list[EvictedRows]:
+        """Evict tokens before a user turn of `count` ids, as the setting `evict` says.
 
         Under `between-turns` the cache is enlarged for the turn and its reply.
         """
         evicted = self.end_recall()
         self.round, self._expected_tokens = turn.round, 0
-        settings, division, expected_tokens = (
-            self.settings,
-            self.divide_budget(),
-            count + max_new_tokens,
-        )
+        settings, division = self.settings, self.divide_budget()
+        expected_tokens = count + max_new
         if settings.evict == "when-full" or not settings.policy.bounded:
             return evicted
         between_turns, rows = settings.evict == "between-turns", self.view_held(self.round)
@@ -180,7 +175,7 @@ class Evictor:
             candidates, is_required = held[is_near], is_required[is_near]
         elif self.settings.evict != "between-turns":  # which lets the turn exceed the budget
             max_kept -= max(incoming, self._expected_tokens)
-        kept = self._keep_required_and(candidates, is_required, max_kept)
+        kept = self._keep_with_required(candidates, is_required, max_kept)
         aside = np.setdiff1d(held, kept, assume_unique=True)
         self.reread(restored)
         wanted = chosen if scores is None else chosen[np.argsort(scores, kind="stable")]
@@ -189,7 +184,7 @@ class Evictor:
     def end_recall(self, count: int = 0) -> list[EvictedRows]:
         """Evict the recalled tokens, and restore the tokens that were set aside for them.
 
-        Returns the tokens of the policy that are evicted to leave room for `count` more.
+        Returns tokens that are evicted instead, if these would leave no room for `count` more.
         """
         if not self._store.has_recall:
             return []
@@ -212,9 +207,8 @@ class Evictor:
         placement = self._store.placement
         if not placement.has_recall:
             return placement.held
-        return self._keep_at_most(
-            placement.policy_positions, self.divide_budget().hard_bound - count
-        )
+        most = self.divide_budget().hard_bound - count
+        return self._keep_at_most(placement.policy_positions, most)
 
     @contextmanager
     def temporary_placement(self, placement: Placement) -> Iterator[None]:
@@ -316,7 +310,6 @@ class Evictor:
         return len(held)
 
     def unpin_held(self, positions: Positions) -> None:
-        """Unpin the tokens at these positions, and move none."""
         self._ledger.pin(positions, False)
         self._place(self._store.placement)
 
@@ -436,7 +429,6 @@ class Evictor:
         return state if is_unchanged else None
 
     def _placement_after_switch(self, old: CacheSettings) -> Placement:
-        """The placement after the settings have changed from `old`."""
         new, before = self.settings, self._state_to_switch_back_to()
         if before is not None and before.settings == new:
             former = before.placement
@@ -488,7 +480,7 @@ class Evictor:
         is_current = self._ledger.column("round")[own] == self.round
         is_fixed = self.view_tokens(own).protected.numpy() | is_current
         is_required = is_fixed | np.isin(own, wanted)
-        kept = self._keep_required_and(own, is_required, len(own) - excess)
+        kept = self._keep_with_required(own, is_required, len(own) - excess)
         excess -= len(own) - len(kept)
         leaving = wanted[~np.isin(wanted, own[is_fixed])][: max(0, excess)]
         if excess > len(leaving):
@@ -498,7 +490,7 @@ class Evictor:
         aside = np.union1d(placement.aside, np.setdiff1d(own, held, assume_unique=True))
         return Placement(held, recalled, aside, wanted[~np.isin(wanted, leaving)])
 
-    def _keep_required_and(
+    def _keep_with_required(
         self, positions: Positions, is_required: NDArray[np.bool_], max_kept: int
     ) -> Positions:
         """The required tokens at `positions` [n], and others up to `max_kept` in all."""

@@ -48,6 +48,7 @@ def attention_from(
     for start in range(0, len(rows), max_rows):
         part = rows[start : start + max_rows]
         own_slots = slots[part]
+        positions = held[part.numpy()] if cache.absolute_positions else own_slots
         sees = torch.arange(cache.length) < own_slots[:, None]  # [k, n]
         sees[:, hidden] = False
         observer = PassWeights(range(len(cache.row_layers)))
@@ -55,9 +56,7 @@ def attention_from(
             ids[part.numpy()].tolist(),
             cache,
             visible=torch.cat([sees, torch.eye(len(part), dtype=torch.bool)], dim=1),
-            positions=held[part.numpy()].tolist()
-            if cache.absolute_positions
-            else own_slots.tolist(),
+            positions=positions.tolist(),
             observer=observer,
         )
         weights = observer.mean()  # [k, n + k]

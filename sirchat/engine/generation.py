@@ -116,12 +116,9 @@ class Generation(AbstractContextManager["Generation"]):
             self._division = division = engine.evictor.divide_budget()
             self.records += engine.evictor.make_room(division.eviction_block, division)
         self.tokens_left -= 1
-        if (
-            self._may_look_ahead
-            and self._lookup is not None
-            and not reader.is_precomputed(token_id)
-        ):
-            self._look_ahead(self._lookup, token_id)
+        lookup = self._lookup if self._may_look_ahead else None
+        if lookup is not None and not reader.is_precomputed(token_id):
+            self._look_ahead(lookup, token_id)
         if cursor.length == cursor.capacity:
             engine.grow_for(1)
         self.chosen_id = token_id
@@ -191,20 +188,13 @@ def _read_together(replies: Sequence[Generation]) -> None:
     readers = [reply.reader for reply in replies]
     try:
         logits, states = model.decode_step.read_together(
-            [
-                (reply.chosen_id, reply.reader.rotary_position, reply.reader.cache)
-                for reply in replies
-            ]
+            [(one.chosen_id, one.reader.rotary_position, one.reader.cache) for one in replies]
         )
-        encoder_output = EncoderOutput(
-            any(reader.ledger.token_vectors.wanted for reader in readers)
-        )
-        model.encoder.fill(encoder_output, states)
-        for index, (reply, likeliest) in enumerate(
-            zip(replies, LikeliestToken.of_rows(logits), strict=True)
-        ):
-            reply.reader.set_precomputed(
-                reply.chosen_id, logits[index][None], encoder_output.of_token(index), likeliest
-            )
+        encoded = EncoderOutput(any(reader.ledger.token_vectors.wanted for reader in readers))
+        model.encoder.fill(encoded, states)
+        likeliest = LikeliestToken.of_rows(logits)
+        for index, (reply, token) in enumerate(zip(replies, likeliest, strict=True)):
+            own = logits[index][None], encoded.of_token(index), token
+            reply.reader.set_precomputed(reply.chosen_id, *own)
     except Exception as error:  # whatever a model raises
         _LOG.warning("tokens are read one by one: %s", type(error).__name__)

@@ -154,12 +154,9 @@ class Reader:
         `stats` says which attention weights are recorded. With `anchor_sinks`, an anchor at the end
         of the chunk attends only to that many sinks and to its own sequence.
         """
-        if (
-            self._device_run is not None
-            and self._device_token is not None
-            and not self.is_precomputed(chunk.ids[0])
-        ):
-            return [self._read_chosen(chunk, self._device_run, self._device_token)]
+        run, chosen = self._device_run, self._device_token
+        if run is not None and chosen is not None and not self.is_precomputed(chunk.ids[0]):
+            return [self._read_chosen(chunk, run, chosen)]
         start, count = 0, len(chunk.ids)
         surprisals = list[float]()
         with self._tracker(stats) as tracker:
@@ -257,16 +254,11 @@ class Reader:
         return self.ledger.seen if self.cache.absolute_positions else self.cache.length
 
     def set_precomputed(
-        self,
-        token_id: int,
-        logits: Tensor,
-        encoder_output: EncoderOutput,
-        likeliest: LikeliestToken,
+        self, token_id: int, logits: Tensor, encoded: EncoderOutput, likeliest: LikeliestToken
     ) -> None:
         """Take logits [1, V] and vectors, precomputed by the caller, for the chosen `token_id`."""
-        self._precomputed = _Precomputed(
-            [token_id], logits, encoder_output, self.cache.length, likeliest
-        )
+        length = self.cache.length
+        self._precomputed = _Precomputed([token_id], logits, encoded, length, likeliest)
 
     def pass_size(self, count: int, *, is_observed: bool) -> int:
         """How many of the next `count` ids one pass may read within the memory limit, at least 1.
@@ -280,9 +272,8 @@ class Reader:
                 size = _MAX_NATIVE_PASS_IDS
         if not is_observed:
             return size
-        id_bytes = (
-            4 * self.model.query_heads * (self.cache.length + size)
-        )  # of its weights in a layer
+        # Of an id's weights in a layer
+        id_bytes = 4 * self.model.query_heads * (self.cache.length + size)
         return max(1, min(size, PASS_BYTES // id_bytes))
 
     def next_positions(self, count: int) -> Sequence[int] | None:
@@ -302,10 +293,9 @@ class Reader:
         precomputed = self._precomputed
         if precomputed is not None:
             if len(ids) == 1 and observer is None and mask is None and self.is_precomputed(ids[0]):
-                logits = precomputed.logits[precomputed.num_read]
-                encoder_output.token_vectors = precomputed.encoder_output.of_token(
-                    precomputed.num_read
-                ).token_vectors
+                index = precomputed.num_read
+                logits, encoded = precomputed.logits[index], precomputed.encoder_output
+                encoder_output.token_vectors = encoded.of_token(index).token_vectors
                 precomputed.num_read += 1
                 return PassResult(logits.new_empty(0), logits.clone())
             self._precomputed = None
@@ -326,7 +316,7 @@ class Reader:
         return ids
 
     def _append_last_token_vector(self, encoder_output: EncoderOutput) -> None:
-        """Record the newest token's vector, which a GPU has only after it chose the next token."""
+        """Record the newest token's vector, which a GPU returns after it chose the next token."""
         self._append_token_vectors(self.ledger.seen - 1, encoder_output)
 
     def _append_token_vectors(self, start: int, encoder_output: EncoderOutput) -> None:
@@ -382,10 +372,9 @@ class Reader:
 
     def _commit(self, tokens: NewTokens, surprisals: Sequence[float]) -> None:
         ids, roles, flags, ref = tokens
-        self.cache.commit(len(ids), self.ledger.seen)
-        self.ledger.append(
-            ids, surprisals, turn=ref.turn, round=ref.round, roles=roles, flags=flags
-        )
+        ledger = self.ledger
+        self.cache.commit(len(ids), ledger.seen)
+        ledger.append(ids, surprisals, turn=ref.turn, round=ref.round, roles=roles, flags=flags)
 
 
 def device_choice(sampler: Sampler, step: CapturedStep) -> ChoiceMethod | None:
@@ -405,9 +394,8 @@ def device_choice(sampler: Sampler, step: CapturedStep) -> ChoiceMethod | None:
     def choose(logits: Tensor, recent_ids: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
         if window:
             padded = torch.cat((logits, logits.new_zeros(1)))  # the last is for ids of -1: none
-            logits = apply_repetition_penalty(
-                padded, torch.where(recent_ids < 0, len(logits), recent_ids), penalty
-            )[:-1]
+            ids = torch.where(recent_ids < 0, len(logits), recent_ids)
+            logits = apply_repetition_penalty(padded, ids, penalty)[:-1]
         if sampling.temperature:
             scores = logits.float() / sampling.temperature
             values, ids = scores.topk(min(_MAX_CANDIDATES, len(scores)))

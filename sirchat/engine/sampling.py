@@ -129,11 +129,9 @@ class ForcedPrefixSampler(Sampler):
         self._forced_ids = list(reversed(ids))  # the next one last
 
     def pick(self, logits: Tensor, recent_ids: Callable[[int], list[int]], position: int) -> int:
-        return (
-            self._forced_ids.pop()
-            if self._forced_ids
-            else super().pick(logits, recent_ids, position)
-        )
+        if self._forced_ids:
+            return self._forced_ids.pop()
+        return super().pick(logits, recent_ids, position)
 
 
 def apply_repetition_penalty(scores: Tensor, ids: Tensor, penalty: float) -> Tensor:

@@ -1,13 +1,12 @@
 """The archive: keys and values of evicted tokens, as first written, in RAM or on disk.
 
-Tokens are appended to segments and looked up by stream position. A token that is restored to the
-cache also stays in the archive, and is not stored again when it is evicted again. Over its limit,
-the archive stores its oldest segments in 8 bits a number, then in 4, and then deletes them. A token
-that was restored meanwhile is then counted among the newest of its tier instead.
+Tokens are appended to segments and looked up by stream position. A restored token stays in the
+archive, and is not stored again when it is evicted again. An archive over its limit stores its
+oldest segments in 8 bits a number, then in 4 bits, and then deletes them. Tokens that were restored
+meanwhile keep their bits for now, and count among the newest of their tier.
 
-What is on a GPU is copied in the background, while the next step is computed. Its places in a
-segment are reserved at once, and written when the copy is finished, at the latest before anything
-is read.
+Keys and values on a GPU are copied in the background. Their places in a segment are reserved at
+once, and written when the copy is finished, at the latest before the archive is read.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,9 +34,7 @@ from sirchat.memory.tiers import EXACT, LOWER_TIER, NOT_STORED, Tiers, dequantiz
 
 SEGMENT_ROWS = 512
 _MAX_UNFINISHED = 8  # unfinished transfers from a GPU
-_TIERS_PER_LIMIT = (
-    8  # in a full archive, exact tokens and those of 8 bits take an eighth of the limit each
-)
+_LIMIT_DIVISOR = 8  # a full archive has an eighth of its limit exact, and an eighth in 8 bits
 _MAX_RESTORATIONS = 3  # times that a token goes back to the newest of its tier, at most
 
 
@@ -52,9 +50,8 @@ class Archive:
         self.transfers = Transfers()
         self._files = SegmentFiles(folder)
         self._segments: dict[int, Segment] = {}  # by number, the oldest first
-        self._numbers_by_tier = {
-            bits: dict[int, None]() for bits in (EXACT, *LOWER_TIER.values())
-        }  # of tiers
+        tiers = EXACT, *LOWER_TIER.values()
+        self._numbers_by_tier = {bits: dict[int, None]() for bits in tiers}
         self._bytes_by_tier = Counter[int]()  # of each tier in bytes, by its bits
         self._segment_count, self._add_count = 0, 0  # of the segments made; of the calls of `add`
         self._centres = list[Tensor]()  # see `Tiers`; empty until a token goes down a tier
@@ -67,7 +64,7 @@ class Archive:
 
     @property
     def disk_error(self) -> str | None:
-        """Says why a segment could not be written to disk; None without an error."""
+        """Why a segment could not be written to disk; None without an error."""
         return self._files.error
 
     def close(self) -> None:
@@ -76,29 +73,25 @@ class Archive:
         self._files.close()
 
     def clear(self) -> None:
-        """Remove all tokens; what their numbers were rounded to stays known until `forget`."""
+        """Remove all tokens. The bits of each token stay known until `forget`."""
         for number in list(self._segments):
             self._drop(number)
         self._unfinished: list[tuple[Transfer, list[tuple[int, int, int]]]] = []
-        self._open_numbers: dict[
-            int, int
-        ] = {}  # of each tier, by its bits: the segment that gets more
+        self._open_numbers = dict[int, int]()  # by tier: the segment that gets more
         self._addresses[:] = -1
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self._bytes_by_tier.total()
 
     @property
     def is_over_limit(self) -> bool:
-        """Whether `shrink` has something to do."""
         return self.limit is not None and self.nbytes > self.limit
 
     def tiers(self, is_nowhere: NDArray[np.bool_]) -> Tiers | None:
-        """What must be saved to go on, by `restore_tiers`; None if all tokens were always exact.
+        """The tiers to save for `restore_tiers`; None if all tokens were always exact.
 
-        `is_nowhere` is a mask of all tokens of the stream.
+        `is_nowhere` [seen] marks the tokens that are neither held nor archived.
         """
         if not self._centres:
             return None
@@ -106,31 +99,29 @@ class Archive:
         return Tiers(bits.astype(np.uint8), list(self._centres))
 
     def restore_tiers(self, tiers: Tiers) -> None:
-        """Before tokens are added to the empty archive: store each as it was stored before."""
+        """Let the empty archive store each token that is added in its saved tier."""
         count, self._centres = len(tiers.bits), list(tiers.centres)
         self._grow(count)
         self._bits[:count] = np.where(tiers.bits == NOT_STORED, EXACT, tiers.bits)
 
     def tier_sizes(self) -> dict[int, tuple[int, int]]:
-        """The tokens of each tier and their size in bytes, by its bits, `EXACT` or fewer."""
-        return {
-            bits: (
-                sum(len(self._segments[one].stored) for one in numbers),
-                self._bytes_by_tier[bits],
-            )
-            for bits, numbers in self._numbers_by_tier.items()
-            if numbers
-        }
+        """Each tier's number of tokens and size in bytes, by the bits of the tier."""
+        sizes = dict[int, tuple[int, int]]()
+        for bits, numbers in self._numbers_by_tier.items():
+            if numbers:
+                count = sum(len(self._segments[number].stored) for number in numbers)
+                sizes[bits] = count, self._bytes_by_tier[bits]
+        return sizes
 
     def bits(self, positions: Positions) -> NDArray[np.uint8]:
-        """To how many bits the numbers of tokens [n], held or archived, were rounded, or EXACT."""
-        in_range_positions = np.zeros(len(positions), np.uint8)
+        """The bits [n] to which each token's numbers were rounded, held or not; EXACT if never."""
+        bits = np.zeros(len(positions), np.uint8)
         in_range = positions < len(self._bits)
-        in_range_positions[in_range] = self._bits[positions[in_range]]
-        return in_range_positions
+        bits[in_range] = self._bits[positions[in_range]]
+        return bits
 
     def note_restored(self, positions: Positions) -> None:
-        """Let archived tokens that were restored to the cache go down a tier later."""
+        """Let archived tokens that were restored to the cache stay longer in their tier."""
         more = self._restored[positions] + np.uint8(1)
         self._restored[positions] = np.minimum(more, _MAX_RESTORATIONS)
 
@@ -146,7 +137,6 @@ class Archive:
 
     @property
     def positions(self) -> Positions:
-        """Stream positions of all archived tokens, ascending."""
         return np.flatnonzero(self._addresses >= 0)
 
     def has(self, positions: Positions) -> NDArray[np.bool_]:
@@ -157,12 +147,12 @@ class Archive:
         return stored
 
     def added_since(self, mark: int) -> tuple[Positions, int]:
-        """The archived tokens that were added since the mark of another call, or 0; a new mark."""
+        """Positions archived since the call that returned `mark` (0: all), and a new mark."""
         return np.flatnonzero((self._added_by > mark) & (self._addresses >= 0)), self._add_count
 
     @torch.inference_mode()
     def add(self, tokens: KeyValues) -> None:
-        """Store keys and values, from any device; those that are archived already are skipped."""
+        """Store keys and values from any device; skip tokens that are archived already."""
         new = np.flatnonzero(~self.has(tokens.positions))
         if len(new) < len(tokens):
             tokens = tokens.take(new)
@@ -178,7 +168,7 @@ class Archive:
         self._added_by[tokens.positions] = self._add_count
 
     def _append(self, tokens: KeyValues, bits: int) -> None:
-        """Store tokens, whose tensors are as the tier of so many `bits` has them."""
+        """Append tokens, whose tensors are already stored in `bits`, to the tier's segments."""
         start, parts, before = 0, list[tuple[int, int, int]](), self._addresses[tokens.positions]
         if not len(tokens):
             return
@@ -197,16 +187,16 @@ class Archive:
             for number, at, count in parts:
                 self._segments[number].positions[at : at + count] = -1
             raise
-        while self._unfinished and (
-            self._unfinished[0][0].is_done() or len(self._unfinished) > _MAX_UNFINISHED
-        ):
+        while len(self._unfinished) > _MAX_UNFINISHED:
+            self._store_first_transfer()
+        while self._unfinished and self._unfinished[0][0].is_done():
             self._store_first_transfer()
 
     @torch.inference_mode()
     def fetch(self, positions: Positions, layer: int | None = None) -> KeyValues:
         """The archived tokens at stream `positions` [n], in this order; of one layer, if given.
 
-        Raises LookupError if one is not archived.
+        Raises LookupError if a token is not archived.
         """
         if not self.has(positions).all():
             raise LookupError("the archive does not have all of the requested tokens")
@@ -232,8 +222,8 @@ class Archive:
     def shrink(self, held: Positions, mark_not_stored: Callable[[Positions], None]) -> None:
         """Store old tokens in fewer bits, or delete them, until the size is within the limit.
 
-        Copies of held tokens are only deleted: an eviction stores them again. `mark_not_stored`
-        gets the positions of all others that are deleted, also before an error.
+        Copies of `held` tokens are deleted at once, because an eviction stores them again.
+        `mark_not_stored` gets the positions of all other deleted tokens, also before an error.
         """
         while self.is_over_limit:
             mark_not_stored(self._demote(self._next_to_demote(), held))
@@ -245,7 +235,7 @@ class Archive:
                 self._encode(number)  # so that nobody waits for it
 
     def _demote(self, number: int, held: Positions) -> Positions:
-        """Move a segment's tokens to the tier below; returns the positions of those deleted."""
+        """Move a segment's tokens to the tier below; returns the positions of deleted tokens."""
         self._flush()
         segment, ahead = self._segments[number], self._encode(number)
         places = np.flatnonzero(segment.positions >= 0)
@@ -256,14 +246,13 @@ class Archive:
         if ahead is not None:
             self._next_encoded = None  # after an error, the next call encodes again
             moves.append((places[~is_used], ahead.result(), LOWER_TIER[segment.bits]))
-        self._open_numbers = {
-            bits: last for bits, last in self._open_numbers.items() if last != number
-        }
-        for subset, tensors, bits in moves:  # after an error, each token is in one segment
-            rows = segment.rows(subset, tensors)
+        if self._open_numbers.get(segment.bits) == number:
+            del self._open_numbers[segment.bits]
+        for part, tensors, bits in moves:  # after an error, each token is in one segment
+            rows = segment.rows(part, tensors)
             self._append(rows, bits)
             self._bits[rows.positions] = bits
-            segment.positions[subset] = -1
+            segment.positions[part] = -1
         self._restored[again] -= 1
         deleted = np.setdiff1d(segment.stored, held)
         self._addresses[segment.stored] = -1
@@ -272,18 +261,17 @@ class Archive:
         return deleted
 
     def _next_to_demote(self) -> int:
-        """The oldest segment of the first tier that has more than its share, or of the lowest."""
+        """Number of the oldest segment in the first tier above its share, or in the lowest tier."""
+        share = (self.limit or 0) / _LIMIT_DIVISOR
         for bits in LOWER_TIER:
             numbers = self._numbers_by_tier[bits]
-            if len(numbers) > 1 and self._bytes_by_tier[bits] * _TIERS_PER_LIMIT > (
-                self.limit or 0
-            ):
+            if len(numbers) > 1 and self._bytes_by_tier[bits] > share:
                 return next(iter(numbers))
         lowest = next(numbers for numbers in reversed(self._numbers_by_tier.values()) if numbers)
         return next(iter(lowest))
 
     def _encode(self, number: int) -> Future[list[Tensor]] | None:
-        """Let the archive's thread encode a segment for the tier below; None if there is none."""
+        """Encode a segment for the tier below, in the archive's thread; None in the lowest tier."""
         segment = self._segments[number]
         if segment.bits not in LOWER_TIER:
             return None
@@ -301,7 +289,7 @@ class Archive:
 
     @torch.inference_mode()
     def remove(self, positions: Positions) -> None:
-        """Remove the archived ones of these tokens; overwrite their keys and values with zeros."""
+        """Remove the archived tokens among these; overwrite their keys and values with zeros."""
         self._flush()
         positions = positions[self.has(positions)]
         slots = self._addresses[positions]
@@ -323,25 +311,20 @@ class Archive:
         self.forget(positions)
 
     def reorder(self, order: Positions, rank: Positions) -> None:
-        """Let the tokens stand in another order; see `Ledger.reorder`. No tensor moves."""
+        """Give the tokens new positions, see `Ledger.reorder`; no tensor moves."""
         self._flush()
         self._grow(int(order.max(initial=0)) + 1)
-        arrays = (
-            (self._addresses, -1),
-            (self._bits, EXACT),
-            (self._restored, 0),
-            (self._added_by, 0),
-        )
-        for array, empty in arrays:
+        arrays: list[NDArray[Any]] = [self._addresses, self._bits, self._restored, self._added_by]
+        for array, empty in zip(arrays, (-1, EXACT, 0, 0), strict=True):
             array[: len(order)], array[len(order) :] = array[order], empty
         for segment in self._segments.values():
             stored = segment.positions >= 0
             segment.positions[stored] = rank[segment.positions[stored]]
 
     def forget(self, positions: Positions) -> None:
-        """Tokens that are stored nowhere are exact if they are read again."""
-        in_range_positions = positions[positions < len(self._bits)]
-        self._bits[in_range_positions] = self._restored[in_range_positions] = 0
+        """Forget the rounding of tokens that are stored nowhere: they are exact if read again."""
+        in_range = positions[positions < len(self._bits)]
+        self._bits[in_range] = self._restored[in_range] = 0
 
     def truncate(self, seen: int) -> None:
         """Remove all but the conversation's first `seen` tokens, as `remove` does."""
@@ -350,7 +333,7 @@ class Archive:
         self._bits[seen:] = self._restored[seen:] = 0
 
     def copy_from(self, other: Archive, with_rows: bool = True) -> None:
-        """Know of each token what another archive knows, and store it as it is there."""
+        """Copy another archive's records of each token and, `with_rows`, its keys and values."""
         other._flush()
         self._addresses = np.full(len(other._addresses), -1, np.int64)
         self._bits, self._restored = other._bits.copy(), other._restored.copy()
@@ -361,7 +344,7 @@ class Archive:
             self._append(segment.rows(stored, segment.tensors), segment.bits)
 
     def _grow(self, count: int) -> None:
-        """Make room for what is known of the tokens at the first `count` positions."""
+        """Enlarge the records of tokens to at least `count` positions."""
         if count > (before := len(self._addresses)):
             more = 0, max(count, 2 * before) - before
             self._addresses = np.pad(self._addresses, more, constant_values=-1)
@@ -369,7 +352,7 @@ class Archive:
             self._bits, self._restored = np.pad(self._bits, more), np.pad(self._restored, more)
 
     def _open_segment(self, like: list[Tensor], bits: int) -> tuple[int, Segment]:
-        """The segment to which the next tokens of a tier are appended, with its number."""
+        """Number and segment to which the next tokens of the tier of `bits` are appended."""
         last = self._segments.get(self._open_numbers.get(bits, -1))
         if last is None or last.is_full:
             last = self._segments[self._segment_count] = Segment(like, bits)
@@ -400,16 +383,14 @@ class Archive:
         del self._numbers_by_tier[segment.bits][number]
         self._bytes_by_tier[segment.bits] -= segment.nbytes
         self._files.drop(number)
-        self._next_encoded = (
-            None if self._next_encoded and self._next_encoded[0] == number else self._next_encoded
-        )
+        if self._next_encoded and self._next_encoded[0] == number:
+            self._next_encoded = None
 
 
 class Segment:
-    """Room for the keys and values of `SEGMENT_ROWS` tokens, filled from the front.
+    """The keys and values of up to `SEGMENT_ROWS` tokens, filled from the front.
 
-    Its tensors have the heads, dimensions and dtypes of those of `like`, [H, n, D]; with fewer
-    `bits` than `EXACT`, they are what `quantized` returns.
+    The tensors are shaped as those of `like` [H, n, D]; below `EXACT`, `quantized` makes them.
     """
 
     def __init__(self, like: list[Tensor], bits: int = EXACT) -> None:
@@ -426,22 +407,21 @@ class Segment:
 
     @property
     def is_full(self) -> bool:
-        """Whether no more tokens fit."""
         return self.used == SEGMENT_ROWS
 
     @property
     def stored(self) -> Positions:
-        """The stream positions of its tokens."""
+        """Stream positions of the stored tokens."""
         return self.positions[self.positions >= 0]
 
     def rows(self, places: NDArray[np.int64], tensors: list[Tensor]) -> KeyValues:
-        """The tokens at these places [k], copied from `tensors`, its own or in other bits."""
+        """Copies of the tokens at `places` [k] of `tensors`, which may be encoded in other bits."""
         chosen = torch.from_numpy(places)
         copies = [tensor.index_select(1, chosen) for tensor in tensors]
         return KeyValues(self.positions[places], self.written_at[places], copies)
 
     def reserve(self, positions: Positions, written_at: NDArray[np.int64]) -> None:
-        """Reserve places, which must be free, for tokens whose tensors `put` writes later."""
+        """Reserve the next places for tokens whose tensors `put` writes later."""
         end = self.used + len(positions)
         self.positions[self.used : end] = positions
         self.written_at[self.used : end] = written_at
@@ -453,10 +433,8 @@ class Segment:
             stored[:, start : start + given.shape[1]].copy_(given)
 
     def erase(self, places: NDArray[np.int64], is_open: bool) -> None:
-        """Overwrite the keys and values at these places [k] with zeros; an open segment gets more.
-
-        Its erased places at the end are then free again.
-        """
+        """Overwrite the keys and values at `places` [k] with zeros."""
+        # In an open segment, which gets more tokens, erased places at the end are free again.
         self.positions[places] = -1
         self.tensors = [tensor.clone() for tensor in self.tensors]  # a memory map is read-only
         for tensor in self.tensors:
@@ -466,10 +444,10 @@ class Segment:
 
 
 class SegmentFiles:
-    """A private folder with one file for each full segment; without a folder nothing is written.
+    """A private folder with one file for each full segment; with `folder` None, nothing is written.
 
     A background thread writes the files. They are read through memory maps, so that only the pages
-    in use take memory. `error` says why a segment could not be written; None without an error.
+    in use take memory.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -479,23 +457,21 @@ class SegmentFiles:
         self._pending: list[Future[None]] = []
 
     def run(self, convert: Callable[[], list[Tensor]]) -> Future[list[Tensor]]:
-        """Call a function in the thread that writes the files, after what waits there."""
+        """Call `convert` in the thread that writes the files, after its pending work."""
         return self._writer.submit(convert)
 
     def put(self, number: int, segment: Segment) -> None:
-        """Write a full segment; its tensors then become memory maps of the file."""
+        """Write a full segment. Afterwards its tensors are memory maps of the file."""
         if self._folder is not None:
             segment.has_file = True
             self._pending = [future for future in self._pending if not future.done()]
             self._pending.append(self._writer.submit(self._write, self._folder, number, segment))
 
     def drop(self, number: int) -> None:
-        """Delete a segment's file, after all pending writes."""
         if self._folder is not None:
             self._pending.append(self._writer.submit(_delete, _path(self._folder, number)))
 
     def wait(self) -> None:
-        """Wait until all pending writes are done."""
         for future in self._pending:
             future.result()
         self._pending = []

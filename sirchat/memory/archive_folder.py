@@ -1,7 +1,7 @@
 """Private folders for files that must go when the program ends, such as those of the archive.
 
-A process that is killed can't remove its folder. So each folder has a lock, which the operating
-system frees when the process ends in any way; `remove_stale_folders` uses that.
+A killed process can't remove its folder. So each folder has a lock, which the operating system
+frees when the process ends in any way, and `remove_stale_folders` looks for freed locks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ArchiveFolder:
 
 
 def remove_stale_folders(parent: Path) -> None:
-    """Delete the folders in `parent` that belong to processes that have ended, where possible."""
+    """Delete the folders in `parent` whose processes have ended, where possible."""
     with suppress(OSError):
         for path in sorted(parent.iterdir()):
             if path.is_symlink():

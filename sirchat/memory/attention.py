@@ -13,42 +13,35 @@ from numpy.typing import NDArray
 Positions = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-_MAX_RESTORATIONS = (
-    8192  # most entries of `_totals_when_restored`: more than a hundred for each turn to undo
-)
+_MAX_RESTORATIONS = 8192  # entries of `_restored_totals`: over a hundred for each turn to undo
 
 
 @dataclass(frozen=True)
 class AttentionStatsConfig:
-    """Which attention weights are recorded while the model reads; their sum always is."""
+    """Which attention weights are recorded while the model reads. Their sum is always recorded."""
 
     layers: int = 4  # evenly spaced among those without a sliding window; 0 for all
     window: int = 0  # the weights from so many newest queries are stored one by one, too
     per_head: bool = False  # and those for each of these layers, and each head
 
     def recorded_layers(self, num_layers: int, sliding: Collection[int] = ()) -> list[int]:
-        """Numbers of the layers whose attention is recorded; `sliding` are those with a window."""
+        """Numbers of the recorded layers, chosen among those that are not `sliding`."""
         without_window = [number for number in range(num_layers) if number not in sliding]
         candidates = without_window if self.layers and without_window else list(range(num_layers))
         count = min(self.layers or num_layers, len(candidates))
-        return [
-            candidates[int((recorded + 0.5) * len(candidates) / count)] for recorded in range(count)
-        ]
+        return [candidates[int((index + 0.5) * len(candidates) / count)] for index in range(count)]
 
 
 @dataclass(frozen=True)
 class QueryWindow:
-    """The `weights` from the m newest queries to the tokens at `positions` [n].
-
-    They are a mean [m, n], or those of each head [layers, heads, m, n].
-    """
+    """Attention `weights` of the m newest queries on the tokens at `positions` [n]."""
 
     positions: Positions
-    weights: NDArray[np.float32]
+    weights: NDArray[np.float32]  # mean [m, n], or of each head [layers, heads, m, n]
 
 
 class PassAttention(NamedTuple):
-    """Attention weights that n cache slots received in one forward pass."""
+    """Attention weights on n cache slots in one forward pass."""
 
     sums: Floats  # [n], over all queries of the pass
     queries: int  # number q of queries; the last q slots are those of the queries' own tokens
@@ -56,7 +49,7 @@ class PassAttention(NamedTuple):
 
     @classmethod
     def from_weights(cls, weights: NDArray[np.float32], window: int = 0) -> PassAttention:
-        """The record of a pass with `weights` [m, n] from m queries."""
+        """The record of a pass with `weights` [m, n] of m queries."""
         newest = weights[max(0, len(weights) - window) :].copy()
         return cls(weights.sum(0, dtype=np.float64), len(weights), newest)
 
@@ -76,7 +69,7 @@ class AttentionCheckpoint:
 class AttentionStats:
     """The attention weights that each token of the conversation has received.
 
-    Positions are in the stream, ascending; `log_decay` is the log of the ledger's decays so far.
+    Positions are in the stream, ascending. `log_decay` is the log of the ledger's decays so far.
     """
 
     def __init__(self) -> None:
@@ -84,12 +77,11 @@ class AttentionStats:
         self._log_decay = np.zeros(0)  # the ledger's log_decay at each total's last update
         self._window: tuple[QueryWindow, ...] = ()
         # The totals of tokens when they were restored.
-        self._totals_when_restored: deque[AttentionCheckpoint] = deque(maxlen=_MAX_RESTORATIONS)
+        self._restored_totals: deque[AttentionCheckpoint] = deque(maxlen=_MAX_RESTORATIONS)
         self._restoration_count = 0  # number of entries so far, deleted ones included
 
     @property
     def has_records(self) -> bool:
-        """Whether any attention weights have been recorded in this conversation."""
         return len(self._total) > 0
 
     def add(
@@ -99,10 +91,10 @@ class AttentionStats:
         log_decay: float,
         window: int = 0,
     ) -> None:
-        """Add what the tokens at `positions` [n] received in forward passes.
+        """Add the attention weights that the tokens at `positions` [n] received in forward passes.
 
-        The weights from the newest `window` queries are stored one by one, too. A token that was
-        read while none were recorded starts with at least the median of the others.
+        The weights of the newest `window` queries are also stored one by one. A token that was read
+        while nothing was recorded starts with at least the median of the others.
         """
         if not passes:
             return
@@ -121,17 +113,17 @@ class AttentionStats:
         self._window = _newest_windows((*self._window, *newest), window)
 
     def totals(self, positions: Positions, log_decay: float) -> Floats:
-        """The sums [n] of the weights that tokens received, after all decays; 0 if unrecorded."""
+        """The sum [n] of each token's weights after all decays; 0 for tokens without a record."""
         is_recorded, out = positions < len(self._total), np.zeros(len(positions))
         recorded = positions[is_recorded]
         out[is_recorded] = self._total[recorded] * np.exp(log_decay - self._log_decay[recorded])
         return out
 
     def recent(self, positions: Positions) -> Floats:
-        """The sums [layers, heads, n] of the weights that tokens received from the newest queries.
+        """Sums [layers, heads, n] of the weights that tokens received from the newest queries.
 
-        The mean of all [1, 1, n] if those of the newest query are not known for each head; weights
-        that are known for other heads than these count as their mean, in every head.
+        The shape is [1, 1, n] if the newest record has no weights for each head. Records with other
+        heads count with their mean, for every head.
         """
         heads = (*self._window[-1].weights.shape[:-2], 1, 1)[:2] if self._window else (1, 1)
         out = np.zeros((*heads, len(positions)))
@@ -145,20 +137,18 @@ class AttentionStats:
         return out
 
     def note_restored(self, positions: Positions) -> None:
-        """Store the totals of tokens that are restored and may receive more, for an exact undo."""
+        """Store the totals of tokens that are being restored, for an exact undo."""
         if len(positions) and self.has_records:
-            self._totals_when_restored.append(self._copy_of(positions))
+            self._restored_totals.append(self._copy_of(positions))
             self._restoration_count += 1
 
     def checkpoint(self, positions: Positions) -> AttentionCheckpoint:
-        """A copy of the statistics of the tokens at `positions`, to which `undo` can go back."""
+        """A copy of the statistics of the tokens at `positions`, to which `undo` can return."""
         if not self.has_records:
             zeros = np.zeros(len(positions))
             return AttentionCheckpoint(positions, zeros, zeros, restorations=None)
         return replace(
-            self._copy_of(positions),
-            window=self._window,
-            restorations=self._restoration_count,
+            self._copy_of(positions), window=self._window, restorations=self._restoration_count
         )
 
     def undo(self, to: AttentionCheckpoint, seen: int) -> None:
@@ -166,30 +156,27 @@ class AttentionStats:
         if to.restorations is None:  # nothing had been counted by then
             self._total = self._log_decay = np.zeros(0)
             self._window = ()
-            self._totals_when_restored.clear()
+            self._restored_totals.clear()
             return
         while self._restoration_count > to.restorations:
             self._restoration_count -= 1
-            if (
-                self._totals_when_restored
-            ):  # the first total of a token is the last that is written back
-                self._write_back(self._totals_when_restored.pop())
+            if self._restored_totals:  # a token's first total is written back last
+                self._write_back(self._restored_totals.pop())
         self._write_back(to)
         self._total[seen:], self._log_decay[seen:] = 0, 0
         self._window = to.window
 
     def load(self, saved: AttentionCheckpoint) -> None:
-        """Load the statistics of a saved chat."""
         if saved.total.any():
             self._write_back(saved)
             self._window = saved.window
 
     def spare_from_decay(self, start: int, log_decay: float) -> None:
-        """Let no past decay apply to the tokens from stream position `start` on."""
+        """Apply no past decay to the tokens from stream position `start` on."""
         self._log_decay[start:] = log_decay
 
     def reorder(self, order: Positions, rank: Positions) -> None:
-        """Let the tokens stand in another order; see `Ledger.reorder`."""
+        """Give the tokens new positions; see `Ledger.reorder`."""
         if not self.has_records:
             return
         self._grow(len(rank))
@@ -197,28 +184,25 @@ class AttentionStats:
         windows = []
         for window in self._window:
             new = rank[window.positions]
-            recorded = np.argsort(new)[int((new < 0).sum()) :]
-            windows.append(QueryWindow(new[recorded], window.weights[..., recorded]))
+            stays = np.argsort(new)[int((new < 0).sum()) :]
+            windows.append(QueryWindow(new[stays], window.weights[..., stays]))
         self._window = tuple(windows)
-        self._totals_when_restored.clear()
+        self._restored_totals.clear()
 
     def erase(self, positions: Positions) -> None:
-        """Forget the tokens at these positions."""
         self._total[positions[positions < len(self._total)]] = 0
         windows = []
         for window in self._window:
             stays = ~np.isin(window.positions, positions)
             windows.append(QueryWindow(window.positions[stays], window.weights[..., stays]))
         self._window = tuple(windows)
-        self._totals_when_restored.clear()
+        self._restored_totals.clear()
 
     def _copy_of(self, positions: Positions) -> AttentionCheckpoint:
         is_recorded, total, log_decay = positions < len(self._total), *np.zeros((2, len(positions)))
         recorded = positions[is_recorded]
-        total[is_recorded], log_decay[is_recorded] = (
-            self._total[recorded],
-            self._log_decay[recorded],
-        )
+        total[is_recorded] = self._total[recorded]
+        log_decay[is_recorded] = self._log_decay[recorded]
         return AttentionCheckpoint(positions, total, log_decay)
 
     def _write_back(self, saved: AttentionCheckpoint) -> None:
@@ -233,14 +217,14 @@ class AttentionStats:
 
 
 def _lengthened(array: Floats, rows: int) -> Floats:
-    """The array, with zeros after it, at least twice as long if it has fewer than `rows`."""
+    """The array, padded with zeros to at least twice its length if it is shorter than `rows`."""
     if rows <= len(array):
         return array
     return np.concatenate([array, np.zeros(max(rows, 2 * len(array)) - len(array))])
 
 
 def _newest_windows(windows: tuple[QueryWindow, ...], count: int) -> tuple[QueryWindow, ...]:
-    """The weights from the newest `count` queries in `windows`, oldest query first."""
+    """The weights of the newest `count` queries in `windows`, oldest query first."""
     kept: list[QueryWindow] = []
     for window in reversed(windows):
         if count <= 0:

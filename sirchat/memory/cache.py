@@ -1,6 +1,6 @@
 """The KV cache: rows are appended to it, and any row can be evicted.
 
-A row is the keys and values of one token in all layers, a slot its place in the buffers.
+A row is the keys and values of one token in all layers. A slot is a row's place in the buffers.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from sirchat.memory.row_buffers import LayerRotation as LayerRotation
 # A layer's kind: whether it has keys and values, and how many recurrent or convolution states.
 LayerKind = tuple[bool, int]
 
-StoreRows = Callable[[KeyValues], object]  # gets rows that leave the cache
+Store = Callable[[KeyValues], object]  # gets rows that leave the cache
 
 
 class BoundedCache:
     """A KV cache from which any row can be evicted.
 
-    Row number i is in slot i of every layer. A forward pass writes its rows after the last one;
-    only `commit` makes them held. `layers` are all layers of the model, `row_layers` those with
-    keys and values, which layer numbers count and which `rotations` and `devices` describe. Without
-    `dtype` and `devices`, those of the first rows written are used.
+    Row i is in slot i of every layer. A forward pass writes its rows after the last one; only
+    `commit` makes them held. Layer numbers count the layers with keys and values, which `rotations`
+    and `devices` describe. The first rows written set a missing `dtype` and missing `devices`.
     """
 
     # Whether recurrent or convolution layers read only one token in a forward pass.
@@ -66,7 +65,6 @@ class BoundedCache:
 
     @property
     def length(self) -> int:
-        """Number of rows that are held."""
         return self.cursor.length
 
     @property
@@ -78,7 +76,8 @@ class BoundedCache:
     def pool(self) -> Tensor | None:
         """[L, 3, H, capacity, D]: keys as attention reads them, keys as first written, values.
 
-        None before the first rows, and if the layers differ. A new one if the capacity changes.
+        None before the first rows, and if the layers differ. The tensor is new when the capacity
+        changes.
         """
         return self._rows.pool
 
@@ -91,7 +90,7 @@ class BoundedCache:
     def state(self) -> CacheState:
         """The state of recurrent and convolution layers, which evictions do not change.
 
-        Assign an earlier value to restore it; () stands for the state before the first token.
+        Assign an earlier value to restore it; () is the state before the first token.
         """
         return self._state
 
@@ -101,23 +100,20 @@ class BoundedCache:
         self._restore_state()
 
     def begin_pass(self) -> None:
-        """Undo what a pass that was not committed did to the states; call it before each pass."""
+        """Before each pass, undo the changes of states by a pass that was not committed."""
         if not self._is_clean:
             self._restore_state()
         self._is_clean = not self._stateful_layers
 
     @property
     def nbytes(self) -> int:
-        """Size of all buffers and states, in bytes."""
         return sum(self.bytes_by_device().values())
 
     @property
     def state_nbytes(self) -> int:
-        """Size of the states of recurrent and convolution layers, in bytes."""
         return sum(tensor.nbytes for layer in self._state for tensor in layer.values())
 
     def bytes_by_device(self) -> Counter[torch.device]:
-        """Size of buffers and states on each device, in bytes."""
         buffers = [tensor.buffer for tensor in self._tensors]
         states = [tensor for layer in self._state for tensor in layer.values()]
         sizes = Counter[torch.device]()
@@ -128,15 +124,15 @@ class BoundedCache:
 
     @property
     def devices(self) -> list[torch.device]:
-        """The device of each layer's keys and values, but for layers not yet written."""
+        """The device of each layer that has been written."""
         devices = [layer.tensors[0].device for layer in self.row_layers]
         return [device for device in devices if device is not None]
 
     def commit(self, count: int, positions: int | Positions | None = None) -> None:
         """Hold the `count` new rows that a forward pass has written.
 
-        `positions` are their stream positions [count], or the first one of a run; by default they
-        continue from the last row's.
+        `positions` [count] are their stream positions, or the first of a run of positions; by
+        default they continue after the last row.
         """
         start = self.cursor.length
         end = start + count
@@ -156,12 +152,10 @@ class BoundedCache:
         self.cursor.length = end
 
     @torch.inference_mode()
-    def keep(
-        self, rows: Tensor, leaving: Tensor | None = None, store: StoreRows | None = None
-    ) -> None:
+    def keep(self, rows: Tensor, leaving: Tensor | None = None, store: Store | None = None) -> None:
         """Remove all rows but those numbered `rows` [k] (int64, ascending).
 
-        Before, `store` gets a copy of the rows numbered `leaving`, as first written.
+        Before that, `store` gets a copy of the rows numbered `leaving`, as first written.
         """
         moved = (rows != torch.arange(len(rows))).nonzero()
         start = int(moved[0, 0]) if len(moved) else len(rows)
@@ -196,8 +190,8 @@ class BoundedCache:
         self.grow_to(count)
         for layer, tensors in enumerate(self._rows.layers):
             if tensors[0].buffer is None:
-                moved_to_device = rows.tensors[2 * layer : 2 * layer + 2]
-                self._rows.allocate(layer, *(one[None] for one in moved_to_device))
+                keys, values = rows.tensors[2 * layer : 2 * layer + 2]
+                self._rows.allocate(layer, keys[None], values[None])
         cos_sin = self._cos_sin(rows.written_at, torch.arange(count), rows.positions)
         self._put(0, rows.tensors, cos_sin)
         self._stream[:count], self._written_at[:count] = rows.positions, rows.written_at
@@ -205,7 +199,7 @@ class BoundedCache:
 
     @torch.inference_mode()
     def set_positions(self, *, absolute_positions: bool) -> None:
-        """Rotate all keys, also later ones, to stream positions or to slots."""
+        """Rotate all keys, now and later, to stream positions or else to slots."""
         if absolute_positions == self.absolute_positions:
             return
         self.absolute_positions = absolute_positions
@@ -221,7 +215,7 @@ class BoundedCache:
 
     @torch.no_grad()
     def shrink_to(self, capacity: int) -> None:
-        """Give back the memory of all slots but `capacity`, or but those in use."""
+        """Shrink the buffers to `capacity` slots, or to the slots in use if those are more."""
         if (capacity := max(capacity, self.length)) < self.capacity:
             self._resize(capacity)
 
@@ -269,7 +263,7 @@ class BoundedCache:
         self._is_clean = True
 
     def _cos_sin(self, written_at: Positions, slots: Tensor, stream: Positions) -> CosSinByTensor:
-        """What rotates rows with stream positions `stream` [n] to `slots` [n]."""
+        """Cosines and sines that rotate rows with stream positions `stream` [n] to `slots` [n]."""
         old = torch.from_numpy(written_at)
         new = torch.from_numpy(stream) if self.absolute_positions else slots
         cos_sin = dict[int, Tensor]()
@@ -277,19 +271,14 @@ class BoundedCache:
             cos_sin |= dict.fromkeys(numbers, torch.stack(rotation.cos_sin(old, new)))
         return cos_sin
 
-    def _move(
-        self, slots: Tensor, start: int, leaving: Tensor, store: StoreRows | None = None
-    ) -> None:
-        """Move rows in `slots` [n] to those from `start` on; before, `store` those in `leaving`."""
+    def _move(self, slots: Tensor, start: int, leaving: Tensor, store: Store | None = None) -> None:
+        """Move the rows in `slots` [n] to `start` and on; first `store` those in `leaving`."""
         at, end, gone = slots.numpy(), start + len(slots), leaving.numpy()
         written_at, stream = self._written_at[at], self._stream[at]
         cos_sin = self._cos_sin(written_at, torch.arange(start, end), stream)
         parts = self._rows.parts(max(len(slots), len(leaving)))
-        moved_to_device = [slots, leaving, *cos_sin.values()]
-        on = {
-            device: to_device(moved_to_device, device)
-            for device in {part.rows.device for part in parts}
-        }
+        needed, devices = [slots, leaving, *cos_sin.values()], {part.rows.device for part in parts}
+        on = {device: to_device(needed, device) for device in devices}
         if store is not None:
             blocks = (part.copy_rows(on[part.rows.device][1]) for part in parts)
             tensors = [one for block in blocks for one in block.flatten(0, 1)]
@@ -313,7 +302,7 @@ RowArguments = tuple[RowBuffers, int]  # the buffers of all layers, and the laye
 
 
 class RowLayer:
-    """The keys and values of one layer; one with a sliding window stores as many as any other."""
+    """The keys and values of one layer. A layer with a sliding window stores all rows, too."""
 
     def __init__(self, rows: RowBuffers, number: int) -> None:
         super().__init__()
@@ -345,6 +334,6 @@ class StatefulLayer(Protocol):
 
 
 def row_layer_indices(kinds: Sequence[LayerKind]) -> dict[int, int]:
-    """Map the model's numbers of layers with keys and values to their numbers among these."""
+    """Map the model's numbers of layers with keys and values to indices among these layers."""
     with_rows = (number for number, (has_rows, _) in enumerate(kinds) if has_rows)
     return {number: at for at, number in enumerate(with_rows)}

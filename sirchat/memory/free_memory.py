@@ -1,7 +1,7 @@
 """Gives freed memory back to the operating system, if the C library is glibc.
 
-glibc keeps freed blocks for later use, and freed large blocks leave gaps between small ones: so a
-program that reads tensors from disk or writes them takes more memory than it needs.
+glibc keeps freed blocks for later use, and freed large blocks leave gaps between small ones. So a
+program that reads or writes tensors on disk takes more memory than it needs.
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD in glibc's malloc.h
 
 
 def trim_memory() -> None:
-    """Give freed memory back to the operating system; this takes a few milliseconds."""
+    """Give freed memory back to the operating system, which takes a few milliseconds."""
     _call_glibc("malloc_trim", 0)
 
 
 def free_large_blocks_at_once() -> None:
-    """From now on, give freed blocks of a megabyte or more back at once.
-
-    Else weights that are read from disk for every forward pass would leave gaps in the heap.
-    """
+    """From now on, give freed blocks of a megabyte or more back at once."""
+    # Else weights that are read from disk for every forward pass would leave gaps in the heap.
     _call_glibc("mallopt", _MMAP_THRESHOLD, 2**20)
 
 

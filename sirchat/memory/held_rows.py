@@ -1,4 +1,4 @@
-"""What an eviction policy sees: a table with one row of facts for each token it ranks."""
+"""The input of an eviction policy: a table with one row of facts for each token it ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Role(IntEnum):
-    """Who wrote a token; `TEMPLATE` is for tokens that the chat template put around the text."""
+    """Who wrote a token. `TEMPLATE` is for tokens that the chat template puts around the text."""
 
     SYSTEM = 0
     USER = 1
@@ -64,5 +64,5 @@ class HeldRows:
         return len(self.position)
 
     def newest(self, count: int) -> Tensor:
-        """Mask [n]: which are among the last `count` tokens of the conversation."""
+        """Mask [n] of the tokens among the last `count` of the conversation."""
         return self.position >= self.seen - count

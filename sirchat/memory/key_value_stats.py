@@ -1,7 +1,7 @@
 """Statistics of tokens' keys and values, by which eviction policies rank tokens.
 
-Each is one number for each token: the mean over a layer's key/value heads, then over all layers.
-They are computed anew from the stored keys and values whenever tokens are ranked, so they are the
+Each statistic is one number per token: the mean over a layer's key/value heads, then over layers.
+Statistics are computed from the stored keys and values whenever tokens are ranked, so they are the
 same after a switch of policies, an undo or a resume.
 """
 
@@ -32,7 +32,7 @@ Blocks = Callable[[bool], Iterator[Block]]  # keys as attention reads them, or a
 def key_value_stats(
     wanted: Collection[KeyValueStat], count: int, blocks: Blocks
 ) -> dict[KeyValueStat, Tensor]:
-    """Statistics [count], float64, by name; a token that is in no block gets NaN."""
+    """Statistics [count], float64, by name; NaN for a token that is in no block."""
     stats = {name: torch.full((count,), torch.nan, dtype=torch.float64) for name in wanted}
     if set(wanted) - {"key_similarity"}:
         for block in blocks(False):

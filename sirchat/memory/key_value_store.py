@@ -1,7 +1,7 @@
 """The key/value store: moves keys and values of tokens between the cache and the archive.
 
-It also updates the ledger, which records where each token's keys and values are. If the archive is
-off, what a turn evicted is kept until the next turn begins, so that the turn can be undone.
+The store also updates the ledger, which records where each token's keys and values are. If the
+archive is off, evicted tokens are kept until the next turn begins, so that a turn can be undone.
 """
 
 from __future__ import annotations
@@ -31,15 +31,13 @@ from sirchat.memory.tiers import NOT_STORED, Tiers
 # Bytes of what is evicted that are kept for undo while the archive is off; a turn that evicts more
 # can't be undone.
 UNDO_BYTES = 256 * 2**20
-_MAX_UNWRITTEN_BYTES = (
-    2**30
-)  # bytes that an archive on disk may grow in RAM after a write has failed
+_MAX_UNWRITTEN_BYTES = 2**30  # that an archive on disk may grow in RAM after a failed write
 _NONE = np.zeros(0, np.int64)
 _MAX_FETCHED_TOKENS = 4_096  # archived tokens of which statistics are computed
 
 
 class HeldKeysValues(NamedTuple):
-    """The n held tokens of one layer, in stream order: copies, on the layer's device."""
+    """The n held tokens of one layer, in stream order: copies on the layer's device."""
 
     positions: Positions  # [n], in the stream
     first_written: Tensor  # keys [H, n, D] as the model computed them, before any move
@@ -49,7 +47,7 @@ class HeldKeysValues(NamedTuple):
 
 @dataclass(frozen=True)
 class CacheCheckpoint:
-    """Where the tokens are at one moment, to which `undo` can go back."""
+    """Where the tokens are at one moment, to which `undo` can return."""
 
     seen: int  # tokens read by this moment
     placement: Placement
@@ -64,8 +62,8 @@ class CacheCheckpoint:
 class KeyValueStore:
     """The keys and values of one conversation: held in the cache, or evicted to the archive.
 
-    `cache` and `ledger` are empty. `limit` is the archive's size in bytes, 0 turns it off; `folder`
-    is for its files, None keeps it in RAM. `archive` may be another object after `set_limit`.
+    `cache` and `ledger` must be empty. `limit` is the archive's size in bytes; 0 turns it off.
+    `folder` is for the archive's files; None keeps them in RAM. `set_limit` may replace `archive`.
     """
 
     def __init__(
@@ -85,7 +83,7 @@ class KeyValueStore:
         return problems
 
     def set_limit(self, limit: int, folder: Path | None = None) -> None:
-        """Change the archive's size in bytes and its folder, and move what is archived.
+        """Change the archive's size in bytes and its folder, and move the archived tokens.
 
         With 0 the archive is off, and archived tokens can no longer be restored.
         """
@@ -99,18 +97,14 @@ class KeyValueStore:
         self.archive, self._folder, self._archiving = new, folder, limit > 0
         self._is_disk_reported = False
         if not limit:
-            self.ledger.mark_not_stored(
-                np.flatnonzero(self.ledger.column("state") == State.ARCHIVED)
-            )
+            archived = np.flatnonzero(self.ledger.column("state") == State.ARCHIVED)
+            self.ledger.mark_not_stored(archived)
             self._forget_rounding()
         old.close()
         self._shrink()
 
     def reachable(self) -> Positions:
-        """Stream positions, ascending, of all tokens in the cache or in the archive.
-
-        Those that must never be restored (flag `EXCLUDED`) are left out.
-        """
+        """Stream positions, ascending, of all held or archived tokens that may be restored."""
         ledger, archived = self.ledger, self.archive.positions
         archived = archived[archived < ledger.seen]
         is_stored = np.zeros(ledger.seen, bool)  # hundreds of times as fast as `np.union1d`
@@ -121,19 +115,19 @@ class KeyValueStore:
         return allowed
 
     def recallable(self) -> Positions:
-        """As `reachable`, and all lost tokens, which can be computed again (see `add_reread`)."""
+        """The `reachable` positions, and those of lost tokens, which can be read again."""
         if not self._archiving:
             return self.reachable()
         flags = self.ledger.column("flags") & np.uint8(Flag.ERASED | Flag.EXCLUDED)
         return np.flatnonzero(flags == 0)
 
     def rereadable(self, positions: Positions) -> Positions:
-        """Those of the tokens at `positions` that are neither held nor archived, but recallable."""
+        """The `positions` of lost tokens: neither held nor archived, but `recallable`."""
         lost = positions[self.ledger.column("state")[positions] == State.NOT_STORED]
         return np.intersect1d(lost, self.recallable()) if len(lost) else lost
 
     def add_reread(self, rows: KeyValues) -> None:
-        """Archive `rows`, of lost tokens, whose keys and values were computed again.
+        """Archive `rows` of lost tokens, whose keys and values were computed again.
 
         The archive may exceed its limit until tokens move.
         """
@@ -154,25 +148,21 @@ class KeyValueStore:
 
     @property
     def has_recall(self) -> bool:
-        """Whether recall has moved tokens for this round."""
         return self._placement.has_recall
 
     def is_placed(self, placement: Placement) -> bool:
-        """Whether `placement` is what `place` was last called with."""
+        """Whether `placement` is the object that `place` was last called with."""
         return placement is self._placement
 
     def place(self, placement: Placement) -> tuple[Positions, Positions]:
-        """Evict and restore tokens, so that they are where `placement` says.
-
-        Returns the positions of the evicted and of the restored tokens, ascending.
-        """
+        """Move tokens as `placement` says; returns the positions evicted and those restored."""
         moved = self._place(placement)
         self._shrink()
         return moved
 
     @contextmanager
     def without_limit(self) -> Iterator[None]:
-        """Turn off the archive's limit, to read ids whose reading is undone afterwards."""
+        """Context manager: turns off the archive's limit, to read ids that are undone later."""
         limit, self.archive.limit = self.archive.limit, None
         try:
             yield
@@ -180,9 +170,9 @@ class KeyValueStore:
             self.archive.limit = limit
 
     def checkpoint(self) -> CacheCheckpoint:
-        """The present state, to which `undo` can go back; call this at the beginning of a turn.
+        """The state at the beginning of a turn, to which `undo` can return.
 
-        If the archive is off, what the previous turn evicted is deleted.
+        If the archive is off, the tokens that the previous turn evicted are deleted.
         """
         if not (self.has_recall or self._archiving):
             self.archive.clear()
@@ -200,14 +190,14 @@ class KeyValueStore:
         )
 
     def has(self, positions: Positions) -> bool:
-        """Whether all of these tokens are in the cache or in the archive."""
+        """Whether all of these tokens are held or archived."""
         missing = np.setdiff1d(positions, self.ledger.held_positions, assume_unique=True)
         return bool(self.archive.has(missing).all())
 
     def undo(self, checkpoint: CacheCheckpoint) -> None:
-        """Go back to the checkpoint, and delete all tokens that were read after it.
+        """Return to the checkpoint, and delete all tokens that were read after it.
 
-        Raises LookupError, changing nothing, if a token that it held is no longer stored.
+        Raises LookupError, changing nothing, if a token of the checkpoint is no longer stored.
         """
         reread = np.setdiff1d(self._reread, checkpoint.reread, assume_unique=True)
         needed = np.union1d(checkpoint.placement.held, checkpoint.placement.aside)
@@ -225,10 +215,7 @@ class KeyValueStore:
     def statistics(
         self, positions: Positions, wanted: Collection[KeyValueStat]
     ) -> dict[KeyValueStat, Tensor]:
-        """Statistics [n] of the keys and values at ascending `positions` [n], by name.
-
-        A token that is neither in the cache nor in the archive gets the median of the others.
-        """
+        """Statistics [n], by name, at `positions` [n], ascending; lost tokens get the median."""
 
         def blocks(as_read: bool) -> Iterator[Block]:
             return self._blocks(positions, as_read)
@@ -237,7 +224,7 @@ class KeyValueStore:
         return {name: fill_nan_with_median(values) for name, values in stats.items()}
 
     def as_read(self, positions: Positions) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """For each layer, keys and values of the tokens at `positions`, as `HeldRows` has them."""
+        """For each layer, keys and values of the tokens at `positions`, as in `HeldRows`."""
         copies = list[Tensor]()
         for rows, tensors in self._blocks(positions, as_read=True):
             sizes = ((tensor.shape[0], len(positions), tensor.shape[2]) for tensor in tensors)
@@ -247,7 +234,7 @@ class KeyValueStore:
         return tuple(copies[::2]), tuple(copies[1::2])
 
     def held_keys_values(self, layer: int) -> HeldKeysValues:
-        """Copies of the held tokens' keys and values in a layer; UsageError for a wrong number."""
+        """Copies of the held keys and values of a layer; UsageError for a wrong layer number."""
         layers, held = len(self.cache.row_layers), self.ledger.held_positions.copy()
         if not 0 <= layer < layers or not len(held):
             known = f"layers are 0 to {layers - 1}" if len(held) else "nothing was read yet"
@@ -257,10 +244,7 @@ class KeyValueStore:
         return HeldKeysValues(held, first.clone(), *(tensor[0].clone() for tensor in placed))
 
     def archived(self) -> Positions:
-        """Stream positions, ascending, of the tokens that are in the archive and not in the cache.
-
-        Those that must never be restored are left out.
-        """
+        """Stream positions, ascending, of archived tokens that are not held and may be restored."""
         reachable = self.reachable()
         archived: Positions = reachable[
             self.ledger.column("state")[reachable] == int(State.ARCHIVED)
@@ -270,9 +254,10 @@ class KeyValueStore:
     def copy_key_values(
         self, limit: int | None = None, excluded: Positions | None = None
     ) -> KeyValues | None:
-        """A copy on the CPU of all that is in the cache, or the archive `excluded` there, in order.
+        """A copy on the CPU, in stream order, of held tokens and archived ones not `excluded`.
 
-        If it is larger than `limit` bytes, copies what is in the cache alone; None if that is, too.
+        If all are larger than `limit` bytes, only held tokens are copied; None if even these are
+        larger.
         """
         held, positions = self.ledger.held_positions, self.reachable()
         first = self.cache.first_written_rows(torch.arange(min(1, len(held))), held[:1].copy())
@@ -289,10 +274,9 @@ class KeyValueStore:
         return replace(merge_key_values(in_cache, self.archive.fetch(archived)), tiers=tiers)
 
     def load(self, saved: KeyValues) -> None:
-        """Load a saved conversation, whose ledger is loaded already.
+        """Load the keys and values of a saved conversation, whose ledger is loaded already.
 
-        What the ledger records as held goes into the cache, the rest into the archive, in the tiers
-        in which it was.
+        Tokens that are held in the ledger go to the cache; the others go to their archive tiers.
         """
         if saved.tiers is not None:
             self.archive.restore_tiers(saved.tiers)
@@ -307,10 +291,7 @@ class KeyValueStore:
             self._shrink()
 
     def load_evicted(self, saved: Iterable[KeyValues], tiers: Tiers | None = None) -> None:
-        """Archive more tokens of a saved conversation, which may be in the cache, too.
-
-        Those that were nowhere according to `tiers` are left out.
-        """
+        """Archive more tokens of a saved conversation, held or not, except lost ones in `tiers`."""
         for tokens in saved if self._archiving else ():
             if tiers is not None:
                 tokens = tokens.take(np.flatnonzero(tiers.bits[tokens.positions] != NOT_STORED))
@@ -319,13 +300,12 @@ class KeyValueStore:
             self._shrink()
 
     def erase(self, positions: Positions) -> None:
-        """Erase these tokens from the cache and from the archive."""
         self._place(self.placement.without(positions), positions)
         self.archive.remove(positions)
         self.ledger.mark_not_stored(positions)
 
     def reorder(self, order: Positions, turns: Positions, rounds: Positions) -> Positions:
-        """Let the tokens stand in another order, and erase all others; see `Ledger.reorder`.
+        """Put the tokens into another order, and erase all others; see `Ledger.reorder`.
 
         Recall must have ended. Keys and values stay as they were written.
         """
@@ -343,64 +323,55 @@ class KeyValueStore:
         return rank
 
     def _place(self, new: Placement, dropped: Positions = _NONE) -> tuple[Positions, Positions]:
-        """Move tokens as `new` says; those `dropped` are not archived. Only here they move."""
+        """Move tokens as `new` says, without archiving `dropped` ones. All moves happen here."""
         ledger, cache, archive = self.ledger, self.cache, self.archive
         held = ledger.held_positions
         stays = np.isin(held, new.held, assume_unique=True)
-        evicted, restored_positions = held[~stays], np.setdiff1d(new.held, held, assume_unique=True)
+        evicted, came = held[~stays], np.setdiff1d(new.held, held, assume_unique=True)
         rows = torch.from_numpy(np.flatnonzero(stays))
         stored = archive.has(evicted) | np.isin(evicted, dropped, assume_unique=True)
         leaving = torch.from_numpy(np.flatnonzero(~stays)[~stored])
-        if len(evicted) and not len(restored_positions):
+        if len(evicted) and not len(came):
             cache.keep(rows, leaving, archive.add if len(leaving) else None)
-        elif len(restored_positions):
+        elif len(came):
             if len(leaving):
                 archive.add(cache.first_written_rows(leaving, evicted[~stored]))
-            restored = archive.fetch(restored_positions)
-            archive.note_restored(
-                np.setdiff1d(restored_positions, self._placement.aside, assume_unique=True)
-            )
+            restored = archive.fetch(came)
+            aside = self._placement.aside
+            archive.note_restored(np.setdiff1d(came, aside, assume_unique=True))
             if len(rows):
                 restored = merge_key_values(cache.first_written_rows(rows, held[stays]), restored)
             cache.replace(restored)
-        ledger.hold(
-            new,
-            evicted,
-            restored_positions,
-            State.ARCHIVED if self._archiving else State.NOT_STORED,
-        )
+        ledger.hold(new, evicted, came, State.ARCHIVED if self._archiving else State.NOT_STORED)
         self._placement = new
-        return evicted, restored_positions
+        return evicted, came
 
     def _blocks(self, positions: Positions, as_read: bool) -> Iterator[Block]:
-        """Keys and values at `positions` [n]; with `as_read` rotated as if the cache held these."""
+        """Keys and values at `positions` [n]; with `as_read`, rotated as if all were held."""
         held = self.ledger.held_positions
         held_indices = np.flatnonzero(np.isin(positions, held, assume_unique=True))
         rows = torch.from_numpy(np.searchsorted(held, positions[held_indices]))
         if as_read and len(held_indices) == len(positions):
             yield Block(torch.from_numpy(held_indices), self.cache.as_read(rows))
             return
-        first = (
-            [self.cache.first_written_rows(rows, positions[held_indices])]
-            if len(held_indices)
-            else []
-        )
+        first = list[KeyValues]()
+        if len(held_indices):
+            first.append(self.cache.first_written_rows(rows, positions[held_indices]))
         archived = np.setdiff1d(positions, held, assume_unique=True)
         archived = archived[self.archive.has(archived)]
-        starts = range(0, len(archived), _MAX_FETCHED_TOKENS)
-        fetched = (
-            self.archive.fetch(archived[start : start + _MAX_FETCHED_TOKENS]) for start in starts
-        )
+        size = _MAX_FETCHED_TOKENS
+        starts = range(0, len(archived), size)
+        fetched = (self.archive.fetch(archived[start : start + size]) for start in starts)
         for part in chain(first, fetched):
             numbers = torch.from_numpy(np.searchsorted(positions, part.positions))
             yield Block(numbers, (self.cache.rotated(part, numbers) if as_read else part).tensors)
 
     def _forget_rounding(self) -> None:
-        """While the archive is off: only what the cache has is known to have been rounded."""
+        """Forget the archive's bits of all tokens that are stored nowhere."""
         self.archive.forget(np.flatnonzero(self.ledger.column("state") == State.NOT_STORED))
 
     def _limit_after_error(self, limit: int) -> int:
-        """The limit in bytes; after a failed write, what is evicted stays in RAM."""
+        """The limit in bytes; lower after a failed write, because evicted tokens stay in RAM."""
         if self.archive.disk_error is None:
             return limit
         return min(limit, self.archive.nbytes + _MAX_UNWRITTEN_BYTES)

@@ -1,7 +1,7 @@
 """Keys and values of tokens, as first written, and their copies between a GPU and main memory.
 
-Copies from a GPU run on a CUDA stream of their own, into pinned memory; only who reads a copy waits
-for it. Copies to a GPU come from pinned memory and run on the stream of the computation.
+Copies from a GPU run on a CUDA stream of their own, into pinned memory; only the reader of a copy
+waits for it. Copies to a GPU come from pinned memory and run on the stream of the computation.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from sirchat.memory.tiers import Tiers
 
 Positions = NDArray[np.int64]  # of tokens in the stream, the whole conversation
 
-_MAX_JOINED_BYTES = (
-    2**26
-)  # most bytes of tensors that are joined for one copy, which takes as many again
+_MAX_JOINED_BYTES = 2**26  # of tensors that are joined for one copy, which takes as many again
 
 # A copy of the states of all recurrent and convolution layers, one dictionary for each layer; the
 # key of a tensor is its kind, `conv` or `recurrent`, and its number.
@@ -31,15 +29,11 @@ CacheState = tuple[dict[tuple[str, int], Tensor], ...]
 
 @dataclass(frozen=True)
 class KeyValues:
-    """The keys and values of n tokens, of one layer or of all.
+    """The keys and values of n tokens, of one layer or of all."""
 
-    `positions` [n] are the tokens' stream positions, `written_at` [n] the rotary positions of their
-    keys. `tensors` has two for each layer, keys then values, each [H, n, D].
-    """
-
-    positions: Positions
-    written_at: NDArray[np.int64]
-    tensors: list[Tensor]
+    positions: Positions  # [n], in the stream
+    written_at: NDArray[np.int64]  # [n], the rotary positions of the keys
+    tensors: list[Tensor]  # two for each layer, keys then values, each [H, n, D]
     tiers: Tiers | None = None  # of the archive, in what is saved; None if all is exact
 
     def __len__(self) -> int:
@@ -47,31 +41,27 @@ class KeyValues:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def to(self, device: torch.device | str) -> KeyValues:
-        """The same on `device`."""
         tensors = to_device(self.tensors, torch.device(device))
         return KeyValues(self.positions, self.written_at, tensors)
 
     def take(self, index: NDArray[np.int64]) -> KeyValues:
-        """A copy of those with the indices `index` [k]."""
+        """A copy of the tokens with the indices `index` [k]."""
         chosen = torch.from_numpy(index)
         tensors = [tensor.index_select(1, chosen.to(tensor.device)) for tensor in self.tensors]
         return KeyValues(self.positions[index], self.written_at[index], tensors)
 
 
 def merge_key_values(first: KeyValues, second: KeyValues) -> KeyValues:
-    """Copies of both, in ascending order of position, on the devices of the first."""
+    """Copies of the tokens of both, by ascending position, on the devices of `first`."""
     positions = np.concatenate([first.positions, second.positions])
     order = np.argsort(positions)
     device = first.tensors[0].device
     index, *theirs = to_device([torch.from_numpy(order), *second.tensors], device)
-    if (
-        device.type != "cpu"
-        and len({(tensor.shape, tensor.device) for tensor in first.tensors}) == 1
-    ):
+    kinds = {(tensor.shape, tensor.device) for tensor in first.tensors}
+    if device.type != "cpu" and len(kinds) == 1:
         block = torch.cat([torch.stack(first.tensors), torch.stack(theirs)], dim=2)
         tensors = list(block.index_select(2, index))
     else:
@@ -90,7 +80,7 @@ class Transfer:
     ends: list[Any]  # events of CUDA
 
     def is_done(self) -> bool:
-        """Whether all copies are finished; then `take` returns at once."""
+        """Whether all copies are finished, so that `take` returns at once."""
         return all(end.query() for end in self.ends)
 
     def take(self) -> list[Tensor]:
@@ -102,21 +92,21 @@ class Transfer:
 
 @dataclass
 class Transfers:
-    """Starts copies from GPUs to main memory; uses one CUDA stream for each GPU."""
+    """Starts copies from GPUs to main memory, with one CUDA stream for each GPU."""
 
     _streams: dict[torch.device, Any] = field(default_factory=dict)
 
     def to_host(self, tensors: Sequence[Tensor]) -> Transfer:
         """Start to copy tensors, which must not change until the copies are finished.
 
-        Up to 64 MiB, there is one copy from each device.
+        Tensors of up to 64 MiB together are joined to one copy for each device.
         """
         ends = list[Any]()
         copies = _copy_joined(tensors, torch.device("cpu"), partial(self._start, ends))
         return Transfer(copies, ends)
 
     def _start(self, ends: list[Any], tensor: Tensor) -> Tensor:
-        """Start to copy a tensor; adds an event, the copy's end, to `ends`."""
+        """Start to copy a tensor; adds the CUDA event of the copy's end to `ends`."""
         if not tensor.is_cuda:
             return tensor.cpu()
         stream = self._stream(tensor.device)
@@ -135,9 +125,9 @@ class Transfers:
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The tensors on `device`, copied if they are on another one; the same one is copied once.
+    """The tensors on `device`, copied if they are elsewhere; the CPU does not wait for a GPU.
 
-    Up to 64 MiB, there is one copy from each device. The CPU does not wait for a copy to a GPU.
+    Tensors of up to 64 MiB together are joined to one copy from each device.
     """
 
     def copy(tensor: Tensor) -> Tensor:
@@ -150,7 +140,7 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 def _copy_joined(
     tensors: Sequence[Tensor], device: torch.device, copy: Callable[[Tensor], Tensor]
 ) -> list[Tensor]:
-    """The tensors; `copy` copies those that are not on `device`, from each other one at once."""
+    """The tensors on `device`; `copy` gets the tensors of each other device joined."""
     moving = {id(tensor): tensor for tensor in tensors if tensor.device != device}
     moved = dict[int, Tensor]()
     for source in {tensor.device for tensor in moving.values()}:

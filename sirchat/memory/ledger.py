@@ -1,7 +1,7 @@
-"""The ledger: a table with one row per token ever read, in the KV cache or not.
+"""The ledger: a table with one row for each token ever read, held or not.
 
-One array that grows by doubling: 40 bytes a token, and 16 if attention is recorded. Every column
-but attention is recorded under any policy, so that the policy can be switched at any moment.
+The table is an array that grows by doubling, with 40 bytes a token, and 16 more if attention is
+recorded. All columns but attention are recorded under any policy, so that policies can be switched.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ Positions = NDArray[np.int64]
 
 
 class Flag(IntFlag):
-    """Flags of a token."""
-
     PINNED = 1  # protected from eviction
     ANCHOR = 2  # ends a sentence or round
     ERASED = 4  # its id and surprisal were deleted
@@ -41,7 +39,7 @@ class Flag(IntFlag):
 
 
 class State(IntEnum):
-    """Where a token's keys and values are: in the cache, in the archive, or nowhere."""
+    """Where a token's keys and values are."""
 
     HELD = 0
     NOT_STORED = 1
@@ -69,35 +67,25 @@ _PINNED = int(Flag.PINNED)
 class Ledger:
     """A table with one row for each token of the conversation, held or evicted.
 
-    Held tokens are in stream order: held token i is in slot i of the cache. Attributes, which only
-    methods change:
-        seen: number of tokens ever read.
-        held_count: number of tokens in the cache.
-        pinned_positions: positions, ascending, of all pinned tokens, in the cache or not.
-        left_out: positions, ascending, of tokens that the conversation no longer has: no policy
-            chooses them, but recall may restore them. Set by whoever takes turns out of it.
-        torn: positions, ascending, of sentences that were read without words erased from them
-            before. Set by whoever reads them.
-        log_decay: logarithm of the product of all decays.
-        unknown_surprisal: nats, of the first token, which nothing predicts.
-        attention: statistics of the attention that each token received.
-        token_vectors: the encoder's numbers of the newest tokens, if they are wanted.
-
-    Whoever saves the table sets `saved`: all rows before this position are saved as they are, but
-    for the flags of the tokens at `flagged`.
+    Held tokens are in stream order: held token i is in slot i of the cache. Only methods change the
+    attributes, except `left_out`, `torn`, `saved` and `flagged`.
     """
 
     def __init__(self, seed: int = 0, unknown_surprisal: float = 0.0) -> None:
         self.seed = seed
-        self.seen = 0
+        self.seen = 0  # number of tokens ever read
         self.held_count = 0
-        self.pinned_positions: Positions = np.zeros(0, np.int64)
+        self.pinned_positions: Positions = np.zeros(0, np.int64)  # ascending, held or not
+        # Ascending, of tokens in turns that were taken out of the conversation: policies ignore
+        # these tokens, but recall may restore them.
         self.left_out: Positions = np.zeros(0, np.int64)
+        # Ascending, of sentences that were read without words erased from them before
         self.torn: Positions = np.zeros(0, np.int64)
-        self.log_decay = 0.0
-        self.unknown_surprisal = unknown_surprisal
+        self.log_decay = 0.0  # log of the product of all decays
+        self.unknown_surprisal = unknown_surprisal  # nats, of the first token: nothing predicts it
         self.attention = AttentionStats()
         self.token_vectors = TokenVectors()
+        # All rows before position `saved` are saved, except the flags of the tokens at `flagged`.
         self.saved, self.flagged = 0, set[int]()
         self._rows = np.zeros(1024, ROW)
         self._add_arrival_keys(0)
@@ -106,28 +94,27 @@ class Ledger:
 
     @property
     def held_positions(self) -> Positions:
-        """Stream positions [n] of the tokens in the KV cache, ascending (a view)."""
+        """Stream positions [n] of the held tokens, ascending (a view)."""
         return self._held[: self.held_count]
 
     @property
     def archived_count(self) -> int:
-        """Number of tokens that are in the archive and not in the cache."""
+        """Number of archived tokens that are not held."""
         return int(np.count_nonzero(self.column("state") == State.ARCHIVED))
 
     @property
     def rereadable_count(self) -> int:
-        """Number of tokens of which the text alone is left, and which can be read again."""
+        """Number of tokens neither held nor archived that can be read again from the text."""
         hidden = self.column("flags") & np.uint8(Flag.ERASED | Flag.EXCLUDED) != 0
         return int(np.count_nonzero((self.column("state") == State.NOT_STORED) & ~hidden))
 
     def of_turn(self, turn: int, role: Role | None = None) -> Positions:
-        """Stream positions of the tokens of turn number `turn`; if given, of those of `role`."""
+        """Stream positions of the tokens of turn number `turn`, and of `role` if given."""
         turns = self.column("turn")  # ascending; numpy's search copies the column
         at = np.arange(bisect_left(turns, turn), bisect_left(turns, turn + 1))
         return at if role is None else at[self.column("role")[at] == role]
 
     def held_of_turn(self, turn: int) -> int:
-        """Number of tokens of the turn number `turn` that are in the cache."""
         return int(np.count_nonzero(self.column("turn")[self.held_positions] == turn))
 
     def column(self, name: str) -> NDArray[Any]:
@@ -146,10 +133,7 @@ class Ledger:
         roles: Sequence[int],
         flags: Sequence[int],
     ) -> None:
-        """Add a row for each of the ids that the model has just read into the cache.
-
-        `surprisal` is in nats.
-        """
+        """Add a row for each of the ids that the model has just read; `surprisal` is in nats."""
         count, start, held = len(ids), self.seen, self.held_count
         end = start + count
         if end > len(self._rows) or held + count > len(self._held):
@@ -172,12 +156,12 @@ class Ledger:
             self.pinned_positions = np.concatenate([self.pinned_positions, pinned])
 
     def set_first_surprisal(self, count: int) -> None:
-        """Set the first token's surprisal to the highest surprisal of the first `count` tokens."""
+        """Set the first token's surprisal to the highest one of the first `count` tokens."""
         if count > 1:
             self.unknown_surprisal = float(self._rows["surprisal"][1:count].max())
 
     def hold(self, placement: Placement, gone: Positions, came: Positions, state: State) -> None:
-        """Record where the tokens are; those `gone` get `state`, those that `came` are held."""
+        """Record where the tokens are: `gone` ones have `state` now, and `came` ones are held."""
         positions, count, flags = placement.held, len(placement.held), self._rows["flags"]
         flags[self._recalled] &= ~np.uint8(Flag.RECALLED)
         flags[placement.recalled] |= np.uint8(Flag.RECALLED)
@@ -191,7 +175,7 @@ class Ledger:
         self.held_count = count
 
     def mark_archived(self, positions: Positions) -> None:
-        """Record that the tokens at these positions are archived, but for those in the cache."""
+        """Record that the tokens at these positions are archived, except held ones."""
         gone = positions[self._rows["state"][positions] == State.NOT_STORED]
         self._rows["state"][gone] = State.ARCHIVED
 
@@ -201,11 +185,11 @@ class Ledger:
         self._rows["state"][archived] = State.NOT_STORED
 
     def rows(self, start: int = 0) -> NDArray[np.void]:
-        """A copy of the table's rows from stream position `start` on, structured as `ROW`."""
+        """A copy of the rows from stream position `start` on, structured as `ROW`."""
         return self._rows[start : self.seen].copy()
 
     def load(self, rows: NDArray[np.void], held: Positions, log_decay: float) -> None:
-        """Replace the table by saved `rows`; those at `held` are in the cache, all others gone."""
+        """Replace the table by saved `rows`. Only the tokens at `held` are stored anywhere."""
         self.seen, self.log_decay = len(rows), log_decay
         self.saved, self.flagged = len(rows), set()
         self.token_vectors.truncate(0)
@@ -220,10 +204,7 @@ class Ledger:
         self.pinned_positions = np.flatnonzero(self.column("flags") & Flag.PINNED)
 
     def erase(self, positions: Positions) -> None:
-        """Delete all that is known of the tokens at these positions except turn, round and role.
-
-        They must not be in cache or archive.
-        """
+        """Delete all but turn, round and role of tokens that are neither held nor archived."""
         rows = self._rows
         rows["token_id"][positions], rows["surprisal"][positions] = 0, 0.0
         rows["flags"][positions] = Flag.ERASED
@@ -233,7 +214,7 @@ class Ledger:
         rows["state"][positions] = State.NOT_STORED
 
     def truncate(self, seen: int, log_decay: float) -> None:
-        """Remove all but the first `seen` tokens, none of which may be held; set `log_decay`."""
+        """Remove all but the first `seen` tokens, and set `log_decay`; none removed may be held."""
         self._rows["flags"][seen : self.seen] = 0
         self._rows["state"][seen : self.seen] = State.HELD
         self.seen, self.log_decay, self.saved = seen, log_decay, min(self.saved, seen)
@@ -243,10 +224,10 @@ class Ledger:
         self.torn = self.torn[self.torn < seen]
 
     def reorder(self, order: Positions, turns: Positions, rounds: Positions) -> Positions:
-        """Let the tokens stand in the order of the stream positions `order` [n], without others.
+        """Put the tokens at the stream positions `order` [n] into this order, and drop all others.
 
-        Those must be neither held nor archived; `turns` [n] and `rounds` [n] are the new columns.
-        Returns the new position [seen] of each token, -1 if it has none.
+        Dropped tokens must be neither held nor archived. `turns` [n] and `rounds` [n] are new
+        columns. Returns the new position [seen] of each token, -1 if it was dropped.
         """
         rank, count = np.full(self.seen, -1, np.int64), len(order)
         rank[order] = np.arange(count)
@@ -269,11 +250,9 @@ class Ledger:
         return rank
 
     def pin(self, positions: range | Positions, pinned: bool) -> None:
-        """Pin the tokens at these stream positions, or unpin them."""
         self.flag(Flag.PINNED, positions, pinned)
 
     def flag(self, flag: Flag, positions: range | Positions, on: bool) -> None:
-        """Set or clear `flag` of the tokens at these positions."""
         at = np.asarray(positions, np.int64)
         flags = self._rows["flags"][at]
         self._rows["flags"][at] = flags | flag if on else flags & ~flag
@@ -283,20 +262,18 @@ class Ledger:
             self.pinned_positions = change(self.pinned_positions, at)
 
     def rules(self) -> list[Positions]:
-        """The positions of the tokens that were pinned as rules, and still are: run by run."""
+        """Positions of the tokens pinned as rules, which still are pinned: one array per run."""
         flags = self._rows["flags"][self.pinned_positions]
         return _runs(self.pinned_positions[flags & np.uint8(Flag.RULE) != 0])
 
     def pins_except_rules(self, start: int) -> Positions:
-        """Positions of tokens from stream position `start` on that are pinned, and not as rules."""
+        """Positions, from `start` on, of pinned tokens that are not part of a rule."""
         pinned = self.pinned_positions[bisect_left(self.pinned_positions, start) :]
-        pinned_without_rules: Positions = pinned[
-            self._rows["flags"][pinned] & np.uint8(Flag.RULE) == 0
-        ]
-        return pinned_without_rules
+        others: Positions = pinned[self._rows["flags"][pinned] & np.uint8(Flag.RULE) == 0]
+        return others
 
     def release_rules(self, positions: Positions) -> None:
-        """Rules that have one of these tokens no longer count as pinned by themselves."""
+        """Clear the flag `RULE` of all rules that have one of these tokens."""
         flags = self.column("flags")
         for rule in _runs(np.flatnonzero(flags & np.uint8(Flag.RULE))):
             if np.isin(rule, positions).any():
@@ -310,7 +287,7 @@ class Ledger:
     def apply_decay(self, decay: float, spared: int | None = None) -> None:
         """Multiply surprisal and attention of all tokens by `decay` (SirLLM, Algorithm 1).
 
-        Those of the last round stay as they are if `spared` is its number.
+        The tokens of round number `spared`, if it is the last one, stay as they are.
         """
         self.log_decay += math.log(decay)
         if spared is not None:
@@ -332,10 +309,7 @@ class Ledger:
         return log_surprisal + (self.log_decay - self._rows["birth_decay"][positions])
 
     def view(self, at: Positions, *, sinks: int, protected: NDArray[np.bool_]) -> HeldRows:
-        """The tokens at stream positions `at` [n], ascending, as policies see them.
-
-        `protected` [n] marks those that must stay.
-        """
+        """A policy's input: the tokens at `at` [n], ascending. Those `protected` [n] must stay."""
         rows, by_head = self._rows[at], self.attention.recent(at)
         flags = rows["flags"]
         columns = {
@@ -362,7 +336,7 @@ class Ledger:
         return HeldRows(**tensors, seen=self.seen, seed=self.seed)
 
     def held(self, *, sinks: int, protected: NDArray[np.bool_]) -> HeldRows:
-        """The held tokens, as policies see them; see `view`."""
+        """The held tokens, as a policy's input; see `view`."""
         return self.view(self.held_positions, sinks=sinks, protected=protected)
 
     def _add_arrival_keys(self, start: int) -> None:
@@ -370,7 +344,7 @@ class Ledger:
         self._rows["arrival_key"][start:] = uniform(self.seed, Purpose.ARRIVAL, positions)
 
     def _grow(self, rows: int, held: int) -> None:
-        """Make the table long enough for `rows` tokens, of which `held` are in the cache."""
+        """Lengthen the table for `rows` tokens, of which `held` are in the cache."""
         capacity = len(self._rows)
         if rows > capacity:
             size = max(rows, 2 * capacity)
@@ -383,6 +357,6 @@ class Ledger:
 
 
 def _runs(positions: Positions) -> list[Positions]:
-    """Ascending positions as runs of neighbours."""
+    """Ascending positions, divided into runs of neighbours."""
     gaps = np.flatnonzero(np.diff(positions) > 1) + 1
     return np.split(positions, gaps) if len(positions) else []

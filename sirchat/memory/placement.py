@@ -1,4 +1,4 @@
-"""Where the tokens of a conversation are: one value; `KeyValueStore.place` puts it into effect."""
+"""Where the tokens of a conversation are, as one value. `KeyValueStore.place` carries it out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def _none() -> Positions:
 class Placement:
     """Which tokens the cache holds, or is to hold, as ascending stream positions.
 
-    Between two rounds it has only `held`; the others are what recall does for the current round.
+    Between two rounds, only `held` is in use. The others are what recall does for the current
+    round.
     """
 
     held: Positions  # [n]
@@ -33,21 +34,17 @@ class Placement:
 
     @property
     def held_without_recalled(self) -> Positions:
-        """The held tokens that recall has not restored."""
+        """The held tokens that recall did not restore."""
         if not len(self.recalled):
             return self.held
         return np.setdiff1d(self.held, self.recalled, assume_unique=True)
 
     @property
     def policy_positions(self) -> Positions:
-        """The policy's tokens: those that recall has not restored, held or aside."""
-        return (
-            np.union1d(self.held_without_recalled, self.aside)
-            if len(self.aside)
-            else self.held_without_recalled
-        )
+        """The policy's tokens: held ones that recall did not restore, and those set aside."""
+        held = self.held_without_recalled
+        return np.union1d(held, self.aside) if len(self.aside) else held
 
     def without(self, positions: Positions) -> Placement:
-        """This placement without the tokens at these positions."""
         each = (self.held, self.recalled, self.aside, self.wanted)
         return Placement(*(at[~np.isin(at, positions)] for at in each))

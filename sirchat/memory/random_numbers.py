@@ -1,4 +1,4 @@
-"""Random numbers that are hashes of what they are for, without a generator's state.
+"""Random numbers that are hashes of their purpose, position and seed, without a generator's state.
 
 So the same conversation gets the same numbers on every device, in any order, and after a resume.
 The hash is splitmix64 (Steele et al. 2014).
@@ -18,7 +18,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 class Purpose(IntEnum):
-    """The purpose of a random number; numbers for different purposes are independent."""
+    """The purpose of a random number. Numbers for different purposes are independent."""
 
     ARRIVAL = 1
     EVICTION = 2

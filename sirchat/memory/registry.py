@@ -1,7 +1,7 @@
 """Finds classes of one kind by name: eviction policies and retrievers.
 
-Each built-in class has a file of its own, named after it; other packages add classes by a group of
-entry points. Listing the names imports no class, so settings are checked without torch.
+Each built-in class has a file named after it. Other packages add classes by a group of entry
+points. Listing the names imports no class, so settings are checked without torch.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Registry:
     """Finds classes of one kind, such as eviction policies, by name.
 
     `package` has the base class in `base`, and one class in each file that is not among
-    `non_class_modules`: `cosine_pairwise.py` has `CosinePairwise`, named `cosine-pairwise`.
-    `group` is the group of entry points.
+    `non_class_modules`: `cosine_pairwise.py` has `CosinePairwise`, named `cosine-pairwise`. `group`
+    is the group of entry points.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Registry:
         self.aliases = aliases or {}
 
     def names(self) -> list[str]:
-        """All names without aliases; those of built-in classes come first."""
+        """All names without aliases, built-in classes first."""
         built_in = self._built_in()
         added = {entry.name for entry in importlib.metadata.entry_points(group=self._group)}
         return built_in + sorted(added - set(built_in))
@@ -48,7 +48,8 @@ class Registry:
     def find(self, name: str, hint: str = "") -> type[Any]:
         """The class with this name or alias.
 
-        Raises SettingError if there is none; its hint is the most similar name, or else `hint`.
+        Raises SettingError if there is none, with the most similar name, or else `hint`, as the
+        hint.
         """
         name = self.aliases.get(name, name)
         if name in self._built_in():
@@ -64,10 +65,7 @@ class Registry:
         )
 
     def load(self, path: str) -> type[Any]:
-        """Import the class with the path `module:Class`.
-
-        Raises SettingError if that fails, or if it is no class of this kind.
-        """
+        """Import the class `module:Class`; SettingError if it can't be, or is of another kind."""
         module, _, name = path.partition(":")
         base = getattr(importlib.import_module(f"{self._package}.base"), self._kind.capitalize())
         try:
@@ -80,10 +78,8 @@ class Registry:
 
     def _built_in(self) -> list[str]:
         modules = pkgutil.iter_modules(importlib.import_module(self._package).__path__)
-        names = (module.name for module in modules)
-        return sorted(
-            name.replace("_", "-") for name in names if name not in self._non_class_modules
-        )
+        names = {module.name for module in modules}.difference(self._non_class_modules)
+        return sorted(name.replace("_", "-") for name in names)
 
 
 # Named here, because settings are checked below the room `recall`.

@@ -1,7 +1,7 @@
 """Rotary position embeddings: find how a layer rotates keys, and rotate keys to other positions.
 
-If the input is a single token, the hidden states do not depend on its position, so this token's
-keys at two positions differ by exactly the layer's rotation.
+The hidden states of an input of one token do not depend on its position. So this token's keys at
+two positions differ by exactly the layer's rotation.
 """
 
 from __future__ import annotations
@@ -57,10 +57,7 @@ class Rotation:
 
 
 def unrotated(vectors: Tensor, written_at: Tensor, rotation: Rotation | None) -> Tensor:
-    """Keys or values [H, k, D] without their `rotation`, in float32.
-
-    `written_at` [k] are their rotary positions.
-    """
+    """Keys or values [H, k, D] at rotary positions `written_at` [k], rotated back, in float32."""
     if rotation is None:
         return vectors.float()
     slots = int(written_at.max()) + 1 if len(written_at) else 0
@@ -74,8 +71,8 @@ def match_rotation(
     """The rotation that turns a token's key at position 0 into its keys at other positions.
 
     `samples` has the key or value [H, D] by position, `frequencies` the model's `inv_freq` buffers
-    [d/2] by name; `tolerance` is the largest relative error of a match. Returns None if the key
-    does not depend on the position; raises LookupError if no known rotation explains how it does.
+    [d/2] by name. `tolerance` is the largest relative error of a match. Returns None if keys do not
+    depend on the position; raises LookupError if no known rotation matches.
     """
     if rotation_error(samples, None) <= tolerance:
         return None

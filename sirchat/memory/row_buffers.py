@@ -1,6 +1,6 @@
 """The buffers of a KV cache: keys and values of all layers, in one tensor if the layers agree.
 
-Keys are kept as first written, too: a row that moves is rotated from those, so errors never add up.
+Keys are also kept as first written. A row that moves is rotated from those, so errors never add up.
 """
 
 from __future__ import annotations
@@ -51,15 +51,14 @@ class CachedTensor:
         self.buffer: Tensor | None = None  # until the first rows are written
 
     def use(self, buffer: Tensor) -> None:
-        """Use `buffer` from now on."""
         self.buffer, self.device = buffer, buffer.device
         self.attended = buffer[0]  # [1, H, capacity, D]
 
     def write(self, cursor: Cursor, rows: Tensor) -> Tensor:
-        """Write m new `rows` [1, H, m, D] after the n rows in use.
+        """Write m new `rows` [1, H, m, D] after the n rows in use; returns all, [1, H, n + m, D].
 
-        Returns all rows [1, H, n + m, D] as attention reads them, in the type of `rows`: a view, or
-        a copy if the buffer has another type.
+        The result has rows as attention reads them, in the dtype of `rows`; it is a view, or a copy
+        if the buffer has another dtype.
         """
         assert self.buffer is not None
         count = rows.shape[2]
@@ -71,7 +70,7 @@ class CachedTensor:
         return self.attended.narrow(2, 0, end).to(rows.dtype)
 
     def write_to_slot(self, slot: Tensor, row: Tensor) -> Tensor:
-        """Write one row [1, H, 1, D] to `slot` [1]; returns all slots, those not in use, too."""
+        """Write one row [1, H, 1, D] to `slot` [1]; returns all slots, in use or not."""
         assert self.buffer is not None
         rows = row.to(self.buffer.dtype).expand(len(self.buffer), *row.shape)
         self.buffer.index_copy_(3, slot, rows)
@@ -79,10 +78,10 @@ class CachedTensor:
 
 
 class RowBuffers:
-    """The buffers of all layers: one tensor, `pool`, if the layers agree.
+    """The buffers of all layers: one tensor, `pool`, if the layers agree, else one for each tensor.
 
-    That is, in shape, number type and device, and in the dimensions of their keys that they rotate,
-    by any frequencies; values must not be rotated. Else each tensor has a buffer of its own.
+    Layers agree if they have the same shape, dtype, device and rotated dimensions of keys (with any
+    frequencies), and no rotated values.
     """
 
     def __init__(
@@ -107,12 +106,10 @@ class RowBuffers:
             if tensor.rotation is not None:
                 same = filter(tensor.rotation.has_same_angles, self.tensors_by_rotation)
                 self.tensors_by_rotation.setdefault(next(same, tensor.rotation), []).append(number)
-        layouts = {
-            (len(r.key.inv_freq), r.key.interleaved, r.key.offset) for r in rotations if r.key
-        }
-        are_keys = sorted(chain(*self.tensors_by_rotation.values())) == [
-            *range(0, len(self.tensors), 2)
-        ]
+        keys = [rotation.key for rotation in rotations if rotation.key]
+        layouts = {(len(key.inv_freq), key.interleaved, key.offset) for key in keys}
+        rotated = sorted(chain(*self.tensors_by_rotation.values()))
+        are_keys = rotated == [*range(0, len(self.tensors), 2)]
         self._can_pool = are_keys and len(layouts) == len(set(devices)) == 1
         self._kinds = set[tuple[int, int, torch.dtype, torch.device]]()  # H, D and so on, so far
 
@@ -141,7 +138,7 @@ class RowBuffers:
             tensor.use(torch.empty(shape, dtype=dtype, device=device))
 
     def resize(self) -> None:
-        """Make room for `cursor.capacity` rows, no more and no less."""
+        """Change the buffers to exactly `cursor.capacity` rows."""
         if self.pool is not None:
             self.pool = self._resized(self.pool)
         for layer, tensors in enumerate(self.layers):
@@ -152,11 +149,7 @@ class RowBuffers:
                 self._use_pool(layer)
 
     def parts(self, count: int) -> list[RowBuffer]:
-        """The buffers of all tensors that have been written, or parts of the pool.
-
-        A part has so many layers that `count` rows are moved at once: on a CPU, which caches one
-        layer's, a single one.
-        """
+        """The buffers of all written tensors, or parts of the pool for moving `count` rows."""
         if self.pool is None:
             return [
                 RowBuffer(tensor.buffer.transpose(0, 1), tensor.rotation, range(number, number + 1))
@@ -164,6 +157,7 @@ class RowBuffers:
                 if tensor.buffer is not None
             ]
         heads, _, dims = self.pool.shape[2:]
+        # On a CPU, whose caches hold one layer's rows, a part has one layer.
         is_cpu, rotation = self.pool.device.type == "cpu", self.tensors[0].rotation
         step = 1 if is_cpu else max(1, _MAX_ROTATED_BYTES // max(1, 4 * heads * count * dims))
         return [
@@ -205,7 +199,7 @@ class RowBuffer(NamedTuple):
         return copied.view(*rows.shape[:3], *copied.shape[1:])
 
     def write(self, start: int, rows: Tensor, cos_sin: CosSinByTensor) -> None:
-        """Write such rows to the slots from `start` on, and rotate them."""
+        """Write first-written rows to the slots from `start` on, and rotate them."""
         rows, end = rows.to(self.rows.dtype), start + rows.shape[3]
         self.written[:, :, :, start:end] = rows
         if self.rotation is not None:

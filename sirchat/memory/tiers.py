@@ -1,8 +1,8 @@
 """Keys and values in 8 or 4 bits a number, as an archive over its limit stores them.
 
-A token's numbers in one head are `centre + step * code`, with whole codes and a step for each token
-and head. The centre, one for the whole archive, takes out what all keys of a head have in common,
-which in many models is far larger than what tells one from another.
+A token's numbers in one head are `centre + step * code`, with integer codes, and a step for each
+token and head. The centre, one for the whole archive, is what all keys of a head have in common,
+which in many models is far larger than their differences.
 """
 
 from __future__ import annotations
@@ -16,29 +16,21 @@ from torch import Tensor
 
 EXACT = 0  # as many bits as the model's numbers have
 NOT_STORED = 255  # in `Tiers.bits`: neither in the cache nor in the archive
-LOWER_TIER = {
-    EXACT: 8,
-    8: 4,
-}  # the tier below each, in bits a number; below the last one is the text
+# The tier below each, in bits a number; below the last one is the text.
+LOWER_TIER = {EXACT: 8, 8: 4}
 _MIN_STEP = 2.0**-100  # step, for a token whose numbers are all the centre's
 
 
 @dataclass(frozen=True)
 class Tiers:
-    """What an archive must know to store tokens as it did: bits and centres.
+    """The bits and centres with which an archive that is loaded stores its tokens as before."""
 
-    `bits` has one entry for each token of the stream: those that its numbers were rounded to,
-    `EXACT` or `NOT_STORED`; `centres` are [H, 1, D], one for each tensor of `KeyValues`.
-    """
-
-    bits: NDArray[np.uint8]
-    centres: list[Tensor]
+    bits: NDArray[np.uint8]  # [seen], of each token, or `EXACT`, or `NOT_STORED`
+    centres: list[Tensor]  # [H, 1, D] each, one for each tensor of `KeyValues`
 
     def fit(self, row: list[Tensor], seen: int) -> bool:
-        """Whether these tiers suit a stream of `seen` tokens with keys and values like `row`'s."""
-        shapes = [
-            [(tensor.dtype, tensor.shape) for tensor in tensors] for tensors in (self.centres, row)
-        ]
+        """Whether these tiers suit a stream of `seen` tokens with keys and values like `row`."""
+        shapes = [[(one.dtype, one.shape) for one in tensors] for tensors in (self.centres, row)]
         is_known = np.isin(self.bits, [EXACT, *LOWER_TIER.values(), NOT_STORED]).all()
         is_of_stream = self.bits.dtype == np.uint8 and self.bits.shape == (seen,)
         return bool(is_of_stream and is_known and shapes[0] == shapes[1])
@@ -46,9 +38,9 @@ class Tiers:
 
 @torch.inference_mode()
 def quantized(tensors: list[Tensor], centres: list[Tensor], bits: int, lower: int) -> list[Tensor]:
-    """What is stored in so many `bits` in fewer: bytes [H, n, B] of each n tokens' numbers.
+    """Encode tensors stored in `bits` with `lower` bits: bytes [H, n, B] of n tokens each.
 
-    The first two bytes are the step's, the others those of the codes.
+    The first two bytes are the step, the others are the codes.
     """
     exact = dequantized(tensors, centres, bits)
     return [_quantize(tensor, centre, lower) for tensor, centre in zip(exact, centres, strict=True)]
@@ -56,12 +48,11 @@ def quantized(tensors: list[Tensor], centres: list[Tensor], bits: int, lower: in
 
 @torch.inference_mode()
 def dequantized(tensors: list[Tensor], centres: list[Tensor], bits: int) -> list[Tensor]:
-    """Decode what is stored with `bits` bits to numbers [H, n, D], in the type of `centres`."""
+    """Decode tensors stored in `bits` to numbers [H, n, D], in the dtype of `centres`."""
     if bits == EXACT:
         return tensors
-    return [
-        _dequantize(tensor, centre, bits) for tensor, centre in zip(tensors, centres, strict=True)
-    ]
+    pairs = zip(tensors, centres, strict=True)
+    return [_dequantize(tensor, centre, bits) for tensor, centre in pairs]
 
 
 def _quantize(numbers: Tensor, centre: Tensor, bits: int) -> Tensor:

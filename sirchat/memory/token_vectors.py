@@ -1,4 +1,4 @@
-"""The numbers that a model's encoder computed for the newest tokens, until sentences pool them."""
+"""The vectors that a model's encoder computed for the newest tokens, until sentences pool them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from sirchat.memory.key_values import Positions
 
 
 class TokenVectors:
-    """Keeps a vector [D] for each of a run of tokens that ends with the newest one.
+    """A vector [D] for each of a run of tokens that ends with the newest token.
 
-    Nothing is kept unless it is `wanted`. Vectors of erased tokens are NaN.
+    Vectors are kept only if they are `wanted`. Vectors of erased tokens are NaN.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class TokenVectors:
     def append(self, start: int, numbers: Tensor) -> None:
         """Add the vectors [m, D] of tokens from stream position `start` on.
 
-        Those before are forgotten if they do not end there.
+        Earlier vectors are dropped if they do not end right before `start`.
         """
         count = self._count
         if start != self._start + count or numbers.shape[1] != self._rows.shape[1]:
@@ -37,10 +37,7 @@ class TokenVectors:
         self._count = needed
 
     def mean(self, start: int, end: int) -> Tensor | None:
-        """The mean [D] of the vectors of the tokens from `start` to `end` - 1.
-
-        None unless all of them are there, and none was erased.
-        """
+        """The mean [D] of the vectors from `start` to `end` - 1; None if any is missing or NaN."""
         offset = start - self._start
         if not 0 <= offset < offset + end - start <= self._count:
             return None
@@ -48,17 +45,16 @@ class TokenVectors:
         return None if mean.isnan().any() else mean
 
     def drop_before(self, position: int) -> None:
-        """Forget the vectors of the tokens before this stream position."""
+        """Drop the vectors of the tokens before this stream position."""
         dropped = min(max(0, position - self._start), self._count)
         self._rows = self._rows[dropped : self._count].clone()
         self._start, self._count = self._start + dropped, self._count - dropped
 
     def truncate(self, seen: int) -> None:
-        """Forget the vectors of all but the first `seen` tokens of the stream."""
+        """Drop the vectors of all but the first `seen` tokens of the stream."""
         self._count = min(self._count, max(0, seen - self._start))
         self._rows[self._count :] = torch.nan  # what was erased stays nowhere
 
     def erase(self, positions: Positions) -> None:
-        """Overwrite the vectors of the tokens at these stream positions by NaN."""
         offset = positions - self._start
         self._rows[torch.from_numpy(offset[(offset >= 0) & (offset < self._count)])] = torch.nan

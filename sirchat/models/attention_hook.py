@@ -1,7 +1,7 @@
-"""The attention hook: gives observers the queries, keys and attention weights of every layer.
+"""The attention hook: it gives observers the queries, keys and attention weights of every layer.
 
-A function registered with transformers' attention interface calls the usual one, then reports. No
-module is patched, and the logits do not change. A `Decoder` calls `report_attention` itself.
+A function registered with transformers' attention interface calls the usual function, then reports.
+No module is patched; logits do not change. A `Decoder` calls `report_attention` itself.
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ OBSERVERS: ContextVar[tuple[_NumberedObserver, ...]] = ContextVar("observers", d
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """The arguments and the result of one layer's attention in one forward pass over m tokens.
-
-    The last m of the n keys belong to these tokens.
-    """
+    """One layer's attention in a pass over m tokens, to which the last m of the n keys belong."""
 
     layer: int  # counted from 0 among the layers with keys and values
     queries: Tensor  # [1, H_q, m, D], rotated
@@ -40,11 +37,10 @@ class AttentionCall:
 
     @property
     def scale(self) -> float:
-        """The factor by which attention multiplies the scores q k^T before the softmax."""
         return float(self.options.get("scaling") or self.queries.shape[-1] ** -0.5)
 
     def weights(self) -> Tensor:
-        """The attention weights, float32 [H_q, m, n]: returned, or else computed anew."""
+        """The attention weights, float32 [H_q, m, n]; computed if the model returned none."""
         if self.returned is not None and self.returned.ndim == 4:  # some return sums instead
             return self.returned[0].float()
         return attention_weights(self).flatten(0, 1)
@@ -55,28 +51,21 @@ class AttentionCall:
 
 
 class AttentionObserver(Protocol):
-    """Receives each layer's queries, keys and attention weights."""
-
     def observe(self, call: AttentionCall) -> None:
         """Receive the attention of one layer in one pass; copy a tensor that is needed later."""
 
 
 @runtime_checkable
 class MeanObserver(Protocol):
-    """An observer of the attention weights in some `layers`, as a mean over heads.
-
-    A step that computes these layers' sum itself may pass it to `add` in one call.
-    """
+    """Needs only the mean over heads of the attention weights, summed over `layers`."""
 
     layers: frozenset[int]
 
     def add(self, weights: Tensor) -> None:
-        """Add weights [m, n], which are a sum over `layers`."""
+        """Add attention weights [m, n], already summed over `layers`."""
 
 
 class CallCounter:
-    """Counts the reports of each layer, by its number."""
-
     def __init__(self) -> None:
         self.calls = Counter[int]()
 
@@ -90,7 +79,7 @@ def observed_by(
 ) -> Iterator[None]:
     """Context manager: `observer` receives the attention of each forward pass of `module`.
 
-    `layer_indices` is `LoadedModel.row_layer_indices`: for a layer, the index that observers get.
+    `layer_indices` (`LoadedModel.row_layer_indices`): the index that an observer gets for a layer.
     """
     install_hook(module)
     token = OBSERVERS.set((*OBSERVERS.get(), (observer, layer_indices or {})))
@@ -101,7 +90,7 @@ def observed_by(
 
 
 def install_hook(module: Any) -> bool:
-    """Make a transformers model report its attention from now on; returns whether it can."""
+    """Make a transformers model report its attention from now on; returns False if it can't."""
     if getattr(module, "reports_attention", False):
         return True
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -120,11 +109,7 @@ def install_hook(module: Any) -> bool:
 
 
 def report_attention(call: AttentionCall) -> None:
-    """Pass one layer's attention to all observers.
-
-    `call.layer` is its number among all layers of the model; each observer gets the layer's number
-    among those that have keys and values.
-    """
+    """Pass one layer's attention to all observers, with the layer's index that each expects."""
     for observer, layer_indices in OBSERVERS.get():
         observer.observe(replace(call, layer=layer_indices.get(call.layer, call.layer)))
 

@@ -1,6 +1,7 @@
-"""Processes that outlive their command, one at a time: a prepared file is written, a model learned.
+"""Background processes that outlive the command that started them, at most one of each kind.
 
-Each has a lock of its own, which another process can look at.
+One kind writes a prepared file, another learns a sentence encoder. While a process runs, it locks
+the file of its kind.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ _WRITER_LOCK = "background"  # the lock of what writes a prepared file
 
 
 def lock_file(name: str) -> Path:
-    """The file that is locked while a process works; it may say what on."""
+    """The file that a background process locks while it works; it may say what the work is."""
     return state_dir() / f"{name}.lock"
 
 
 def lock(name: str = _WRITER_LOCK) -> int | None:
-    """Lock a file in the folder of states; None if another process has it, or if it can't be made.
+    """Lock a file in the folder of states; None if another process holds it, or if that fails.
 
-    It is free once the returned descriptor is closed, here and where it was inherited by a fork.
+    The lock lasts until the descriptor is closed here and in all processes forked with it.
     """
     with suppress(OSError):
         make_private_dir(state_dir())
@@ -43,14 +44,13 @@ def lock(name: str = _WRITER_LOCK) -> int | None:
 
 
 def is_running(name: str = _WRITER_LOCK) -> bool:
-    """Whether a process in the background works now."""
     if (descriptor := lock(name)) is not None:
         os.close(descriptor)
     return descriptor is None
 
 
 def lower_priority(process: int) -> None:
-    """Give a process with one thread the lowest priority, so that a chat's replies stay fast."""
+    """Give a single-threaded process the lowest priority, so that a chat's replies stay fast."""
     if sys.platform == "win32":
         return
     with suppress(OSError):
@@ -61,7 +61,7 @@ def lower_priority(process: int) -> None:
 
 
 def detach_from_parent(lock: int) -> None:
-    """Become, after a fork, a process of low priority that has only memory and a lock of it."""
+    """After a fork, leave the parent's session and files, except `lock`, and lower the priority."""
     if sys.platform == "win32":  # which has no fork
         return
     os.setsid()

@@ -1,7 +1,7 @@
-"""Decodes on a GPU: a step is captured once as a CUDA graph, and replayed for every token.
+"""Decodes on a GPU: a decode step is captured once as a CUDA graph, and replayed for every token.
 
-Nothing in a step needs a number of the host, so the host can start the next step before it knows
-the token that the last one chose (`DeviceRun`).
+A step takes all its inputs from the device's memory. So the host (the CPU) can start the next step
+before it knows which token the last one chose (`DeviceRun`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ID, _LENGTH, _POSITION, _POOL = 0, 1, 2, slice(3, 5)  # rows of `StepInputs.num
 
 
 class StepBody(Protocol):
-    """One decode step, without waits and without numbers of the host."""
+    """One decode step that never waits for the device and takes no numbers from the host."""
 
     description: str  # what it computes with, for `doctor`
     kernels: Kernels
@@ -46,7 +46,7 @@ class StepBody(Protocol):
     vocab_size: int
 
     def graph_key(self, caches: Sequence[BoundedCache]) -> Hashable:
-        """What a captured step depends on: it is right as long as this stays equal."""
+        """What a captured step depends on: it can be replayed as long as this key is equal."""
 
     def __call__(
         self,
@@ -57,28 +57,28 @@ class StepBody(Protocol):
         caches: Any,
         observed_layers: Collection[int] = (),
     ) -> tuple[Tensor, ...]:
-        """Append one row to each cache; returns float32 logits [B, V] and wanted states [B, s].
+        """Append one row to each cache; returns float32 logits [B, V] and the wanted states [B, s].
 
-        `ids`, `lengths` (the new rows' slots) and rotary `positions` are int64 [B], `pools` [2, B]
-        the addresses and capacities of the caches' pools; all are on the device. If it can observe
-        attention, also returns the weights [B, slots] in `observed_layers`.
+        `ids`, `lengths` (the slots of the new rows) and rotary `positions` are int64 [B]; `pools`
+        [2, B] has the addresses and capacities of the caches' pools. All are on the device. With
+        `observed_layers`, the attention weights [B, slots] of these layers are also returned.
         """
 
 
 class Graph(Protocol):
-    """Work on a device that can be done again: on the same tensors, with other numbers."""
+    """Work on a device that can be repeated on the same tensors, with other values."""
 
     outputs: tuple[Tensor, ...]
 
     def replay(self) -> None:
-        """Do the work again; `outputs` get other numbers."""
+        """Repeat the work, which overwrites `outputs`."""
 
 
 Work = Callable[[], tuple[Tensor, ...]]
 
 
 class CudaGraph:
-    """Work that is captured as a CUDA graph, after it was done once."""
+    """Work that runs once normally, and is then captured as a CUDA graph."""
 
     def __init__(self, work: Work) -> None:
         stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -95,7 +95,7 @@ class CudaGraph:
 
 
 class UncapturedWork:
-    """Work that is done anew each time, where there are no CUDA graphs."""
+    """Work that is simply run again, for devices without CUDA graphs."""
 
     outputs: tuple[Tensor, ...] = ()
 
@@ -114,20 +114,17 @@ class LikeliestToken(NamedTuple):
 
     @property
     def is_valid(self) -> bool:
-        """Whether the logits are numbers."""
         return not math.isnan(self.surprisal)
 
     @classmethod
     def of_rows(cls, logits: Tensor) -> list[LikeliestToken]:
-        """Those of logits [B, V]; waits only once."""
+        """The likeliest token of each row of logits [B, V]; waits for the device only once."""
         values, ids = torch.log_softmax(logits, -1).max(-1)
         pairs = torch.stack((ids.double(), -values.double()), 1).tolist()
         return [cls(int(token_id), surprisal) for token_id, surprisal in pairs]
 
 
 class ChosenToken(NamedTuple):
-    """A token chosen on the device."""
-
     id: int
     surprisal: float  # nats
     is_valid: bool  # if not, the host must choose
@@ -139,7 +136,7 @@ Choose = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class ChoiceMethod(NamedTuple):
-    """How a run chooses tokens; `key` is equal for methods that compute the same."""
+    """How a run chooses tokens; methods with an equal `key` compute the same."""
 
     key: Hashable
     choose: Choose | None  # None: the id of the largest logit
@@ -148,7 +145,7 @@ class ChoiceMethod(NamedTuple):
 
 
 class CapturedStep:
-    """Reads single tokens by a captured step; with `captures` false, the step runs anew each time.
+    """Reads single tokens by a captured step; without `captures`, the step runs uncaptured.
 
     `fits` must be true for each cache. `encoder` says which hidden states are returned.
     """
@@ -164,7 +161,7 @@ class CapturedStep:
 
     @cached_property
     def can_draw(self) -> bool:
-        """Whether the device can draw ids; if not, it only chooses the likeliest one."""
+        """Whether the device can draw tokens; if not, it only chooses the likeliest one."""
         if self.body.kernels != "triton":
             return False
         from sirchat.models.kernels import draw_token
@@ -177,16 +174,16 @@ class CapturedStep:
         return True
 
     def fits(self, cache: BoundedCache, observer: AttentionObserver | None = None) -> bool:
-        """Whether a step can append a row, which rows were read before, and serve an observer."""
+        """Whether a step can append a row to a cache that has some, and serve the observer."""
         can_observe = self.body.observes_attention and isinstance(observer, MeanObserver)
         if observer is not None and not can_observe:
             return False
         return cache.length < cache.capacity and _pool_location(cache) is not None
 
     def read(self, token_id: int, position: int, cache: BoundedCache) -> tuple[Tensor, Tensor]:
-        """Read a token at a rotary position into the cache, which then must be committed.
+        """Read a token at a rotary position; the caller then commits the cache.
 
-        Returns float32 logits [1, V], and the states [1, layers x d] that an encoder needs.
+        Returns float32 logits [1, V], and the states [1, layers x d] that the encoder needs.
         """
         return self.read_together([(token_id, position, cache)])
 
@@ -196,7 +193,7 @@ class CapturedStep:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Do what `read` does; also returns the attention weights [1, n + 1] of `layers`.
 
-        They are a sum over these layers, and a mean over heads.
+        The weights are summed over these layers, and averaged over heads.
         """
         logits, states, weights = self._read([(token_id, position, cache)], layers)
         return logits, states, weights[:, : cache.length + 1]
@@ -205,7 +202,7 @@ class CapturedStep:
     def read_together(
         self, tokens: Sequence[tuple[int, int, BoundedCache]]
     ) -> tuple[Tensor, Tensor]:
-        """Read one token (id, position, cache) in each of B conversations, the weights only once.
+        """Read one token (id, position, cache) in each of B conversations; reads the weights once.
 
         Returns logits [B, V] and states [B, layers x d]; rounding differs from that of `read`.
         """
@@ -240,7 +237,7 @@ class CapturedStep:
     def upload(
         self, caches: Sequence[BoundedCache], ids: Sequence[int], positions: Sequence[int]
     ) -> None:
-        """Set the ids to be read next and where; this is one copy to the device."""
+        """Set the ids that are read next, and their positions, by one copy to the device."""
         inputs = self.step_inputs(self._batch_size(caches), caches)
         numbers = np.zeros(inputs.numbers.shape, np.int64)
         if inputs.spare_pool is not None:
@@ -251,10 +248,7 @@ class CapturedStep:
         inputs.numbers.copy_(to_device([torch.from_numpy(numbers)], self.device)[0])
 
     def graph(self, key: Hashable, work: Work, changes: Sequence[Tensor] = ()) -> Graph:
-        """The graph of `work`, which is captured unless there is one of this `key`.
-
-        `changes` are the tensors that the work changes; capturing leaves them as they were.
-        """
+        """The graph of `work` for `key`; capturing a new one leaves the tensors `changes` as is."""
         if not self.captures:
             return UncapturedWork(work)
         graph = self._graphs.pop(key, None)
@@ -273,18 +267,16 @@ class CapturedStep:
         return graph
 
     def switch_run(self, run: DeviceRun | None) -> None:
-        """Let `run` use the buffers on the device; the run before keeps a copy of its logits."""
+        """Let `run` use the device's buffers; the run before keeps a copy of its logits."""
         if self.run is not None and self.run is not run:
             self.run.pause()
         self.run = run
 
     @cached_property
     def run_buffers(self) -> RunBuffers:
-        """The buffers of the present run on the device."""
         return RunBuffers.on(self.device, self.body.vocab_size, self.encoder.size)
 
     def step_inputs(self, count: int, caches: Sequence[BoundedCache]) -> StepInputs:
-        """The input tensors of a step for `count` conversations."""
         if count not in self._inputs:
             pool = caches[0].pool
             numbers = torch.zeros(5, count, dtype=torch.int64, device=self.device)
@@ -299,7 +291,7 @@ class CapturedStep:
 
 
 class CaptureResult(NamedTuple):
-    """A captured step; `problems` says why there is none, or why not the fastest one, or is ""."""
+    """The captured step; `problems` says why there is none, or not the fastest one, or is ""."""
 
     step: CapturedStep | None
     problems: str = ""
@@ -311,7 +303,7 @@ def capture_first(
     error_of: Callable[[CapturedStep], float],
     encoder: Encoder,
 ) -> CaptureResult:
-    """Capture the first of the `bodies` that works; `error_of` computes its relative error."""
+    """Capture the first of the `bodies` that works; `error_of` computes a step's relative error."""
     problems = list[str]()
     for make in bodies:
         try:
@@ -333,13 +325,12 @@ class StepInputs(NamedTuple):
     spare_pool: Tensor | None  # of one row [L, 3, H, 1, D], for columns without a conversation
 
     def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The first four arguments of `StepBody`."""
         numbers = self.numbers
         return numbers[_ID], numbers[_LENGTH], numbers[_POSITION], numbers[_POOL]
 
 
 class RunBuffers(NamedTuple):
-    """The tensors of a run on the device; of logits and results, those of the last steps."""
+    """The tensors of a run on the device; logits and results are kept for the last few steps."""
 
     logits: Tensor  # float32 [slots, V]
     slot: Tensor  # int64 [1], of the newest logits
@@ -375,9 +366,9 @@ class RunBuffers(NamedTuple):
 class DeviceRun:
     """Reads and chooses the tokens of one reply on the device, one step ahead of the host.
 
-    `begin` chooses the first token; `launch` starts to read the token that was chosen last, and to
-    choose the next one; `result` returns the tokens in the order in which they were chosen.
-    `on_encoder_output` gets that of the newest token in the cache, as soon as it is known.
+    `begin` chooses the first token. `launch` starts to read the token chosen last, and to choose
+    the next one. `result` returns tokens in the order of choice. `on_encoder_output` gets the
+    encoder's output for the newest token in the cache, as soon as it is known.
     """
 
     def __init__(
@@ -403,24 +394,24 @@ class DeviceRun:
 
     @property
     def has_pending(self) -> bool:
-        """Whether a token has been chosen that was not returned."""
+        """Whether a chosen token was not yet returned by `result`."""
         return bool(self._pending)
 
     @property
     def window(self) -> int:
-        """Number of recent ids that the choice needs."""
+        """Number of recent ids that choosing a token depends on."""
         return self._choice.window
 
     @property
     def can_launch(self) -> bool:
-        """Whether `launch` would read the chosen token right: no row has moved since `resume`."""
+        """Whether the cache has room for the chosen token, and no row has moved since `resume`."""
         cache = self._cache
         has_room = self._launched_length == cache.length < cache.capacity
         return has_room and self._location == _pool_location(cache)
 
     @torch.inference_mode()
     def begin(self, logits: Tensor, seen: int, recent_ids: Sequence[int]) -> None:
-        """Choose a token from logits [V], for stream position `seen`."""
+        """Choose a token from logits [V]; `seen` is its position in the stream of tokens."""
         self._step.switch_run(self)
         buffers, self._paused_logits = self._buffers, None
         self._forget_launched()
@@ -437,7 +428,7 @@ class DeviceRun:
 
     @torch.inference_mode()
     def resume(self, token_id: int, rotary: int, recent_ids: Sequence[int]) -> None:
-        """Upload the chosen token and where it is to be read: at the start, or after rows moved."""
+        """Upload the chosen token and its position: at the start, or after rows moved."""
         if self._step.run is not self:  # another run has used the buffers since
             self._step.switch_run(self)
             self._buffers.slot.fill_(self._slot)
@@ -449,7 +440,7 @@ class DeviceRun:
 
     @torch.inference_mode()
     def launch(self) -> None:
-        """Start to read the token that was chosen last, and to choose the one after it."""
+        """Start to read the token chosen last, and to choose the one after it."""
         step, buffers = self._step, self._buffers
         inputs, caches = step.step_inputs(1, [self._cache]), [self._cache]
 
@@ -471,7 +462,7 @@ class DeviceRun:
         self._replay(graph, reads=True)
 
     def result(self) -> ChosenToken:
-        """Wait for the first token that was chosen and not returned, and return it."""
+        """Wait for the oldest chosen token that was not yet returned, and return it."""
         slot, end, has_read = self._pending.pop(0)
         if end is not None:
             end.synchronize()
@@ -482,13 +473,13 @@ class DeviceRun:
         return ChosenToken(int(token_id), surprisal, bool(is_valid))
 
     def logits(self) -> Tensor:
-        """A copy of the logits [V] after the last token that was committed."""
+        """A copy of the logits [V] after the last committed token."""
         if self._paused_logits is not None:
             return self._paused_logits
         return self._buffers.logits[(self._slot - self.is_reading_ahead) % _RESULT_SLOTS].clone()
 
     def drop(self) -> None:
-        """Forget everything: logits were computed elsewhere."""
+        """Discard the logits and the launched steps, because logits were computed elsewhere."""
         self._paused_logits, self.has_logits = None, False
         self._forget_launched()
         self._leave_device()
@@ -509,7 +500,6 @@ class DeviceRun:
             self._step.run = None
 
     def _choose(self, inputs: StepInputs, logits: Tensor, *, reads: bool) -> tuple[Tensor, ...]:
-        """Choose from logits [V], and store the result; `reads`: after a token was read."""
         buffers, (_, choose, window, _) = self._buffers, self._choice
         has_triton = self._step.body.kernels == "triton"
         chosen: tuple[Tensor, ...] = ()
@@ -535,7 +525,6 @@ class DeviceRun:
         return ()
 
     def _store_choice(self, chosen: tuple[Tensor, ...], inputs: StepInputs, *, reads: bool) -> None:
-        """What `kernels.store_choice` does."""
         buffers, (token_id, surprisal, is_valid) = self._buffers, chosen
         is_valid = is_valid.bool() & ~surprisal.isnan()  # NaN is no surprisal
         result = torch.stack([x.double() for x in (token_id, surprisal, is_valid)], 1)

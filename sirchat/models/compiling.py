@@ -1,7 +1,7 @@
-"""Compiles the decode step and the products in C++, while a model loads, and finds them again.
+"""Compiles the decode step and the products in C++ while a model loads, and keeps the library.
 
-The library is kept for later starts. It is machine code, so it is loaded only if no other user
-could have written it.
+Later starts load the kept library. It is machine code, so it is loaded only if no other user could
+have written it.
 """
 
 from __future__ import annotations
@@ -58,12 +58,11 @@ _TEMPORARY_ERRORS = (
 
 
 def compile_in_background() -> None:
-    """Begin to compile the library in a thread, for which `use_compiled` waits."""
     threading.Thread(target=ensure_library, name="compiling", daemon=True).start()
 
 
 def use_compiled(model: LoadedModel, mode: CompileMode, progress: Progress | None = None) -> None:
-    """Let a model read single tokens in C++, or by a graph captured on a GPU, as `mode` says.
+    """Let a model read single tokens in C++ on a CPU, or by a captured graph on a GPU.
 
     Raises ModelError if `mode` is `on` and that is impossible.
     """
@@ -92,7 +91,7 @@ def _use_captured(model: LoadedModel, mode: CompileMode, progress: Progress | No
 
 
 def describe_decode_step(model: LoadedModel) -> str:
-    """Whether the model uses a compiled or captured decode step, as text; if not, why not."""
+    """Describe the model's compiled or captured decode step, or say why there is none."""
     if model.device.type == "cuda":
         step, problems = model.captured
         if step is None:
@@ -103,10 +102,10 @@ def describe_decode_step(model: LoadedModel) -> str:
 
 
 def ensure_library(timeout: float = -1) -> str:
-    """Compile the library, unless it exists; returns why that fails, or "".
+    """Compile the library unless it exists; returns why that failed, or "".
 
-    Waits, at most for `timeout` seconds if that is not -1, for another thread or process that
-    does. An error that would recur is kept in a file, so that no later start tries it again.
+    Waits for another thread or process that compiles, at most `timeout` seconds; -1 means no limit.
+    A permanent error is kept in a file, so that later starts do not try again.
     """
     path = compiled_dir() / library_name()
     if path.exists():
@@ -147,13 +146,13 @@ def _build(path: Path) -> str:
 
 
 def wait_for_library() -> ctypes.CDLL | None:
-    """The library, once it is compiled; None if it can't be used."""
+    """The library once it is compiled; None if it can't be used."""
     library = _open_library(None, _AUTO_TIMEOUT)
     return None if isinstance(library, str) else library
 
 
 def _open_library(progress: Progress | None, timeout: float) -> ctypes.CDLL | str:
-    """The library, which is compiled if it does not exist; or why it can't be used."""
+    """The library, compiled if necessary, or the reason why it can't be used."""
     path = compiled_dir() / library_name()
     if progress is not None and not path.exists():
         progress("compiling the decode step, some seconds", 0, None)
@@ -177,7 +176,7 @@ def _open_library(progress: Progress | None, timeout: float) -> ctypes.CDLL | st
 
 
 def _use_library(model: LoadedModel, progress: Progress | None, timeout: float = -1) -> str:
-    """Read tokens and multiply packed weights by the library; returns why that fails, or ""."""
+    """Let the model compute with the library; returns why that failed, or ""."""
     step, method = model.decode_step, matmul_method_of(model.module)
     if step is None and method is None:
         return f"sirchat can't compile model {model.name!r}"
@@ -195,7 +194,7 @@ def _use_library(model: LoadedModel, progress: Progress | None, timeout: float =
 
 
 def _delete_leftovers(folder: Path) -> None:
-    """Delete what killed processes have left, programs of older formats, and old libraries."""
+    """Delete files of killed processes, programs in older formats, and old libraries."""
     for build in folder.glob(f"{_BUILD_PREFIX}*"):
         with suppress(OSError):  # another process sweeps, too
             if time.time() - build.stat().st_mtime > _ABANDONED_AFTER:
@@ -209,7 +208,7 @@ def _delete_leftovers(folder: Path) -> None:
 
 
 def _record_failure(path: Path, problem: str) -> None:
-    """Delete a library and write its error to a file, so that no later start compiles it again."""
+    """Delete a library and keep its error in a file, so that later starts do not compile it."""
     failure = path.with_suffix(".failed")
     message = f"{problem} (delete {with_tilde(failure)} to try again)"
     with suppress(OSError):  # if nothing can be written, later starts try again

@@ -1,4 +1,4 @@
-"""Reads single tokens of a Llama-like model on a CPU: in C++ once that is compiled."""
+"""Reads single tokens of a Llama-like model on a CPU, in C++ once the library is compiled."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from sirchat.models.probe import cache_argument
 
 
 class DecodeStep:
-    """Reads single tokens by `native` once it is set, where that fits, or else by the module.
+    """Reads single tokens by the library `native` where it is set and fits, or else by the module.
 
-    `supports` must be true for the module. `dtype` is the cache's number type. The hidden states
-    after `wanted_layers`, counted from 1, are returned.
+    `supports` must be true for the module. `dtype` is the number type of the cache. The hidden
+    states after `wanted_layers`, counted from 1, are returned.
     """
 
     def __init__(self, module: Any, dtype: torch.dtype, wanted_layers: Sequence[int] = ()) -> None:
@@ -46,9 +46,9 @@ class DecodeStep:
 
     @torch.inference_mode()
     def read(self, token_id: int, position: int, cache: BoundedCache) -> tuple[Tensor, Tensor]:
-        """Read a token at a rotary position into the cache, which then must be committed.
+        """Read a token at a rotary position; the caller then commits the cache.
 
-        Returns float32 logits [1, V], and the states [1, layers x d] that an encoder needs.
+        Returns float32 logits [1, V], and the states [1, layers x d] that the encoder needs.
         """
         if self.native is not None and self.native.fits(token_id, cache):
             return self.native([(token_id, position, cache)])
@@ -66,7 +66,7 @@ class DecodeStep:
     def read_together(self, tokens: Sequence[TokenToRead]) -> tuple[Tensor, Tensor]:
         """Read one token (id, position, cache) in each of B conversations.
 
-        Returns logits [B, V] and states [B, layers x d]; in C++, the weights are read only once.
+        Returns logits [B, V] and states [B, layers x d]. In C++, the weights are read only once.
         """
         native = self.native
         if native is not None and all(native.fits(id, cache) for id, _, cache in tokens):

@@ -1,7 +1,7 @@
-"""A model like Llama or Gemma 3 without transformers: reads a chunk of ids into a cache.
+"""A model like Llama or Gemma 3, computed without transformers: it reads ids into a cache.
 
-Its parts have transformers' names. Products and norms are computed in the type of the weights,
-attention in that of the cache: with packed weights 16 bits, in half of float32's time.
+Its parts have transformers' names. Products and norms are computed in the number type of the
+weights, attention in that of the cache: 16 bits with packed weights, in half the time of float32.
 """
 
 from __future__ import annotations
@@ -22,15 +22,13 @@ _NETWORK_ROWS = 256  # rows that a feed-forward network reads at a time, if that
 
 
 class Logits(NamedTuple):
-    """The result of a model's forward pass over m ids."""
-
     logits: Tensor  # [1, m, V]
 
 
 class Decoder(nn.Module):
-    """A causal language model with layers like Llama's, made without weights: a loader sets them.
+    """A causal language model with Llama-like layers; a loader sets its weights afterwards.
 
-    `generation_config` says which ids end a reply; where the files have none, `config` does.
+    `generation_config` says which ids end a reply; if the files have none, `config` says it.
     """
 
     reports_attention = True  # it reports its attention to observers itself
@@ -44,7 +42,6 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights."""
         return self.model.norm.weight.device
 
     @property
@@ -54,32 +51,26 @@ class Decoder(nn.Module):
 
     @property
     def rotations(self) -> list[LayerRotation]:
-        """The rotary embedding (RoPE) of each layer."""
         kinds = self.config.attention_kinds
         buffers = self.model.rotary_emb.buffers()
-        by_kind = zip(sorted(set(kinds)), buffers, strict=True)
-        rotations = {
-            kind: LayerRotation(Rotation(inv_freq.cpu().clone())) for kind, inv_freq in by_kind
-        }
+        found = (LayerRotation(Rotation(inv_freq.cpu().clone())) for inv_freq in buffers)
+        rotations = dict(zip(sorted(set(kinds)), found, strict=True))
         return [rotations[kind] for kind in kinds]
 
     def get_input_embeddings(self) -> Any:
-        """The module that returns the embeddings of token ids."""
         return self.model.embed_tokens
 
     def set_input_embeddings(self, embeddings: nn.Module) -> None:
-        """Replace the module that returns the embeddings of token ids."""
         self.model.embed_tokens = embeddings
 
     def get_output_embeddings(self) -> Any:
-        """The output head, which computes logits from hidden states."""
         return self.lm_head
 
     def set_output_embeddings(self, head: nn.Module) -> None:
         self.lm_head = head
 
     def tie_weights(self) -> None:
-        """Use the weights of the embeddings in the output head, too, if the config says so."""
+        """If the config says so, share the weights of the embeddings with the output head."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -97,10 +88,8 @@ class DecoderBody(nn.Module):
     def __init__(self, config: DecoderConfig, dtype: torch.dtype) -> None:
         super().__init__()
         size = config.hidden_size
-        embedding = ScaledEmbedding if _is_gemma(config) else Embedding
-        self.embed_tokens: nn.Module = embedding(
-            config.vocab_size, size, device="meta", dtype=dtype
-        )
+        kind = ScaledEmbedding if _is_gemma(config) else Embedding
+        self.embed_tokens: nn.Module = kind(config.vocab_size, size, device="meta", dtype=dtype)
         layers = range(config.num_hidden_layers)
         self.layers = nn.ModuleList(_Layer(config, index, dtype) for index in layers)
         self.windows = {kind: _window(config, kind) for kind in config.attention_kinds}
@@ -117,9 +106,9 @@ class DecoderBody(nn.Module):
     ) -> tuple[Tensor]:
         """Read ids [1, m] after the n slots of the cache; returns normalized states [1, m, d].
 
-        `attention_mask` [1, 1, m, n + m], or one by kind of layer, is added to the scores; None for
-        causal attention.
-        `position_ids` [1, m] are rotary; None for n, n + 1, ... `use_cache` is transformers'.
+        `attention_mask` [1, 1, m, n + m], or a dictionary with one for each kind of layer, is added
+        to the scores; None means causal attention. `position_ids` [1, m] are rotary; None means n,
+        n + 1, ... `use_cache` is ignored: transformers passes it.
         """
         count, held = input_ids.shape[1], 0 if cache is None else cache.length
         device = input_ids.device
@@ -141,21 +130,21 @@ class DecoderBody(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A linear layer without weights: torch would import a thousand files to fill them."""
+    """A linear layer without values, because torch imports a thousand files to initialize them."""
 
     def reset_parameters(self) -> None:
-        """Do nothing."""
+        """Keep the weights uninitialized."""
 
 
 class Embedding(nn.Embedding):
-    """An embedding layer without weights, like `Linear`."""
+    """An embedding layer without values, like `Linear`."""
 
     def reset_parameters(self) -> None:
-        """Do nothing."""
+        """Keep the weights uninitialized."""
 
 
 class ScaledEmbedding(Embedding):
-    """An `Embedding` whose vectors are multiplied by the root of their size d, as in Gemma."""
+    """An `Embedding` times the square root of its size d, as in Gemma."""
 
     embed_scale: Tensor
 
@@ -166,19 +155,16 @@ class ScaledEmbedding(Embedding):
         self.register_buffer("embed_scale", scale, persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The embeddings [..., d] of ids."""
         return super().forward(ids) * self.embed_scale.to(self.weight.dtype)
 
 
 def signed(sin: Tensor) -> Tensor:
-    """Negate the first half of RoPE's sines [..., D], which multiply a head with swapped halves."""
+    """Negate the first half of RoPE's sines [..., D]; they multiply a head with swapped halves."""
     half = sin.shape[-1] // 2
     return torch.cat((-sin[..., :half], sin[..., half:]), -1)
 
 
 class _PassInputs(NamedTuple):
-    """What all layers share in one forward pass over m ids."""
-
     cos: Tensor  # [kinds, m, D]
     sin: Tensor  # the same, by `signed`
     dtype: torch.dtype  # of attention
@@ -245,24 +231,21 @@ class _Attention(nn.Module):
         if inputs.cache is not None:
             layer = inputs.cache.layers[self.layer_idx]
             keys, values = layer.update(keys, values)
-        keys_and_values = keys, values
+        shared = keys, values
         if queries.shape[2] == 1 and inputs.dtype.itemsize == 2:
             # Query heads that share a key head are faster as rows of one query: bfloat16 takes a
             # fifth of the time, float16 half.
             queries = queries.view(1, keys.shape[1], -1, self.head_dim)
         if mask is not None and not keys.is_cpu:  # fast kernels with a mask share no keys
             groups = queries.shape[1] // keys.shape[1]
-            keys_and_values = (
-                keys.repeat_interleave(groups, 1),
-                values.repeat_interleave(groups, 1),
-            )
+            shared = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
         attended = F.scaled_dot_product_attention(
             queries,
-            *keys_and_values,
+            *shared,
             attn_mask=mask,
             is_causal=mask is None and h.shape[1] > 1,
             scale=self.scaling,
-            enable_gqa=queries.shape[1] > keys_and_values[0].shape[1],
+            enable_gqa=queries.shape[1] > shared[0].shape[1],
         )  # [1, H_q, m, D], or [1, H, H_q / H, D]
         attended = attended.reshape(1, -1, h.shape[1], self.head_dim)
         if OBSERVERS.get():
@@ -296,7 +279,7 @@ class _Network(nn.Module):
 
 
 def gated(gate: Tensor, up: Tensor, *, uses_gelu: bool) -> Tensor:
-    """Multiply a feed-forward network's two products, of which one is activated."""
+    """Activate `gate` by GELU or SiLU, and multiply it with `up`: a feed-forward network's core."""
     return (F.gelu(gate, approximate="tanh") if uses_gelu else F.silu(gate)).mul_(up)
 
 
@@ -332,7 +315,7 @@ class _Rotary(nn.Module):
 
 
 def _frequencies(config: DecoderConfig, kind: str) -> Tensor:
-    """The angular frequencies [D / 2] of RoPE; those of Llama 3.1 have low ones reduced."""
+    """The angular frequencies [D / 2] of RoPE; Llama 3.1 lowers the low ones."""
     parameters, size = config.rope_parameters, config.head_dim
     parameters = parameters.get(kind, parameters)
     plain: Tensor = 1.0 / (parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size))
@@ -367,7 +350,7 @@ def _window(config: DecoderConfig, kind: str) -> int | None:
 
 
 def _causal_mask(held: int, count: int, window: int | None, device: Any) -> Tensor | None:
-    """The mask [1, 1, m, n + m] of m ids after n slots; None if plain causal attention is right."""
+    """The mask [1, 1, m, n + m] of m ids after n slots; None if torch's causal mask is enough."""
     is_narrow = window is not None and held + count > window
     if not is_narrow and not (held and count > 1):
         return None
@@ -382,7 +365,7 @@ def _empty_linear(columns: int, rows: int, has_bias: bool, dtype: torch.dtype) -
 
 
 def _products(layers: tuple[Any, ...], h: Tensor) -> list[Tensor]:
-    """Apply several layers to the same input: by one product if their weights are joined."""
+    """Apply several layers to one input, by a single product if their weights are joined."""
     joined = getattr(layers[0], "joined", None)
     if joined is None:
         return [layer(h) for layer in layers]

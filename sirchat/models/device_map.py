@@ -1,7 +1,7 @@
-"""Spreads a model over several devices: which part lies where, and loading it there.
+"""Spreads a model over several devices: chooses a device for each part, and loads the part there.
 
-accelerate places layers in order, so that a pass goes from each device to the next only once. A
-layer on disk is read to the first device for each pass; its keys and values stay there.
+accelerate places layers in order, so that a forward pass goes from each device to the next only
+once. A layer on disk is read to the first device for each pass; its keys and values stay there.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ def read_device_map(setting: str) -> str | dict[str, DeviceOrDisk]:
 def make_device_map(
     name: str, device_map: str, rows: int, dtype: DtypeName, *, device: str, quantize: str
 ) -> DeviceMap:
-    """Make the device map with which the model `name` will be loaded.
+    """Make the device map by which the model `name` will be loaded.
 
     `auto` and `balanced` leave room for the KV cache of `rows` tokens. Raises ModelError if the map
-    can't be read, if accelerate is missing, or if `device` or `quantize` can't be combined with it.
+    can't be read, if accelerate is missing, or if `device` or `quantize` forbids a map.
     """
     if device != "auto" or quantize not in ("auto", "none"):
         other = f"device={device}" if device != "auto" else f"quantize={quantize}"
@@ -96,29 +96,24 @@ def make_device_map(
 
 @dataclass(frozen=True)
 class DeviceMap:
-    """On which device each part of a model is loaded."""
-
     model: str  # its name
     setting: str | dict[str, DeviceOrDisk]  # what `read_device_map` returns
     cache_bytes: int = 0  # of all keys and values, for which `auto` and `balanced` leave room
 
     @property
     def main_device(self) -> torch.device:
-        """The first GPU of the map, or else the CPU."""
+        """The first GPU of the map; the CPU if there is none."""
         listed = available_gpus() if isinstance(self.setting, str) else self.setting.values()
         gpus = (device for device in listed if isinstance(device, torch.device))
         return min(gpus, key=lambda gpu: gpu.index, default=torch.device(CPU))
 
     def options(self, outline: nn.Module) -> dict[str, Any]:
-        """The options of `from_pretrained` for `outline`, the model without weights.
-
-        Call `finish_loading` afterwards.
-        """
+        """Options of `from_pretrained`; `outline` has no weights. Then call `finish_loading`."""
         placement = self.choose_devices(outline)
         return {"device_map": placement, "offload_folder": self._offload_folder(placement)}
 
     def dispatch(self, module: Any) -> None:
-        """Move the parts of a model from the CPU to the devices of this device map."""
+        """Move the parts of a model from the CPU to their devices."""
         from accelerate import dispatch_model
 
         placement = self.choose_devices(module)
@@ -128,7 +123,7 @@ class DeviceMap:
         self.finish_loading(module)
 
     def finish_loading(self, module: Any) -> None:
-        """Make the layers on the CPU compute on the CPU; accelerate would copy them to a GPU."""
+        """Let the layers on the CPU compute there; accelerate would copy them to a GPU."""
         from accelerate import hooks
 
         placement: ModuleDevices = getattr(module, "hf_device_map", {})
@@ -145,7 +140,7 @@ class DeviceMap:
         module.tie_weights()
 
     def choose_devices(self, module: Any) -> ModuleDevices:
-        """Choose the device of each part of a model, by its weights' shapes and types.
+        """Choose the device of each part of a model by the shapes and types of its weights.
 
         Raises ModelError if a module is unknown or has no device, or if the model does not fit.
         """
@@ -153,29 +148,25 @@ class DeviceMap:
         layers = [names[id(layer)] for layer in decoder_layers(module)]
         parts = list(_placed_modules(module, layers))
         if not getattr(module.config, "tie_word_embeddings", False):
-            return self._assign(module, parts, parts)
+            self._check_names(parts, layers[0])
+            return self._assign(module, parts)
         # The head has the weights of the embeddings, and so their device.
-        head, embeddings = (
-            names[id(part)]
-            for part in (module.get_output_embeddings(), module.get_input_embeddings())
-        )
-        untied = [part for part in parts if part != head]
-        placement = self._assign(module, untied, [*untied, head])
-        placement[head] = placement[embeddings]
+        head = names[id(module.get_output_embeddings())]
+        self._check_names([*parts, head], layers[0])
+        placement = self._assign(module, [part for part in parts if part != head])
+        placement[head] = placement[names[id(module.get_input_embeddings())]]
         return placement
 
-    def _assign(self, module: Any, parts: list[str], known: list[str]) -> ModuleDevices:
-        """The device of each of the `parts`; the setting may name any of the `known` modules."""
+    def _check_names(self, known: list[str], first_layer: str) -> None:
+        for name in () if isinstance(self.setting, str) else self.setting:
+            if not any(is_submodule(part, name) for part in known):
+                hint = did_you_mean(name, known, cutoff=0.7) or f"its first layer is {first_layer}"
+                problem = f"{self.model} has no such module, or has it within a layer"
+                raise ModelError(f"the device map names {format_value(name)}; {problem}", hint=hint)
+
+    def _assign(self, module: Any, parts: list[str]) -> ModuleDevices:
         if isinstance(self.setting, str):
             return self._plan(module, parts)
-        for name in self.setting:
-            if not any(is_submodule(part, name) for part in known):
-                raise ModelError(
-                    f"the device map names {format_value(name)}; {self.model} has no such module, "
-                    "or has it within a layer",
-                    hint=did_you_mean(name, known, cutoff=0.7)
-                    or f"it has {', '.join(known[:2])} ...",
-                )
         placement = ModuleDevices()
         for part in parts:
             outer = [name for name in self.setting if is_submodule(part, name)]
@@ -188,7 +179,6 @@ class DeviceMap:
         return placement
 
     def _plan(self, module: Any, parts: list[str]) -> ModuleDevices:
-        """Where accelerate puts the parts, by the plan `auto` or `balanced`."""
         # accelerate knows a GPU by its number.
         devices = {gpu.index if gpu.type != "mps" else "mps": gpu for gpu in available_gpus()}
         memory = {key: max(0, free_gpu_bytes(gpu) - GPU_RESERVE) for key, gpu in devices.items()}
@@ -214,7 +204,7 @@ class DeviceMap:
     def _infer(
         self, module: Any, parts: list[str], memory: dict[int | str, int]
     ) -> dict[str, int | str]:
-        """accelerate's key of each part's device, if each has so many bytes for weights."""
+        """accelerate's device for each part; `memory` has the bytes for weights on each device."""
         from accelerate.utils import get_balanced_memory, infer_auto_device_map
 
         unsplit = [type(module.get_submodule(name)).__name__ for name in parts]
@@ -232,7 +222,7 @@ class DeviceMap:
 
     @cached_property
     def _folder(self) -> ArchiveFolder:
-        """A private folder for weights on disk that the model's own files have in another form."""
+        """A private folder for weights on disk, if the model's files have them in another form."""
         folder = ArchiveFolder(archives_dir() / f"weights-{os.getpid()}-{secrets.token_hex(4)}")
         folder.make()
         free_large_blocks_at_once()
@@ -261,7 +251,7 @@ def _parse_device(value: object, where: str) -> DeviceOrDisk:
 
 
 def _placed_modules(module: nn.Module, layers: list[str]) -> Iterator[str]:
-    """Yield the names of the parts that are placed: layers, and what has weights beside them.
+    """Yield the names of parts that get a device: layers, and modules with weights beside them.
 
     Raises ModelError if a module that contains a layer has weights or buffers of its own.
     """

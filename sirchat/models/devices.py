@@ -31,7 +31,6 @@ _SYS = Path("/sys")
 
 
 def available_gpus() -> list[torch.device]:
-    """The GPUs of this machine."""
     if torch.cuda.is_available():
         return [torch.device("cuda", at) for at in range(torch.cuda.device_count())]
     return [torch.device("mps", 0)] if torch.backends.mps.is_available() else []
@@ -50,7 +49,7 @@ def pick_device(name: DeviceName) -> torch.device:
 
 
 def pick_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
-    """The number type for the setting `dtype`; `auto`: float32 on a CPU, bfloat16 on a GPU."""
+    """The number type for the setting `dtype`; `auto` is float32 on a CPU, bfloat16 on a GPU."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype: torch.dtype = getattr(torch, name)
@@ -58,12 +57,11 @@ def pick_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
 
 
 def is_submodule(name: str, outer: str) -> bool:
-    """Whether the module `name` is the module `outer`, or a part of it."""
+    """Whether the module `name` is the module `outer` or one of its parts."""
     return not outer or name == outer or name.startswith(f"{outer}.")
 
 
 def free_gpu_bytes(device: torch.device) -> int:
-    """Bytes of free memory on a GPU."""
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory())
     free: int = torch.get_device_module(device).mem_get_info(device)[0]
@@ -71,7 +69,7 @@ def free_gpu_bytes(device: torch.device) -> int:
 
 
 def free_memory_at(device: torch.device) -> int | None:
-    """Bytes of memory that can still be taken where the device has it; None if that is unknown."""
+    """Bytes of memory that can still be taken for a device; None if unknown."""
     if device.type == "cpu":
         return free_memory()
     held = 0  # by torch, for what comes next
@@ -81,26 +79,26 @@ def free_memory_at(device: torch.device) -> int | None:
 
 
 def is_spread(module: Any) -> bool:
-    """Whether a model is spread over several devices, or partly on disk."""
+    """Whether a model lies on several devices, or partly on disk."""
     where = set(getattr(module, "hf_device_map", {}).values())
     return len(where) > 1 or DISK in where
 
 
 def input_device(module: Any) -> torch.device:
-    """The device to which ids are sent: that of the embeddings; the CPU if they are on disk."""
+    """The device to which ids are sent: that of the embeddings, or the CPU if they are on disk."""
     device: torch.device = module.device
     return torch.device(CPU) if device.type == "meta" else device
 
 
 def unique_parameters(module: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the tensor of each parameter of a model, each once."""
+    """Yield the name and the tensor of each parameter of a model; tied ones only once."""
     # accelerate lists tied ones, such as a head of the embeddings' weights, twice if on disk.
     tied = getattr(module, "all_tied_weights_keys", None) or {}
     return (pair for pair in module.named_parameters() if pair[0] not in tied)
 
 
 def loaded_parameters(module: Any) -> Iterator[Tensor]:
-    """Yield all parameters of a model; those on disk are read into memory."""
+    """Yield all parameters of a model; parameters on disk are read into memory."""
     for name, parameter in unique_parameters(module):
         if not parameter.is_meta:
             yield parameter
@@ -123,7 +121,6 @@ class DeviceMemory:
 def memory_by_device(
     module: Any, cache: BoundedCache, archive: Archive | None = None
 ) -> list[DeviceMemory]:
-    """The memory that a model, its KV cache and its archive take on each device."""
     weights, archived = weights_by_device(module), Counter[str]()
     rows = Counter({str(device): size for device, size in cache.bytes_by_device().items()})
     if archive is not None:
@@ -135,7 +132,7 @@ def memory_by_device(
 def use_threads(count: int, environment: Mapping[str, str] = os.environ) -> None:
     """Set torch's number of CPU threads to `count`.
 
-    0 means the number that SIRCHAT_THREADS or OMP_NUM_THREADS says, or else that of free cores.
+    0 means the number in SIRCHAT_THREADS or OMP_NUM_THREADS, or else the number of free cores.
     """
     # Beside other programs, one thread for each core is several times slower than one alone: every
     # step waits for the thread that was interrupted.
@@ -156,22 +153,22 @@ def agree_on_instructions() -> None:
 
 
 def onednn_isa_limit() -> str:
-    """The instructions that ONEDNN_MAX_CPU_ISA lets oneDNN use at most; "" for all there are."""
+    """The newest instructions that ONEDNN_MAX_CPU_ISA allows to oneDNN; "" if it allows all."""
     most = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
     return "" if most in ("DEFAULT", "ALL") else most
 
 
 def has_vnni() -> bool:
-    """Whether there is AVX-512 VNNI, and oneDNN may use it: else sums of eight bits overflow."""
+    """Whether oneDNN may use AVX-512 VNNI; without it, sums of eight-bit products overflow."""
     return torch.cpu._is_vnni_supported() and (
         not (most := onednn_isa_limit()) or most.startswith(("AVX512_CORE_", "AVX10"))
     )
 
 
 def free_thread_count(load: float | None = None) -> int:
-    """The number of physical cores of this process that are not busy; at least 1.
+    """The number of physical cores, at least 1, that other programs leave free.
 
-    `load` is how many others keep busy; None measures that.
+    `load` is how many they keep busy; None measures it.
     """
     load = load_of_others() if load is None else load
     everywhere = range(os.cpu_count() or 1)
@@ -181,7 +178,7 @@ def free_thread_count(load: float | None = None) -> int:
 
 
 def load_of_others(loadavg: Path = Path("/proc/loadavg")) -> float:
-    """How many threads of other programs have run in the last minute on average, and still do."""
+    """The average number of other programs' threads in the last minute that still run."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     try:  # the commands just before this one were others, too, but have ended
         now = int(loadavg.read_text("ascii").split()[3].partition("/")[0]) - 1
@@ -195,17 +192,17 @@ def load_of_others(loadavg: Path = Path("/proc/loadavg")) -> float:
 
 
 def thread_count(cores: int, allowed: int, quota: float | None, load: float) -> int:
-    """How many of the machine's physical `cores` are free for threads of this process; at least 1.
+    """How many of the machine's physical `cores` are free for this process; at least 1.
 
-    `load` is how many were busy in the last minute. This process may use `allowed` of them, and as
-    much time as `quota` cores have; None for no limit on time.
+    `load` is how many cores were busy in the last minute. This process may run on `allowed` of
+    them, and may use the CPU time of `quota` cores; None means no limit.
     """
     most = allowed if quota is None else min(allowed, int(quota))
     return max(1, min(most, cores - round(load)))
 
 
 def physical_cores(cpus: set[int], sys: Path = _SYS) -> int:
-    """Count the physical cores of logical CPUs, of which two may share a core."""
+    """Count the physical cores behind these logical CPUs; two logical CPUs may share one core."""
     siblings = set[str]()
     for cpu in cpus:
         path = sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
@@ -217,7 +214,7 @@ def physical_cores(cpus: set[int], sys: Path = _SYS) -> int:
 
 
 def cpu_quota(sys: Path = _SYS) -> float | None:
-    """CPU time, in cores, that a Linux control group (version 2 or 1) allows; None: no limit."""
+    """CPU time, in cores, that a Linux control group (version 2 or 1) allows; None if unlimited."""
     try:
         quota, period = (sys / "fs/cgroup/cpu.max").read_text("ascii").split()
     except (OSError, ValueError):
@@ -233,9 +230,9 @@ def cpu_quota(sys: Path = _SYS) -> float | None:
 
 
 def describe_threads(device: torch.device, *, was_free: bool = False) -> str:
-    """torch's number of CPU threads, such as `2 threads`; empty if `device` is no CPU.
+    """torch's number of CPU threads, such as `2 threads`; empty if `device` is not a CPU.
 
-    `was_free`: no setting has chosen it; the text says if other programs are why there are no more.
+    `was_free`: no setting chose the number; the text then tells of busy programs.
     """
     if device.type != "cpu":
         return ""
@@ -248,7 +245,7 @@ def describe_threads(device: torch.device, *, was_free: bool = False) -> str:
 
 
 def weights_by_device(module: Any) -> Counter[str]:
-    """The bytes of a model's weights, packed ones too, on each device."""
+    """The bytes of a model's weights on each device, including packed ones."""
     sizes, seen = Counter[str](), set[object]()
     placement: ModuleDevices = getattr(module, "hf_device_map", {})
     for name, tensor in chain(unique_parameters(module), module.named_buffers()):

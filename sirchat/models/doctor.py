@@ -1,4 +1,4 @@
-"""The checks of `sirchat doctor`: versions, machine and folders, and the model and its speed."""
+"""The checks of `sirchat doctor`: versions, the machine, folders, the model and its speed."""
 
 from __future__ import annotations
 
@@ -30,12 +30,7 @@ from sirchat.models.processor import processor_name
 from sirchat.paths import config_dir, data_dir, state_dir, with_tilde
 
 _LIBRARIES = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-    "prompt-toolkit",
+    *("torch", "transformers", "tokenizers", "safetensors", "numpy", "prompt-toolkit"),
     "gguf",
 )
 _PREFILL_TOKENS = 512  # tokens that the speed test reads in one pass
@@ -53,11 +48,9 @@ class Finding:
 
 
 def run_checks(
-    model_name: str,
-    device_map: str = "off",
-    compiles: CompileMode = "auto",
+    model_name: str, device_map: str = "off", compiles: CompileMode = "auto"
 ) -> Iterator[Finding]:
-    """Yield the result of each check; the model's, the slowest, come last."""
+    """Yield the result of each check; the slow checks of the model come last."""
     yield Finding("sirchat", f"{__version__}, Python {platform.python_version()}")
     yield Finding("libraries", ", ".join(f"{name} {_version(name)}" for name in _LIBRARIES))
     yield Finding("system", f"{platform.system()} {platform.release()}, {platform.machine()}")
@@ -103,9 +96,8 @@ def _check_folder(name: str, folder: Path) -> Finding:
 def _check_model(name: str, device_map: str, compiles: CompileMode) -> Iterator[Finding]:
     begun = time.perf_counter()
     try:
-        model = load_model(
-            name, device_map=device_map, cache_rows=MIN_RESERVED_ROWS, compiles=compiles != "off"
-        )
+        rows, is_on = MIN_RESERVED_ROWS, compiles != "off"
+        model = load_model(name, device_map=device_map, cache_rows=rows, compiles=is_on)
     except SirchatError as error:
         yield Finding("model", name, str(error))
         return
@@ -134,7 +126,7 @@ def _measure_memory(model: LoadedModel) -> Iterator[Finding]:
 
 
 def _measure_speed(model: LoadedModel) -> Finding:
-    """Measure how many tokens a second a model reads, and writes without sampling."""
+    """Measure the tokens per second that a model reads, and writes without sampling."""
     count = min(_PREFILL_TOKENS, model.context_length // 2)
     _seconds_of_pass(model, count // 2, model.new_cache(count))  # a warm-up
     cache = model.new_cache(count + _DECODED_TOKENS)

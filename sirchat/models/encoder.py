@@ -1,7 +1,7 @@
 """A sentence encoder: a linear map from the hidden states of a sentence's tokens to its vector.
 
-A sentence's vector is the mean of its tokens' numbers plus a bias, of length 1: so each token's
-numbers can be computed as it is read, before anyone knows where the sentence ends.
+A sentence's vector is the mean of its tokens' vectors plus a bias, scaled to length 1. So each
+token's vector can be computed as the token is read, before the end of the sentence is known.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ KINDS = ("instruction", "fact")
 
 @dataclass(eq=False)
 class EncoderOutput:
-    """The vectors of m ids, if they `is_wanted`; a forward pass fills it in."""
+    """The vectors of m ids; a forward pass fills them in if `is_wanted` is true."""
 
     is_wanted: bool = False
     token_vectors: Tensor | None = None  # [m, D], on the CPU; None if not wanted
 
     def of_token(self, index: int) -> EncoderOutput:
-        token_vectors = (
-            None if self.token_vectors is None else self.token_vectors[index : index + 1]
+        vectors = self.token_vectors
+        return EncoderOutput(
+            self.is_wanted, None if vectors is None else vectors[index : index + 1]
         )
-        return EncoderOutput(self.is_wanted, token_vectors)
 
 
 @dataclass(frozen=True, eq=False)
 class Encoder:
-    """A linear map of hidden states to vectors of D numbers; by default there is none."""
+    """A linear map from hidden states to vectors of D numbers; by default an empty one."""
 
     layers: tuple[int, ...] = ()  # whose outputs are read: ascending, counted from 1
     weight: Tensor = field(default_factory=lambda: torch.zeros(0))  # [layers x d, D]; int8 in files
@@ -68,7 +68,7 @@ class Encoder:
 
     @cached_property
     def checksum(self) -> int:
-        """Changes with what the vectors mean: with the layers, the weight and the bias."""
+        """A checksum of the layers, the weight and the bias: it changes with what vectors mean."""
         tensors = (tensor.cpu().numpy().tobytes() for tensor in (self.weight, self.bias))
         return crc32(b"".join((str(self.layers).encode(), *tensors)))
 
@@ -76,31 +76,31 @@ class Encoder:
         return replace(self, weight=self.weight.to(device), bias=self.bias.to(device))
 
     def token_vectors(self, states: Tensor) -> Tensor:
-        """The vectors [m, D] of m tokens, from their hidden states [m, layers x d]."""
+        """The vectors [m, D] of m tokens from their hidden states [m, layers x d]."""
         return states.float() @ self.weight.to(states.device)
 
     def fill(self, encoder_output: EncoderOutput, states: Tensor) -> None:
-        """Set the vectors of m ids, if wanted, from their states [m, layers x d]."""
+        """If wanted, set the vectors of m ids from their states [m, layers x d]."""
         if encoder_output.is_wanted and self.layers:
             encoder_output.token_vectors = self.token_vectors(states).cpu()
 
     def unit_vectors(self, means: Tensor) -> Tensor:
-        """The unit vectors [..., D] of sentences, from the means of their tokens' vectors."""
+        """The unit vectors [..., D] of sentences from the means of their tokens' vectors."""
         return F.normalize(means + self.bias.to(means.device), dim=-1)
 
     def is_kind(self, kind: str, vectors: Tensor) -> Tensor:
-        """Which sentences [n], given by their vectors [n, D], are of a kind; none if unknown."""
+        """Which of n sentences, by vectors [n, D], are of this kind: bool [n]; none if unknown."""
         if not len(self.kinds):
             return torch.zeros(len(vectors), dtype=torch.bool)
         return kind_scores(vectors.float(), self.hidden, self.kinds)[:, KINDS.index(kind)] > 0
 
     def asks_about_past(self, vector: Tensor) -> bool:
-        """Whether a message, by its vector [D], asks for something that was told before."""
+        """Whether a message, by its vector [D], asks for something that was said earlier."""
         weight = self.question
         return len(weight) > 0 and float(vector.float() @ weight[:-1] + weight[-1]) > 0
 
     def save(self, path: Path) -> None:
-        """Write the map into a file, wholly or not at all; ModelError if it can't be written."""
+        """Write the file, wholly or not at all; raises ModelError if that fails."""
         try:
             paths.make_private_dir(path.parent)
             stored = self._to_tensors()
@@ -129,7 +129,7 @@ class Encoder:
 
     @classmethod
     def of_model(cls, name: str, module: Any) -> Self:
-        """A model's map: the user's own, or else the bundled one, or else an empty one.
+        """The encoder of a model: the user's own, or else the bundled one, or else an empty one.
 
         Raises ModelError for a file that is damaged or was made for a model of another shape.
         """
@@ -145,7 +145,7 @@ class Encoder:
         return replace(found, about={**found.about, "bundled": "yes"}) if path == bundled else found
 
     def _try_shapes(self) -> None:
-        """Compute all once; any exception says that shapes do not fit each other."""
+        """Compute everything once; any exception means that the shapes do not fit each other."""
         token_vectors = self.token_vectors(torch.zeros(1, len(self.weight)))
         if token_vectors.shape != (1, self.size):
             raise ValueError
@@ -161,7 +161,7 @@ class Encoder:
 
 
 def kind_scores(vectors: Tensor, hidden: Tensor, kinds: Tensor) -> Tensor:
-    """A score [n, 2] of each kind for sentences [n, D], above 0 if it is of this kind."""
+    """The scores [n, 2] of n sentences, by vectors [n, D], for both kinds; above 0 means yes."""
     between = F.relu(vectors @ hidden[:, :-1].T + hidden[:, -1])
     return between @ kinds[:, :-1].T + kinds[:, -1]
 

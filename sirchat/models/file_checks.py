@@ -1,4 +1,4 @@
-"""Says what is wrong with a file of weights that is not whole, or not what its name says.
+"""Says what is wrong with a weight file that is incomplete, or not what its name says.
 
 Only headers and a few other bytes are read. Files are not trusted.
 """
@@ -30,7 +30,7 @@ _OTHER_KINDS = {
 
 
 class TensorSpan(NamedTuple):
-    """Where a file has a tensor, and of which kind it is."""
+    """The shape, the number type and the place of a tensor in a file."""
 
     shape: tuple[int, ...]
     type: str  # such as `BF16`
@@ -49,7 +49,7 @@ def refuse_other_kind(path: Path, beginning: bytes) -> None:
 
 
 def refuse_trailing_zeros(path: Path, data: mmap.mmap, tensors: Iterable[TensorSpan]) -> None:
-    """Raise ModelError if the end of the last matrix, and all after it, is zeros."""
+    """Raise ModelError if a file ends in zeros from the end of its last matrix on."""
     last = max(
         (one for one in tensors if len(one.shape) > 1), key=lambda one: one.start, default=None
     )
@@ -63,9 +63,9 @@ def refuse_trailing_zeros(path: Path, data: mmap.mmap, tensors: Iterable[TensorS
 
 
 def read_tensor_spans(path: Path) -> dict[str, TensorSpan]:
-    """The tensors of a safetensors file, by name, from its header.
+    """Read from a safetensors file's header where each tensor lies, by the tensor's name.
 
-    Raises ModelError that says what is wrong with the file.
+    Raises ModelError, which says what is wrong with the file.
     """
     try:
         with path.open("rb") as file:

@@ -36,7 +36,7 @@ SHOWN_BUDGETS = (1024, 4096, 16384)
 
 @dataclass(frozen=True)
 class Choice:
-    """The memory, in bytes, that a model takes with one choice of settings; None if unknown."""
+    """The bytes of memory that a model takes with one choice of settings; None if unknown."""
 
     setting: str  # the option to type, such as `--dtype float32`; empty for the present settings
     precision: str  # of the weights in memory, such as `packed` or `float32`
@@ -49,8 +49,6 @@ class Choice:
 
 
 class _WeightLayout(NamedTuple):
-    """The form of the weights in memory."""
-
     precision: str  # what `shape.precision` returns
     item: int  # bytes of one weight that is not packed
     block: int  # rows that are packed in four bits together; 0: four bits are not possible
@@ -60,7 +58,7 @@ class _WeightLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelFit:
-    """The memory that a model takes with several choices of settings, the present ones first."""
+    """The memory that a model takes with several choices of settings, the present one first."""
 
     found: FoundModel
     weights: int  # how many the model has
@@ -69,22 +67,21 @@ class ModelFit:
 
 
 def compute_fit(found: FoundModel, profile: Profile, free: int | None) -> ModelFit:
-    """The memory that a model takes with the profile's settings, and with others.
+    """The memory that a model takes with the profile's settings, and with some other settings.
 
-    `free` is the free memory, in bytes. Raises ModelError if the model's files can't be read.
+    `free` is the free memory in bytes. Raises ModelError if the model's files can't be read.
     """
     stored, shape = _read_files(found)
     first = _make_choice("", stored, shape, profile, free)
     choices = {first.precision: first}
     for setting, other in _other_settings(shape, profile):
-        choices.setdefault(
-            precision(shape, other), _make_choice(setting, stored, shape, other, free)
-        )
+        choice = _make_choice(setting, stored, shape, other, free)
+        choices.setdefault(choice.precision, choice)
     return ModelFit(found, stored.count, free, tuple(choices.values()))
 
 
 def recommend_model(free: int | None, *, on_cpu: bool) -> dict[str, Any]:
-    """The largest model of `recommended.yaml` that fits `free` bytes; the smallest if none does."""
+    """The largest model in `recommended.yaml` that fits `free` bytes; the smallest if none fits."""
     path = Path(__file__).with_name("recommended.yaml")
     models: list[dict[str, Any]] = yaml.safe_load(path.read_text("utf-8"))
     quick = [model for model in models if not (on_cpu and model["slow_on_cpu"])]
@@ -98,7 +95,7 @@ def _read_files(found: FoundModel) -> tuple[StoredWeights, ModelShape]:
 
 
 def _other_settings(shape: ModelShape, profile: Profile) -> Iterator[tuple[str, Profile]]:
-    """Yield other settings than those of the profile: the option to type, and a changed profile."""
+    """Yield alternatives to the profile: the option that a user types, and the changed profile."""
     packed = [("quantize", "packed")] if shape.stays_packed else []
     unpacked = [("dtype", "float32"), ("dtype", "bfloat16")]
     for name, value in [*packed, *unpacked, ("quantize", "int8"), ("quantize", "int4")]:
@@ -160,7 +157,7 @@ def _tensor_bytes(tensor: StoredTensor, stored: StoredWeights, layout: _WeightLa
 
 
 def _packed_bits(tensor: StoredTensor, stored: StoredWeights, layout: _WeightLayout) -> int | None:
-    """The bits of each weight, 4 to 8, by the rules of gguf.model and packing; None: not packed."""
+    """Bits per weight, 4 to 8, as gguf.model and packing choose them; None if it is not packed."""
     if layout.precision == "packed":
         if len(tensor.shape) < 2 or BLOCKS.get(tensor.type, (0, 1))[1] == 1:
             return None
@@ -182,7 +179,7 @@ def _packed_bits(tensor: StoredTensor, stored: StoredWeights, layout: _WeightLay
 
 
 def _bytes_while_loading(stored: StoredWeights, layout: _WeightLayout) -> int:
-    """The most bytes that the weights take while they are loaded, without pages of the file."""
+    """The most bytes that weights take during loading, without the mapped pages of the file."""
     largest = max((tensor.count for tensor in stored.tensors), default=0)
     weights = _weight_bytes(stored, layout)
     if layout.precision == "packed":
@@ -196,7 +193,7 @@ def _bytes_while_loading(stored: StoredWeights, layout: _WeightLayout) -> int:
 
 
 def _bytes_while_reading(stored: StoredWeights, layout: _WeightLayout) -> int:
-    """Bytes that unpacked copies (bfloat16) of packed matrices take while a text is read."""
+    """Bytes of the unpacked bfloat16 copies of packed matrices while a text is read."""
     if layout.uses_native_products:
         return 0
     packed = [tensor for tensor in stored.tensors if _packed_bits(tensor, stored, layout)]

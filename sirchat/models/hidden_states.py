@@ -1,4 +1,4 @@
-"""A model's layers, and the hidden states after a few of them."""
+"""A model's layers, and the hidden states after some of them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 
 class _PassEnded(Exception):
-    """Ends a forward pass after the deepest layer that is needed; has the states recorded."""
+    """Ends a forward pass after the deepest needed layer, when all wanted states are recorded."""
 
 
 def layer_count(module: Any) -> int:
-    """The number of a model's layers; LongCat Flash caches two layers for each."""
+    """The number of a model's layers; each of LongCat Flash has two attention layers."""
     config = module.config.get_text_config(decoder=True)
     return int(getattr(config, "num_layers", config.num_hidden_layers))
 
@@ -24,9 +24,9 @@ def layer_count(module: Any) -> int:
 def record_states(
     module: Any, layers: Sequence[int], *, ends_pass: bool = False
 ) -> Iterator[list[Tensor]]:
-    """Context manager: yields a list that gets the states [m, d] after `layers` of a forward pass.
+    """Context manager: yields a list that receives the states [m, d] after each of `layers`.
 
-    `layers` ascend, counted from 1. With `ends_pass`, the block ends after the last of them.
+    `layers` ascend, counted from 1. With `ends_pass`, the pass stops after the last of them.
     """
     states = list[Tensor]()
 
@@ -53,7 +53,7 @@ def concat_states(states: Sequence[Tensor]) -> Tensor:
 
 
 def decoder_layers(module: Any) -> nn.ModuleList:
-    """The model's layers: the first module list whose length is the number of layers."""
+    """The model's layers: its first module list whose length is the number of layers."""
     count = layer_count(module)
     return next(
         part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part) == count

@@ -1,7 +1,7 @@
-"""Asks the Hugging Face hub once about a model, and downloads models into its cache.
+"""Asks the Hugging Face hub once about a model, and downloads models into the hub's cache.
 
-Weights come from safetensors or GGUF, never from pickles. When interrupted, the hub's library
-deletes what it has fetched, so large files are fetched here, into `blobs/ETAG.part`.
+Weights come from safetensors or GGUF, never from pickles. The hub's library deletes an interrupted
+download, so large files are downloaded here, into `blobs/ETAG.part`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MAX_SHOWN_FILES = 4  # most GGUF files that an error message names
 
 @dataclass(frozen=True)
 class PulledModel:
-    """A model that was downloaded into the cache: its name for `--model`, and its bytes on disk."""
+    """A downloaded model: its name for `--model`, and its bytes on disk."""
 
     name: str
     size: int
@@ -54,10 +54,7 @@ def require_available(name: str) -> None:
 
 
 def must_use_cache(name: str) -> bool:
-    """Whether a model must be loaded from the cache alone, as the hub can't be asked or lacks it.
-
-    Raises ModelError if it is not in the cache either.
-    """
+    """Whether the hub can't provide a model; raises ModelError if the cache does not have it."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError
 
@@ -73,9 +70,9 @@ def must_use_cache(name: str) -> bool:
 
 
 def ask_hub(name: str, *, with_files: bool = False) -> ModelInfo:
-    """Ask the hub about a model, with `with_files` also for the sizes of its files.
+    """Ask the hub about a model; `with_files` also asks for the sizes of its files.
 
-    Raises ModelError if it is unknown or restricted, or if the hub can't be reached.
+    Raises ModelError if the model is unknown or restricted, or if the hub can't be reached.
     """
     from huggingface_hub import HfApi, get_session
 
@@ -98,7 +95,7 @@ def ask_hub(name: str, *, with_files: bool = False) -> ModelInfo:
 
 @contextmanager
 def explain_hub_errors(name: str, hint: str = "") -> Iterator[None]:
-    """Context manager: turn errors of the hub and the network, not of the disk, into a ModelError.
+    """Context manager: turn errors of the hub and the network, not of the disk, into ModelErrors.
 
     `hint` says what to do if the hub can't be reached.
     """
@@ -127,10 +124,10 @@ def explain_hub_errors(name: str, hint: str = "") -> Iterator[None]:
 
 
 def pull(name: str, file: str | None, progress: Progress) -> PulledModel:
-    """Download a model from the hub, or only the GGUF file `file` with its other parts.
+    """Download a model from the hub, or only the GGUF file `file` and the other parts of its model.
 
-    What is complete stays. `progress` gets a file's name, and the done and the total bytes of all
-    files. Raises ModelError.
+    Complete files are kept. `progress` gets a file's name, and of all files together the bytes done
+    and the total bytes. Raises ModelError if the download fails.
     """
     info = ask_hub(name, with_files=True)
     with explain_hub_errors(name):  # a size can be of a wrong type, for example
@@ -160,7 +157,7 @@ def _unreachable(name: str, hint: str) -> ModelError:
 
 
 def _choose_files(name: str, info: ModelInfo, file: str | None) -> list[tuple[str, int]]:
-    """Choose the files to download: names and bytes; raises ModelError if none can be read."""
+    """Choose the files to download, as (name, bytes); raises ModelError without usable weights."""
     sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or ()}
     ggufs = [path for path in sizes if path.lower().endswith(".gguf")]
     if file is not None:
@@ -222,7 +219,7 @@ def _fetch(name: str, file: str, size: int, progress: Progress) -> None:
 
 
 def _fetch_large(url: str, blob: Path, size: int, bar: Any) -> None:
-    """Download a large file to where huggingface_hub looks for it; goes on after an interrupt."""
+    """Download a large file to where huggingface_hub looks for it; resumes after an interrupt."""
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # it is lazy
 
@@ -259,7 +256,7 @@ def _fetch_large(url: str, blob: Path, size: int, bar: Any) -> None:
 
 
 class _LimitedFile(io.BufferedWriter):
-    """A file to append to that refuses more than `size` bytes: an answer may be endless."""
+    """A file for appending that refuses more than `size` bytes: an answer may be endless."""
 
     def __init__(self, path: Path, size: int) -> None:
         super().__init__(io.FileIO(path, "a"))
@@ -273,7 +270,7 @@ class _LimitedFile(io.BufferedWriter):
 
 @contextmanager
 def _hold_download_lock(name: str, etag: str) -> Iterator[None]:
-    """Context manager: hold a file's lock; raises ModelError if another process downloads it."""
+    """Context manager: lock a download; raises ModelError if another process does it already."""
     folder = cache_folder() / ".locks" / cached_folder(name).name
     folder.mkdir(parents=True, exist_ok=True)
     try:

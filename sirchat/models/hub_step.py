@@ -1,7 +1,7 @@
-"""A decode step of any model of transformers that needs no number of the host, so it is captured.
+"""A decode step for any transformers model, captured because it takes no numbers from the host.
 
-The model's own forward reads one id over a cache that shows it all slots. As over a `StaticCache`
-of transformers, it then makes its masks from the length, which is a tensor on the device.
+The model's own forward reads one id over a cache that shows all its slots, as transformers'
+`StaticCache` does. The model then computes its masks from the length, a tensor on the device.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from sirchat.models.probe import cache_argument
 
 
 class HubStep:
-    """The body of a captured step, for one conversation: runs the module of a `LoadedModel`.
+    """The body of a captured step for one conversation; it runs the module of a `LoadedModel`.
 
-    Raises ModelError if that can't be done, and says why.
+    Raises ModelError, with the reason, if the model can't be run so.
     """
 
     description = "the model's own operations"
@@ -42,7 +42,7 @@ class HubStep:
 
     @staticmethod
     def reason_against(model: Any) -> str:
-        """Why a `LoadedModel` can't decode so, as text, or ""."""
+        """Why a `LoadedModel` can't be decoded by this step, as text; "" if it can."""
         module = model.module
         if model.has_state:
             return "some of its layers keep a state"
@@ -57,10 +57,7 @@ class HubStep:
         return ""
 
     def graph_key(self, caches: Sequence[BoundedCache]) -> Hashable:
-        """Identifies the graph for this cache, by the addresses and shapes of its buffers.
-
-        Also sets slots that are no longer used to zero, because attention reads all slots.
-        """
+        """The key of a graph, by the cache's buffers; clears unused slots, because all are read."""
         (cache,) = caches
         return self._unused.clear(cache)
 
@@ -76,8 +73,8 @@ class HubStep:
     ) -> tuple[Tensor, ...]:
         """Read one id; ids, lengths and positions are int64 [1], on the device.
 
-        Writes its row into slot `lengths`; returns float32 logits [1, V] and the hidden states
-        [1, layers x d] after these layers.
+        Its row is written into slot `lengths`. Returns float32 logits [1, V] and the wanted hidden
+        states [1, layers x d].
         """
         (cache,) = caches
         cache.cursor.slot = lengths
@@ -100,7 +97,7 @@ class HubStep:
 
 @contextmanager
 def _batched_experts(module: Any) -> Iterator[None]:
-    """Multiply with a token's experts as transformers' `generate` does on a GPU, without a wait."""
+    """Run a token's experts as transformers' `generate` does on a GPU: without waiting for it."""
     usual: dict[str, str | None] = module.get_experts_implementation()
     batched = {part: "batched_mm" if how == "grouped_mm" else how for part, how in usual.items()}
     module.set_experts_implementation(batched)

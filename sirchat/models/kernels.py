@@ -1,7 +1,7 @@
 """Triton kernels for one decode step on a GPU: products of weights with one row, and attention.
 
-Sums have one order, whatever the capacity of a cache, its place and what else is in a batch, so a
-conversation's numbers depend on nothing but its own.
+Sums have a fixed order, whatever the capacity and the address of a cache and the rest of the batch.
+So a conversation's numbers depend only on that conversation.
 """
 
 # triton is untyped, and its functions are no Python: the compiler reads their source.
@@ -37,7 +37,7 @@ prmt.b32 $2, t, 0x4b, 0x4552; prmt.b32 $3, t, 0x4b, 0x4553;}""")
 
 @triton.jit
 def _floats(q, code: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The floats that `code` makes of bytes: `_LOW`, `_HIGH` or `_BYTE`."""
+    """Convert packed bytes to floats: `code` is `_LOW` or `_HIGH` (four bits) or `_BYTE`."""
     if INTERPRETED:
         wide = q.to(tl.int32)
         if code == _LOW:
@@ -55,7 +55,7 @@ def _floats(q, code: tl.constexpr, INTERPRETED: tl.constexpr):
 def _dot(
     x, norm, weight, scales, n, inside,
     K: tl.constexpr, BITS: tl.constexpr, NORMED: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr,
+    COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr
 ):  # fmt: skip
     """The products [ROWS] of the rows `n` of `weight` with x [K], and the sum of x^2."""
     row = n.to(tl.int64)[:, None]
@@ -116,9 +116,9 @@ def _multiply(
     x, norm, weight, scales, bias, added, out, N, epsilon,
     K: tl.constexpr, BITS: tl.constexpr, NORMED: tl.constexpr, BIASED: tl.constexpr,
     ADDED: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    INTERPRETED: tl.constexpr
 ):  # fmt: skip
-    """The product with one row x [K] of B: [N]; with `GATED`, silu(first half) * second half."""
+    """Multiply a matrix with one of B rows x [K]; with `GATED`: silu(first half) * second half."""
     b = tl.program_id(1)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = n < N
@@ -164,9 +164,9 @@ def _attend(
     rows, query_norm, key_norm, cos, sin, pools, lengths, parts, tops, scores, layer, scale,
     epsilon, slot_count,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, NORMED: tl.constexpr,
-    SCORED: tl.constexpr, QUERIES: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    SCORED: tl.constexpr, QUERIES: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One split of the rows in one key head; the split of the new row also writes it."""
+    """One split of the slots in one key head; the last split also writes the new row."""
     h, s, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n = tl.load(lengths + b)  # the new row's slot
     first = s * SPLIT
@@ -187,7 +187,7 @@ def _attend(
         is_query = (g < G)[:, None]
         q = _rotated(
             begin + (h * G + g)[:, None] * D, query_norm, cos + b * D, sin + b * D, d, is_query,
-            epsilon, D, NORMED,
+            epsilon, D, NORMED
         )  # fmt: skip
         q = (q * scale).to(KIND)  # [QUERIES, D]
         top = tl.full([QUERIES], -float("inf"), tl.float32)
@@ -217,7 +217,7 @@ def _attend(
             one = tl.arange(0, 1)
             new = _rotated(
                 begin + (H * G + h + one)[:, None] * D, key_norm, cos + b * D, sin + b * D, d,
-                one[:, None] == 0, epsilon, D, NORMED,
+                one[:, None] == 0, epsilon, D, NORMED
             ).to(KIND)  # fmt: skip
             value = tl.load(begin + (H * G + H + h + one)[:, None] * D + d[None, :]).to(KIND)
             to = one[:, None] + n * D + d[None, :]
@@ -243,9 +243,8 @@ def _attend(
 @triton.jit
 def _merge(
     parts, tops, lengths, out, SPLITS: tl.constexpr,
-    QUERY_HEADS: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr, MERGED: tl.constexpr,
+    QUERY_HEADS: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr, MERGED: tl.constexpr
 ):  # fmt: skip
-    """Merge the splits of one query head, in order."""
     query = tl.program_id(0)
     n = tl.load(lengths + query // QUERY_HEADS) + 1
     d, s = tl.arange(0, D), tl.arange(0, MERGED)
@@ -270,7 +269,7 @@ def _merge(
 
 @triton.jit
 def _block_maxima(logits, tops, ids, V, BLOCK: tl.constexpr):
-    """The largest logit of one block, the sum of e^(logit - largest), and the largest one's id."""
+    """One block's largest logit, its id, and the sum of e^(logit - largest)."""
     i = tl.program_id(0)
     at = i * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + at, mask=at < V, other=-float("inf"))
@@ -283,9 +282,8 @@ def _block_maxima(logits, tops, ids, V, BLOCK: tl.constexpr):
 @triton.jit
 def _store_choice(
     tops, ids, surprisals, is_valid, results, slot, numbers, numbers_used, count,
-    BLOCKS: tl.constexpr, READS: tl.constexpr,
+    BLOCKS: tl.constexpr, READS: tl.constexpr
 ):  # fmt: skip
-    """Write the result of a choice, and what the next step reads; see `store_choice`."""
     if BLOCKS:
         i = tl.arange(0, BLOCKS)
         top = tl.load(tops + 2 * i, mask=i < count, other=-float("inf"))
@@ -312,9 +310,8 @@ def _store_choice(
 @triton.jit
 def _draw_token(
     values, ids, tops, number, chosen, is_valid, V, count, blocks, top_k, top_p, min_p, margin,
-    N: tl.constexpr, BLOCKS: tl.constexpr, HAS_TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+    N: tl.constexpr, BLOCKS: tl.constexpr, HAS_TOP_K: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Draw from the `count` likeliest of V scores, falling; see `draw_token`."""
     i = tl.arange(0, N)
     value = tl.load(values + i, mask=i < count, other=-float("inf"))
     token = tl.load(ids + i, mask=i < count, other=V)
@@ -378,10 +375,10 @@ def multiply(
     gated: bool = False,
     config: tuple[int, int, int] | None = None,
 ) -> Tensor:
-    """The products of x, float32 [B, K], with a matrix of 16, 8 or 4 bits: float32 [B, N].
+    """Multiply rows x, float32 [B, K], with a matrix of 16, 8 or 4 bits; returns float32 [B, N].
 
     With `norm`, x is normalized first (RMSNorm). `added` [B, N] is added. With `gated`, the matrix
-    has 2 N rows, and the result is silu(x A^T) * (x B^T).
+    has 2 N rows, for A and B, and the result is silu(x A^T) * (x B^T).
     """
     count, columns = x.shape
     rows = len(weight) // 2 if gated else len(weight)
@@ -393,7 +390,7 @@ def multiply(
         x, norm, weight, scales, bias, added, out, rows, epsilon,
         K=columns, BITS=bits, NORMED=norm is not None, BIASED=bias is not None,
         ADDED=added is not None, GATED=gated, ROWS=row_block, COLUMNS=column_block,
-        INTERPRETED=triton.knobs.runtime.interpret, num_warps=warps,
+        INTERPRETED=triton.knobs.runtime.interpret, num_warps=warps
     )  # fmt: skip
     return out
 
@@ -417,10 +414,10 @@ def attend(
 ) -> Tensor:
     """Attention of one new token in each of B conversations: [B, H_q, D] in the type of `rows`.
 
-    `rows` [B, H_q + 2 H, D] are its queries, keys and values, not rotated. `pools` int64
-    [2, B] has the address and capacity of each cache's pool [L, 3, H, capacity, D] of `dtype`,
-    `lengths` [B] the slot into which the new key and value are written. `slot_count` is at least
-    the largest capacity. `scores` float32 [B, H_q, slot_count] gets the products, or -inf.
+    `rows` [B, H_q + 2 H, D]: queries, keys and values, not yet rotated. `pools`, int64 [2, B]:
+    address and capacity of each cache's pool [L, 3, H, capacity, D] of `dtype`. `lengths` [B]: the
+    slots for the new rows. `slot_count`: at least the largest capacity. `scores`, float32 [B, H_q,
+    slot_count]: gets the scaled products, or -inf.
     """
     count, head_count, size = rows.shape
     group = (head_count - 2 * kv_heads) // kv_heads
@@ -432,21 +429,21 @@ def attend(
         epsilon, slot_count,
         H=kv_heads, G=group, D=size, KIND=_TRITON_TYPES[dtype], NORMED=query_norm is not None,
         SCORED=scores is not None, QUERIES=max(_MIN_DOT_ROWS, triton.next_power_of_2(group)),
-        SPLIT=SPLIT, BLOCK=_ATTENTION_BLOCK, num_warps=4,
+        SPLIT=SPLIT, BLOCK=_ATTENTION_BLOCK, num_warps=4
     )  # fmt: skip
     out = rows.new_empty((count, kv_heads * group, size))
     _merge[(count * kv_heads * group,)](
         parts, tops, lengths, out,
         SPLITS=splits, QUERY_HEADS=kv_heads * group, D=size, SPLIT=SPLIT, MERGED=_MERGE_BLOCK,
-        num_warps=1 if size < 128 else 2,
+        num_warps=1 if size < 128 else 2
     )  # fmt: skip
     return out
 
 
 def block_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest of logits [V] in each of n blocks, for `store_choice`.
+    """Find the largest of the logits [V] in each of n blocks, as `store_choice` needs them.
 
-    Returns float32 [n, 2], each with the sum of e^(logit - largest), and their ids, int32 [n].
+    Returns float32 [n, 2] (the maximum, and the sum of e^(logit - maximum)) and the ids, int32 [n].
     """
     count = triton.cdiv(len(logits), _LOGITS_BLOCK)
     tops = logits.new_empty((count, 2))
@@ -464,10 +461,11 @@ def store_choice(
     *,
     reads: bool,
 ) -> None:
-    """Note a choice: `likeliest`'s, or an id int64 [1] with its surprisal and whether it is right.
+    """Store a chosen token, and prepare the inputs of the next step.
 
-    Writes id, surprisal and whether it is right to `results` [slots, 3], the id to `numbers`
-    [5, 1], and adds 1 to `numbers_used` and, with `reads`, to the next two of the numbers.
+    `chosen` is `block_maxima`'s result, or an id int64 [1] with its surprisal and validity. These
+    go to `results` [slots, 3], the id to `numbers` [5, 1]. Adds 1 to `numbers_used` and, with
+    `reads`, to the length and position in `numbers`.
     """
     is_likeliest = len(chosen) == 2
     tops, ids = chosen if is_likeliest else (None, chosen[0])
@@ -475,7 +473,7 @@ def store_choice(
     blocks = triton.next_power_of_2(len(ids)) if is_likeliest else 0
     _store_choice[(1,)](
         tops, ids, surprisals, is_valid, results, slot, numbers, numbers_used, len(ids),
-        BLOCKS=blocks, READS=reads, num_warps=4,
+        BLOCKS=blocks, READS=reads, num_warps=4
     )  # fmt: skip
 
 
@@ -489,11 +487,11 @@ def draw_token(
     min_p: float,
     margin: float,
 ) -> tuple[Tensor, Tensor]:
-    """Draw an id from scores [V], whose largest `values` [n] are those of `ids`.
+    """Draw an id from scores [V]; `values` [n] are the largest scores, `ids` [n] their ids.
 
-    `number` float64 [1] is random. A `top_k` of 0, `top_p` of 2 and `min_p` of 0 leave all ids.
-    Returns the id, int64 [1], and whether it is valid, bool [1]: whether the limits leave the same
-    ids when `margin` is added or subtracted.
+    `number`, float64 [1], is random. A `top_k` of 0, `top_p` of 2 and `min_p` of 0 exclude no id.
+    Returns the id, int64 [1], and its validity, bool [1]: whether the limits leave the same ids if
+    `margin` is added or subtracted.
     """
     tops, _ = block_maxima(scores)
     chosen, is_valid = ids.new_empty(1), ids.new_empty(1, dtype=torch.bool)
@@ -501,6 +499,6 @@ def draw_token(
         values, ids, tops, number, chosen, is_valid, len(scores), len(ids), len(tops), top_k, top_p,
         min_p, margin,
         N=triton.next_power_of_2(len(ids)), BLOCKS=triton.next_power_of_2(len(tops)),
-        HAS_TOP_K=top_k > 0, BLOCK=_DRAW_BLOCK, num_warps=8,
+        HAS_TOP_K=top_k > 0, BLOCK=_DRAW_BLOCK, num_warps=8
     )  # fmt: skip
     return chosen, is_valid

@@ -1,7 +1,7 @@
-"""A process in the background learns a sentence encoder for a model that has none.
+"""Starts a background process that learns a sentence encoder for a model that has none.
 
-It is `sirchat train encoder`, which writes the whole file or none. A file of each model has
-the version, a line for each start, and what the process said after it: progress, or its error.
+The process is `sirchat train encoder`, which writes the whole file or nothing. A log file of each
+model has sirchat's version, a line for each start, and progress or an error after it.
 """
 
 from __future__ import annotations
@@ -29,20 +29,13 @@ _LOCK_NAME = "learning"
 _PACKAGE = Path(__file__).parents[1]
 _STARTED, _ANNOUNCED, _ERROR_PREFIX = "start", "told that it is learned", "sirchat: "
 # In errors that may not recur at a later start.
-_TRANSIENT_ERRORS = (
-    "interrupted",
-    "memory",
-    "allocate",
-    "No space left",
-    "Disk quota",
-    "Read-only",
-)
+_PASSING = ("interrupted", "memory", "allocate", "No space left", "Disk quota", "Read-only")
 
 
 def learn_in_background(name: str, module: Any, *, trust_remote_code: bool = False) -> str:
-    """Start to learn a model's encoder; returns what to tell the user, or "" if it can't be.
+    """Start to learn a model's encoder; returns what to tell the user, or "" if nothing started.
 
-    Nothing starts for a small model, without free memory, while another model's is learned, or
+    Nothing starts for a small model, with too little memory, while another encoder is learned, or
     after an error or three starts with this version.
     """
     log, parts = _read_log(name), module.state_dict().values()
@@ -80,7 +73,7 @@ def learn_in_background(name: str, module: Any, *, trust_remote_code: bool = Fal
 
 
 def announce_learned(name: str) -> str:
-    """What to tell the user of an encoder that was learned in the background: once, else ""."""
+    """What to tell the user, once, of an encoder learned in the background; "" if nothing."""
     log = _read_log(name)
     if _STARTED not in log or log[-1] == _ANNOUNCED:
         return ""
@@ -95,7 +88,7 @@ def announce_learned(name: str) -> str:
 
 
 def _start(name: str, trust_remote_code: bool, file: Path, lock: int) -> None:
-    """Start the process, whose errors go to `file`, and which has the lock until it ends."""
+    """Start the process: errors go to `file`, and the process keeps `lock` until it ends."""
     path = Path(os.path.expanduser(name))
     command = ["train", "encoder", "--model", str(path.absolute()) if path.exists() else name]
     command += ["--teacher", "lesson", "--device", "cpu"]
@@ -116,30 +109,28 @@ def _start(name: str, trust_remote_code: bool, file: Path, lock: int) -> None:
 
 
 def why_no_encoder(name: str) -> str:
-    """Why a model has no encoder: it is being learned, that failed, or nobody learned it."""
+    """Why a model has no encoder: it is being learned, learning failed, or was never started."""
     log, by_hand = _read_log(name), f"sirchat train encoder --model {name}"
     last = log[-1] if log else ""
     if background.is_running(_LOCK_NAME):
         with suppress(OSError):
             file = background.lock_file(_LOCK_NAME).read_text("utf-8")
             if file == paths.encoder_attempts_file(name).name:
-                return (
-                    f"none yet, it is learned in the background{f': {last}' * (last != _STARTED)}"
-                )
+                done = f": {last}" if last != _STARTED else ""
+                return f"none yet, it is learned in the background{done}"
     if last.startswith(_ERROR_PREFIX):
-        return (
-            f"none, it can't be learned: {last.removeprefix(_ERROR_PREFIX)}; {by_hand} tries again"
-        )
+        problem = last.removeprefix(_ERROR_PREFIX)
+        return f"none, it can't be learned: {problem}; {by_hand} tries again"
     stopped = "learning was stopped; " if log else ""
     return f"none; {stopped}{by_hand} makes one"
 
 
 def _is_final(line: str) -> bool:
-    return line.startswith(_ERROR_PREFIX) and not any(text in line for text in _TRANSIENT_ERRORS)
+    return line.startswith(_ERROR_PREFIX) and not any(text in line for text in _PASSING)
 
 
 def _read_log(name: str) -> list[str]:
-    """The lines about this version's attempts to learn a model's encoder, without the first."""
+    """The log of this version's attempts to learn a model's encoder, without the version line."""
     with suppress(OSError, ValueError):
         version, *lines = paths.encoder_attempts_file(name).read_text("utf-8").splitlines()
         if version == __version__:

@@ -1,4 +1,4 @@
-"""Lists the models on this machine: bundled, in a package, in folders, in the hub's cache."""
+"""Lists the models on this machine: bundled, in a package, in folders and in the hub's cache."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ _MAX_FOLDERS = 5_000
 
 @dataclass(frozen=True)
 class FoundModel:
-    """A model that was found on this machine, whether it can be used or not."""
-
     name: str  # to give to `--model`
     source: Source
     path: Path | None  # file or folder; None if the model is not installed
@@ -43,7 +41,7 @@ class FoundModel:
 
 
 def find_models(folders: Iterable[Path] = ()) -> list[FoundModel]:
-    """List all models on this machine, including those in the given `folders`."""
+    """List all models on this machine, including those in `folders`."""
     models = [
         _inspect_model(name, "bundled", paths.tiny_model_dir().parent / name) for name in BUNDLED
     ]
@@ -72,7 +70,7 @@ def model_names() -> list[str]:
 
 
 def find_model(name: str) -> FoundModel:
-    """Find the model that `--model` would load; raises ModelError if it is none, or several."""
+    """Find the model that `--model` would load; raises ModelError if there is none, or several."""
     source, gguf_file = locate(name)
     if Path(source).is_dir():
         kind: Source = "package" if name in PACKAGED else "folder"
@@ -111,7 +109,7 @@ def _inspect_model(name: str, source: Source, path: Path) -> FoundModel:
 
 
 def _in_hub_cache(name: str, folder: Path) -> Iterator[FoundModel]:
-    """Yield the models of a repository: each GGUF file, or else the repository itself."""
+    """Yield the models of a cached repository: each GGUF file, or else the repository itself."""
     snapshot = snapshot_folder(folder)
     incomplete = f"incomplete; to continue: sirchat models pull {name}"
     if snapshot is None:
@@ -132,7 +130,6 @@ def _in_hub_cache(name: str, folder: Path) -> Iterator[FoundModel]:
 
 
 def _models_in(folder: Path) -> list[Path]:
-    """The model folders and GGUF files below a folder, sorted by name."""
     files, models = _files_below(folder), list[Path]()
     ggufs = _ggufs_of(files)
     for path in files:
@@ -155,7 +152,7 @@ def _files_below(folder: Path) -> list[Path]:
 
 
 def _ggufs_of(files: Iterable[Path]) -> list[Path]:
-    """The GGUF files of models; for one in several parts, the first part that is there."""
+    """The GGUF files of models; of a model in several parts, the first part that exists."""
     found = dict[Path, Path]()
     for path in files:
         # A file mmproj-*.gguf is the image encoder of another model.

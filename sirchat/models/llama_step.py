@@ -1,7 +1,7 @@
-"""One decode step of a Llama-like model on a GPU, in few kernels and without numbers of the host.
+"""One decode step of a Llama-like model on a GPU, in few kernels, with no numbers from the host.
 
-Its weights are the model's own: those of layers with the same input are joined in one matrix. Sums
-and norms are float32.
+It uses the model's own weights; layers with the same input are joined in one matrix. Sums and norms
+are float32.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class AttentionParams(NamedTuple):
 
 
 class UnusedSlots:
-    """Sets slots of caches that are not in use to zero, for attention that reads all slots."""
+    """Sets unused slots of caches to zero, for attention that reads all slots."""
 
     def __init__(self) -> None:
         # Of each cache: where its rows are, and how many of its slots may be in use or not zero.
@@ -48,7 +48,7 @@ class UnusedSlots:
 
     @torch.inference_mode()
     def clear(self, cache: BoundedCache) -> Hashable:
-        """Clear a cache's unused slots, if necessary; returns where its rows are."""
+        """Clear a cache's unused slots if necessary; returns where its buffers are."""
         if cache.pool is None:
             tensors = [tensor for layer in cache.row_layers for tensor in layer.tensors]
             buffers = [tensor.buffer for tensor in tensors if tensor.buffer is not None]
@@ -69,8 +69,8 @@ class UnusedSlots:
 class LlamaStep:
     """Computes the next logits of B conversations, and appends one row to the cache of each.
 
-    Raises ModelError if it can't, and says why. The hidden states after `wanted_layers`, counted
-    from 1, are returned.
+    Raises ModelError, with the reason, if the model can't be computed so. The hidden states after
+    `wanted_layers`, counted from 1, are returned.
     """
 
     observes_attention, max_batch = True, 16
@@ -92,7 +92,7 @@ class LlamaStep:
 
     @staticmethod
     def _reason_against(module: Any) -> str:
-        """Why a model's decode step can't be computed by this class, as text, or ""."""
+        """Why this class can't compute a model's decode step, as text; "" if it can."""
         config = module.config
         if config.model_type not in LLAMA_KINDS or getattr(config, "hidden_act", "") != "silu":
             return f"its layers ({config.model_type}) are not like Llama's"
@@ -108,7 +108,6 @@ class LlamaStep:
         return ""
 
     def graph_key(self, caches: Sequence[BoundedCache]) -> Hashable:
-        """What a captured step depends on, beside the number of caches."""
         if self.kernels == "triton":
             return self._slot_bound(caches)
         return tuple(map(self._unused.clear, caches))
@@ -122,11 +121,10 @@ class LlamaStep:
         caches: Any,
         observed_layers: Collection[int] = (),
     ) -> tuple[Tensor, ...]:
-        """Compute float32 logits [B, V] and wanted states [B, layers x d].
+        """Compute float32 logits [B, V] and the wanted states [B, layers x d].
 
-        `ids`, `lengths` (the new rows' slots) and rotary `positions` are int64 [B], `pools` [2, B]
-        the addresses and capacities of the caches' pools. With `observed_layers`, also returns the
-        attention weights [B, slots], as a sum over these layers and a mean over heads.
+        The arguments are those of `StepBody`. With `observed_layers`, also returns the attention
+        weights [B, slots], summed over these layers and averaged over heads.
         """
         x = self._module.get_input_embeddings()(ids).float()  # [B, d]
         cos, sin = self._module.model.rotary_emb(x[:, None], positions[:, None])  # [B, 1, D]
@@ -137,9 +135,8 @@ class LlamaStep:
             rows = rows.view(len(x), -1, layer.attention.head_dim)
             scores = None
             if layer_index in observed_layers:
-                scores = x.new_empty(
-                    (len(x), layer.attention.query_heads, self._slot_bound(caches))
-                )
+                shape = len(x), layer.attention.query_heads, self._slot_bound(caches)
+                scores = x.new_empty(shape)
             attended = self._attend(
                 layer_index, layer.attention, rows, rotation, lengths, pools, caches, scores
             )
@@ -168,10 +165,7 @@ class LlamaStep:
         added: Tensor | None = None,
         gated: bool = False,
     ) -> Tensor:
-        """Multiply x, float32 [B, K], normalized first, with a matrix: float32 [B, N].
-
-        With `gated`, the matrix's halves are those of a gate and of what it opens.
-        """
+        """Multiply x, float32 [B, K], normalized with `norm`, with a matrix: float32 [B, N]."""
         # With more rows, torch's products read plain weights only once; those of Triton do not.
         suits_triton = (len(x) == 1 or product.bits < 16) and product.matrix_count == 1
         if self.kernels == "triton" and suits_triton:
@@ -207,10 +201,7 @@ class LlamaStep:
         caches: Sequence[BoundedCache],
         scores: Tensor | None,
     ) -> Tensor:
-        """Attention of rows [B, H_q + 2 H, D] to each cache and itself: [B, H_q, D].
-
-        `scores` [B, H_q, slots] gets the scaled products, -inf where a slot is not used.
-        """
+        """Attention of rows [B, H_q + 2 H, D] to each cache and the new row: [B, H_q, D]."""
         if self.kernels == "triton":
             from sirchat.models.kernels import attend
 
@@ -219,7 +210,7 @@ class LlamaStep:
             return attend(
                 rows, attention.query_norm, attention.key_norm, attention.epsilon, *rotation,
                 pools, lengths, self._slot_bound(caches), layer=layer_index,
-                kv_heads=attention.kv_heads, scale=attention.scale, dtype=pool.dtype, scores=scores,
+                kv_heads=attention.kv_heads, scale=attention.scale, dtype=pool.dtype, scores=scores
             )  # fmt: skip
         attended = []
         for index, cache in enumerate(caches):
@@ -234,7 +225,6 @@ class LlamaStep:
 
 
 def has_triton() -> bool:
-    """Whether Triton is installed."""
     return find_spec("triton") is not None
 
 
@@ -247,35 +237,25 @@ def _attend_by_torch(
     length: Tensor,
     scores: Tensor | None,
 ) -> Tensor:
-    """What `kernels.attend` computes, for one conversation: a layer's pool [3, H, capacity, D]."""
-    parts = [attention.query_heads, attention.kv_heads, attention.kv_heads]
-    queries, keys, values = torch.split(rows.float(), parts)
-    if attention.query_norm is not None and attention.key_norm is not None:
-        queries = F.rms_norm(
-            queries, (attention.head_dim,), attention.query_norm.float(), attention.epsilon
-        )
-        keys = F.rms_norm(
-            keys, (attention.head_dim,), attention.key_norm.float(), attention.epsilon
-        )
-    queries, keys = (
-        torch.addcmul(x * cos, x.roll(attention.head_dim // 2, -1), sin) for x in (queries, keys)
-    )
+    """`kernels.attend` for one conversation; `pool` [3, H, capacity, D] is that of a layer."""
+    query_heads, heads, size, scale, query_norm, key_norm, epsilon = attention
+    queries, keys, values = torch.split(rows.float(), [query_heads, heads, heads])
+    if query_norm is not None and key_norm is not None:
+        queries = F.rms_norm(queries, (size,), query_norm.float(), epsilon)
+        keys = F.rms_norm(keys, (size,), key_norm.float(), epsilon)
+    queries, keys = (torch.addcmul(x * cos, x.roll(size // 2, -1), sin) for x in (queries, keys))
     new = torch.stack((keys, keys, values))[:, :, None].to(pool.dtype)  # [3, H, 1, D]
     pool.index_copy_(2, length, new)
     sees = torch.arange(pool.shape[2], device=pool.device) <= length
-    grouped = queries.view(1, attention.kv_heads, -1, attention.head_dim).to(pool.dtype)
+    grouped = queries.view(1, heads, -1, size).to(pool.dtype)
     if scores is not None:
-        products = (grouped[0].float() @ pool[0].float().mT) * attention.scale  # [H, G, capacity]
+        products = (grouped[0].float() @ pool[0].float().mT) * scale  # [H, G, capacity]
         scores.fill_(-torch.inf)
         scores[:, : len(sees)] = products.masked_fill(~sees, -torch.inf).flatten(0, 1)
     attended = F.scaled_dot_product_attention(
-        grouped,
-        pool[None, 0],
-        pool[None, 2],
-        attn_mask=sees[None, None, None],
-        scale=attention.scale,
+        grouped, pool[None, 0], pool[None, 2], attn_mask=sees[None, None, None], scale=scale
     )
-    return attended.float().reshape(attention.query_heads, attention.head_dim)
+    return attended.float().reshape(query_heads, size)
 
 
 class _Layer:
@@ -308,7 +288,7 @@ class _Norm:
 
 
 class _Product:
-    """The weights of several layers with one input, in one matrix where all have the same type."""
+    """The weights of layers with the same input, in one matrix if all have the same type."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
         joined = getattr(layers[0], "joined", None)
@@ -344,7 +324,7 @@ class _Product:
 
 
 def _join(layers: Sequence[nn.Linear]) -> nn.Linear:
-    """One layer without bias with the rows of all; the layers' weights become views of its own."""
+    """Join layers into one without bias; the layers' weights become views of its weights."""
     weight = torch.cat([layer.weight.detach() for layer in layers])
     joined = nn.Linear(weight.shape[1], len(weight), bias=False, device="meta")
     joined.weight = nn.Parameter(weight, requires_grad=False)

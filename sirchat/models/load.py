@@ -1,4 +1,4 @@
-"""Loads a model with its tokenizer: device, number types, packing, and who reads the files."""
+"""Loads a model with its tokenizer; chooses device, number types, packing and a reader of files."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def load_model_of(
     progress: Progress | None = None,
     for_hub: bool = False,
 ) -> LoadedModel:
-    """Load a profile's model, sentence encoder and decode step; ModelError if one fails."""
+    """Load a profile's model, sentence encoder and decode step; raises ModelError if one fails."""
     encoder = profile.recall_encoder
     sentence_encoder = None if encoder == "auto" else SentenceEncoder(encoder)
     model = load_model(
@@ -116,11 +116,11 @@ def load_model(
     cache_rows: int = 0,
     compiles: bool = False,
 ) -> LoadedModel:
-    """Load a model by its name: a bundled one, `smollm2`, a folder, a GGUF file, or a hub id.
+    """Load a model by its name: a bundled one, `smollm2`, a folder, a GGUF file or a hub id.
 
-    With `for_hub`, module and tokenizer are those of transformers, which can generate and be saved.
-    A device map leaves room for a KV cache of `cache_rows` tokens; `compiles` compiles the library
-    in C++ meanwhile. Raises ModelError for what can't be loaded or evicted from.
+    `for_hub` loads module and tokenizer by transformers, to generate and to be saved. A device map
+    leaves room for a KV cache of `cache_rows` tokens; `compiles` compiles the C++ library
+    meanwhile. Raises ModelError for a model that can't be loaded, or that allows no eviction.
     """
     target, devices = pick_device(device), None
     if device_map != "off":
@@ -186,10 +186,10 @@ def load_gguf_parts(
     devices: DeviceMap | None = None,
     compiles: bool = False,
 ) -> tuple[Any, Any]:
-    """Load module and tokenizer of a GGUF file, or of what an earlier start prepared of it.
+    """Load the module and the tokenizer of a GGUF file, or of its prepared file.
 
-    `stays_packed`: whether weights in blocks of few bits stay packed, on `device`; None: if there
-    are such. All else is on the CPU, or where `devices` says.
+    `stays_packed` says whether weights in blocks of few bits stay packed, on `device`; None means:
+    if the file has such blocks. Other modules are on the CPU, or where `devices` says.
     """
     from sirchat.models.gguf import prepared
     from sirchat.models.gguf.blocks import NativePacking
@@ -229,7 +229,7 @@ def load_gguf_parts(
 def _read_gguf(
     file: GgufFile, dtype: torch.dtype, progress: Progress | None, options: dict[str, Any]
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """Make module and tokenizer; returns the tokenizer's metadata for a prepared file, too."""
+    """Make module and tokenizer; also returns the tokenizer's metadata for a prepared file."""
     from sirchat.models.gguf import model, vocabulary
 
     metadata = dict[str, Any]()
@@ -248,7 +248,7 @@ def _read_gguf(
 
 
 def _load_prepared(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Load module and tokenizer from a prepared file; any exception says that it is damaged."""
+    """Load module and tokenizer from a prepared file; any exception means that it is damaged."""
     from sirchat.models.gguf import prepared, vocabulary
 
     found = prepared.map_prepared(path, dtype)
@@ -262,10 +262,10 @@ def _load_prepared(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
 def load_folder_parts(
     folder: Path, weights: _Weights, dtype: torch.dtype, progress: Progress | None
 ) -> tuple[Any, Any] | None:
-    """Load module and tokenizer of a folder on the CPU without transformers, whose import is slow.
+    """Load a folder's module and tokenizer on the CPU without transformers, whose import is slow.
 
-    Returns None if transformers must read the folder: it can read more models, and its errors say
-    what is wrong with a damaged folder.
+    Returns None if transformers must read the folder: transformers can read more models, and its
+    errors say what is wrong with a damaged folder.
     """
     try:
         config = DecoderConfig.of_folder(load_config(folder / "config.json"))
@@ -287,7 +287,6 @@ def load_folder_parts(
 
 
 def tokenizer_by_transformers(source: str, **options: Any) -> Any:
-    """The tokenizer of transformers, with the parts that `tokenizer.json` has."""
     from transformers import AutoTokenizer
     from transformers.utils import cached_file
 
@@ -308,7 +307,6 @@ def tokenizer_by_transformers(source: str, **options: Any) -> Any:
 
 
 def _stays_packed(quantize: Quantize, dtype: DtypeName, device: torch.device) -> bool | None:
-    """Whether the weights of a GGUF file stay packed; None if that depends on the file."""
     if quantize == "auto" and dtype == "auto":
         return None if device.type != "cpu" or int4_block_rows() else False
     return quantize == "packed"
@@ -356,7 +354,7 @@ def _load_with_transformers(
 
 
 def _is_complete(config: DecoderConfig, weights: _Weights) -> bool:
-    """Whether there are weights of the last layer, and embeddings of the config's size."""
+    """Whether the files have the last layer, and embeddings of the config's size."""
     last = f"model.layers.{config.num_hidden_layers - 1}.input_layernorm.weight"
     embedding = weights.get("model.embed_tokens.weight")
     sizes = config.vocab_size, config.hidden_size
@@ -364,7 +362,7 @@ def _is_complete(config: DecoderConfig, weights: _Weights) -> bool:
 
 
 def _read_weights(module: Decoder, weights: _Weights, progress: Progress | None) -> bool:
-    """Read the weights into a module; False if their names or shapes are not the module's."""
+    """Read the weights into a module; returns False if names or shapes differ from the module's."""
     read, files = dict[str, Tensor](), {path for path, _ in weights.values()}
     for done, path in enumerate(sorted(files), 1):
         read |= {name: weight.to(module.dtype) for name, weight in load_file(path).items()}

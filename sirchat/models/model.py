@@ -143,10 +143,10 @@ class LoadedModel:
 
     @torch.inference_mode()
     def encode(self, ids: Sequence[int], start: int = 0) -> Tensor:
-        """The unit vector [D] of ids[start:], all ids read alone; float32, on the CPU.
+        """The unit vector [D] of ids[start:], float32 on the CPU; the ids are read without context.
 
-        By the encoder, after whose deepest layer no other runs; without one, by the files'
-        `pooling`, or else the mean of the last layer's states.
+        The encoder makes the vector, and no layer after its deepest one runs. Without an encoder,
+        the files' `pooling` does, or else the mean of the last layer's states.
         """
         encoder, pooling = self.encoder, self.pooling
         body = self.module.model if isinstance(self.module, Decoder) else self.module.base_model
@@ -166,14 +166,10 @@ class LoadedModel:
         return (pooling or Pooling()).vectors(of_text[None].cpu(), torch.ones(1, len(of_text)))[0]
 
     def share_unpacked(self, count: int) -> AbstractContextManager[None]:
-        """Context manager, entered for each of about `count` passes over one text.
-
-        Packed weights are then unpacked only once for all these passes.
-        """
+        """Context manager for each of `count` passes over one text; unpacks weights only once."""
         return SharedWeights(self.module, count)
 
     def new_cache(self, capacity: int) -> BoundedCache:
-        """Make an empty KV cache with `capacity` slots."""
         return self._new_cache(capacity, self.row_devices)
 
     def embeddings(self, ids: Tensor) -> Tensor:
@@ -183,7 +179,7 @@ class LoadedModel:
     def mask(self, visible: Tensor) -> Any:
         """The additive attention mask [1, 1, m, n + m] for the booleans `visible` [m, n + m].
 
-        If only some layers have a sliding window: a dictionary, with a mask for each kind of layer.
+        If only some layers have a sliding window: a dictionary with a mask for each kind of layer.
         """
 
         def additive(sees: Tensor) -> Tensor:
@@ -212,49 +208,45 @@ class LoadedModel:
 
     @property
     def vocab_size(self) -> int:
-        """The number V of logits that the output head computes after each token."""
         return int(self.module.get_output_embeddings().out_features)
 
     @cached_property
     def query_heads(self) -> int:
-        """The number of query heads in a layer; the largest one if layers differ; 1 if unknown."""
+        """The number of query heads in a layer: the largest one if layers differ, 1 if unknown."""
         config = self.module.config.get_text_config(decoder=True)
         query_heads = getattr(config, "num_attention_heads", None) or 1
         return int(max(query_heads) if isinstance(query_heads, list | tuple) else query_heads)
 
     @cached_property
     def sliding_layers(self) -> frozenset[int]:
-        """Numbers of the sliding-window layers, counted among the layers with keys and values."""
+        """Indices of the sliding-window layers, counted among the layers with keys and values."""
         sliding = (number for number, kind in enumerate(self._layer_types) if "sliding" in kind)
         return frozenset(self.row_layer_indices.get(number, number) for number in sliding)
 
     @cached_property
     def row_layer_indices(self) -> dict[int, int]:
-        """For a hybrid model, a layer's number among those with keys and values; else empty."""
+        """Of a hybrid model, each layer's index among those with keys and values; else empty."""
         return row_layer_indices(self.kinds or [])
 
     @property
     def has_state(self) -> bool:
-        """Whether the model has recurrent or convolution layers, whose state has read every token.
-
-        That includes tokens that were evicted since.
-        """
+        """Whether it has recurrent or convolution layers; their state includes evicted tokens."""
         return any(states for _, states in self.kinds or [])
 
     @property
     def caches_latents(self) -> bool:
-        """Whether the cache has compressed keys and values (multi-head latent attention)."""
+        """Whether the cache holds compressed keys and values (multi-head latent attention)."""
         # Only such models rotate a layer's second cached tensor, which usually has the values.
         return any(rotation.value is not None for rotation in self.rotations)
 
     @cached_property
     def device(self) -> torch.device:
-        """The device to which ids are sent; of several devices, that of the embeddings."""
+        """The device to which ids are sent; with several devices, that of the embeddings."""
         return input_device(self.module)
 
     @cached_property
     def row_devices(self) -> list[torch.device]:
-        """The device of each layer's keys and values; if spread, found by a forward pass."""
+        """The device of each layer's keys and values; with several, a forward pass finds them."""
         if not is_spread(self.module):
             return [self.device] * len(self.rotations)
         cache = self._new_cache(1, None)
@@ -263,18 +255,16 @@ class LoadedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The number type of the model's weights."""
         return cast(torch.dtype, self.module.dtype)
 
     @property
     def precision(self) -> str:
-        """The number type of the weights as text: `float32`, `float32 with packed weights`, ..."""
+        """The weights' number type as text, such as `float32` or `float32 with packed weights`."""
         name = str(self.dtype).removeprefix("torch.")
         return f"{name} with packed weights" if self._is_packed else name
 
     @cached_property
     def cache_dtype(self) -> torch.dtype:
-        """The number type of keys and values in the cache."""
         if self.cache_type != "auto":
             return pick_dtype(self.cache_type, self.device)
         on_cpu = self.device.type == "cpu"
@@ -293,7 +283,7 @@ class LoadedModel:
 
     @property
     def affordable_rows(self) -> int:
-        """Tokens of a KV cache that takes at most half of the free memory, within the context."""
+        """The most tokens of a KV cache within the context and half of the free memory."""
         free = free_memory_at(self.device)
         within = self.context_length if free is None else free // 2 // self.row_bytes
         return min(self.context_length, within)
@@ -310,14 +300,13 @@ class LoadedModel:
 
     @cached_property
     def captured(self) -> CaptureResult:
-        """The decode step for a GPU, or why there is none."""
         if self.device.type != "cuda":
             return CaptureResult(None, "there is no GPU")
         return capture_first(self._step_bodies(), self.device, self.step_error, self.encoder)
 
     @property
     def passage_encoder(self) -> Encoder | SentenceEncoder:
-        """What makes the vectors of passages, the user's own encoder or the model's."""
+        """The encoder of passages: the user's own one, or else the model's."""
         return self.sentence_encoder or self.encoder
 
     @cached_property
@@ -327,7 +316,7 @@ class LoadedModel:
 
     @property
     def encoder_description(self) -> str:
-        """By what recall finds what is said in other words."""
+        """Describe by what recall finds passages that use other words."""
         own, encoder = self.sentence_encoder, self.encoder
         if own is not None:
             return f"sentence encoder {own.name}, {own.size} numbers"
@@ -342,7 +331,7 @@ class LoadedModel:
 
     @cached_property
     def exposes_attention(self) -> bool:
-        """Whether the model's attention weights can be observed; tested once, by a forward pass."""
+        """Whether attention weights can be observed; a forward pass tests it once."""
         counter = CallCounter()
         self.forward([0], self.new_cache(1), observer=counter)
         # Layers may share one attention.
@@ -355,7 +344,7 @@ class LoadedModel:
         return anchors_of(self.module.config)
 
     def step_error(self, step: CapturedStep) -> float:
-        """How much the logits of a decode step differ from the module's, as a relative error."""
+        """The relative difference of a decode step's logits from those of the module."""
         ids, caches = [1, 2, 3, 4], [self.new_cache(8) for _ in range(2)]
         expected = self._module_logits(ids, caches[0])[-1]
         self._module_logits(ids[:1], caches[1])
@@ -368,14 +357,14 @@ class LoadedModel:
     def _step_for(
         self, cache: BoundedCache, observer: AttentionObserver | None
     ) -> DecodeStep | CapturedStep | None:
-        """The decode step, if it can read the next token."""
+        """The decode step, if it can read the next token into this cache."""
         step = self.decode_step
         if isinstance(step, CapturedStep):
             return step if step.fits(cache, observer) else None
         return None if observer is not None and self._has_attention_hook else step
 
     def _step_bodies(self) -> Iterator[Callable[[], StepBody]]:
-        """Ways to compute a decode step on a GPU, the fastest first; each may raise an error."""
+        """Yield ways to make a decode step on a GPU, the fastest first; each may raise an error."""
         for kernels in ("triton", "torch"):
             yield partial(LlamaStep, self.module, kernels, self.encoder.layers)
         yield partial(HubStep, self, self.encoder.layers)
@@ -388,7 +377,7 @@ class LoadedModel:
         visible: Tensor | None = None,
         positions: Sequence[int] | None = None,
     ) -> Tensor:
-        """Read ids [m] by `module`; returns float32 logits [m, V]."""
+        """Read ids [m] by `module` itself; returns float32 logits [m, V]."""
         out = self.module(**self._inputs(ids, cache, visible, positions))
         return torch.as_tensor(out.logits[0].float())
 
@@ -399,7 +388,6 @@ class LoadedModel:
 
     @cached_property
     def has_linear_head(self) -> bool:
-        """Whether a pass over many ids computes no logits but the last."""
         return has_linear_head(self.module)
 
     @cached_property
@@ -449,18 +437,15 @@ class LoadedModel:
 
     @contextmanager
     def _collect(self, encoder_output: EncoderOutput | None) -> Iterator[None]:
-        """Fill `encoder_output` with those of the ids that are read within the block."""
-        layers = (
-            self.encoder.layers if encoder_output is not None and encoder_output.is_wanted else ()
-        )
-        with record_states(self.module, layers) as states:
+        is_wanted = encoder_output is not None and encoder_output.is_wanted
+        with record_states(self.module, self.encoder.layers if is_wanted else ()) as states:
             yield
-        if encoder_output is not None and layers:
+        if encoder_output is not None and states:
             self.encoder.fill(encoder_output, concat_states(states))
 
 
 def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
-    """Make a LoadedModel from a module and its tokenizer: detects the rotation of each layer.
+    """Make a LoadedModel from a module and its tokenizer; detects the rotation of each layer.
 
     Raises ModelError if tokens can't be evicted from the model's cache.
     """
@@ -488,5 +473,4 @@ def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
 
 
 def no_attention_reason(model: LoadedModel) -> str:
-    """The error message for a model that does not expose its attention weights."""
     return f"{model.name} does not expose its attention weights"

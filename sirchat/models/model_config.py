@@ -1,6 +1,6 @@
-"""What a model's config says: context length, window, unsupported layers; and a `Decoder`'s config.
+"""Reads a model's config: context length, window and unsupported layers; the config of a `Decoder`.
 
-Loads no library, so that models are listed quickly.
+Imports no slow library, so that models are listed quickly.
 """
 
 from __future__ import annotations
@@ -44,18 +44,14 @@ LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
 _MAX_FILE_BYTES = 1 << 24  # most bytes of a config.json; usual ones have a few kilobytes
 _MAX_INTEGER = 1 << 32  # larger numbers count as invalid
 
-_COMMON_DEFAULTS: dict[str, Any] = {
-    "initializer_range": 0.02,
-    "use_cache": True,
-    "attention_dropout": 0.0,
-}
-_SILU_DEFAULT = {"hidden_act": "silu"}
-_QWEN_DEFAULTS: dict[str, Any] = {
+_COMMON: dict[str, Any] = {"initializer_range": 0.02, "use_cache": True, "attention_dropout": 0.0}
+_SILU = {"hidden_act": "silu"}
+_QWEN: dict[str, Any] = {
     "use_sliding_window": False,
     "sliding_window": None,
     "max_window_layers": 28,
 }
-_GEMMA3_DEFAULTS: dict[str, Any] = {
+_GEMMA3: dict[str, Any] = {
     "hidden_activation": "gelu_pytorch_tanh",
     "attention_bias": False,
     "final_logit_softcapping": None,
@@ -66,12 +62,10 @@ _GEMMA3_DEFAULTS: dict[str, Any] = {
 # For each model type that a `Decoder` computes: the config values that its GGUF files lack, as
 # transformers sets them.
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": _COMMON_DEFAULTS
-    | _SILU_DEFAULT
-    | {"pretraining_tp": 1, "attention_bias": False, "mlp_bias": False},
-    "qwen2": _COMMON_DEFAULTS | _SILU_DEFAULT | _QWEN_DEFAULTS,
-    "qwen3": _COMMON_DEFAULTS | _SILU_DEFAULT | _QWEN_DEFAULTS | {"attention_bias": False},
-    "gemma3_text": _COMMON_DEFAULTS | _GEMMA3_DEFAULTS,
+    "llama": _COMMON | _SILU | {"pretraining_tp": 1, "attention_bias": False, "mlp_bias": False},
+    "qwen2": _COMMON | _SILU | _QWEN,
+    "qwen3": _COMMON | _SILU | _QWEN | {"attention_bias": False},
+    "gemma3_text": _COMMON | _GEMMA3,
 }
 _SIZE_KEYS = (
     "vocab_size",
@@ -84,13 +78,7 @@ _SIZE_KEYS = (
     "max_position_embeddings",
     "rms_norm_eps",
 )
-_UNSUPPORTED_KEYS = (
-    "attention_bias",
-    "mlp_bias",
-    "auto_map",
-    "quantization_config",
-    "rope_interleaved",
-)
+_UNSUPPORTED = ("attention_bias", "mlp_bias", "auto_map", "quantization_config", "rope_interleaved")
 _ROPE_KEYS = {
     *("rope_theta", "rope_type", "factor", "low_freq_factor", "high_freq_factor"),
     _ORIGINAL_LENGTH,
@@ -98,7 +86,7 @@ _ROPE_KEYS = {
 
 
 def load_config(path: Path) -> dict[str, Any]:
-    """Read a JSON object; raises ModelError if the file is missing, too large or has none."""
+    """Read a JSON object; raises ModelError if the file is missing, too large or no object."""
     try:
         if not path.is_file() or path.stat().st_size > _MAX_FILE_BYTES:
             raise ModelError(f"{path} can't be read: it is missing or too large")
@@ -111,13 +99,12 @@ def load_config(path: Path) -> dict[str, Any]:
 
 
 def context_length(config: Any) -> int | None:
-    """The number of tokens that a model was trained for; None if its config does not say.
+    """The number of tokens that a model was trained for; None if the config does not say it.
 
     `config` is a config of transformers or a `ConfigValues`; invalid numbers count as missing.
     """
-    limit = next(
-        (n for name in _LENGTH_KEYS if (n := positive_int(getattr(config, name, None)))), None
-    )
+    lengths = (positive_int(getattr(config, name, None)) for name in _LENGTH_KEYS)
+    limit = next(filter(None, lengths), None)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if limit is None or not isinstance(rope, dict):
         return limit
@@ -159,7 +146,7 @@ def refuse_invalid_numbers(config: Any, name: str) -> None:
 
 
 def sliding_window(config: Any) -> int | None:
-    """The width of a model's sliding-window layers, in tokens; None if it has no such layers."""
+    """The width in tokens of a model's sliding-window layers; None if it has no such layers."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or []
     if (
@@ -179,7 +166,7 @@ def positive_int(value: object, limit: int = _MAX_INTEGER) -> int | None:
 
 
 class ConfigValues:
-    """The values of a config file as attributes of an object, as in transformers' configs."""
+    """The values of a config file as attributes, as in transformers' configs."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = dict(values)
@@ -200,9 +187,9 @@ class ConfigValues:
 
 
 class DecoderConfig(ConfigValues):
-    """The config of a `Decoder`, with the values of transformers' config, for which `can_read`.
+    """The config of a `Decoder`, for values of transformers' config that `can_read` accepts.
 
-    So a saved chat recognizes the model, whoever has loaded it.
+    It keeps transformers' values, so that a saved chat recognizes the model, whoever loaded it.
     """
 
     head_dim: int
@@ -255,7 +242,7 @@ class DecoderConfig(ConfigValues):
 
     @classmethod
     def of_folder(cls, values: Mapping[str, Any]) -> Self | None:
-        """Make the config from a folder's config.json; None if `decoder.py` can't compute it."""
+        """Make the config from the values of config.json; None if `decoder.py` can't compute it."""
         said: dict[str, Any] = {"pad_token_id": None, "rope_parameters": None, **values}
         scaling, theta = said.pop("rope_scaling", None), said.pop("rope_theta", None)
         rope = said["rope_parameters"] = {**(said["rope_parameters"] or scaling or {})}
@@ -273,7 +260,7 @@ class DecoderConfig(ConfigValues):
             and said.get("hidden_act") == "silu"
             and said.get("sliding_window") is None
             and set(kinds) == {"full_attention"}
-            and not any(said.get(name) for name in _UNSUPPORTED_KEYS)
+            and not any(said.get(name) for name in _UNSUPPORTED)
             and said.get("pretraining_tp", 1) == 1
             and {"bos_token_id", "eos_token_id", "tie_word_embeddings"} <= said.keys()
         )
@@ -286,5 +273,5 @@ class DecoderConfig(ConfigValues):
         return config
 
     def get_text_config(self, decoder: bool = True) -> Self:
-        """Return this config itself: the model has no part but the one for text."""
+        """Return this config, because the model has only a part for text."""
         return self

@@ -30,7 +30,7 @@ _GGUF_NAME = re.compile(r"([\w.-]+/[\w.-]+)/((?:[\w.-]+/)*[\w.-]+\.gguf)", re.AS
 
 
 def locate(name: str) -> tuple[str, str]:
-    """What a name stands for: a folder or hub id, and a GGUF file's name in the folder, or "".
+    """Find what a name stands for: a folder or hub id, and the GGUF file's name in it, or "".
 
     Raises ModelError if there is no such file or folder, and the name can't be a hub id.
     """
@@ -43,7 +43,7 @@ def locate(name: str) -> tuple[str, str]:
 
 
 def suggest_model(name: str) -> str:
-    """A hint for an unknown name: the most similar known one, or else the kinds of names."""
+    """A hint for an unknown name: the most similar known name, or else the kinds of names."""
     known = (*BUNDLED, *PACKAGED)
     if similar := get_close_matches(name, known, 1):
         return f"did you mean {similar[0]}?"
@@ -51,7 +51,7 @@ def suggest_model(name: str) -> str:
 
 
 def packaged_gguf(name: str) -> Path:
-    """The GGUF file in the package of a model such as `smollm2`; raises ModelError without it."""
+    """The GGUF file in the package of a model such as `smollm2`; ModelError if not installed."""
     distribution = PACKAGED[name]
     spec = find_spec(distribution.replace("-", "_"))
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
@@ -73,12 +73,11 @@ def cache_folder() -> Path:
 
 
 def cached_folder(name: str) -> Path:
-    """The folder of a model of the hub in the Hugging Face cache."""
     return cache_folder() / f"models--{name.replace('/', '--')}"
 
 
 def cached_models() -> Iterator[tuple[str, Path]]:
-    """Yield the hub name and the folder of each model in the Hugging Face cache, sorted."""
+    """Yield the hub id and the folder of each model in the Hugging Face cache, sorted."""
     folders = []
     with suppress(OSError):
         folders = sorted(cache_folder().iterdir())
@@ -89,7 +88,7 @@ def cached_models() -> Iterator[tuple[str, Path]]:
 
 
 def snapshot_folder(folder: Path) -> Path | None:
-    """The version of a cached model: the main branch's, or the newest; None if there is none."""
+    """The folder of a cached model's main branch, or else its newest version; None without any."""
     snapshots = folder / "snapshots"
     with suppress(OSError, ValueError):
         commit = (folder / "refs" / "main").read_text("ascii").strip()
@@ -110,7 +109,7 @@ def split_gguf_name(name: str) -> tuple[str, str] | None:
 
 
 def part_names(name: str) -> list[str]:
-    """The names of a file's parts by that of one, `NAME-00001-of-00003.gguf`, or the name alone."""
+    """The names of all parts of the file `NAME-00001-of-00003.gguf`; otherwise just the name."""
     match = _PART_NAME.fullmatch(name)
     if match is None:
         return [name]
@@ -129,7 +128,7 @@ def cached_gguf(name: str) -> Path | None:
 
 
 def loading_error(name: str, error: Exception) -> ModelError:
-    """The ModelError that says in one line why the model `name` can't be loaded."""
+    """A ModelError that says in one line why the model `name` can't be loaded."""
     lacks_package = isinstance(error, ImportError) and find_spec("gguf") is None
     hint = "GGUF files need the extra: pip install 'sirchat[gguf]'" if lacks_package else ""
     lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -163,9 +162,8 @@ def _resolve(name: str) -> tuple[str, str]:
         )
     is_path = name.startswith((".", "~", os.sep)) or name.endswith(os.sep) or name.count("/") > 1
     if is_path or not _HUB_ID.fullmatch(name):
-        raise ModelError(
-            f"model folder {name!r} does not exist", hint=_suggest_neighbour(name, path)
-        )
+        hint = _suggest_neighbour(name, path)
+        raise ModelError(f"model folder {name!r} does not exist", hint=hint)
     return name, ""
 
 
@@ -205,7 +203,7 @@ def _check_folder(name: str, folder: Path) -> None:
 
 
 def _begins_as_gguf(path: Path) -> bool:
-    """Whether a file is GGUF by its beginning, as Ollama's blobs are, which have no ending."""
+    """Whether a file's first bytes are those of GGUF; Ollama's blobs have no file extension."""
     with suppress(OSError), path.open("rb") as file:
         return file.read(4) == b"GGUF"
     return False

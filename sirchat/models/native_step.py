@@ -1,6 +1,6 @@
-"""The decode step of `step.cpp`: describes a model to it once, and lets it read tokens.
+"""The decode step of `step.cpp`: describes a model to the library once, then lets it read tokens.
 
-What it can't read, the model itself reads.
+Tokens that the library can't read are read by the model itself.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class _Token(ctypes.Structure):
 class NativeStep:
     """Reads one token in each of a few conversations by the library of `step.cpp`.
 
-    `dtype` is the cache's number type. The hidden states after `wanted_layers`, counted from 1, are
-    returned. Any thread may call it, one at a time. Raises ValueError if the library can't compute
-    such a model.
+    `dtype` is the number type of the cache. The hidden states after `wanted_layers`, counted from
+    1, are returned. Any thread may call the step, one at a time. Raises ValueError if the library
+    can't compute the model.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class NativeStep:
         weakref.finalize(self, end, self._step).atexit = False
 
     def fits(self, token_id: int, cache: BoundedCache) -> bool:
-        """Whether it can read a token: it knows the id, and the cache has room and its type."""
+        """Whether the step can read a token: the id is valid, the cache has room and `dtype`."""
         if cache.pool is None and not cache.length:
             nothing = torch.empty(1, self._kv_heads, 0, self._head_dim, dtype=self._dtype)
             for layer in cache.row_layers:
@@ -127,7 +127,7 @@ class NativeStep:
         return pool is not None and pool.dtype == self._dtype and has_room
 
     def __call__(self, tokens: Sequence[TokenToRead]) -> tuple[Tensor, Tensor]:
-        """Read tokens, at most `MAX_BATCH`, into their caches, which they must fit.
+        """Read at most `MAX_BATCH` tokens into their caches, for which `fits` must be true.
 
         Returns float32 logits [B, V] and the states [B, layers x d] of the wanted layers.
         """
@@ -149,7 +149,7 @@ class NativeStep:
 
     @torch.inference_mode()
     def _rotation_block(self, block: int) -> tuple[int, int, Tensor]:
-        """Addresses of the cosines and sines [kinds, positions, D] of a block of positions."""
+        """Addresses of cosines and sines [kinds, positions, D] for a block of positions."""
         start, x = block * self._positions_per_block, torch.empty(0, dtype=self._number_type)
         cos_sin = self._rotary(x, torch.arange(start, start + self._positions_per_block)[None])
         cos, sin = (table.float() for table in cos_sin)
@@ -199,13 +199,8 @@ class NativeStep:
         projections = attention.q_proj, attention.k_proj, attention.v_proj
         if (norm := getattr(attention, "q_norm", None)) is not None:
             # of each query and key head, [H_q + H, D], as Qwen 3 and Gemma 3 have them
-            scales = [
-                _scale_of_norm(head_norm).repeat(projection.out_features // self._head_dim)
-                for head_norm, projection in (
-                    (norm, attention.q_proj),
-                    (attention.k_norm, attention.k_proj),
-                )
-            ]
+            norms = zip((norm, attention.k_norm), projections, strict=False)
+            scales = [_scale(n).repeat(x.out_features // self._head_dim) for n, x in norms]
             description.heads = _Norm(self._address(torch.cat(scales)), norm.variance_epsilon)
         description.queries_keys_values = self._product(*projections)
         description.output = self._product(attention.o_proj)
@@ -216,7 +211,7 @@ class NativeStep:
         description.window = sys.maxsize if window is None else window
 
     def _norm(self, norm: Any) -> _Norm:
-        return _Norm(self._address(_scale_of_norm(norm)), norm.variance_epsilon)
+        return _Norm(self._address(_scale(norm)), norm.variance_epsilon)
 
     def _product(self, *layers: Any) -> _Product:
         joined = getattr(layers[0], "joined", None)
@@ -251,7 +246,6 @@ class NativeStep:
         return _Matrix(_KIND_OF_TYPE[weight.dtype], *weight.shape, self._address(weight), None)
 
     def _embedding_scale(self) -> float:
-        """What embeddings are multiplied by, rounded to their type."""
         scale = getattr(self._embeddings, "scalar_embed_scale", 1.0)
         if isinstance(self._embeddings, SharedEmbedding):
             scale = self._embeddings.scale
@@ -268,13 +262,13 @@ def _row_count(product: _Product) -> int:
     return sum(product.parts[index].n for index in range(product.count))
 
 
-def _scale_of_norm(norm: Any) -> Tensor:
+def _scale(norm: Any) -> Tensor:
     scale: Tensor = norm.weight.float() + getattr(norm, "weight_offset", 0.0)
     return scale
 
 
 def _sizes_of_layer(layer: Any) -> tuple[float, ...]:
-    """What all layers of a model must have alike."""
+    """The sizes that must be equal in all layers of a model."""
     attention, inner = layer.self_attn, layer.mlp.down_proj.in_features
     rows = attention.q_proj.out_features, attention.k_proj.out_features
     return attention.head_dim, attention.scaling, *rows, inner

@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 def call_in_new_thread(work: Callable[[], Result], seconds: float | None = None) -> Result:
-    """Call `work` in a new thread, wait, and return its result; TimeoutError after `seconds`."""
+    """Call `work` in a new thread and return its result; raises TimeoutError after `seconds`."""
     # A model is loaded so, because another thread will generate: OpenMP gives each thread that
     # computes its own workers until it ends. With more workers than cores, they sleep when they
     # wait for each other, and a token takes up to four times as long.

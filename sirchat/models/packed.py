@@ -1,8 +1,8 @@
 """Linear layers whose weights stay packed in four to eight bits.
 
-On a CPU, torch's kernels round inputs to bfloat16 (with float32 they are ten times slower), and are
-made for few rows. For more, weights are unpacked: for each product, or once within `SharedWeights`.
-On a GPU weights are unpacked for each product, some rows at a time.
+On a CPU, torch's kernels round inputs to bfloat16 (float32 inputs would take ten times as long),
+and are made for few rows. For many rows, weights are unpacked: for each product, or once within
+`SharedWeights`. On a GPU, weights are unpacked for each product, some rows at a time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SHARED: ContextVar[_UnpackedWeights | None] = ContextVar("shared weights", defa
 
 
 class MatmulMethod(NamedTuple):
-    """How packed weights are multiplied: by torch's kernels, or after they are unpacked."""
+    """How packed weights are multiplied: by torch's kernels, or after unpacking."""
 
     dtype: Unpacked = "bfloat16"  # to which they are unpacked
     # Most rows for which torch's kernels for four and for eight bits are faster than unpacking,
@@ -69,12 +69,11 @@ class PackedLinear(nn.Module, ABC):
 
     @property
     def max_native_rows(self) -> int:
-        """The most rows that `products.cpp` multiplies with these weights; 0 if it can't."""
+        """The most rows that `products.cpp` may multiply with these weights; 0 if it can't."""
         return self.matmul_method.max_native_rows if self.fits_native_products else 0
 
     @property
     def fits_native_products(self) -> bool:
-        """Whether `products.cpp` can multiply with weights of this shape."""
         return self.in_features % GROUP == 0 and self.out_features >= _NATIVE_ROW_BLOCK
 
     @abstractmethod
@@ -105,17 +104,14 @@ class PackedLinear(nn.Module, ABC):
         """Multiply a few rows x [m, K] with the packed weights: x W^T [m, N], without a bias."""
 
     def _rows_for_gpu(self, x: Tensor) -> Tensor:
-        """The rows [m, K] of x [..., K] in the type of their products on a GPU."""
+        """The rows [m, K] of x [..., K], in the number type of products on a GPU."""
         # float16 would overflow: eight-bit weights are multiplied without their scales
         dtype = torch.float32 if x.dtype == torch.float32 else torch.bfloat16
         return x.reshape(-1, self.in_features).to(dtype)
 
     @classmethod
     def join_layers(cls, parts: Sequence[Self], empty: Empty = torch.empty) -> Self:
-        """Make one layer without bias whose rows are those of all `parts`, one after the other.
-
-        `empty` makes the tensors for its weights, on the device of `parts`.
-        """
+        """Make one layer without bias from the rows of all `parts`; `empty` makes its tensors."""
         joined = list[Tensor]()
         for name, dim in cls.row_dims.items():
             each = [getattr(part, name) for part in parts]
@@ -126,7 +122,7 @@ class PackedLinear(nn.Module, ABC):
         return cls(*joined)
 
     def take_rows(self, layer: Self, start: int) -> None:
-        """Use rows of a joined layer, from `start` on, as this layer's weights."""
+        """Use the rows of a joined layer from `start` on as this layer's weights."""
         for name, dim in self.row_dims.items():
             setattr(self, name, getattr(layer, name).narrow(dim, start, self.out_features))
         self.joined = (layer,)
@@ -137,10 +133,7 @@ class PackedLinear(nn.Module, ABC):
 
 
 class Int4Linear(PackedLinear):
-    """A linear layer on a CPU with four-bit weights in groups of 32: `q * scale + minimum`.
-
-    `fits` says which shapes fit.
-    """
+    """A layer on a CPU with four-bit weights in groups of 32 columns: `q * scale + minimum`."""
 
     bits = 4
     row_dims: Mapping[str, int] = {"packed": 0, "scales": 1}
@@ -160,13 +153,13 @@ class Int4Linear(PackedLinear):
     def from_values(
         cls, q: Tensor, scale: Tensor, minimum: Tensor, bias: Tensor | None = None
     ) -> Self:
-        """Make a layer from q, uint8 [N, K], 0 to 15, and scale and minimum [N, K / 32]."""
+        """Make a layer from q, uint8 [N, K], 0 to 15, and scale and minimum, [N, K / 32]."""
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.int(), 1)
         return cls(packed, _scale_zero_pairs(scale, minimum), bias)
 
     @classmethod
     def from_nibbles(cls, nibbles: Tensor, scale: Tensor, minimum: Tensor) -> Self:
-        """Make a layer without bias from `FourBit.nibbles`: a third of the time of unpacking q."""
+        """Make a layer without bias from `FourBit.nibbles`, in a third of the time that q takes."""
         groups, half = nibbles.shape[1], int4_block_rows() // 2
         halves = _halve_blocks(nibbles, 0)  # [N / block, 2, half, K / 32, 16]
         upper, lower = halves.permute(0, 1, 3, 4, 2).contiguous().unbind(1)
@@ -177,7 +170,7 @@ class Int4Linear(PackedLinear):
 
     @staticmethod
     def fits(rows: int, columns: int) -> bool:
-        """Whether a matrix [rows, columns] can be packed in four bits on this machine."""
+        """Whether a matrix of this shape can be packed in four bits on this machine."""
         block = int4_block_rows()
         return block > 0 and rows % block == 0 and columns % GROUP == 0
 
@@ -214,9 +207,9 @@ class Int4Linear(PackedLinear):
 
 
 class Int5Linear(Int4Linear):
-    """A layer on a CPU with five-bit weights, as `products.cpp` has them: `(q - 16) * scale`.
+    """A layer on a CPU with five-bit weights, in the layout of `products.cpp`: `(q - 16) * scale`.
 
-    Without it they are unpacked for each product.
+    Without that library, weights are unpacked for each product.
     """
 
     # here packed uint8 [N, K / 8 * 5] and scales, float16 [N, K / 32], each in blocks of 16 rows
@@ -224,7 +217,6 @@ class Int5Linear(Int4Linear):
 
     @staticmethod
     def fits(rows: int, columns: int) -> bool:
-        """Whether a matrix [rows, columns] can be packed so."""
         return rows % _NATIVE_ROW_BLOCK == 0 and columns % GROUP == 0
 
     def multiply_packed(self, x: Tensor) -> Tensor:
@@ -246,9 +238,9 @@ class Int5Linear(Int4Linear):
 
 
 class Int4GpuLinear(Int4Linear):
-    """A layer with the weights of an `Int4Linear`, as the kernels for GPUs read them.
+    """A layer with the weights of an `Int4Linear`, in the layout of the GPU kernels.
 
-    `nibbles` is uint8 [N, K / 2] in the order of `FourBit.nibbles`, `scales` [N, K / 32, 2].
+    `nibbles` is uint8 [N, K / 2] in the order of `FourBit.nibbles`; `scales` is [N, K / 32, 2].
     """
 
     bits, row_dims = 4, {"nibbles": 0, "scales": 0}
@@ -270,7 +262,6 @@ class Int4GpuLinear(Int4Linear):
 
     @staticmethod
     def fits(rows: int, columns: int) -> bool:
-        """Whether a matrix [rows, columns] can be packed in four bits."""
         return columns % GROUP == 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -292,7 +283,7 @@ class Int4GpuLinear(Int4Linear):
 
 
 class Int8Linear(PackedLinear):
-    """A linear layer with eight-bit weights: `q * scale`, int8 [N, K] and bfloat16 [N]."""
+    """A linear layer with eight-bit weights `q * scale`; q is int8 [N, K], scale bfloat16 [N]."""
 
     bits, row_dims = 8, {"q": 0, "scale": 0}
     q: Tensor
@@ -337,14 +328,14 @@ class Int8Linear(PackedLinear):
         return y
 
     def rows(self, indices: Tensor) -> Tensor:
-        """Unpack the rows with the indices [...]; returns float32 [..., K]."""
+        """Unpack the rows with these indices [...]; returns float32 [..., K]."""
         return self.q[indices].float() * self.scale[indices].float()[..., None]
 
 
 class Int8Head(Int8Linear):
-    """The output head in eight bits, with its largest logits computed again in float32.
+    """The output head in eight bits; its largest logits are computed again in float32.
 
-    In bfloat16 these have steps of 0.06 to 0.12: close logits would be equal, surprisal wrong.
+    In bfloat16, logits have steps of 0.06 to 0.12: close ones would be equal, and surprisal wrong.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -352,7 +343,7 @@ class Int8Head(Int8Linear):
         return self._refine_logits(y.view(-1, self.out_features), x).view_as(y)
 
     def _shared(self) -> None:
-        """Nothing is shared: the head reads few tokens."""
+        """Share nothing, because the head reads few tokens."""
 
     def refined_logits(self, x: Tensor) -> Tensor:
         """Compute float32 logits [m, V] from a few hidden states [m, K]."""
@@ -376,7 +367,7 @@ class Int8Head(Int8Linear):
 
 
 class SharedEmbedding(nn.Module):
-    """Token embeddings from the output head's weights, instead of the module `original`."""
+    """Token embeddings read from the output head's weights; replaces the module `original`."""
 
     def __init__(self, original: Any, head: Int8Linear, dtype: torch.dtype) -> None:
         super().__init__()
@@ -387,7 +378,6 @@ class SharedEmbedding(nn.Module):
 
     @property
     def head(self) -> Int8Linear:
-        """The layer whose weights are read."""
         return self._head[0]
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -395,9 +385,9 @@ class SharedEmbedding(nn.Module):
 
 
 def quantize_int8(weight: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Round a matrix [N, K] to 255 steps in each row; returns q and scale of `Int8Linear`.
+    """Round each row of a matrix [N, K] to 255 steps; returns q and scale of `Int8Linear`.
 
-    With `out`, q is written there, and `weight`, of float32, is overwritten.
+    With `out`, q is written there, and the float32 `weight` is overwritten.
     """
     # Twice over the weights, but without a copy of them.
     largest = torch.maximum(weight.amax(1, keepdim=True), weight.amin(1, keepdim=True).neg())
@@ -449,17 +439,15 @@ def has_fast_bfloat16() -> bool:
 
 
 def has_native_products() -> bool:
-    """Whether this process has loaded the library of `products.cpp`."""
     return torch._C._dispatch_has_kernel("sirchat::multiply_4")
 
 
 def has_matrix_units() -> bool:
-    """Whether it multiplies by matrix units, as `tiles.cpp` says, and so many rows fastest."""
+    """Whether the library has products by matrix units (`tiles.cpp`), fastest for many rows."""
     return torch._C._dispatch_has_kernel("sirchat::score_8")
 
 
 def set_matmul_method(module: nn.Module, method: MatmulMethod) -> None:
-    """Set how all packed layers of a module multiply."""
     for layer in _layers_of(module):
         layer.matmul_method = method
         if layer.joined is not None:
@@ -467,33 +455,31 @@ def set_matmul_method(module: nn.Module, method: MatmulMethod) -> None:
 
 
 def matmul_method_of(module: nn.Module) -> MatmulMethod | None:
-    """How the packed layers of a module on a CPU multiply; None if it has no such layer."""
+    """How packed layers of a module on a CPU multiply; None if it has no such layer."""
     on_cpu = (layer for layer in _layers_of(module) if next(layer.buffers()).is_cpu)
     return next((layer.matmul_method for layer in on_cpu), None)
 
 
 def packed_buffers(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the buffers of all packed layers in a module."""
     for layer in _layers_of(module):
         yield from layer.buffers()
 
 
 def int4_class(device: torch.device) -> type[Int4Linear]:
-    """The class of layers with four-bit weights on a device."""
     return Int4Linear if device.type == "cpu" else Int4GpuLinear
 
 
 def int4_block_rows() -> int:
-    """Number of rows that torch's four-bit kernel packs together here: 64, 32, 16; 0 if unknown.
+    """Rows that torch's four-bit kernel packs together on this machine: 64, 32, 16; 0 if unknown.
 
-    Each byte has a row in its low four bits and one in the others (`_halve_blocks`).
+    A byte holds one row in its low four bits, another in its high four bits (`_halve_blocks`).
     """
     return int4_layout()[0]
 
 
 @cache
 def int4_layout() -> tuple[int, bool]:
-    """What `int4_block_rows` says, and whether a byte has two rows that follow one another."""
+    """The result of `int4_block_rows`, and whether the two rows of a byte are adjacent."""
     # 64 rows with AVX-512, 32 with AVX2, each byte from both halves of them; 16 (32 with wider
     # vectors) on ARM, and 32 on other processors, each byte with an even row and the next.
     q = (torch.arange(64)[:, None] + 3 * torch.arange(GROUP)) % 16  # [64, 32]
@@ -507,7 +493,7 @@ def int4_layout() -> tuple[int, bool]:
 
 
 def _halve_blocks(x: Tensor, dim: int, layout: tuple[int, bool] | None = None) -> Tensor:
-    """View a dimension of N rows as [N / block, 2, block / 2]: in low four bits, in high ones."""
+    """View N rows as [N / block, 2, block / 2]: rows in low four bits, rows in high ones."""
     block, follow = layout or int4_layout()
     pair = (block // 2, 2) if follow else (2, block // 2)
     blocks = x.view(*x.shape[:dim], -1, *pair, *x.shape[dim + 1 :])
@@ -515,14 +501,12 @@ def _halve_blocks(x: Tensor, dim: int, layout: tuple[int, bool] | None = None) -
 
 
 def packing_layout() -> str:
-    """A name of how packed weights lie in memory here; those of another name can't be used."""
+    """A name of the layout of packed weights on this machine; other layouts can't be used."""
     block, follow = int4_layout()
     return f"blocks of {block}" + (", pairs of rows" if follow else "")
 
 
 class _UnpackedWeights(NamedTuple):
-    """The unpacked weights that the passes of one text share."""
-
     unpacked: dict[PackedLinear, Tensor]
     # Whether oneDNN has arranged them as its products need them; else each product does that, in a
     # third of the time of a product with 60 rows.
@@ -534,12 +518,12 @@ def _layers_of(module: nn.Module) -> Iterator[PackedLinear]:
 
 
 def _scale_zero_pairs(scale: Tensor, minimum: Tensor) -> Tensor:
-    """Pair scales and minima [N, K / 32] as the kernel needs them, which adds (q - 8) scale."""
+    """Pair scale and minimum [N, K / 32] for torch's kernel: (q - 8) scale + zero."""
     pairs = torch.stack([scale, minimum + 8 * scale], -1).transpose(0, 1)  # [K / 32, N, 2]
     return pairs.contiguous().bfloat16()
 
 
 def _add_bias(y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Add a bias to y [m, N]; returns [..., N] in the type of the input x [..., K]."""
+    """Add a bias to y [m, N]; returns [..., N] in the number type of the input x [..., K]."""
     y = y.to(x.dtype).view(*x.shape[:-1], -1)
     return y if bias is None else y + bias

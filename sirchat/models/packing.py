@@ -1,4 +1,4 @@
-"""Puts packed layers, of experts too, into a model, and their weights into one block of memory."""
+"""Puts packed layers, including experts, into a model, and their weights into one memory block."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _CPU = torch.device("cpu")
 
 @torch.no_grad()
 def pack_module(module: Any, bits: int, device: torch.device | None = None) -> None:
-    """Replace the linear layers of a model by packed ones of 8 or 4 bits, in place, on `device`.
+    """Replace a model's linear layers in place by packed ones of 8 or 4 bits, on `device`.
 
-    The head gets 8 bits, and so does a layer whose shape does not allow 4. Embeddings stay, or read
-    the weights that they share with the head. Without `device`, layers stay where they are.
+    The head gets 8 bits, and so do layers whose shape does not allow 4. Embeddings stay, or read
+    the head's weights if they share them. Without `device`, layers stay where they are.
     """
     head, embeddings = module.get_output_embeddings(), module.get_input_embeddings()
     is_tied, device = embeddings.weight is head.weight, device or module.device
@@ -60,14 +60,14 @@ def pack_module(module: Any, bits: int, device: torch.device | None = None) -> N
 
 
 def may_be_joined(path: str) -> bool:
-    """Whether other layers have the same input as the layer at `path`, and may be joined."""
+    """Whether the layer at `path` may be joined with other layers that have the same input."""
     return any(path.rpartition(".")[2] in group for group in _SAME_INPUT_NAMES)
 
 
 def fuse_projections(module: Any, path: str, store: WeightStore) -> None:
     """Move the weights of the packed layer at `path` into `store`.
 
-    Layers with the same input wait until all are packed, and are then joined if packed in one way.
+    Layers with the same input wait until all are packed; if all are packed alike, they are joined.
     """
     owner, _, name = path.rpartition(".")
     names = next((group for group in _SAME_INPUT_NAMES if name in group), (name,))
@@ -90,7 +90,7 @@ def fuse_projections(module: Any, path: str, store: WeightStore) -> None:
 class WeightStore:
     """One block of `size` bytes on a device for the weights of many layers.
 
-    Without it, the temporary tensors of packing would leave gaps between these.
+    Without it, the temporary tensors of packing would leave gaps between the weights.
     """
 
     def __init__(self, size: int, device: torch.device = _CPU) -> None:
@@ -100,10 +100,7 @@ class WeightStore:
     def empty(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
     ) -> Tensor:
-        """Make a tensor without values in the block, or beside it if it has no room.
-
-        It has none for a tensor on another `device`.
-        """
+        """Make an uninitialized tensor in the block; if full or for another `device`, outside."""
         block_device = self._bytes.device
         if device is None or device == block_device:
             view = self._take(prod(shape) * dtype.itemsize)
@@ -112,7 +109,6 @@ class WeightStore:
         return torch.empty(shape, dtype=dtype, device=device or block_device)
 
     def move(self, layer: nn.Module) -> None:
-        """Move a layer's buffers into the block, or beside it where it has no room."""
         for name, buffer in layer.named_buffers():
             if 0 <= buffer.data_ptr() - self._bytes.data_ptr() < len(self._bytes):
                 continue  # made by `empty`
@@ -134,7 +130,7 @@ class WeightStore:
 class PackedExperts(nn.Module):
     """Replaces a layer's experts, stacked tensors in transformers, by packed layers of each expert.
 
-    The gate and the biases of the experts `original` are still used.
+    The gate and the biases of the module `original` are still used.
     """
 
     def __init__(self, original: Any, layers: Mapping[Any, Sequence[PackedLinear]]) -> None:
@@ -148,7 +144,7 @@ class PackedExperts(nn.Module):
         self._original = (original,)  # in a tuple, so that it is not a submodule
 
     def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        """Sum, for each row of x [m, K], the outputs of its k experts `chosen` times `shares`."""
+        """Sum each row's k `chosen` experts, weighted by `shares`; x and the result are [m, K]."""
         out = torch.zeros_like(x)
         for expert in set(chosen.flatten().tolist()):
             row_indices, choice_indices = torch.where(chosen == expert)
@@ -173,7 +169,7 @@ class PackedExperts(nn.Module):
 def _rounded(
     quantize: Callable[[Tensor], Rounded], weight: Tensor, device: torch.device
 ) -> Rounded:
-    """Round a matrix [N, K] by a function of packed.py, on a GPU from float32, as a CPU has it."""
+    """Round a matrix [N, K] by `quantize`; on a GPU from float32, so that results equal a CPU's."""
     if device.type == "cpu":
         return quantize(weight)
     parts = [quantize(rows.to(device).float()) for rows in torch.split(weight, _ROUNDED_ROWS)]

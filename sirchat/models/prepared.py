@@ -1,6 +1,6 @@
-"""The folder of prepared files: what loading a GGUF file made, which later starts only map.
+"""The folder of prepared files, which hold the loaded form of a GGUF file for later starts to map.
 
-Each is a safetensors file of bytes. Its folder is limited in size; the longest unused goes first.
+Each is a safetensors file of bytes. If the folder is too large, the longest unused file is deleted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_HEADER_BYTES = 1 << 16  # bytes
 
 
 class PreparedFile(NamedTuple):
-    """A prepared file of the folder; `model` is the GGUF file's path, `size` is in bytes."""
+    """A prepared file; `model` is the GGUF file's path, `size` is in bytes."""
 
     path: Path
     model: str
@@ -41,8 +41,6 @@ class PreparedFile(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The header of a prepared file: its model, and the sizes and the checksum of its parts."""
-
     model: str
     manifest_bytes: int
     weights_bytes: int
@@ -62,7 +60,7 @@ class Header(NamedTuple):
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of a prepared file; ValueError or OSError if it is none, or not whole."""
+    """Read a prepared file's header; raises ValueError or OSError if it is missing or damaged."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         text = file.read(min(size, _MAX_HEADER_BYTES))
@@ -81,9 +79,9 @@ def read_header(path: Path) -> Header:
 
 
 def prepared_path(model: Path, variant: tuple[str, ...]) -> Path | None:
-    """Where the prepared file of a GGUF file is or would be; None if that is small or unreadable.
+    """The path of a GGUF file's prepared file, which may not exist; None if small or unreadable.
 
-    Any change of the file changes the path; so do other settings (`variant`) of loading it.
+    Any change of the GGUF file changes the path; so do other loading settings (`variant`).
     """
     digest, size = hashlib.sha256(), 0
     try:
@@ -108,7 +106,7 @@ def prepared_path(model: Path, variant: tuple[str, ...]) -> Path | None:
 
 
 def make_room(path: Path, size: int) -> bool:
-    """Make room for a file of `size` bytes at `path`; False if it would be too large."""
+    """Delete old files for one of `size` bytes at `path`; False if that would be too large."""
     folder, now = make_private_dir(path.parent), time.time()
     for unfinished in folder.glob(f"*{UNFINISHED_SUFFIX}"):
         if now - unfinished.stat().st_mtime > _ABANDONED_SECONDS:
@@ -129,7 +127,7 @@ def make_room(path: Path, size: int) -> bool:
 
 
 def prepared_files() -> list[PreparedFile]:
-    """The prepared files, the one last used first; `model` is empty for one that is damaged."""
+    """The prepared files, last used first; `model` is empty for a damaged one."""
     found = list[PreparedFile]()
     for path in prepared_dir().glob(f"*{_SUFFIX}"):
         with suppress(OSError):

@@ -25,11 +25,9 @@ _TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 4e-3, to
 # change what experts are chosen. A state that is lost between passes of 1 changes them by 0.16.
 _STATE_TOLERANCES = (1e-3, 1e-3), (0.03, 0.1)
 _DISTANCES = (1, 17, 301)
-_FIRST_TRIED_TOKEN, _MAX_TRIED_TOKENS = (
-    5,
-    32,
-)  # the ids that are tried until two have keys that are not zero
-_MAX_SHOWN_WEIGHTS = 3  # most weights that an error names
+# The ids that are tried until two have keys that are not zero.
+_FIRST_TRIED, _MAX_TRIED = 5, 32
+_MAX_SHOWN = 3  # weights that an error names
 # What is wrong with weights of the files, by transformers' names for it.
 _WEIGHT_ERRORS = {
     "missing": "lack weights that the model needs",
@@ -44,18 +42,12 @@ _CACHE_ERRORS = (LookupError, TypeError, ValueError, AttributeError, RuntimeErro
 
 
 def cache_argument(module: Any, kv_cache: Any) -> dict[str, Any]:
-    """The keyword argument with which `module.forward` gets the KV cache.
-
-    The argument is called `cache` from transformers 5.24 on, and `past_key_values` before.
-    """
+    """The KV cache as a keyword argument: `past_key_values`, or `cache` from transformers 5.24."""
     return {_cache_name(type(module).forward): kv_cache}
 
 
 def refuse_unusable_tokenizer(module: Any, tokenizer: Any, name: str) -> None:
-    """Raise ModelError if the tokenizer has more tokens than the model, added ones not counted.
-
-    So, too, if the files name no id as end.
-    """
+    """Raise ModelError if the tokenizer has more tokens than the model, or no id that ends text."""
     known, tokens = module.config.get_text_config(decoder=True).vocab_size, tokenizer.vocab_size
     if tokens > known:
         raise ModelError(
@@ -81,31 +73,25 @@ def refuse_broken_template(tokenizer: Any, name: str) -> None:
 
 
 def refuse_other_weights(module: Any, info: Mapping[str, Any], name: str) -> None:
-    """Raise ModelError if files and model do not have the same weights, by transformers' `info`.
+    """Raise ModelError if files and model differ in their weights; `info` comes from transformers.
 
-    Weights of a part that the model lacks, such as one for images, may be more in the files.
+    The files may have weights of parts that the model lacks, such as a part for images.
     """
     found = {kind: sorted(info.get(f"{kind}_keys", ()), key=str) for kind in _WEIGHT_ERRORS}
     others = found["unexpected"]
     found["unexpected"] = [key for key in others if _would_be_used(module, key)]
     for kind, what in _WEIGHT_ERRORS.items():
         if keys := found[kind]:
-            more = (
-                f", and {len(keys) - _MAX_SHOWN_WEIGHTS} more"
-                if len(keys) > _MAX_SHOWN_WEIGHTS
-                else ""
-            )
+            more = f", and {len(keys) - _MAX_SHOWN} more" if len(keys) > _MAX_SHOWN else ""
             hint = f"they have {others[0]} instead" if others and kind == "missing" else ""
             if keys == ["lm_head.weight"] and not others:
                 hint = 'if it is that of the embeddings: "tie_word_embeddings": true in config.json'
-            shown = ", ".join(
-                key if isinstance(key, str) else key[0] for key in keys[:_MAX_SHOWN_WEIGHTS]
-            )
+            shown = ", ".join(key if isinstance(key, str) else key[0] for key in keys[:_MAX_SHOWN])
             raise ModelError(f"the files of {name!r} {what}: {shown}{more}", hint=hint)
 
 
 def state_kinds(config: Any) -> list[LayerKind] | None:
-    """The kind of each layer of a hybrid model; None if all layers have keys and values only."""
+    """The kind of each layer of a hybrid model; None if all layers have only keys and values."""
     if not hasattr(config, "num_hidden_layers"):
         return None
     from sirchat.memory.hub_cache import layer_kinds
@@ -141,8 +127,8 @@ def probe_rotations(
 ) -> list[LayerRotation]:
     """Detect the rotation (RoPE) of both cached tensors, usually keys and values, of each layer.
 
-    `kinds` are those of a hybrid model's layers. Raises ModelError if a layer has no keys and
-    values per token, or if these depend on the position in another way (as learned positions do).
+    `kinds` are the layer kinds of a hybrid model. Raises ModelError if a layer has no keys and
+    values per token, or if these depend on the position otherwise (as learned positions do).
     """
     # For a single token, the hidden states do not depend on the position. So a layer's keys at two
     # positions differ by exactly that layer's rotation, unless they are zero (as padding's may be).
@@ -187,8 +173,8 @@ def probe_state(
 ) -> bool:
     """Check that the recurrent state of a hybrid model can be restored and continued.
 
-    Returns whether the state can be continued only with one token at a time. Raises ModelError if
-    it can't be continued from a copy: a turn could not be undone.
+    Returns True if the state can be continued only by one token at a time. Raises ModelError if a
+    copy of the state can't be continued: a turn could then not be undone.
     """
     vocabulary = int(module.config.get_text_config(decoder=True).vocab_size)
     ids = [(7 * at + 5) % vocabulary for at in range(12)]
@@ -262,7 +248,7 @@ def _check_a_move(module: Any, new: Callable[[], BoundedCache], name: str) -> No
 
 
 def _would_be_used(module: Any, key: str) -> bool:
-    """Whether an unknown tensor is of a part that the model has."""
+    """Whether an unknown tensor belongs to a part that the model has."""
     config = module.config.get_text_config(decoder=True)
     layer = re.search(r"\.(?:layers|h)\.(\d+)\.", key)
     predicts_more = getattr(config, "num_nextn_predict_layers", None)
@@ -277,11 +263,9 @@ def _would_be_used(module: Any, key: str) -> bool:
 def _visible_tokens(
     module: Any, name: str, read: Callable[[int], list[Any]]
 ) -> Iterator[tuple[int, list[Any]]]:
-    """Yield ids with what `read` gives of each layer; none of it is zero, as zeros never rotate."""
+    """Yield ids with what `read` returns for each layer, without zeros, which show no rotation."""
     vocabulary = int(module.config.get_text_config(decoder=True).vocab_size)
-    ids = [
-        (_FIRST_TRIED_TOKEN + at) % vocabulary for at in range(min(_MAX_TRIED_TOKENS, vocabulary))
-    ]
+    ids = [(_FIRST_TRIED + at) % vocabulary for at in range(min(_MAX_TRIED, vocabulary))]
     layers = ((token, read(token)) for token in ids)
     visible = (
         (token, found)
@@ -302,7 +286,7 @@ def _visible_tokens(
 def _match_layer(
     tokens: list[_Samples], layer: int, tensor: int, frequencies: dict[str, Tensor]
 ) -> Rotation | None:
-    """The rotation of a layer's tensor that the first token shows; the others confirm it."""
+    """The rotation of a layer's tensor that the first token shows and all other tokens confirm."""
     first, *others = [
         {position: layers[layer][tensor] for position, layers in samples.items()}
         for samples in tokens
@@ -345,7 +329,7 @@ def _read_sample(
 
 @torch.inference_mode()
 def _read(module: Any, ids: list[int], kv_cache: BoundedCache, position: int) -> Tensor:
-    """Read ids [m] into the cache, at positions from `position` on; returns the last logits [V]."""
+    """Read ids [m] into the cache, from `position` on; returns the last logits [V]."""
     kv_cache.begin_pass()
     logits = module(
         input_ids=torch.tensor([ids], device=input_device(module)),

@@ -1,4 +1,4 @@
-"""The processor: its name and features, and how packed weights are multiplied fastest by these."""
+"""The processor's name and features, and the fastest way to multiply packed weights on it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ISA_WITHOUT_BFLOAT16 = ("AVX512_CORE", "AVX512_CORE_VNNI")
 
 
 class Features(NamedTuple):
-    """What the processor has for products of packed weights, less what the environment hides."""
+    """The processor's features for products of packed weights that the environment allows."""
 
     capability: str  # torch's name: AVX512, AVX2, DEFAULT, ...
     has_bfloat16: bool  # instructions for products of bfloat16
@@ -36,7 +36,6 @@ class Features(NamedTuple):
 
 
 def processor_features() -> Features:
-    """The features of this processor that may be used."""
     is_x86, isa_limit = platform.machine().lower() in ("x86_64", "amd64"), onednn_isa_limit()
     has_amx = torch.cpu._is_amx_tile_supported()
     # oneDNN alone says that it has bfloat16 with plain AVX-512, too, where it converts to float32.
@@ -48,7 +47,7 @@ def processor_features() -> Features:
 
 
 def fastest_method(features: Features, unpack: UnpackName = "auto") -> MatmulMethod:
-    """How packed weights are multiplied with such features, if `products.cpp` is loaded."""
+    """How to multiply packed weights on a processor with these features and `products.cpp`."""
     if unpack == "auto":
         unpack = "bfloat16" if features.has_bfloat16 else "float32"
     # AMX multiplies many rows of bfloat16 in less time than they need in eight bits without it.
@@ -61,7 +60,7 @@ def fastest_method(features: Features, unpack: UnpackName = "auto") -> MatmulMet
 
 
 def choose_matmul_method(module: nn.Module, unpack: UnpackName) -> None:
-    """Choose how packed layers multiply: the fastest way, or as the setting `unpack_dtype` says."""
+    """Let packed layers multiply in the fastest way, or as the setting `unpack_dtype` says."""
     if matmul_method_of(module) is not None:
         fastest = fastest_method(processor_features(), unpack)
         before_compiling = fastest._replace(max_native_rows=0)  # `products.cpp` is not loaded yet
@@ -69,19 +68,18 @@ def choose_matmul_method(module: nn.Module, unpack: UnpackName) -> None:
 
 
 def max_native_rows() -> int:
-    """Up to how many rows `products.cpp` is to multiply, once it is loaded."""
+    """The most rows that the loaded `products.cpp` should multiply."""
     if has_matrix_units():
         return UNLIMITED_ROWS
     return fastest_method(processor_features()).max_native_rows
 
 
 def processor_name() -> str:
-    """The processor's name."""
     return cpuinfo("model name") or platform.processor() or platform.machine()
 
 
 def cpuinfo(*names: str) -> str:
-    """The first value of Linux's /proc/cpuinfo whose key begins with one of `names`; "" if none."""
+    """The first value in Linux's /proc/cpuinfo whose key begins with one of `names`, or ""."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text("ascii", "replace").splitlines():
             if line.startswith(names):

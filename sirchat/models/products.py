@@ -1,7 +1,7 @@
 """Builds and loads the library of `step.cpp` and `products.cpp`.
 
-It has the decode step, and products of packed weights, which are never unpacked, for texts: these
-are operators of torch.
+The library has the decode step, and operators of torch that multiply packed weights with many rows
+without unpacking them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DamagedProgramError(Exception):
 
 
 class WrongProgramError(Exception):
-    """Machine code computes something else than it should."""
+    """Machine code computes wrong results."""
 
 
 def supports_processor() -> bool:
@@ -54,7 +54,7 @@ def supports_processor() -> bool:
 
 
 def library_name() -> str:
-    """The name of the library's file: a hash of all that it depends on."""
+    """The library's file name: a hash of everything that its machine code depends on."""
     compiler_identity: list[object] = [*compiler()]
     with suppress(OSError, IndexError):
         file_stat = os.stat(compiler()[0])
@@ -65,9 +65,9 @@ def library_name() -> str:
 
 
 def build_library(path: Path) -> None:
-    """Compile the library into the file `path`, some seconds; RuntimeError has the compiler's.
+    """Compile the library into the file `path`, which takes some seconds.
 
-    Raises OSError if the compiler was killed.
+    Raises RuntimeError with the compiler's message, and OSError if the compiler was killed.
     """
     include, lib = (Path(torch.__file__).parent / name for name in ("include", "lib"))
     folders = [f"-I{include}", f"-L{lib}"]
@@ -85,7 +85,7 @@ def build_library(path: Path) -> None:
 
 
 def check_digest(path: Path) -> None:
-    """Raise DamagedProgramError if a file is not as `build_library` left it."""
+    """Raise DamagedProgramError if a file is not as `build_library` wrote it."""
     content = path.read_bytes()  # loading an incomplete file can kill the process
     if hashlib.sha256(content[:-_DIGEST_BYTES]).digest() != content[-_DIGEST_BYTES:]:
         raise DamagedProgramError

@@ -17,14 +17,14 @@ Progress = Callable[[str, int, int | None], None]
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Context manager or decorator: no warnings or logs; progress bars stay off even after it."""
+    """Context manager or decorator: no warnings or logs; progress bars stay off even afterwards."""
     switch_off_bars()
     with no_warnings():
         yield
 
 
 def switch_off_bars() -> None:
-    """Stop transformers and the hub's library from showing bars and warnings, for good."""
+    """Switch off bars and warnings of transformers and the hub's library permanently."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
@@ -46,7 +46,7 @@ def no_warnings() -> Iterator[None]:
 
 @contextmanager
 def reporting(progress: Progress | None) -> Iterator[dict[str, Any]]:
-    """Context manager: transformers' progress bars call `progress`, if any, instead of drawing.
+    """Context manager: transformers' progress bars call `progress`, if given, and draw nothing.
 
     Yields options for `from_pretrained`.
     """
@@ -68,7 +68,7 @@ def reporting(progress: Progress | None) -> Iterator[dict[str, Any]]:
 
 
 def bar_class(progress: Progress) -> type[tqdm]:
-    """Make a class of progress bars for libraries that draw nothing, but report."""
+    """Make a progress bar class for libraries that calls `progress` and draws nothing."""
 
     class Bar(tqdm):  # type: ignore[misc]  # tqdm is untyped
         def __init__(self, *args: Any, **kwargs: Any) -> None:

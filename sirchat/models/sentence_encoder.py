@@ -1,4 +1,4 @@
-"""A sentence encoder of its own, such as all-MiniLM-L6-v2, run by transformers on the CPU."""
+"""A separate sentence encoder, such as all-MiniLM-L6-v2, run by transformers on the CPU."""
 
 from __future__ import annotations
 
@@ -24,26 +24,19 @@ from sirchat.models.progress import quiet_libraries
 _MAX_TOKENS = 256  # tokens of a text that are read
 _BATCH_SIZE = 32  # texts in a pass
 # Of which states a text's vector is made, by what older and newer folders and GGUF files call it.
-_POOLING_MODES: dict[object, str] = {
-    "mean_tokens": "mean",
-    "cls_token": "first",
-    "lasttoken": "last",
-}
-_POOLING_MODES |= {"mean": "mean", "cls": "first", 1: "mean", 2: "first", 3: "last"}
-_REQUIRED_FILES = (
-    "config.json",
-    "tokenizer.json",
-)  # files without which a folder is no such encoder
+_MODES: dict[object, str] = {"mean_tokens": "mean", "cls_token": "first", "lasttoken": "last"}
+_MODES |= {"mean": "mean", "cls": "first", 1: "mean", 2: "first", 3: "last"}
+_REQUIRED_FILES = ("config.json", "tokenizer.json")  # of such an encoder's folder
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """How a text's states become its vector: their `mean`, the `first` or the `last`."""
+    """How a text's vector is made of its hidden states: their `mean`, the `first` or the `last`."""
 
     mode: str = "mean"
 
     def vectors(self, states: Tensor, mask: Tensor) -> Tensor:
-        """The unit vectors [n, D] of texts' states [n, m, d]; `mask` [n, m] is 0 for padding."""
+        """Unit vectors [n, D] of texts from states [n, m, d]; `mask` [n, m] is 0 for padding."""
         if self.mode == "mean":
             vectors = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
         else:  # padding may stand on either side
@@ -54,25 +47,22 @@ class Pooling:
 
     @classmethod
     def of_model(cls, name: str) -> Self | None:
-        """What the files of a language model say; None if nothing, ModelError if it can't be so."""
+        """The pooling in a model's files; None if not stated; raises ModelError if unsupported."""
         source, gguf_file = locate(name)
         if not gguf_file:
-            folder = (
-                Path(source) if Path(source).is_dir() else snapshot_folder(cached_folder(source))
-            )
+            folder: Path | None = Path(source)
+            if not Path(source).is_dir():
+                folder = snapshot_folder(cached_folder(source))
             return cls.of_folder(folder) if folder else None
         file = parse_gguf(Path(source, gguf_file), with_text_lists=False)
         if (said := file.settings.get("pooling_type")) is None:
             return None
         file.require(said in (1, 2, 3), "pooling_type", "1, 2 or 3: mean, first or last")
-        return cls(_POOLING_MODES[said])
+        return cls(_MODES[said])
 
     @classmethod
     def of_folder(cls, folder: Path) -> Self | None:
-        """What a folder's modules.json, or else its `1_Pooling`, says; as `of_model`.
-
-        Damaged files raise all kinds of errors.
-        """
+        """As `of_model`, by modules.json or else `1_Pooling`; damaged files raise any error."""
         listed = folder / "modules.json"
         if listed.exists():
             modules = json.loads(listed.read_bytes())[1:]  # without the transformer
@@ -87,10 +77,10 @@ class Pooling:
 
 
 class SentenceEncoder:
-    """Makes unit vectors of texts: the mean of a transformer's last states, or one, as files say.
+    """Makes unit vectors of texts from a transformer's last states, by the files' pooling.
 
-    `name` is a folder, or a model of the hub that is on this machine. Raises ModelError if it is
-    neither, or can't be loaded.
+    `name` is a folder, or a hub model on this machine. Raises ModelError if there is none, or if it
+    can't be loaded.
     """
 
     def __init__(self, name: str) -> None:
@@ -112,7 +102,7 @@ class SentenceEncoder:
 
     @cached_property
     def checksum(self) -> int:
-        """A check sum of the pooling, and of some of the weights of each kind."""
+        """A checksum of the pooling, and of some values of each weight tensor."""
         weights = (one.flatten()[::997].float() for one in self._module.parameters())
         how = 0 if self._pooling.mode == "mean" else crc32(self._pooling.mode.encode())
         return crc32(torch.cat([one.detach() for one in weights]).numpy().tobytes(), how)
@@ -137,17 +127,17 @@ class SentenceEncoder:
 
 
 def _pooling_mode(folder: Path) -> str:
-    """The pooling that a folder `1_Pooling` says; ModelError for one that isn't supported."""
+    """The pooling in a folder `1_Pooling`; raises ModelError if it isn't supported."""
     config, prefix = load_config(folder / "config.json"), "pooling_mode_"
     older = [key.removeprefix(prefix) for key in config if key.startswith(prefix) and config[key]]
     modes = config.get("pooling_mode", older or "mean")
-    if (mode := _POOLING_MODES.get("".join(modes))) is None:
+    if (mode := _MODES.get("".join(modes))) is None:
         raise ModelError(f"{folder} has pooling_mode {modes}; allowed: one of mean, cls, lasttoken")
     return mode
 
 
 def _folder(name: str) -> Path:
-    """The files of a sentence encoder; raises ModelError if they are not on this machine."""
+    """The folder of a sentence encoder; raises ModelError if it is not on this machine."""
     path = Path(os.path.expanduser(name))
     cached = snapshot_folder(cached_folder(name)) if name.count("/") == 1 else None
     path = cached if cached is not None and not path.is_dir() else path

@@ -44,39 +44,26 @@ _ATTENTION_LAYERS = (
 # Types of models that are refused at loading, although their config does not show why.
 _REFUSED_MODELS = ("gpt2", "opt", "mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "rwkv")
 # Types of models whose config may not show which of their layers have keys and values.
-_HYBRID_MODELS = (
-    *("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h"),
-    *("zamba", "zamba2"),
-)
+_HYBRIDS = ("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h", "zamba", "zamba2")
 
 _ElementCounts = tuple[int, int] | tuple[None, None]
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a model as stated in its files; None for a size that they do not state.
+    """The sizes of a model as stated in its files; None for a size that they do not state."""
 
-    Attributes:
-        kind: the architecture, such as `llama`; for a GGUF file also the type of its weights.
-        context_length: number of tokens that the model was trained for.
-        row_elements: how many numbers of a token the KV cache stores in all layers: values, and
-            keys twice (as first written and as moved) where they rotate.
-        archived_elements: how many numbers of a token the archive stores in all layers.
-        stays_packed: whether the weights stay packed, on a device that can compute with these.
-    """
-
-    kind: str
-    context_length: int | None
+    kind: str  # the architecture, such as `llama`; of a GGUF file also the type of its weights
+    context_length: int | None  # tokens that the model was trained for
+    # Numbers that the KV cache stores of a token in all layers: values, and keys, which count
+    # twice where they rotate: as first written, and as moved.
     row_elements: int | None
-    stays_packed: bool = False
-    archived_elements: int | None = None
+    stays_packed: bool = False  # on a device that can compute with packed weights
+    archived_elements: int | None = None  # numbers that the archive stores of a token
 
 
 def shape_of_folder(folder: Path) -> ModelShape:
-    """Read the sizes of a model from its folder's config.json.
-
-    Raises ModelError if the file can't be read, or if sirchat can't run the model.
-    """
+    """Read a model's sizes from config.json; raises ModelError if unreadable or unsupported."""
     config = load_config(folder / "config.json")
     names = config.get("architectures")
     if isinstance(names, list) and names and not any("For" in str(name) for name in names):
@@ -98,10 +85,7 @@ def shape_of_folder(folder: Path) -> ModelShape:
 
 
 def shape_of_gguf(path: Path) -> ModelShape:
-    """Read the sizes of a model from its GGUF file's header.
-
-    Raises ModelError if it is damaged, or sirchat can't run the model.
-    """
+    """Read a model's sizes from a GGUF header; raises ModelError if damaged or unsupported."""
     file = parse_gguf(path, with_text_lists=False)
     refuse_unsupported(file)
     architecture, weights = file.architecture, Counter[str]()
@@ -115,14 +99,14 @@ def shape_of_gguf(path: Path) -> ModelShape:
 
 
 def cache_bytes(shape: ModelShape, profile: Profile, rows: int) -> int | None:
-    """Bytes of a KV cache for `rows` tokens with the settings of a profile; None if unknown."""
+    """Bytes of a KV cache for `rows` tokens with a profile's settings; None if unknown."""
     if shape.row_elements is None:
         return None
     return shape.row_elements * rows * _item_size(shape, profile)
 
 
 def archive_bytes(shape: ModelShape, profile: Profile, tokens: int) -> int | None:
-    """Bytes of the archive for `tokens` tokens with the settings of a profile; None if unknown."""
+    """Bytes of the archive for `tokens` tokens with a profile's settings; None if unknown."""
     if shape.archived_elements is None:
         return None
     return shape.archived_elements * tokens * _item_size(shape, profile)
@@ -146,12 +130,12 @@ def unpacked_type(profile: Profile) -> str:
 
 
 def uses_cpu(profile: Profile) -> bool:
-    """Whether a model will compute on the CPU with the settings of a profile."""
+    """Whether a model computes on the CPU with a profile's settings."""
     return profile.device == "cpu" or (profile.device == "auto" and not _has_accelerator())
 
 
 def free_memory() -> int | None:
-    """Bytes of main memory that this program can still take; None if the system does not say."""
+    """Bytes of main memory that this process can still take; None if the system does not say."""
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         return 1024 * next(int(ln.split()[1]) for ln in lines if ln.startswith("MemAvailable:"))
@@ -164,7 +148,7 @@ def hides_avx512() -> bool:
 
 
 def compiler() -> list[str]:
-    """The command of this machine's C++ compiler: $CXX, or g++, clang++, or zig; [] without one."""
+    """This machine's C++ compiler as a command: $CXX, or g++, clang++ or zig; [] if none exists."""
     command = shlex.split(os.environ.get("CXX", ""))
     for name, *options in [command] if command else [["g++"], ["clang++"]]:
         if (path := shutil.which(name)) is not None:
@@ -177,17 +161,14 @@ def compiler() -> list[str]:
 def uses_native_products(profile: Profile) -> bool:
     """Whether packed weights are multiplied by `products.cpp`, mostly without unpacking them.
 
-    With AMX, but compiled without its instructions, it leaves many rows to unpacked weights.
+    If compiled without AMX on a processor with AMX, the library leaves many rows to unpacking.
     """
     can_compile = profile.compile != "off" and bool(compiler())
     return can_compile and uses_cpu(profile) and machine_int4_block_rows(profile) > 0
 
 
 def machine_int4_block_rows(profile: Profile) -> int:
-    """How many rows are packed in four bits together: 1 on a GPU, on a CPU `int4_block_rows`.
-
-    That is read from the system without loading torch.
-    """
+    """Rows packed in four bits together: 1 on a GPU, else `int4_block_rows`; imports no torch."""
     if not uses_cpu(profile):
         return 1
     with suppress(OSError):
@@ -198,7 +179,6 @@ def machine_int4_block_rows(profile: Profile) -> int:
 
 
 def _layer_types(config: Mapping[str, Any]) -> list[Any]:
-    """The kind of each layer; empty if the config does not say it."""
     listed = config.get("layer_types")
     interval = positive_int(config.get("full_attention_interval"))
     layers = positive_int(config.get("num_hidden_layers"), _MAX_LAYERS)
@@ -209,14 +189,14 @@ def _layer_types(config: Mapping[str, Any]) -> list[Any]:
 
 
 def _count_elements(config: Mapping[str, Any]) -> _ElementCounts:
-    """Count a token's numbers in all layers of the KV cache, and in those of the archive."""
+    """Count a token's numbers in the KV cache, and in the archive, over all layers."""
     kinds = _layer_types(config)
     layers = positive_int(config.get("num_hidden_layers") or config.get("n_layer"), _MAX_LAYERS)
     if config.get("model_type") == "longcat_flash":  # two attention layers in each layer
         layers = 2 * (positive_int(config.get("num_layers"), _MAX_LAYERS) or 0) or None
     heads = positive_int(config.get("num_attention_heads") or config.get("n_head"))
     hidden = positive_int(config.get("hidden_size") or config.get("n_embd"))
-    is_unknown_hybrid = not kinds and config.get("model_type") in _HYBRID_MODELS
+    is_unknown_hybrid = not kinds and config.get("model_type") in _HYBRIDS
     if layers is None or heads is None or is_unknown_hybrid:
         return None, None
     # The last layers may use others' keys; the others than those with rows have a constant state.

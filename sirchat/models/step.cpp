@@ -45,12 +45,12 @@ struct Norm {  // without weights: there is none
 struct Layer {
   Norm attention, added, network, last, heads;  // `heads` has weights [H_q + H, D]
   Product queries_keys_values, output, gate_up, down;
-  int64_t turn, window, is_wanted;  // which rotation, how many rows it sees, whether states are wanted
+  int64_t rotation_index, window, is_wanted;  // `window`: rows that it sees; states are wanted
 };
 
 struct Model {
   int64_t size, inner, queries, keys, head_size, layer_count, wanted;  // d, ..., H_q, H, D, ...
-  int64_t cache_kind, has_gelu, rounds_embeddings, refined;  // to bfloat16; how many largest logits
+  int64_t cache_kind, uses_gelu, rounds_embeddings, refined;  // to bfloat16; how many largest logits
   double scale, embedding_scale;
   Matrix embeddings;
   Norm norm;
@@ -61,7 +61,7 @@ struct Model {
 struct Token {
   int64_t id, held, capacity;
   const float *cos, *sin;  // [D] of the first rotation
-  int64_t apart;           // numbers from a rotation to the next
+  int64_t rotation_stride; // numbers from a rotation to the next
   char* rows;              // [layers, 3, H, capacity, D]: keys, keys as first written, values
 };
 
@@ -240,7 +240,8 @@ class Step {
     float* x = b_of(buffers.heads, heads_size(), b) + head * size;
     if (of_keys < model.keys) {
       if (layer.heads.weight) normalize(x, {layer.heads.weight + head * size, layer.heads.epsilon}, size, x);
-      const float *cos = token.cos + layer.turn * token.apart, *sin = token.sin + layer.turn * token.apart;
+      const int64_t offset = layer.rotation_index * token.rotation_stride;
+      const float *cos = token.cos + offset, *sin = token.sin + offset;
       for (int64_t i = 0; i < half; i++) {
         const float left = x[i], right = x[i + half];
         x[i] = left * cos[i] + right * sin[i], x[i + half] = right * cos[i + half] + left * sin[i + half];
@@ -301,7 +302,7 @@ class Step {
       float* y = buffers.inner + at;
       for (int64_t i = 0; i < count; i++) {
         const float x = gates[i];
-        const float of = model.has_gelu ? 1.5957691216f * (x + 0.044715f * x * x * x) : x;
+        const float of = model.uses_gelu ? 1.5957691216f * (x + 0.044715f * x * x * x) : x;
         const float low = power(-1.44269504f * std::fabs(of));  // e to the power of -|of|
         y[i] = x * ups[i] * ((of < 0 ? low : 1.0f) / (1 + low));
       }

@@ -17,13 +17,8 @@ from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.model_config import ConfigValues, load_config, refuse_invalid_numbers
 from sirchat.models.names import part_names
 
-_EMBEDDING_SUFFIXES = (
-    "embed_tokens.weight",
-    "embed_in.weight",
-    "wte.weight",
-    "word_embeddings.weight",
-)
-_HEAD_SUFFIXES = ("lm_head.weight", "embed_out.weight")
+_EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight")
+_HEADS = ("lm_head.weight", "embed_out.weight")
 # What a config.json says of sizes that building the model would take memory for.
 _LAYER_COUNT_KEY = "num_hidden_layers"
 _SIZE_KEYS = [
@@ -34,8 +29,6 @@ _SIZE_KEYS = [
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a model's file."""
-
     name: str
     shape: tuple[int, ...]
     type: str  # such as `BF16` or `Q4_1`
@@ -46,16 +39,16 @@ class StoredTensor:
 
     @property
     def count_at_once(self) -> int:
-        """The number of values that are packed or unpacked at a time: of experts, those of one."""
+        """The number of values packed or unpacked at a time; an expert counts alone."""
         return prod(self.shape[-2:])
 
     @property
     def is_head(self) -> bool:
-        return self.name.endswith(_HEAD_SUFFIXES) or self.name == "output.weight"
+        return self.name.endswith(_HEADS) or self.name == "output.weight"
 
     @property
     def is_embedding(self) -> bool:
-        return self.name.endswith(_EMBEDDING_SUFFIXES) or self.name == "token_embd.weight"
+        return self.name.endswith(_EMBEDDINGS) or self.name == "token_embd.weight"
 
     @property
     def is_table(self) -> bool:
@@ -64,15 +57,13 @@ class StoredTensor:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is a linear layer's matrix, which `--quantize` can round; not of experts."""
+        """Whether `--quantize` can round the tensor: a linear layer's matrix, but no expert's."""
         is_linear = len(self.shape) == 2 and self.name.endswith(".weight")
         return is_linear and not self.is_table and ".experts." not in self.name
 
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """A model's weights as its files store them."""
-
     tensors: tuple[StoredTensor, ...]  # without an output head that equals the input embeddings
     is_tied: bool  # whether the output head has the weights of the input embeddings
     is_gguf: bool = False
@@ -101,7 +92,7 @@ def stored_weights(path: Path) -> StoredWeights:
 
 
 def weights_in_folder(folder: Path) -> dict[str, tuple[Path, TensorSpan]]:
-    """The weights that a folder's safetensors have: for each name its file, and where it is there.
+    """The weights in a folder's safetensors files: for each name the file, and its place there.
 
     Raises ModelError if a file is missing, damaged or of another kind.
     """
@@ -111,9 +102,8 @@ def weights_in_folder(folder: Path) -> dict[str, tuple[Path, TensorSpan]]:
             f"{folder} has only some of its weights; missing: {', '.join(missing)}",
             hint="the download is incomplete",
         )
-    found = {
-        name: (file, place) for file in files for name, place in read_tensor_spans(file).items()
-    }
+    spans = ((file, read_tensor_spans(file)) for file in files)
+    found = {name: (file, span) for file, named in spans for name, span in named.items()}
     _refuse_larger_config(folder, config, found)
     text = config.get("text_config")
     refuse_invalid_numbers(ConfigValues(text if isinstance(text, dict) else config), str(folder))
@@ -123,14 +113,12 @@ def weights_in_folder(folder: Path) -> dict[str, tuple[Path, TensorSpan]]:
 def _refuse_larger_config(
     folder: Path, config: Mapping[str, Any], weights: Mapping[str, tuple[Path, TensorSpan]]
 ) -> None:
-    """Raise ModelError if a folder's config.json has larger sizes than its weights can have."""
+    """Raise ModelError if config.json states larger sizes than the weights can have."""
     largest = max((size for _, place in weights.values() for size in place.shape), default=0)
     for part in (config, *(part for part in config.values() if isinstance(part, dict))):
         for name in _SIZE_KEYS:
-            size, most = (
-                part.get(name),
-                len(weights) if name == _LAYER_COUNT_KEY else max(largest, 1024),
-            )
+            size = part.get(name)
+            most = len(weights) if name == _LAYER_COUNT_KEY else max(largest, 1024)
             if weights and isinstance(size, int) and size > most:
                 what = "weights" if name == _LAYER_COUNT_KEY else "rows in the largest weight"
                 said = f"{folder / 'config.json'} says {name}: {size:,}"
@@ -138,7 +126,7 @@ def _refuse_larger_config(
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files whose weights transformers loads; a repository may have the weights twice."""
+    """The weight files that transformers loads; a repository may have the weights twice."""
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").exists():
         return [folder / "model.safetensors"]

@@ -1,4 +1,4 @@
-"""Computes surprisal, -log p(token), from logits, or from hidden states, block by block."""
+"""Computes surprisal, -log p(token), from logits, or block by block from hidden states."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PassResult:
 
 
 def surprisal(logits: Tensor, ids: Tensor) -> Tensor:
-    """-log p(id) after each row of raw logits [m, V], float32 [m] in nats, at least 0.
+    """-log p(id) after each row of raw logits [m, V]: float32 [m] in nats, at least 0.
 
     SirLLM calls it token entropy (arXiv:2405.12528, section 3.2).
     """
@@ -49,7 +49,7 @@ def surprisal(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def has_linear_head(module: Any) -> bool:
-    """Whether a model's logits are just the product of its last hidden states and its head."""
+    """Whether logits are just the product of the last hidden states and the head's weights."""
     head, config = module.get_output_embeddings(), module.config
     is_bent = bool(getattr(config, "final_logit_softcapping", None))
     is_linear = config.model_type in _LINEAR_HEAD_TYPES and isinstance(head, nn.Linear | Int8Linear)
@@ -58,25 +58,20 @@ def has_linear_head(module: Any) -> bool:
 
 @torch.inference_mode()
 def surprisal_of_states(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
-    """The surprisal of each id [m] after the hidden states [m, d], float32 in nats, at least 0.
+    """The surprisal of each id [m] after the hidden states [m, d]: float32 in nats, at least 0.
 
-    On a CPU logits are float32, also for bfloat16 weights; by `tiles.cpp`, those of eight-bit
-    weights have relative errors of about 2^-17. They are never all in memory.
+    Logits are never all in memory. On a CPU they are float32, also for bfloat16 weights; for
+    eight-bit weights, `tiles.cpp` computes them with relative errors of about 2^-17.
     """
     weight = getattr(head, "weight", hidden)
     if not (hidden.device.type == weight.device.type == "cpu"):  # the head may be on disk
-        each = (
-            torch.log_softmax(head(some).float(), -1) for some in torch.split(hidden, _BLOCK_ROWS)
-        )
+        states = torch.split(hidden, _BLOCK_ROWS)
+        each = (torch.log_softmax(head(some).float(), -1) for some in states)
         blocks = zip(each, torch.split(ids, _BLOCK_ROWS), strict=True)
         parts = [log_p.gather(1, some.to(log_p.device)[:, None])[:, 0] for log_p, some in blocks]
         return -torch.cat(parts).clamp_max(0.0)
-    if (
-        has_matrix_units()
-        and isinstance(head, Int8Linear)
-        and head.max_native_rows
-        and head.bias is None
-    ):
+    is_native = isinstance(head, Int8Linear) and head.max_native_rows > 0 and head.bias is None
+    if is_native and has_matrix_units():
         given = hidden.float().contiguous(), head.q, head.scale, ids
         scores: Tensor = torch.ops.sirchat.score_8(*given)  # of blocks of the vocabulary, and ids
         return (torch.logsumexp(scores[:-1], 0) - scores[-1]).clamp_min_(0.0)
@@ -117,7 +112,7 @@ class _FloatProducts:
 
 
 class _WholeNumberProducts:
-    """Like `_FloatProducts`, in whole numbers, which are fast with VNNI."""
+    """Like `_FloatProducts`, but in whole numbers, which are fast with VNNI."""
 
     # A state is the sum of three eight-bit digits times their steps, exact to 2^-24 of its largest
     # number.

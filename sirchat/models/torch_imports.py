@@ -1,4 +1,4 @@
-"""Imports torch sooner: its largest library in another thread, and parts of it only on demand."""
+"""Speeds up importing torch: loads its largest library in a thread, and some parts on demand."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NEED_WHOLE_TORCH = (
 def preload_torch() -> None:
     """On Linux, load torch's largest library by `dlopen`, which does not hold Python's lock (GIL).
 
-    An import would hold it for some tenths of a second, in which the prompt could echo no key.
+    An import would hold the GIL for some tenths of a second, in which the prompt could echo no key.
     """
     if sys.platform != "linux" or "torch" in sys.modules:
         return
@@ -49,15 +49,14 @@ def preload_torch() -> None:
 
 
 def defer_parts_of_torch() -> None:
-    """Let `import torch` leave out parts, which are imported when they are used or may be."""
-    if "torch" not in sys.modules and not any(
-        isinstance(one, _DeferringFinder) for one in sys.meta_path
-    ):
+    """Let `import torch` leave out some parts; they are imported when they may be used."""
+    is_there = any(isinstance(finder, _DeferringFinder) for finder in sys.meta_path)
+    if "torch" not in sys.modules and not is_there:
         sys.meta_path.insert(0, _DeferringFinder())
 
 
 class _DeferringFinder(MetaPathFinder, Loader):
-    """Finds a stand-in for each of `_DEFERRED_MODULES`; the module itself is imported on demand."""
+    """Puts a stand-in for each of `_DEFERRED_MODULES`; the module itself is imported on demand."""
 
     def __init__(self) -> None:
         self._deferred = set[str]()
@@ -89,7 +88,7 @@ class _DeferringFinder(MetaPathFinder, Loader):
             sys.modules["torch._C"]._set_generator_metaclass(kind)
 
     def import_deferred(self) -> None:
-        """Import what was left out, or wait for a thread that does; after an error, try again."""
+        """Import the deferred modules, or wait for a thread that does; repeat after an error."""
         thread = threading.get_ident()
         if thread in self._importing_threads:
             return
@@ -108,7 +107,7 @@ class _DeferringFinder(MetaPathFinder, Loader):
 
 
 class _DeferredModule(ModuleType):
-    """Stands for a module that is imported when one of its names is used."""
+    """A stand-in for a module that is imported when one of its names is used."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__all__":  # those are of the import system

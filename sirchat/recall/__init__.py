@@ -1,4 +1,4 @@
-"""Recall: finds the evicted tokens that a new turn needs, and restores them for it."""
+"""Recall: finds the evicted tokens that a new turn needs, and restores them to the KV cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RecalledTurn:
-    """An earlier turn of which recall restored tokens, for a new turn."""
+    """An earlier turn from which recall restored tokens for a new turn."""
 
     turn: int  # its index
     tokens: int  # how many of them recall restored

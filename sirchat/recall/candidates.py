@@ -1,4 +1,4 @@
-"""What a retriever sees: the archived tokens to score, and what they are compared with."""
+"""The input of a retriever: the archived tokens to score, and the tokens they are compared with."""
 
 from __future__ import annotations
 
@@ -18,26 +18,23 @@ _BATCH_TOKENS = 8_192  # tokens whose keys and values are read at once
 
 @dataclass(frozen=True)
 class Candidates:
-    """The n archived tokens that a retriever scores for a turn.
-
-    `positions` [n] are their stream positions, ascending; `query` has the keys and values of the m
-    tokens with which they are compared, usually those of the turn, and none if the retriever needs
-    none; `rotations` has one entry for each layer.
-    """
+    """The n archived tokens that a retriever scores for a turn."""
 
     archive: Archive
-    positions: Positions
+    positions: Positions  # [n], in the stream, ascending
+    # Of the m tokens that the archived ones are compared with, usually those of the turn; m is 0
+    # for a retriever that needs no turn.
     query: KeyValues
-    rotations: Sequence[LayerRotation]
+    rotations: Sequence[LayerRotation]  # of each layer
 
     def pairs(self, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values [H, k, D] of the tokens in one layer, in blocks, not rotated."""
+        """Blocks of the tokens' keys and values [H, k, D] in one layer, unrotated."""
         for start in range(0, len(self.positions), _BATCH_TOKENS):
             block = self.archive.fetch(self.positions[start : start + _BATCH_TOKENS], layer)
             yield _pair(block, 0, self.rotations[layer])
 
     def query_pair(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The query's keys and values [H, m, D] in one layer, not rotated."""
+        """Keys and values [H, m, D] of the query in one layer, unrotated."""
         return _pair(self.query, layer, self.rotations[layer])
 
 

@@ -1,8 +1,8 @@
-"""Finds the passages of a chat that fit a message: one score, by words and by meaning.
+"""Finds the passages of a chat that fit a message; one score counts words and meaning.
 
-A passage scores max(0, z(words) - CHANCE_SCORE) + max(0, z(meaning)). z is the distance from the
-mean of all passages in standard deviations, which have a minimum: else, in a chat where nothing
-fits, the least bad passage would seem to fit.
+The score is max(0, z(words) - CHANCE_SCORE) + max(0, z(meaning)), where z is the distance from the
+mean of all passages in standard deviations. Standard deviations have a minimum. Without it, the
+least bad passage would seem to fit in a chat where nothing fits.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ from sirchat.text.detokenizer import QUESTION_MARKS, Texts
 # CHANCE_SCORE, passages that share a frequent word displace those that say it in other words.
 MIN_SCORE = 2.0  # least score of a passage that comes back; half of it for a message that asks
 CHANCE_SCORE = MIN_SCORE / 2  # what z(words) reaches by chance
-MIN_WORD_DEVIATION, MIN_COSINE_DEVIATION = (
-    0.9,
-    0.1,
-)  # least standard deviations of scores by words, and of cosines
+MIN_WORD_DEVIATION, MIN_COSINE_DEVIATION = 0.9, 0.1  # least standard deviations of the scores
 
 # Passages of a turn that are few. Chosen on the first five chats of BEAM; with 3, less of LoCoMo's
 # evidence is found (0.02 to 0.04), and without this, less of BEAM's (0.15).
@@ -43,25 +40,20 @@ Numbers = Sequence[int] | NDArray[np.int64]  # of turns
 
 @dataclass(frozen=True)
 class PassageQuery:
-    """What is looked for: the sentences of a message, and its vector [D] if meaning counts.
-
-    `model_vector` [D] is that of the model's own encoder, which recognizes questions. Passages of
-    `excluded_turns` are not found.
-    """
+    """What is searched for: the sentences of a message, and their vectors."""
 
     sentences: tuple[str, ...]
-    vector: NDArray[np.float32] | None = None
-    model_vector: NDArray[np.float32] | None = None
-    excluded_turns: tuple[int, ...] = ()
+    vector: NDArray[np.float32] | None = None  # [D]; None: meaning does not count
+    model_vector: NDArray[np.float32] | None = None  # [D], by which the model recognizes questions
+    excluded_turns: tuple[int, ...] = ()  # whose passages are not found
 
     @property
     def text(self) -> str:
-        """The sentences as one text."""
         return "".join(self.sentences)
 
 
 class PassageSearch:
-    """Scores the passages of one chat for messages; callers may read `passages` and `index`."""
+    """Scores the passages of one chat for messages. Callers may read `passages` and `index`."""
 
     def __init__(self, texts: Texts, tokenizer: Any) -> None:
         self.passages = Passages(texts)
@@ -69,14 +61,11 @@ class PassageSearch:
         self.index = WordIndex(self._word_weight)
 
     def update(
-        self,
-        ledger: Ledger,
-        vector_of: VectorOf = lambda start, end: None,
-        with_words: bool = True,
+        self, ledger: Ledger, vector_of: VectorOf = lambda start, end: None, with_words: bool = True
     ) -> None:
-        """Take in the complete turns that were read since the last update.
+        """Add the passages of the complete turns that were read since the last update.
 
-        Without words, the next update with words takes in theirs.
+        With `with_words` False, the next update with words indexes the words of these passages.
         """
         self.passages.update(ledger, vector_of)
         self.index.truncate(len(self.passages))
@@ -88,29 +77,28 @@ class PassageSearch:
             self.index.add(text, turn)
 
     def truncate(self, seen: int) -> None:
-        """Forget the passages of all but the first `seen` tokens of the stream."""
+        """Drop the passages of all but the first `seen` tokens of the stream."""
         self.passages.truncate(seen)
         self.index.truncate(len(self.passages))
 
     def reorder(self, ledger: Ledger, rank: NDArray[np.int64]) -> None:
-        """Let the passages follow their tokens; see `Passages.reorder`."""
+        """Move the passages along with their tokens; see `Passages.reorder`."""
         self.index.truncate(min(len(self.index), self.passages.reorder(ledger, rank)))
 
     def erase(self, ledger: Ledger) -> None:
-        """Forget the erased tokens' words and the vectors of their passages."""
+        """Drop the words of erased tokens, and the vectors of their passages."""
         self.passages.erase(ledger)
         self.index = WordIndex(self._word_weight)
 
     def by_words(self, sentences: Sequence[str]) -> Scores:
-        """How far above chance each passage [n] fits the words of the sentences."""
-        return np.maximum(
-            _z_scores(self.index.scores(sentences), 0.0, MIN_WORD_DEVIATION) - CHANCE_SCORE, 0
-        )
+        """The score [n] of each passage by the words of the sentences, above chance."""
+        scores = _z_scores(self.index.scores(sentences), 0.0, MIN_WORD_DEVIATION)
+        return np.maximum(scores - CHANCE_SCORE, 0)
 
     def tool_result_scores(self, sentences: Sequence[str], which: NDArray[np.bool_]) -> Scores:
-        """What the passages at `which` of a result get, as they were asked for by the sentences.
+        """Scores [k] of the passages `which` [n] of a tool's result, for the user's sentences.
 
-        Unlike `by_words`, it does not count how many others have the same words.
+        Unlike `by_words`, a score does not depend on how many other passages have the same words.
         """
         scores = self.index.scores(sentences)[which]
         best = scores.max(initial=0.0)
@@ -119,10 +107,10 @@ class PassageSearch:
     def scores(
         self, query: PassageQuery, generated: Numbers = (), by_words: Scores | None = None
     ) -> Scores:
-        """How well each passage [n] fits the message.
+        """The score [n] of each passage for the message, by words and meaning.
 
-        Passages of the turns `generated`, which the model wrote, count less. `by_words` are the
-        scores by the words of the message's sentences alone, if they were computed before.
+        Passages of the turns `generated`, which the model wrote, count less. `by_words` [n] passes
+        scores of the sentences' words, if the caller has computed them already.
         """
         scores = self.by_words(query.sentences) if by_words is None else by_words
         if query.vector is not None and self.passages.vectors.shape[1] == len(query.vector):
@@ -138,28 +126,21 @@ class PassageSearch:
     def second_hop_scores(
         self, ledger: Ledger, first: int, query: PassageQuery, generated: Numbers = ()
     ) -> Scores:
-        """How well each passage [n] fits the words of passage number `first`, less the message's.
-
-        The passage `first` has the score 0.
-        """
+        """Scores [n] by the words of passage `first` that the message lacks; 0 for `first`."""
         known, text = set(words_of(query.text)), self.passages.texts(ledger, first, first + 1)[0]
         new = " ".join(word for word in words_of(text) if word not in known)
         scores = self.by_words((new,))
         scores[first] = 0
         return self._discounted(scores, generated, query.excluded_turns)
 
-    def _discounted(
-        self, scores: Scores, generated: Numbers, excluded_turns: Sequence[int]
-    ) -> Scores:
-        """What the model itself wrote counts less, and only if nothing told elsewhere fits better.
-
-        The message that it answered does not count as told elsewhere. Its reply to a question, and
-        the question, must fit four times as well as that. The turns `excluded_turns` count not.
-        """
+    def _discounted(self, scores: Scores, generated: Numbers, excluded: Sequence[int]) -> Scores:
+        """Lower the scores of the model's own text, and drop it if other text fits better."""
+        # The message that a reply answers is no other text. A question, and the reply to it, must
+        # fit four times as well as other text.
         turns, roles = self.passages.rows["turn"], self.passages.rows["role"]
         count = int(turns.max(initial=0)) + 1
-        if excluded_turns:
-            scores = np.where(np.isin(turns, excluded_turns), -np.inf, scores)
+        if excluded:
+            scores = np.where(np.isin(turns, excluded), -np.inf, scores)
         written = np.bincount(np.asarray(generated, np.int64), minlength=count + 1) > 0
         is_own = written[turns] & (roles == Role.ASSISTANT)
         if not is_own.any():
@@ -171,9 +152,8 @@ class PassageSearch:
         np.maximum.at(best_by_turn, turns + 1, told)
         order = np.argsort(-best_by_turn)[:2]
         best, second = best_by_turn[order[0]], best_by_turn[order[-1]]
-        elsewhere = np.where(
-            turns == order[0], second, best
-        )  # place t + 1 is turn t: the one before
+        # Place t + 1 is turn t: the one before.
+        elsewhere = np.where(turns == order[0], second, best)
         counted = np.where(is_own, DISCOUNT * scores, scores)
         least = np.where(is_asked | is_reply, DISCOUNT**2, DISCOUNT) * scores
         is_worse = (is_own | is_asked) & (least <= elsewhere)
@@ -181,9 +161,10 @@ class PassageSearch:
 
 
 def query_spans(pieces: Sequence[str]) -> list[tuple[int, int]]:
-    """The sentences of a message that are looked for, of its tokens as the text of each.
+    """Spans (start, end) of the sentences to search for, in a message given as its token texts.
 
-    All of a few; of many, the last ones that ask, or else the first and the last.
+    A message of many sentences is searched by its last questions, or by its first and last
+    sentence.
     """
     spans = divided(pieces)
     if len(spans) <= _MAX_QUERY_SENTENCES:
@@ -193,16 +174,14 @@ def query_spans(pieces: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def best_first(scores: Scores, floor: float, turns: Numbers) -> NDArray[np.int64]:
-    """The numbers of the passages [n] with a score of at least `floor`, best first, then newest.
+    """Numbers of the passages with a score of at least `floor`, best first, then newest first.
 
-    After the very best, the passages of long turns count less, and after the best
-    `MAX_FULL_SCORE_PASSAGES` of one turn each counts half of the one before, so that facts of
-    several messages precede much of one. A score of -inf is left out.
+    Passages of long turns count less, except the best of all. From number `MAX_FULL_SCORE_PASSAGES`
+    of a turn on, each counts half of the one before, so that facts of several turns come first.
     """
     turns = np.asarray(turns)
-    worth = np.maximum(scores, 0) / np.sqrt(
-        np.maximum(np.bincount(turns)[turns] / MAX_FULL_SCORE_PASSAGES, 1)
-    )
+    lengths = np.bincount(turns)[turns] / MAX_FULL_SCORE_PASSAGES
+    worth = np.maximum(scores, 0) / np.sqrt(np.maximum(lengths, 1))
     above = np.flatnonzero((scores >= floor) & (scores > -np.inf))[::-1]
     above = above[np.lexsort((-worth[above], turns[above]))]  # by turn, its best one first
     _, starts, counts = np.unique(turns[above], return_index=True, return_counts=True)
@@ -215,17 +194,14 @@ def best_first(scores: Scores, floor: float, turns: Numbers) -> NDArray[np.int64
 
 
 def rows_of(passages: NDArray[np.void]) -> Positions:
-    """The stream positions of the tokens of passages, in the passages' order."""
+    """Stream positions of the tokens of `passages`, in the order of the passages."""
     spans = [np.arange(start, end) for start, end in passages[["start", "end"]].tolist()]
     return np.concatenate([np.zeros(0, np.int64), *spans])
 
 
 def _z_scores(values: Scores, usual: float, least: float) -> Scores:
-    """The values [n] as distances from their mean, in standard deviations.
-
-    Few values are filled up with `usual` ones; the deviation is at least `least`.
-    """
-    missing = max(0, MIN_POPULATION - len(values))
+    """The values [n] as distances from their mean, in standard deviations of at least `least`."""
+    missing = max(0, MIN_POPULATION - len(values))  # values that count as `usual`
     count = len(values) + missing
     mean = (values.sum() + missing * usual) / count
     variance = (((values - mean) ** 2).sum() + missing * (usual - mean) ** 2) / count

@@ -1,7 +1,7 @@
-"""The passages of a chat, the units of recall: a sentence or two of one turn.
+"""The passages of a chat, which are the units of recall: a sentence or two of one turn.
 
-Short sentences are joined with the next, long ones are divided evenly. No passage has tokens of the
-chat template, or of a reply's reasoning.
+Short sentences are joined with the next one, and long ones are divided evenly. No passage has
+tokens of the chat template or of a reply's reasoning.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger, Role
 from sirchat.text.detokenizer import Texts, sentence_bounds
 
-MIN_PASSAGE_TOKENS, MAX_PASSAGE_TOKENS = (
-    8,
-    48,
-)  # tokens of a passage; with 16 to 96, 0.01 less of LoCoMo's evidence is found
+MIN_PASSAGE_TOKENS, MAX_PASSAGE_TOKENS = 8, 48  # with 16 and 96, 0.01 less of LoCoMo is found
 
 PASSAGE = np.dtype([("start", np.int64), ("end", np.int64), ("turn", np.int32), ("role", np.int8)])
 
@@ -31,10 +28,7 @@ VectorOf = Callable[[int, int], Tensor | None]
 
 
 class Passages:
-    """The passages of one chat, in stream order, with a vector of each.
-
-    `torn` [seen] is as `torn_sentences` says.
-    """
+    """The passages of one chat, in stream order, with a vector of each."""
 
     def __init__(self, texts: Texts) -> None:
         self._texts = texts
@@ -43,19 +37,19 @@ class Passages:
         self._row_buffer = np.zeros(0, PASSAGE)
         self._vector_buffer = np.zeros((0, 0), np.float16)
         self._count = 0
-        self.torn = np.zeros(0, bool)
+        self.torn = np.zeros(0, bool)  # [seen], see `torn_sentences`
 
     def __len__(self) -> int:
         return self._count
 
     @property
     def rows(self) -> NDArray[np.void]:
-        """Where each passage [n] is: a view, with the fields of `PASSAGE`."""
+        """The place of each passage [n]: a view with the fields of `PASSAGE`."""
         return self._row_buffer[: self._count]
 
     @property
     def vectors(self) -> NDArray[np.float16]:
-        """The unit vector of each passage: a view [n, D], NaN where there is none."""
+        """The unit vector of each passage: a view [n, D]; NaN for a passage without a vector."""
         return self._vector_buffer[: self._count]
 
     def update(self, ledger: Ledger, vector_of: VectorOf = lambda start, end: None) -> None:
@@ -76,15 +70,16 @@ class Passages:
         self._end = ledger.seen
 
     def truncate(self, seen: int) -> None:
-        """Keep the passages of the first `seen` tokens of the stream."""
+        """Keep only the passages of the first `seen` tokens of the stream."""
         if seen < self._end:
             self._count, self._end = int(self.rows["end"].searchsorted(seen, side="right")), seen
         self.torn = self.torn[:seen]
 
     def reorder(self, ledger: Ledger, rank: NDArray[np.int64]) -> int:
-        """Let the passages follow their tokens, whose new stream positions are `rank` [seen].
+        """Move the passages along with their tokens, whose new stream positions are `rank` [seen].
 
-        Those that lost some are dropped. Returns how many of the first stay as they were.
+        Passages that have lost tokens are dropped. Returns how many of the first passages are
+        unchanged.
         """
         rows = self.rows.copy()
         rows["start"], rows["end"] = rank[rows["start"]], rank[rows["end"] - 1] + 1
@@ -99,7 +94,7 @@ class Passages:
         return int(np.argmin(np.append(same, False)))
 
     def erase(self, ledger: Ledger) -> None:
-        """Delete the vectors of passages of torn sentences, and those that have no other one."""
+        """Delete vectors of passages with torn sentences, and passages of torn sentences alone."""
         self.torn = torn_sentences(ledger, self._texts)
         counts = np.concatenate([[0], np.cumsum(self.torn)])
         lost = counts[self.rows["end"]] - counts[self.rows["start"]]
@@ -108,7 +103,7 @@ class Passages:
         self._replace(self.rows[stays], self.vectors[stays], self._end)
 
     def texts(self, ledger: Ledger, start: int = 0, stop: int | None = None) -> list[str]:
-        """The text of each passage from number `start` to `stop` - 1, without torn sentences."""
+        """The texts of passages number `start` to `stop` - 1, without torn sentences."""
         columns = {name: ledger.column(name) for name in ("flags", "token_id")}
         found = list[str]()
         for first, end in self.rows[start:stop][["start", "end"]].tolist():
@@ -118,11 +113,10 @@ class Passages:
         return found
 
     def state(self) -> dict[str, NDArray[np.generic]]:
-        """All of it as arrays, to be saved."""
+        """The passages as arrays, to be saved."""
         return {"rows": self.rows, "vectors": self.vectors, "until": np.array([self._end])}
 
     def load(self, state: Mapping[str, NDArray[np.generic]]) -> None:
-        """Continue with the arrays that `state` returned."""
         rows = np.asarray(state["rows"]).astype(PASSAGE)
         vectors = np.asarray(state["vectors"]).astype(np.float16)
         self._replace(rows, vectors, int(state["until"][0]))
@@ -147,16 +141,16 @@ class Passages:
         self._count = count
 
     def _divided(self, ledger: Ledger, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """The passages of a turn's tokens, given as their first and last + 1."""
+        """The passages in a run of tokens, each as (start, end) in the stream."""
         ids = ledger.column("token_id")[start:end].tolist()
         for first, last in divided(self._texts(ids, range(start, end))):
             yield start + first, start + last
 
 
 def sentences_of(ledger: Ledger, texts: Texts, turn: int) -> Iterator[tuple[Positions, list[str]]]:
-    """The sentences of a turn: the stream positions of the tokens of each, and their texts.
+    """The sentences of a turn: the stream positions of the tokens, and the texts of the tokens.
 
-    An erased token is a blank, or the end of a line if a sentence ended with it.
+    The text of an erased token is a blank, or a line's end if the token ended a sentence.
     """
     at = ledger.of_turn(turn)
     at = at[ledger.column("role")[at] != Role.TEMPLATE]
@@ -169,10 +163,8 @@ def sentences_of(ledger: Ledger, texts: Texts, turn: int) -> Iterator[tuple[Posi
 
 
 def torn_sentences(ledger: Ledger, texts: Texts) -> NDArray[np.bool_]:
-    """Which tokens [seen] are erased, or are what is left of a sentence from which words were.
-
-    What is left says what nobody said, so recall does not bring it back.
-    """
+    """Mask [seen] of the tokens in torn sentences, which are sentences with erased words."""
+    # The rest of a torn sentence says what nobody said, so recall does not restore it.
     is_erased: NDArray[np.bool_] = ledger.column("flags") & np.uint8(Flag.ERASED) != 0
     is_torn = is_erased.copy()
     for turn in np.unique(ledger.column("turn")[is_erased]).tolist():
@@ -183,7 +175,7 @@ def torn_sentences(ledger: Ledger, texts: Texts) -> NDArray[np.bool_]:
 
 
 def divided(pieces: Sequence[str]) -> list[tuple[int, int]]:
-    """Divide the tokens of a text, given as the text of each, into passages of whole sentences."""
+    """Divide a text, given as its token texts, into passages (start, end) of whole sentences."""
     found, start = list[tuple[int, int]](), 0
     for end in sentence_bounds(pieces):
         size = end - start
@@ -198,7 +190,7 @@ def divided(pieces: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def _runs(ledger: Ledger, start: int, torn: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """The runs of tokens of one turn and role from stream position `start` on, without others'."""
+    """The (start, end) of each run of text tokens with one turn and role, from `start` on."""
     turn, role, flags = (ledger.column(name)[start:] for name in ("turn", "role", "flags"))
     has_text = (role != Role.TEMPLATE) & (flags & _TEXTLESS == 0) & ~torn[start:]
     changes = (np.diff(turn) != 0) | (np.diff(role) != 0) | (np.diff(has_text) != 0)

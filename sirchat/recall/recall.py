@@ -1,7 +1,7 @@
-"""Recall of one chat: before each turn, it restores the archived tokens that fit the turn.
+"""Recall of one chat: before each turn, restores the archived tokens that fit the turn.
 
-Passages are found by words and meaning. For another retriever the model reads the turn once, which
-is then undone, or nothing with the setting `recall_query: recent`.
+The passage retrievers search by words and meaning. For other retrievers, the model reads the turn
+once, which is then undone; with `recall_query: recent`, it need not.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ TurnsAt = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True)
 class NewTurn:
-    """A turn that is read next, for which recall looks for passages."""
+    """A turn that is read next, for which recall searches passages."""
 
     ids: Sequence[int]
     roles: Sequence[Role]
@@ -63,56 +63,43 @@ class NewTurn:
 
 @dataclass(frozen=True)
 class RecallResult:
-    """What recall did for a turn.
+    """What recall did for a turn."""
 
-    `scores` and `turns` are those of the restored tokens, `released` the positions of the tokens
-    restored for the turn before; `problem` says why the retriever could not search, or is empty.
-    If it is `focused`, they are all from which the turn is answered, restored or held before.
-    """
-
-    positions: Positions
-    scores: tuple[float, ...]
-    turns: tuple[RecalledTurn, ...]
-    released: Positions
+    positions: Positions  # of the restored tokens; if `focused`, of the held ones that fit, too
+    scores: tuple[float, ...]  # of these tokens
+    turns: tuple[RecalledTurn, ...]  # of these tokens
+    released: Positions  # of the tokens that were restored for the turn before
     seconds: float
-    problem: str = ""
-    focused: bool = False
+    problem: str = ""  # why the retriever could not search
+    focused: bool = False  # whether the turn is answered from these tokens alone
 
 
 @dataclass(frozen=True)
 class FoundPassages:
-    """The passages that fit a message: their tokens, held or archived, and how well they fit.
-
-    `best_score` is the highest of any passage, in standard deviations. If the message
-    `is_question`, it is to be answered from these passages alone.
-    """
+    """The passages that fit a message, held or archived, and how well they fit."""
 
     result: SearchResult
     passages: tuple[int, ...]  # numbers, best first
     query: PassageQuery
-    best_score: float
-    is_question: bool
+    best_score: float  # the highest of any passage, in standard deviations
+    is_question: bool  # whether the message is answered from these passages alone
 
 
 class Recall:
-    """Restores archived tokens that fit a new turn, to the KV cache of one engine.
-
-    `scores` are those of the tokens restored for the last turn, by stream position, and `turns`
-    their turns, in order; `found` is what the last search for passages found, or None. `nothing`
-    says why nothing was restored for the user's last message, if that is so.
-    """
+    """Restores archived tokens that fit a new turn to the KV cache of one engine."""
 
     def __init__(self, engine: Engine, model: LoadedModel, texts: Texts) -> None:
         self._engine, self._model, self._texts = engine, model, texts
+        # What was restored for the last turn: scores by stream position, and turns in order
         self.scores: dict[int, float] = {}
         self.turns: tuple[RecalledTurn, ...] = ()
-        self.found: FoundPassages | None = None
-        self.nothing_restored_reason = ""
+        self.found: FoundPassages | None = None  # by the last search for passages
+        self.nothing_restored_reason = ""  # for the user's last message; empty if that was not so
         self.search = PassageSearch(texts, model.tokenizer)
 
     @property
     def by_meaning(self) -> bool:
-        """Whether passages are found by meaning, too, not by their words alone."""
+        """Whether passages are searched by meaning, and not by words alone."""
         recall: RecallSettings | None = self._engine.settings.recall
         found = None if recall is None else retriever(recall.retriever)
         return (
@@ -122,7 +109,7 @@ class Recall:
         )
 
     def undo(self) -> None:
-        """Drop what the last recall found, and the passages read since: the turn was undone."""
+        """Forget the last recall and the passages read since, because the turn was undone."""
         self.scores, self.turns, self.found, self.nothing_restored_reason = {}, (), None, ""
         self.search.truncate(self._engine.ledger.seen)
 
@@ -132,7 +119,7 @@ class Recall:
         self.undo()
 
     def update(self) -> None:
-        """Take in the passages of the complete turns that were read since the last update."""
+        """Add the passages of the complete turns that were read since the last update."""
         ledger, encoder = self._engine.ledger, self._model.encoder
         own, ids = self._model.sentence_encoder, ledger.column("token_id")
 
@@ -149,10 +136,10 @@ class Recall:
     def restore_for_turn(
         self, turn: NewTurn, at: TurnRef, asked: Sequence[int] = ()
     ) -> RecallResult | None:
-        """Restore the archived tokens that fit a new turn, instead of those of the turn before.
+        """Restore the archived tokens that fit a new turn, in place of those for the turn before.
 
-        The new turn is read after this, as `at`. The tokens at `asked` are restored, too. Returns
-        None if recall is off and there are none.
+        The new turn is read after this call, as `at`. Tokens at positions `asked` are restored,
+        too. Returns None if recall is off and `asked` has nothing to restore.
         """
         engine, recall = self._engine, self._engine.settings.recall
         self.update()
@@ -190,7 +177,7 @@ class Recall:
         )
 
     def _requested(self, asked: Sequence[int], incoming: int) -> Positions:
-        """Those of the positions `asked` that can be restored: the newest, for half of the room."""
+        """The positions in `asked` that can be restored: the newest, for half the free budget."""
         if not len(asked):
             return _NO_POSITIONS
         positions: Positions = np.intersect1d(asked, self._engine.store.recallable())
@@ -198,7 +185,7 @@ class Recall:
         return positions[max(0, len(positions) - room) :]
 
     def _search(self, turn: NewTurn, at: TurnRef, requested: Positions) -> SearchResult | None:
-        """What fits a turn, beside the `requested` tokens; sets `found` if it is passages alone."""
+        """The tokens that fit a turn, beside `requested`; sets `found` after a passage search."""
         engine, recall, result = self._engine, self._engine.settings.recall, None
         is_all_held = engine.resident == engine.ledger.seen
         self.found = None
@@ -218,10 +205,8 @@ class Recall:
     def find(self, turn: NewTurn, room: int) -> FoundPassages:
         """Find the passages that fit a new turn, of at most `room` tokens together.
 
-        A turn that asks by a time also finds what the user said then. A turn that asks for
-        anything else also finds, for the room that is left, passages that fit the words of the best
-        one, and passages that fit less well. With a number in `recall_n`, the best passages are
-        found however low they score.
+        If the turn asks for a time, the user's turns of that time are found, too. If it asks for
+        anything else, passages that fit the best passage or fit less well take the remaining room.
         """
         ledger, recall = self._engine.ledger, self._engine.settings.recall
         encoder = self._model.encoder
@@ -237,16 +222,15 @@ class Recall:
         scores = self._fits(query, generated, by_words, turn.tool_result_turn, at_time)
         best = scores.max(initial=0.0)
         is_told = query.model_vector is not None and len(encoder.question) > 0
-        is_question = bool(
-            asks and (is_told or has_mark) and focus and best >= DISCOUNT * MIN_SCORE
-        )
+        is_near = best >= DISCOUNT * MIN_SCORE
+        is_question = bool(asks and (is_told or has_mark) and focus and is_near)
         room = min(room, focus) if is_question else room
         near = MIN_SHARE_OF_BEST if is_question and not at_time else 0.0
-        is_auto = recall is None or recall.n is None
+        is_auto = recall is None or recall.n is None  # else passages with any score are found
         most = min(room, len(scores) - 1)  # a passage has at least one token
-        floor = (
-            max(MIN_SCORE, near * best) if is_auto else -float(np.partition(-scores, most)[most])
-        )
+        floor = max(MIN_SCORE, near * best)
+        if not is_auto:
+            floor = -float(np.partition(-scores, most)[most])
         chosen = self._take(scores, floor, room)
         if is_auto and asks and not at_time:
             further = np.where(scores < near * best, 0, scores)
@@ -266,7 +250,7 @@ class Recall:
         returned: int,
         at_time: Sequence[int],
     ) -> Scores:
-        """How well each passage [n] fits, those of the turns `returned` and `at_time` better."""
+        """The score [n] of each passage, raised for a tool's turn `returned` and for `at_time`."""
         scores = self.search.scores(query, generated, by_words)
         turns = self.search.passages.rows["turn"]
         of_result = turns == returned
@@ -278,9 +262,9 @@ class Recall:
         return scores
 
     def passages_containing(self, text: str) -> list[Positions]:
-        """The tokens of each passage that has all telling words of a text; none if one is missing.
+        """Tokens of each passage with all informative words of a text; [] if the chat lacks one.
 
-        If no passage has all, those that the search by words finds first for each word.
+        If no passage has all words, the best passages that have them together.
         """
         self.update()
         search, ledger = self.search, self._engine.ledger
@@ -295,7 +279,7 @@ class Recall:
         return chosen if wanted and not left else []
 
     def found_but_held(self) -> tuple[dict[int, float], tuple[RecalledTurn, ...]]:
-        """The scores of tokens that fit the last turn but needed no restoring, and their turns."""
+        """Scores by position of the found tokens that were held already, and their turns."""
         if self.found is None:
             return {}, ()
         positions, scores = self.found.result.positions, self.found.result.scores
@@ -305,7 +289,7 @@ class Recall:
         return dict(zip(held.tolist(), of_held, strict=True)), self._describe(held)
 
     def _focus(self) -> int:
-        """Most tokens from which a question is answered; 0 to answer it from all that is held."""
+        """Most tokens from which a question is answered; 0 to answer from all held tokens."""
         recall, encoder = self._engine.settings.recall, self._model.encoder
         if recall is None or not self._engine.settings.policy.bounded:  # nothing can be restored
             return 0
@@ -315,14 +299,14 @@ class Recall:
         return MAX_FOCUS_TOKENS if tells and encoder.about.get("focus") == "on" else 0
 
     def _asks_back(self, query: PassageQuery) -> bool:
-        """Whether the message asks for something told before; true if no encoder can tell."""
+        """Whether the message asks for something told before; True if no encoder can tell."""
         encoder = self._model.encoder
         if query.model_vector is None or not len(encoder.question):
             return True
         return encoder.asks_about_past(torch.from_numpy(query.model_vector))
 
     def query_of(self, ids: Sequence[int], roles: Sequence[Role]) -> PassageQuery:
-        """What is looked for in a turn; its vector is that of its text, read by itself."""
+        """The search query for a turn; a message without informative words gives an empty query."""
         said = [at for at, role in enumerate(roles) if role != Role.TEMPLATE]
         pieces = self._texts([ids[at] for at in said], said)
         spans = query_spans(pieces)
@@ -342,14 +326,12 @@ class Recall:
     def _take(
         self, scores: Scores, floor: float, room: int, whole: bool = False
     ) -> dict[int, tuple[Positions, float]]:
-        """The best passages that fit into the room, by number: their tokens, and their scores.
-
-        Unless `whole`, of the first one the beginning is taken if it does not fit, and no other.
-        """
+        """The best passages that fit into `room`: tokens and score, by passage number."""
         taken = dict[int, tuple[Positions, float]]()
         passages = self.search.passages.rows
         for number in best_first(scores, floor, passages["turn"]).tolist():
             rows = self._can_be_held(rows_of(passages[number : number + 1]))
+            # Of the first passage, the beginning is taken if the whole does not fit.
             if len(rows) > room and (taken or whole):
                 continue
             if len(rows):
@@ -360,14 +342,14 @@ class Recall:
         return taken
 
     def _can_be_held(self, rows: Positions) -> Positions:
-        """Those of the tokens at these positions that are held or may return."""
+        """The positions in `rows` whose tokens are held or may be restored."""
         flags = self._engine.ledger.column("flags")[rows]
         is_there = flags & np.uint8(Flag.EXCLUDED | Flag.ERASED) == 0
         there: Positions = rows[is_there & ~self.search.passages.torn[rows]]
         return there
 
     def _describe(self, restored: Positions) -> tuple[RecalledTurn, ...]:
-        """The turns of found tokens, with the words and the text of each one's best passage."""
+        """The turns of found tokens, with the text and shared words of each turn's best passage."""
         of_tokens = self._engine.ledger.column("turn")[restored]
         turns, counts = np.unique(of_tokens, return_counts=True)
         best = dict[int, tuple[tuple[str, ...], str]]()
@@ -386,11 +368,7 @@ class Recall:
 
 
 def search(
-    engine: Engine,
-    model: LoadedModel,
-    ids: Sequence[int],
-    roles: Sequence[Role],
-    at: TurnRef,
+    engine: Engine, model: LoadedModel, ids: Sequence[int], roles: Sequence[Role], at: TurnRef
 ) -> SearchResult | None:
     """Score the archived tokens for a turn of m `ids`; the engine's state is the same afterwards.
 
@@ -420,24 +398,21 @@ def search(
 
 
 def weighted(scores: Tensor, surprisal: NDArray[np.float64]) -> Tensor:
-    """The scores [layers, n], less each layer's lowest, times the `surprisal` [n] in nats."""
+    """Scores [layers, n], less the lowest of each layer, times the `surprisal` [n] in nats."""
     lowest = scores.min(dim=1, keepdim=True).values
     return (scores - lowest) * torch.from_numpy(surprisal).to(scores.dtype)
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Archived tokens and their scores.
-
-    `positions` [n] are stream positions, ascending, `scores` [n] their scores.
-    """
+    """Archived tokens and their scores."""
 
     positions: Positions
     scores: Tensor
 
 
 def _result_of(chosen: dict[int, tuple[Positions, float]]) -> SearchResult:
-    """The tokens of passages, each with the score of its passage."""
+    """The tokens of the passages, each with its passage's score."""
     positions = np.concatenate([_NO_POSITIONS, *(rows for rows, _ in chosen.values())])
     scores = [np.full(len(rows), score) for rows, score in chosen.values()]
     order = np.argsort(positions)
@@ -446,7 +421,7 @@ def _result_of(chosen: dict[int, tuple[Positions, float]]) -> SearchResult:
 
 
 def best_tokens(result: SearchResult, n: int, but: NDArray[np.bool_]) -> SearchResult:
-    """The best of these tokens, at most n, and none of those at which `but` [seen] is true."""
+    """The n tokens with the best scores, without those at which the mask `but` [seen] is true."""
     is_whole = ~but[result.positions]
     scores, positions = result.scores[torch.from_numpy(is_whole)], result.positions[is_whole]
     chosen = choose(scores, positions, max(0, n))
@@ -454,7 +429,7 @@ def best_tokens(result: SearchResult, n: int, but: NDArray[np.bool_]) -> SearchR
 
 
 def with_requested(result: SearchResult | None, asked: Positions) -> SearchResult:
-    """What was found, and the tokens at `asked`, which fit better than all others."""
+    """The found tokens, and the tokens at `asked` with a higher score than all others."""
     found = result or SearchResult(_NO_POSITIONS, torch.zeros(0))
     is_other = ~np.isin(found.positions, asked)
     positions = np.concatenate([found.positions[is_other], asked])
@@ -464,9 +439,9 @@ def with_requested(result: SearchResult | None, asked: Positions) -> SearchResul
 
 
 def choose(scores: Tensor, positions: Positions, n: int) -> Positions:
-    """The stream positions, ascending, of at most n tokens: those with the highest scores.
+    """Stream positions, ascending, of the n tokens with the highest scores.
 
-    `scores` [k] belong to `positions` [k]; of equal scores the newer token wins.
+    `scores` [k] belong to `positions` [k]. Of equal scores, the newer token wins.
     """
     newest_first = torch.argsort(scores.flip(0), descending=True, stable=True)
     return np.sort(positions[len(positions) - 1 - newest_first[:n].numpy()])
@@ -480,12 +455,9 @@ def _scores_of(positions: Positions, result: SearchResult | None) -> tuple[float
 
 
 def _score_archived(
-    engine: Engine,
-    model: LoadedModel,
-    rows: NDArray[np.int64],
-    start: int,
+    engine: Engine, model: LoadedModel, rows: NDArray[np.int64], start: int
 ) -> SearchResult | None:
-    """Score the archived tokens from before `start`, by the cache's `rows`; None without any."""
+    """Score the archived tokens before `start` against the cache's `rows`; None if none are."""
     ledger, recall, archive = engine.ledger, engine.settings.recall, engine.store.archive
     archived = engine.store.archived()
     archived = archived[archived < start]
@@ -502,7 +474,7 @@ def _score_archived(
 
 
 def _recent_rows(engine: Engine) -> NDArray[np.int64]:
-    """The cache's rows of the newest tokens, as many as the policy's `recent`; no sinks."""
+    """Cache rows of the newest tokens, as many as the policy's `recent`, without sinks."""
     held, seen = engine.ledger.held_positions, engine.ledger.seen
     window = int(getattr(engine.settings.policy, "recent", 0)) or seen
     return np.flatnonzero((held >= seen - window) & (held >= engine.settings.sinks))

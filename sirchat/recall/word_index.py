@@ -1,4 +1,4 @@
-"""An index of the words of a chat: BM25 says how well its passages fit the words of a message."""
+"""An index of the words of a chat. BM25 scores how well passages fit the words of a message."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ STOP_WORDS = frozenset(
     )
 )
 
-DISCOUNT = (
-    0.5  # how much a question counts, and what stands beside a hit; once more, one further away
-)
+DISCOUNT = 0.5  # of a question, and of what stands beside a hit; squared, of one further away
 # Rank in the tokenizer's vocabulary of the rarest words that count for nothing. The weight of the
 # others grows with the logarithm of the rank. Chosen on LoCoMo's conversations 0 to 2.
 COMMON_WORD_RANK = 70
@@ -52,17 +50,15 @@ WordWeight = Callable[[str], float]
 
 
 def terms_of(text: str) -> list[str]:
-    """The terms of all words of a text, in order."""
     return [term for word in words_of(text) for term in letter_groups(word)]
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a text, in lower case."""
     return _WORD.findall(text.casefold())
 
 
 def letter_groups(word: str) -> list[str]:
-    """A word's groups of four neighbouring letters, of which its start and its end count as one.
+    """The terms of a word: its groups of four letters, with `_` before and after the word.
 
     A shorter word is one term. In Chinese, Japanese and Korean, a group has two characters.
     """
@@ -72,10 +68,10 @@ def letter_groups(word: str) -> list[str]:
 
 
 def word_weights(tokenizer: Any) -> WordWeight:
-    """How much words tell, up to 1, by their tokens: frequent ones were learned first."""
+    """The weight function of words, 0 to 1; frequent words have low token ids and low weights."""
 
     @lru_cache(maxsize=1 << 16)
-    def telling(word: str) -> float:
+    def weight(word: str) -> float:
         if word.isdecimal():  # vocabularies begin with digits; yet "room 3" is not "room 4"
             return 1.0
         ranks = [len(tokenizer)]
@@ -85,25 +81,24 @@ def word_weights(tokenizer: Any) -> WordWeight:
                 if len(ids) == 1:
                     ranks.append(max(1, ids[0] - _BYTE_TOKENS))
                     break
-        return max(
-            0.0, math.log(min(ranks) / COMMON_WORD_RANK) / math.log(max(ranks) / COMMON_WORD_RANK)
-        )
+        rarest, commonest = max(ranks) / COMMON_WORD_RANK, min(ranks) / COMMON_WORD_RANK
+        return max(0.0, math.log(commonest) / math.log(rarest))
 
-    return telling
+    return weight
 
 
 class WordIndex:
     """Scores the passages of a chat by the words that they share with a message.
 
     BM25 in Lucene's variant (Robertson and Zaragoza 2009, https://doi.org/10.1561/1500000019). A
-    term is a group of letters; a document is a block of passages of one turn with half of the
-    counts of the blocks beside it, and a quarter of the next. A word counts half in a question, but
-    wholly for the block after it. A term's rarity here is multiplied by how much its word tells in
-    the language, and divided by the root of the number of the word's terms.
+    term is a group of letters. A document is a block of passages of one turn, with half of the
+    counts of the two blocks beside it and a quarter of the next two. Words of a question count
+    half, but fully for the block after it. The weight of a term is its rarity in the chat, times
+    the weight of its word in the language, divided by the root of the number of the word's terms.
     """
 
-    def __init__(self, telling: WordWeight) -> None:
-        self._word_weight = telling
+    def __init__(self, word_weight: WordWeight) -> None:
+        self._word_weight = word_weight
         self._postings: dict[str, tuple[array[int], array[float]]] = {}
         self._turns, self._blocks, self.asks = array("i"), array("i"), array("b")
         self._sizes = array("f")
@@ -112,7 +107,6 @@ class WordIndex:
         return len(self._turns)
 
     def add(self, text: str, turn: int) -> None:
-        """Add the next passage, of this turn."""
         number = len(self)
         counts = Counter(terms_of(text))
         for term, count in counts.items():
@@ -127,7 +121,6 @@ class WordIndex:
         self._sizes.append(sum(counts.values()))
 
     def truncate(self, count: int) -> None:
-        """Keep the first `count` passages."""
         if count == len(self):
             return
         for numbers, times in self._postings.values():
@@ -139,9 +132,9 @@ class WordIndex:
             del column[count:]
 
     def scores(self, sentences: Sequence[str]) -> NDArray[np.float64]:
-        """How well each passage [n] fits the sentences; 0 if no word does.
+        """The score [n] of each passage; 0 for a passage that shares no word with the sentences.
 
-        Each sentence is scored by itself; the result is the root of the sum of the squares.
+        Each sentence is scored by itself. The result is the root of the sum of the squares.
         """
         total = np.zeros(len(self))
         if len(self):
@@ -151,7 +144,7 @@ class WordIndex:
         return np.sqrt(total)
 
     def with_block(self, fits: NDArray[np.float64]) -> NDArray[np.float64]:
-        """How well each passage [n] fits, questions counted half, and half of its block's best."""
+        """Scores `fits` [n], halved for questions; at least half of the best score in the block."""
         asks, blocks = np.array(self.asks, bool), np.array(self._blocks)
         own = np.where(asks, DISCOUNT * fits, fits)
         best = np.zeros(int(blocks[-1]) + 1)
@@ -160,12 +153,12 @@ class WordIndex:
         return total
 
     def informative_words(self, text: str) -> list[str]:
-        """The words of a text that tell something by themselves, in the order of the text."""
+        """The words of a text that are informative by themselves, in the order of the text."""
         words = (word for word in words_of(text) if word not in STOP_WORDS)
         return [word for word in words if self._word_weight(word)]
 
     def shared_words(self, text: str, wanted: str) -> tuple[str, ...]:
-        """Up to three words of `wanted` that a text has in some form, those that few have first."""
+        """Up to three words of `wanted` that occur in `text` in some form, rarest first."""
         terms, telling = set(terms_of(text)) & self._postings.keys(), self.informative_words(wanted)
         rarity = dict[str, int]()
         for word in _WORD.findall(wanted):
@@ -176,7 +169,7 @@ class WordIndex:
         return tuple(sorted(rarity, key=rarity.__getitem__)[:_MAX_SHARED_WORDS])
 
     def _weighted_terms(self, words: Sequence[str]) -> dict[str, float]:
-        """The terms of the words that the chat has, the rarest here, with their weights."""
+        """The weights of those terms of the words that occur in the chat; the rarest terms only."""
         weights = dict[str, float]()
         for word in dict.fromkeys(words):
             groups = letter_groups(word)
@@ -201,7 +194,7 @@ class WordIndex:
 
 
 class _Documents:
-    """Counts terms in blocks of passages, with a share of what the blocks beside them have."""
+    """Counts terms in blocks of passages, with shares of the counts of neighbouring blocks."""
 
     def __init__(self, blocks: array[int], asks: array[int], sizes: array[float]) -> None:
         self.blocks = np.array(blocks)
@@ -211,7 +204,7 @@ class _Documents:
         self.norms = _K1 * (1 - _B + _B * lengths / max(float(lengths.mean()), 1e-9))
 
     def counts(self, numbers: NDArray[np.integer], times: Floats) -> NDArray[np.float64]:
-        """How often each block has a term that is `times` [k] in the passages `numbers` [k]."""
+        """A term's count in each block, if the passages `numbers` [k] have it `times` [k]."""
         blocks, asked = self.blocks[numbers], self._asks[numbers] * times
         counted = np.bincount(blocks, times - (1 - DISCOUNT) * asked, self._count)
         total: NDArray[np.float64] = np.convolve(counted, _NEIGHBOUR_WEIGHTS)[2:-2]

@@ -1,1 +1,1 @@
-"""Chats (sessions) on disk: one SQLite file for each chat, and the folder with all of them."""
+"""Chats (sessions) on disk: one SQLite file for each chat, in one folder."""

@@ -1,8 +1,8 @@
 """Saves a running chat to its file after every turn.
 
-What is new is appended. Ledger and session say how much of the past is as it was saved: where an
-undo, say, has changed it, the file is cut off first. Keys and values are saved when the chat ends,
-or on request.
+Each save appends what is new. Ledger and session record how much of the past is saved unchanged;
+where an undo or another change has altered it, the file is cut off first. Keys and values are saved
+when the chat ends, or on request.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ AUTO_KV_BYTES = 256 * 2**20
 
 
 class Autosave:
-    """Keeps one session's file up to date; a session has one such object at a time.
+    """Keeps the file of one session up to date. A session has one such object at a time.
 
     `store` is the open file that the session was resumed from. Without it, a file is made in
     `folder`, by default that of the user's chats, when the first turn is finished.
@@ -62,14 +62,11 @@ class Autosave:
 
     @property
     def family(self) -> str:
-        """The id of the chat from which this one was branched, in one or more steps; or its own."""
+        """The id of the chat from which this chat was branched, over all steps; or its own id."""
         return self._family or self.id
 
     def save(self) -> None:
-        """Write what has changed in the session since it was last saved; SessionError if it fails.
-
-        Once this method has returned, a power loss can't undo the changes.
-        """
+        """Write all changes since the last save; they survive a power loss. Raises SessionError."""
         session = self._session
         if self._epoch != session.epoch:
             self._detach_file()
@@ -88,14 +85,13 @@ class Autosave:
         self._save_evicted(store)
 
     def _append(self, store: SessionStore) -> None:
-        """Write what is new, in place of what has changed."""
+        """Cut off what has changed in the file, and append what is new."""
         session, ledger, size = self._session, self._session.ledger, store.size
         turn, start = min(session.state.saved_turns, size.turns), min(ledger.saved, size.rows)
         old_encoder = self._record and self._record.fields.get("encoder")
         is_same_encoder = old_encoder == session.model.passage_encoder.checksum
-        passages, passages_end = new_passages(
-            session, min(start, size.passages) if is_same_encoder else 0
-        )
+        saved_end = min(start, size.passages) if is_same_encoder else 0
+        passages, passages_end = new_passages(session, saved_end)
         saved = session.engine.save(start)
         record = self._make_record(saved)
         turns, extent = _saved_turns(session, turn), Extent(turn, start, passages_end, turn)
@@ -113,7 +109,7 @@ class Autosave:
         _mark_as_saved(session)
 
     def save_kv(self) -> bool:
-        """Save keys and values, if the setting `save_kv` allows it; returns whether it did so."""
+        """Save keys and values, if the setting `save_kv` allows it; returns whether it did."""
         mode = self._session.profile.save_kv
         if self._store is None or mode == "off" or not self._session.seen:
             return False
@@ -133,7 +129,7 @@ class Autosave:
         return True
 
     def close(self) -> None:
-        """Save the session, including its keys and values, and close the file."""
+        """Save the session with its keys and values, and close the file."""
         try:
             if self._epoch == self._session.epoch:
                 self.save()
@@ -142,7 +138,6 @@ class Autosave:
             self.close_without_saving()
 
     def close_without_saving(self) -> None:
-        """Close the session's file without saving anything more."""
         if self._store is not None:
             self._store.close()
 
@@ -159,12 +154,12 @@ class Autosave:
             raise
 
     def branch(self, name: str) -> Autosave:
-        """Copy what is saved to a new file called `name`; returns its `Autosave`."""
+        """Copy what is saved to a new file called `name`; returns the `Autosave` of the copy."""
         assert self._store is not None
         return Autosave(self._session, create_branch(self._store, name), self._folder)
 
     def keep_file_after_reset(self) -> None:
-        """After a reset, go on in this file; without this call, `save` begins a new one."""
+        """Stay in this file after a reset; without this call, `save` begins a new file."""
         self._epoch = self._session.epoch
         self._rescan_archive()
 
@@ -175,18 +170,18 @@ class Autosave:
         self._erasures, self._is_replaced = session.erasures, self._store is not None
 
     def drop_revealing_name(self, erased_text: str, *, is_whole_turn: bool) -> bool:
-        """Remove the chat's name if it reveals the erased text; return whether it did."""
+        """Remove the chat's name if it reveals the erased text; returns whether it did."""
         if not reveals_text(self.name, erased_text, is_whole_turn=is_whole_turn):
             return False
         self.name = ""
         return True
 
     def _rescan_archive(self) -> None:
-        """Let the next `_save_evicted` look at the whole archive, not only at what is new in it."""
+        """Let the next `_save_evicted` look at the whole archive, and not only at new tokens."""
         self._archive_mark, self._unwritten = 0, np.zeros(0, np.int64)
 
     def _save_evicted(self, store: SessionStore) -> None:
-        """Write the keys and values of newly evicted tokens, once they are enough for a file."""
+        """Write the keys and values of newly evicted tokens, if they are enough for a file."""
         session, ledger, mode = self._session, self._session.ledger, self._session.profile.save_kv
         if mode == "off":
             return
@@ -225,26 +220,18 @@ def rewrite_file(
 ) -> StateRecord:
     """Replace all contents of a session's file by those of `session`, and `metadata` if given.
 
-    Nothing of the old contents stays in any file. Returns the new state record, which also has the
-    `extra_fields`.
+    The old contents stay in no file. Returns the new state record, which has `extra_fields`, too.
     """
     passages, saved = new_passages(session)[0], session.engine.save()
     record = make_state_record(saved, session)
     record = replace(record, fields=record.fields | (extra_fields or {}))
-    store.replace(
-        _saved_turns(session),
-        saved.rows,
-        record,
-        metadata,
-        passages,
-        held=session.state.saved_turns,
-    )
+    turns, held = _saved_turns(session), session.state.saved_turns
+    store.replace(turns, saved.rows, record, metadata, passages, held=held)
     _mark_as_saved(session)
     return record
 
 
 def _mark_as_saved(session: Session) -> None:
-    """Note in the session that all of it is saved."""
     session.state.saved_turns = len(session.turns)
     session.ledger.saved, session.ledger.flagged = session.seen, set()
 
@@ -254,7 +241,7 @@ def _saved_turns(session: Session, start: int = 0) -> list[SavedTurn]:
 
 
 def _is_same_state(record: StateRecord, other: StateRecord | None) -> bool:
-    """Whether two heads differ in nothing but the stamp of their keys and values."""
+    """Whether two records differ in nothing but the stamp of their keys and values."""
     if other is None or record.seen != other.seen:
         return False
     logits, others = (b"" if x.logits is None else x.logits.tobytes() for x in (record, other))

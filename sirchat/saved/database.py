@@ -1,8 +1,8 @@
 """The SQLite file of a session: its lock, durability, check sums and errors.
 
-A commit syncs the rollback journal, the file, then the truncated journal. With a write-ahead log,
-or without truncation, a second file would have new turns or erased text. Open a session's file
-through SQLite only: closing it in any other way, this process would lose its lock.
+A commit syncs the rollback journal, the file, and the truncated journal. A write-ahead log, or a
+journal that is not truncated, would leave new turns or erased text in a second file. Open a
+session's file through SQLite only: closing it in any other way loses this process's lock.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def connect(
 ) -> sqlite3.Connection:
     """Open a connection to an existing SQLite file, in which transactions begin explicitly.
 
-    `timeout` is the longest wait for a lock, in seconds. Threads may use it one after the other.
+    `timeout` is the longest wait for a lock, in seconds. Threads may take turns in using it.
     """
     uri = f"{path.absolute().as_uri()}?{options}"
     return sqlite3.connect(
@@ -97,7 +97,7 @@ def is_session(connection: sqlite3.Connection) -> bool:
 
 
 def has_older_format(path: Path) -> bool:
-    """Whether the file says that it has an older format than the present; False if it is none."""
+    """Whether the file's SQLite header states an older format; False if it can't be read."""
     try:
         with path.open("rb") as file:
             head = file.read(64)  # SQLite's header; its user version stands at its end
@@ -107,20 +107,19 @@ def has_older_format(path: Path) -> bool:
 
 
 def check_format(connection: sqlite3.Connection, path: Path) -> bool:
-    """Whether the file has the format before the present; raises SessionError if it is no session.
+    """Whether the file has the previous format, which can be converted.
 
-    So it does if the file is another user's, has any other format, or wrong tables.
+    Raises SessionError for a file of another user, in any other format, or with wrong tables.
     """
     if hasattr(os, "getuid") and path.stat().st_uid not in (os.getuid(), path.parent.stat().st_uid):
         raise SessionError(f"{path} belongs to another user", hint="a copy of it would be yours")
     if not is_session(connection):
         raise not_a_session(path)
     version = int(_pragma(connection, "user_version"))
-    is_newer = version > FORMAT_VERSION
-    if is_newer or version < FORMAT_VERSION - 1:
+    oldest, is_newer = FORMAT_VERSION - 1, version > FORMAT_VERSION
+    if is_newer or version < oldest:
         raise SessionError(
-            f"{path} has format {version}, but this sirchat reads "
-            f"{FORMAT_VERSION - 1} and {FORMAT_VERSION}",
+            f"{path} has format {version}, but this sirchat reads {oldest} and {FORMAT_VERSION}",
             hint=f"install {'a newer' if is_newer else 'an older'} version of sirchat",
         )
     tables = TABLES if version == FORMAT_VERSION else TABLES | {"turns": _OLDER_TURNS}
@@ -131,7 +130,7 @@ def check_format(connection: sqlite3.Connection, path: Path) -> bool:
 
 
 def check_contents(connection: sqlite3.Connection, path: Path) -> None:
-    """Raise DamagedSessionError if SQLite, or a record's check sum, finds the file damaged."""
+    """Raise DamagedSessionError if SQLite, or a record's check sum, finds damage."""
     if _pragma(connection, "quick_check(1)") != "ok":
         raise DamagedSessionError(path)
     for table in TABLES:
@@ -148,7 +147,6 @@ def insert_record(connection: sqlite3.Connection, table: str, *values: object) -
 
 
 def record_checksum(values: Iterable[object]) -> int:
-    """The CRC-32 of a record's values."""
     total = 0
     for value in values:
         data = value if isinstance(value, bytes) else str(value).encode()
@@ -177,7 +175,7 @@ def as_session_errors(path: Path) -> Iterator[None]:
 
 
 def result_code(error: sqlite3.Error) -> int:
-    """The primary result code of an SQLite error; 0 for an error that Python itself raised."""
+    """The primary result code of an SQLite error; 0 for an error that Python raised."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
@@ -198,7 +196,7 @@ def require(condition: bool) -> None:
 
 
 def create_session_file(folder: Path, suffix: str) -> Path:
-    """Create a private empty file with a name that no other session has; may raise SessionError."""
+    """Create a private empty file with a new session id as its name; raises SessionError."""
     created = time.strftime("%Y%m%d-%H%M")
     try:
         paths.make_private_dir(folder)

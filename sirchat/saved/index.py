@@ -1,7 +1,8 @@
-"""The list of all saved chats with their names and texts, for search: SQLite's FTS5.
+"""The search index of all saved chats, with their names and texts: SQLite's FTS5.
 
-It is one private file in the folder of the chats, made anew if it is deleted. Each use first reads
-the chats whose file has another time or size than before, so saving a turn need not update it.
+The index is one private file in the folder of the chats, and is made anew if it is deleted. Each
+use first reads the chats whose file has changed in time or size, so saving a turn need not update
+the index.
 """
 
 from __future__ import annotations
@@ -43,15 +44,13 @@ _TABLES = (
 )
 _SELECT_MATCHES = """SELECT number, id FROM said JOIN chats ON number = said.rowid
 WHERE said MATCH ? ORDER BY said.rank, changed DESC"""  # the rank is bm25
-_SELECT_SNIPPET = (
-    "SELECT snippet(said, 1, ?, ?, '…', 24) FROM said WHERE said MATCH ? AND rowid = ?"
-)
+_SELECT_SNIPPET = """SELECT snippet(said, 1, ?, ?, '…', 24) FROM said
+WHERE said MATCH ? AND rowid = ?"""
 
 # A word with one of these is found only as it is written: C++ is not C.
 _SIGNS = re.compile(r"[+#*&@$%]")
-_SELECT_AS_WRITTEN = (
-    "SELECT rowid FROM said WHERE said MATCH ? AND instr(lower(name || ' ' || text), ?)"
-)
+_SELECT_AS_WRITTEN = """SELECT rowid FROM said
+WHERE said MATCH ? AND instr(lower(name || ' ' || text), ?)"""
 
 _LOCK_TIMEOUT_S = 20.0  # seconds to wait while another process writes the index
 _CLOCK_STEP_NS = 100_000_000  # ns: within this time, a file may change without a new time
@@ -70,7 +69,7 @@ _Result = TypeVar("_Result")
 
 
 class IndexedChat(NamedTuple):
-    """A chat of the list; `family` is the id of the chat that it was branched from, else its id."""
+    """A chat in the index. `family` is the id of the chat that it was branched from, or its own."""
 
     id: str
     name: str  # empty if it has none
@@ -78,25 +77,22 @@ class IndexedChat(NamedTuple):
 
 
 class Matches(NamedTuple):
-    """The chats that have all words, the best first, and all chats.
-
-    `snippets` has a piece of text of each of the first chats, its matches in `MATCH_MARKS`.
-    """
+    """The chats that have all words, best first, and all chats of the index."""
 
     ids: list[str]
-    snippets: list[str]
+    snippets: list[str]  # of the first chats, with the words in `MATCH_MARKS`
     chats: list[IndexedChat]
 
 
 def list_chats(folder: Path) -> list[IndexedChat]:
-    """All chats of `folder`, of which only changed files are read; SessionError if that fails."""
+    """All chats of `folder`, of which only changed files are read; raises SessionError."""
     return _with_index(folder, _chats)
 
 
 def find_matches(folder: Path, words: str, limit: int) -> Matches:
-    """Find the chats of `folder` with all `words`; of the last, a beginning is enough.
+    """Find the chats of `folder` with all `words`; of the last word, a beginning is enough.
 
-    At most `limit` get a snippet. Raises SessionError if the index can't be used.
+    At most `limit` chats get a snippet. Raises SessionError if the index can't be used.
     """
     query = _query(words)
 
@@ -105,9 +101,8 @@ def find_matches(folder: Path, words: str, limit: int) -> Matches:
             connection.execute("BEGIN")  # other processes change nothing between the queries
             chats = connection.execute(_SELECT_MATCHES, (query,)).fetchall() if query else []
             for word in filter(_SIGNS.search, words.split()):
-                has = {
-                    n for (n,) in connection.execute(_SELECT_AS_WRITTEN, (query, word.casefold()))
-                }
+                values = query, word.casefold()
+                has = {number for (number,) in connection.execute(_SELECT_AS_WRITTEN, values)}
                 chats = [chat for chat in chats if chat[0] in has]
             snippets = [
                 connection.execute(_SELECT_SNIPPET, (*MATCH_MARKS, query, number)).fetchone()[0]
@@ -121,7 +116,7 @@ def find_matches(folder: Path, words: str, limit: int) -> Matches:
 
 
 def saved_text(path: Path) -> str:
-    """The messages of the chat in the file `path`, also while it is open; empty if damaged."""
+    """The messages of the chat in the file `path`, open or not; empty if damaged."""
     return _read_chat(path)[2]
 
 
@@ -131,9 +126,9 @@ def has_words(text: str) -> bool:
 
 
 def remove_from_index(path: Path) -> None:
-    """Remove the text of the chat in the file `path`, until it is read again.
+    """Remove the text of the chat in the file `path` until the file is read again.
 
-    If it can't be removed, the whole index is deleted; SessionError if that fails, too.
+    If this fails, the whole index is deleted. Raises SessionError if that fails, too.
     """
     index = path.parent / INDEX_NAME
     if not index.exists():
@@ -150,33 +145,26 @@ def remove_from_index(path: Path) -> None:
 
 
 def _query(words: str) -> str:
-    """The query of FTS5 for texts with all `words`; empty if there is no word."""
+    """The FTS5 query for texts with all `words`; empty if there is no word."""
     text = re.sub('[\x00-\x1f"]', " ", words.encode(errors="replace").decode())
-    quoted = [
-        f'"{_separate_characters(word)}"' for word in text.split() if re.search(r"[^\W_]", word)
-    ]
+    found = [word for word in text.split() if re.search(r"[^\W_]", word)]
+    quoted = [f'"{_separate_characters(word)}"' for word in found]
     return f"{' '.join(quoted)} *" if quoted else ""
 
 
 def _separate_characters(text: str) -> str:
     if text.isascii():
         return text
-    return _SPACELESS.sub(
-        rf"{_ZERO_WIDTH_SPACE}\g<0>{_ZERO_WIDTH_SPACE}", unicodedata.normalize("NFKC", text)
-    )
+    spaced = rf"{_ZERO_WIDTH_SPACE}\g<0>{_ZERO_WIDTH_SPACE}"
+    return _SPACELESS.sub(spaced, unicodedata.normalize("NFKC", text))
 
 
 def _chats(connection: sqlite3.Connection) -> list[IndexedChat]:
-    return [
-        IndexedChat(*record) for record in connection.execute("SELECT id, name, family FROM chats")
-    ]
+    return [IndexedChat(*row) for row in connection.execute("SELECT id, name, family FROM chats")]
 
 
 def _with_index(folder: Path, use: Callable[[sqlite3.Connection], _Result]) -> _Result:
-    """Bring the index of `folder` up to date, and call `use` with it.
-
-    A damaged index is deleted, and `use` is called with a new one.
-    """
+    """Bring the index of `folder` up to date, and call `use`; a damaged index is made anew."""
     if not folder.is_dir():
         with closing(sqlite3.connect(":memory:")) as nothing:
             _create(nothing)
@@ -199,11 +187,8 @@ def _with_index(folder: Path, use: Callable[[sqlite3.Connection], _Result]) -> _
 
 
 def _delete(index: Path) -> None:
-    for path in (
-        index,
-        index.with_name(f"{INDEX_NAME}-journal"),
-    ):  # a crash may have left a journal
-        path.unlink(missing_ok=True)
+    index.unlink(missing_ok=True)
+    index.with_name(f"{INDEX_NAME}-journal").unlink(missing_ok=True)  # which a crash may leave
 
 
 @contextmanager
@@ -258,7 +243,7 @@ def _refresh(connection: sqlite3.Connection, folder: Path) -> None:
 
 
 def _file_stamps(folder: Path) -> Iterator[tuple[str, int, int]]:
-    """Each chat's id, and its file's time in ns and size in bytes, by which a change is seen."""
+    """Each chat's id, and the time (ns) and size (bytes) of its file, which show changes."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.endswith(SUFFIX) and entry.name.isprintable():  # UTF-8, too
@@ -268,7 +253,7 @@ def _file_stamps(folder: Path) -> Iterator[tuple[str, int, int]]:
 
 
 def _update(connection: sqlite3.Connection, path: Path, changed: int, size: int) -> bool:
-    """Read the chat in the file `path` again; returns whether this removed text from the index."""
+    """Read the chat in the file `path` again; returns whether text was removed from the index."""
     if time.time_ns() - changed < _CLOCK_STEP_NS:
         size = _UNKNOWN_SIZE
     name, family, text = _read_chat(path)
@@ -299,13 +284,13 @@ def _remove(connection: sqlite3.Connection, ident: str) -> bool:
 
 
 def _overwrite_removed(connection: sqlite3.Connection) -> None:
-    """Overwrite in the file what was removed: FTS5 only marks words as deleted until it merges."""
+    """Overwrite removed text in the file, which FTS5 only marks as deleted until it merges."""
     connection.execute("INSERT INTO said (said) VALUES ('optimize')")  # merges
     connection.execute("VACUUM")
 
 
 def _read_chat(path: Path) -> tuple[str, str, str]:
-    """A chat's name, family and text, also while another process has it open; empty if damaged."""
+    """A chat's name, family and text, also if another process has it open; empty if damaged."""
     for options in ("mode=ro", "immutable=1"):
         try:
             with closing(connect(path, options, timeout=0)) as connection:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # a list of sessions needs no torch
 class KeysAndValues:
     """The file of keys and values of the session at `path`.
 
-    `save` and `drop` raise SessionError if it can't be written or deleted.
+    `save` and `drop` raise SessionError if the file can't be written or deleted.
     """
 
     def __init__(self, path: Path) -> None:
@@ -26,9 +26,9 @@ class KeysAndValues:
         self._unfinished = path.with_suffix(".safetensors.new")
 
     def save(self, tensors: Mapping[str, Tensor], stamp: str) -> None:
-        """Write tensors, which share no memory, in one step, and a `stamp`.
+        """Write tensors, which share no memory, in one step.
 
-        The stamp identifies the state of the session to which they belong.
+        The `stamp` identifies the session's state to which the tensors belong.
         """
         from safetensors import SafetensorError
         from safetensors.torch import save_file

@@ -1,7 +1,7 @@
 """Converts files of format 6, the one before the present.
 
-There, a reply's reasoning stands in tags before its text, and the head, not the turns, says which
-turns are summaries, are left out, or have torn sentences.
+In format 6, a reply's reasoning stands in tags before its text. Its head, and not its turns,
+records which turns are summaries, are left out, or have torn sentences.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ESCAPED_TAG = re.compile(r"think\\(\\*)>")
 
 
 def convert(connection: sqlite3.Connection) -> None:
-    """Give a file of format 6 the present one; raises an error of `UNDECODABLE` if it is damaged.
+    """Convert a file of format 6; a damaged one raises an error of `UNDECODABLE`.
 
     Text that is no longer in the tables is overwritten.
     """
@@ -33,9 +33,8 @@ def convert(connection: sqlite3.Connection) -> None:
         thinking, text = split_reasoning(role, written)
         flags = int(number in chat["summaries"]), int(number in chat["left_out"])
         torn = json.dumps([sentence for turn, sentence in chat["torn"] if turn == number])
-        insert_record(
-            connection, "turns", number, role, text, finish, thinking, began, *flags, torn
-        )
+        values = number, role, text, finish, thinking, began, *flags, torn
+        insert_record(connection, "turns", *values)
     connection.execute(f"PRAGMA user_version={FORMAT_VERSION}")
 
 
@@ -47,7 +46,7 @@ def split_reasoning(role: str, written: str) -> tuple[str, str]:
 
 
 def _convert_head(connection: sqlite3.Connection) -> dict[str, list[Any]]:
-    """Take what now stands with the turns out of the head; returns it."""
+    """Take the facts that are now in the turns out of the head; returns them."""
     chat: dict[str, list[Any]] = {"summaries": [], "left_out": [], "torn": []}
     for number, *state, written, _ in connection.execute("SELECT * FROM head").fetchall():
         fields = {"passages": 0, "encoder": 0, "pins": [], **json.loads(written)}

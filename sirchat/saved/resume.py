@@ -1,6 +1,6 @@
 """Continues a saved chat (`--resume`).
 
-If keys and values are not saved, those of the held tokens are computed again, which gives nearly
+If keys and values were not saved, those of the held tokens are computed again, which gives nearly
 the same cache.
 """
 
@@ -38,10 +38,10 @@ from sirchat.saved.store import SessionStore
 
 
 def resume_session(session: Session, store: SessionStore, *, rebuild: bool = False) -> None:
-    """Load the conversation that is saved in `store` into `session`, which is new and empty.
+    """Load the conversation saved in `store` into `session`, which is new and empty.
 
-    With `rebuild` the model reads the saved text again. Raises SessionError if no turn is saved
-    and, without `rebuild`, if the session was saved with another model or dtype.
+    With `rebuild`, the model reads the saved text again. Raises SessionError if no turn is saved
+    or, without `rebuild`, if the session was saved with another model or dtype.
     """
     record = store.state_record()
     if record is None:
@@ -73,10 +73,7 @@ def _one_token_cache(model: LoadedModel) -> BoundedCache:
 def _load_tensors(
     store: SessionStore, stamp: str, example: KeyValues, example_state: CacheState, seen: int
 ) -> tuple[KeyValues | None, AttentionCheckpoint | None, CacheState]:
-    """The saved keys and values, attention and recurrent state with this stamp.
-
-    What is not saved, or does not fit those of one token and `seen` tokens, is None or empty.
-    """
+    """The saved tensors with this stamp; None or () for those missing or not fitting the model."""
     tensors = store.kv.load(stamp)
     if tensors is None:
         return None, None, ()

@@ -1,7 +1,4 @@
-"""Converts a session's state to the head of its file, and back; tells which model it belongs to.
-
-All data that is read is checked.
-"""
+"""Converts a session's state to the head of its file, and back, with checks of all data."""
 
 from __future__ import annotations
 
@@ -86,7 +83,7 @@ class _Conversation(BaseModel):
 
 
 class SavedState(BaseModel):
-    """The fields of a saved head; `profile` is checked by `saved_profile`."""
+    """The fields of a saved head, except `profile`, which `saved_profile` checks."""
 
     model_config = _STRICT
 
@@ -101,10 +98,7 @@ class SavedState(BaseModel):
 
 
 def make_state_record(saved: EngineState, session: Session, stamp: str = "") -> StateRecord:
-    """Make the head that saves the state of `session`.
-
-    `saved` is the state of its engine, `stamp` identifies the keys and values saved with it.
-    """
+    """The record of a session with the engine state `saved`; `stamp` is that of keys and values."""
     conversation, system = session.state, session.state.system.positions
     fields = {
         "profile": session.profile.model_dump(),
@@ -137,10 +131,10 @@ def checked_state(store: SessionStore, record: StateRecord) -> SavedState:
 def decode_state(
     store: SessionStore, record: StateRecord, state: SavedState, vocabulary: int
 ) -> tuple[EngineState, ConversationState]:
-    """The engine's state and the conversation; `state` has the head's fields.
+    """The state of the engine and of the conversation; `state` has the head's fields.
 
-    Raises SessionError if the data is damaged, contradicts itself, or has a token id that is not
-    below `vocabulary`.
+    Raises SessionError for data that is damaged or contradicts itself, and for a token id that is
+    not below `vocabulary`.
     """
     with as_damage_errors(store.path):
         turns, chat, rows = saved_turns(store), state.conversation, store.rows(ROW)
@@ -171,7 +165,6 @@ def decode_state(
 
 
 def saved_turns(store: SessionStore) -> list[Turn]:
-    """The turns of a saved session."""
     turns = list[Turn]()
     for turn in store.turns():
         fields = asdict(turn)
@@ -181,9 +174,9 @@ def saved_turns(store: SessionStore) -> list[Turn]:
 
 
 def new_passages(session: Session, saved: int = 0) -> tuple[SavedPassages, int]:
-    """The passages of complete turns that end after the stream position `saved`.
+    """The passages of complete turns that end after stream position `saved`.
 
-    Also returns where those before them end. There are none where none has a vector.
+    Also returns the end of the passages before them. There are none if no passage has a vector.
     """
     session.recall.update()
     passages = session.recall.search.passages
@@ -195,9 +188,9 @@ def new_passages(session: Session, saved: int = 0) -> tuple[SavedPassages, int]:
 
 
 def load_passages(session: Session, store: SessionStore, state: SavedState) -> None:
-    """Let recall go on with the saved passages, if the model's encoder made their vectors.
+    """Load the saved passages into recall, if the model's encoder made their vectors.
 
-    Else it makes passages of the ledger's tokens, which have none.
+    Otherwise, passages without vectors are made of the ledger's tokens.
     """
     saved, encoder, seen = store.passages(), session.model.passage_encoder, session.seen
     if not len(saved.rows) or state.encoder != encoder.checksum:
@@ -216,8 +209,8 @@ def load_passages(session: Session, store: SessionStore, state: SavedState) -> N
 def saved_profile(store: SessionStore, trusted: Collection[str] = ()) -> Profile:
     """The settings of a saved session.
 
-    Raises SettingError for a policy of the user's own, `module:Class`, that is not in `trusted`,
-    and SessionError if this version of sirchat does not know all settings.
+    Raises SettingError for a policy path `module:Class` that is not in `trusted`, and SessionError
+    for settings that this version of sirchat does not know.
     """
     record = store.state_record()
     try:

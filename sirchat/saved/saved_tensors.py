@@ -18,7 +18,7 @@ _TIERS = "tiers."
 
 
 def key_value_tensors(rows: KeyValues) -> dict[str, torch.Tensor]:
-    """The tensors to save for keys and values, by name: 0, 1, ..., and where their rows stand."""
+    """The tensors to save for keys and values, by name: 0, 1, ..., and their positions."""
     named = {str(n): tensor for n, tensor in enumerate(rows.tensors)}
     positions, written_at = map(torch.from_numpy, (rows.positions, rows.written_at))
     if rows.tiers is not None:
@@ -28,7 +28,7 @@ def key_value_tensors(rows: KeyValues) -> dict[str, torch.Tensor]:
 
 
 def attention_tensors(received: AttentionCheckpoint) -> dict[str, torch.Tensor]:
-    """The tensors to save for the attention that tokens have received; none if none was counted."""
+    """The tensors to save for received attention; none if none was recorded."""
     if not received.total.any():
         return {}
     named: dict[str, NDArray[Any]] = {
@@ -51,7 +51,7 @@ def state_tensors(state: CacheState) -> dict[str, torch.Tensor]:
 
 
 def pop_key_values(tensors: dict[str, torch.Tensor]) -> KeyValues:
-    """Take the keys and values, which must be all that is left, out of `tensors`."""
+    """Take the keys and values out of `tensors`, which must have nothing else left."""
     positions = tensors.pop("positions").numpy()
     written_at = tensors.pop("written_at").numpy()
     tiers, bits = None, tensors.pop(f"{_TIERS}bits", None)
@@ -73,14 +73,13 @@ def key_values_fit(rows: KeyValues, example: KeyValues, seen: int) -> bool:
         and rows.written_at.dtype == np.int64
         and bool(((rows.written_at >= 0) & (rows.written_at < 2**31)).all())
         and [tuple(tensor.shape) for tensor in rows.tensors] == shapes
-        and [tensor.dtype for tensor in rows.tensors]
-        == [tensor.dtype for tensor in example.tensors]
+        and [one.dtype for one in rows.tensors] == [one.dtype for one in example.tensors]
         and (rows.tiers is None or rows.tiers.fit(example.tensors, seen))
     )
 
 
 def pop_attention(tensors: dict[str, torch.Tensor]) -> AttentionCheckpoint | None:
-    """Take the attention that tokens have received out of `tensors`; None if it was not saved."""
+    """Take the received attention out of `tensors`; None if it was not saved."""
     keys = [key for key in tensors if key.startswith(_ATTENTION)]
     named = {key.removeprefix(_ATTENTION): tensors.pop(key).numpy() for key in keys}
     if not named:
@@ -109,7 +108,7 @@ def attention_fits(received: AttentionCheckpoint, seen: int) -> bool:
 def pop_state(tensors: dict[str, torch.Tensor], example: CacheState) -> CacheState:
     """Take the state of recurrent layers out of `tensors`, to the device of `example`.
 
-    It is empty, and must be computed again, if names, shapes or dtypes differ from the example's.
+    Returns () if names, shapes or dtypes differ from the example's; it must be computed again then.
     """
     saved = {name: tensors.pop(name) for name in list(tensors) if name.startswith(_STATE)}
     expected = state_tensors(example)
@@ -128,7 +127,7 @@ def pop_state(tensors: dict[str, torch.Tensor], example: CacheState) -> CacheSta
 
 
 def _are_ascending(positions: NDArray[Any], seen: int) -> bool:
-    """Whether `positions` [n] are ascending stream positions, all of them below `seen`."""
+    """Whether `positions` [n] are ascending stream positions below `seen`."""
     if positions.ndim != 1 or positions.dtype != np.int64:
         return False
     inside = ((positions >= 0) & (positions < seen)).all()

@@ -18,33 +18,28 @@ _HINT = "fewer words find more; sirchat sessions lists all chats"
 
 
 class SnippetPart(NamedTuple):
-    """A piece of a line of text; `is_match` says whether the piece is one of the searched words."""
+    """A piece of a line of text. `is_match` says whether it is one of the searched words."""
 
     text: str
     is_match: bool
 
 
 class Hit(NamedTuple):
-    """A chat that a search has found, and a line of it; empty if only its name has the words."""
+    """A found chat, and one line of it, which is empty if only the chat's name has the words."""
 
     session: SavedSession
     snippet: tuple[SnippetPart, ...]
 
 
 class ChatSearchResult(NamedTuple):
-    """The best chats, the number of further ones, and the ids of chats whose name was searched for.
-
-    `hint` says what to do if nothing was found.
-    """
-
     hits: list[Hit]
-    more_count: int
-    ids_by_name: list[str]
-    hint: str
+    more_count: int  # of found chats that are not in `hits`
+    ids_by_name: list[str]  # of chats whose name was searched for
+    hint: str  # what to do if nothing was found
 
 
 def search_sessions(folder: Path, words: str) -> ChatSearchResult:
-    """Find the saved chats with all `words`: the best (bm25) first, of equals the newest.
+    """Find the saved chats with all `words`: best (bm25) first, then newest first.
 
     Raises UsageError if `words` has no word, and SessionError if the index can't be used.
     """
@@ -59,16 +54,14 @@ def search_sessions(folder: Path, words: str) -> ChatSearchResult:
         with suppress(SessionError):  # the chat was removed, or damaged, just now
             hits.append(Hit(read_summary(folder / f"{ident}{SUFFIX}"), _parse_snippet(snippet)))
     ids_by_name = [chat.id for chat in chats if names_match(chat.name, words)]
-    hint = (
-        ""
-        if ids_by_name or ids
-        else did_you_mean(words, (chat.name for chat in chats if chat.name))
-    )
-    return ChatSearchResult(hits, max(0, len(ids) - MAX_HITS), ids_by_name, hint or _HINT)
+    hint = _HINT
+    if not (ids_by_name or ids):
+        hint = did_you_mean(words, (chat.name for chat in chats if chat.name)) or _HINT
+    return ChatSearchResult(hits, max(0, len(ids) - MAX_HITS), ids_by_name, hint)
 
 
 def nothing_found_error(words: str, found: ChatSearchResult) -> SessionError:
-    """Make the SessionError for a search of `words` that found no chat; `found` is its result."""
+    """The SessionError for a search of `words` that found no chat; `found` is its result."""
     return SessionError(
         f"no saved chat is called {format_value(words)} or has all of these words", hint=found.hint
     )
@@ -78,9 +71,8 @@ def _parse_snippet(snippet: str) -> tuple[SnippetPart, ...]:
     begin, end = MATCH_MARKS
     before, *marked = " ".join(snippet.split()).split(begin)
     if len(before) > _MAX_LEAD_CHARS:
-        before = (
-            f"…{before[before.find(' ', -_MAX_LEAD_CHARS) + 1 or len(before) - _MAX_LEAD_CHARS :]}"
-        )
+        last = before[-_MAX_LEAD_CHARS:]
+        before = f"…{last[last.find(' ') + 1 :]}"
     parts = [SnippetPart(before, False)]
     for piece in marked:
         match, _, after = piece.partition(end)

@@ -1,7 +1,7 @@
 """Files with the keys and values of evicted tokens, written while a chat goes on.
 
-They belong to the chat: after a crash, too, it goes on with them. Each says of which tokens of
-which text it is, so that no file of another text is ever used.
+After a crash, the chat goes on with these files. Each file names the tokens and a check sum of the
+text that it belongs to, so that no file of another text is ever used.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class SavedSegments:
 
     @property
     def written(self) -> Positions:
-        """The positions, ascending, of all tokens that were written."""
+        """Positions, ascending, of all tokens that were written."""
         return np.flatnonzero(self._is_written)
 
     def unwritten(self, positions: Positions) -> Positions:
-        """The positions, of the given ones, whose tokens were not written; ascending."""
+        """Those of the given positions whose tokens were not written, ascending."""
         if len(positions) and (most := int(positions.max())) >= len(self._is_written):
             self._is_written.resize(2 * most + 1, refcheck=False)
         return np.unique(positions[~self._is_written[positions]])
@@ -55,8 +55,8 @@ class SavedSegments:
     def load(self, rows: NDArray[np.void], example: KeyValues) -> Iterator[KeyValues]:
         """Yield the contents of each file; `rows` are the ledger rows of the chat's text.
 
-        A file that is damaged, of another text, or does not fit `example`, of the chat's model, is
-        deleted.
+        A file is deleted if it is damaged, of another text, or not shaped as `example` of the
+        model.
         """
         from sirchat.saved.saved_tensors import key_values_fit, pop_key_values
 
@@ -82,7 +82,7 @@ class SavedSegments:
         text: Mapping[str, NDArray[Any]],
         limit: int | None,
     ) -> None:
-        """Write the tokens at the positions `new` [n]; over `limit` bytes, only the newest of all.
+        """Write the tokens at positions `new` [n]; above `limit` bytes, only the newest stay.
 
         `text` are the ledger's `TEXT_COLUMNS`. Raises SessionError if a file can't be written.
         """
@@ -108,7 +108,7 @@ class SavedSegments:
             self._delete(min(self._files, key=lambda number: int(self._files[number][0][-1])))
 
     def copy_known_files(self, other: SavedSegments) -> None:
-        """Know of this folder, a copy of that of `other`, what is known of that one."""
+        """Copy the records of `other`, of whose folder this folder is a copy."""
         self._files, self._is_written = dict(other._files), other._is_written.copy()
 
     def truncate(self, seen: int) -> None:

@@ -47,9 +47,9 @@ _ID_PATTERN = r"[0-9]{1,8}|[0-9]{8}-[0-9]{0,4}|[0-9]{8}-[0-9]{4}-\w{0,4}"
 
 @dataclass(frozen=True, slots=True)
 class SavedSession:
-    """One entry of the list of saved sessions; a file that can't be read has no texts.
+    """One entry of the list of saved sessions. Texts are empty if the file can't be read.
 
-    Control characters in its texts must be removed before they are shown.
+    Control characters in the texts must be removed before they are shown.
     """
 
     id: str
@@ -74,7 +74,7 @@ class Listing(NamedTuple):
 
 
 def list_sessions(folder: Path, most: int | None = None) -> Listing:
-    """The saved sessions, or only the `most` newest; the one written last comes first."""
+    """The saved sessions, or only the `most` newest, last written first."""
     errors: list[SessionError] = []
     files = _session_files(folder)
     sessions = list(_summaries(folder, files[:most], errors))
@@ -82,7 +82,7 @@ def list_sessions(folder: Path, most: int | None = None) -> Listing:
 
 
 def key_value_bytes(folder: Path) -> int:
-    """The size of the files of keys and values beside the sessions in a folder, in bytes."""
+    """Size in bytes of the files of keys and values beside the sessions in a folder."""
     return sum(size for _, size, _ in _key_value_files(folder))
 
 
@@ -103,7 +103,7 @@ def make_room(folder: Path, limit: int) -> int:
 
 
 def _key_value_files(folder: Path) -> list[tuple[float, int, Path]]:
-    """The files of keys and values: time of change, size, and path, the oldest first."""
+    """The files of keys and values: time of change, size, and path, oldest first."""
     found = list[tuple[float, int, Path]]()
     for file in (*folder.glob("*.safetensors"), *folder.glob(f"*{FOLDER_SUFFIX}/*.safetensors")):
         with suppress(OSError):  # it was just removed
@@ -113,10 +113,10 @@ def _key_value_files(folder: Path) -> list[tuple[float, int, Path]]:
 
 
 def find_session(folder: Path, ident: str, *, may_be_open: bool = False) -> Path:
-    """The file of a saved session; `ident` is its id, its name, or the beginning of its id.
+    """The file of the session with the id, name, or beginning of an id `ident`; `last`: the newest.
 
-    `last` means the newest session. Raises SessionError if none or several match, and if the newest
-    is open in another process, unless `may_be_open`.
+    Raises SessionError if none or several match, or if the newest is open in another process and
+    `may_be_open` is False.
     """
     if ident == "last":
         for chat in _summaries(folder, _session_files(folder), []):
@@ -153,18 +153,17 @@ def is_prefix_of_id(folder: Path, ident: str) -> bool:
 def open_saved_file(
     folder: Path, ident: str, own_id: str = ""
 ) -> tuple[SessionStore, list[SessionError]]:
-    """Open the session `ident` (see `find_session`); for "last", the newest that can be opened.
+    """Open the session `ident` (see `find_session`), but not `own_id`, the session open here.
 
-    It is not `own_id`, the session open here. Also returns errors for the newer sessions that were
-    passed over, damaged or open elsewhere. Raises SessionError if none can be opened.
+    For `last`, the newest session that can be opened; the errors of newer ones (damaged, or open
+    elsewhere) are returned with it. Raises SessionError if none can be opened.
     """
     if ident != "last":
         return SessionStore.open(find_session(folder, ident)), []
     errors: list[SessionError] = []
     in_use = list[SavedSession]()
-    for chat in _summaries(
-        folder, [f for f in _session_files(folder) if f != f"{own_id}{SUFFIX}"], errors
-    ):
+    files = [name for name in _session_files(folder) if name != f"{own_id}{SUFFIX}"]
+    for chat in _summaries(folder, files, errors):
         if chat.in_use:
             in_use.append(chat)
             continue
@@ -182,10 +181,9 @@ def open_saved_file(
 
 
 def copy_session(folder: Path, ident: str, name: str) -> SessionStore:
-    """Copy the saved session `ident`, maybe open in another process, to a branch called `name`.
+    """Copy the saved session `ident`, open or not, to a branch called `name`; returns its store.
 
-    Returns its open store. Raises SessionError if the name is not allowed or taken, or if the
-    session can't be copied.
+    Raises SessionError if the name is not allowed or taken, or if the copy fails.
     """
     path, name = find_session(folder, ident, may_be_open=True), check_name(folder, name, "")
     with SessionStore.read(path) as saved:
@@ -208,9 +206,9 @@ def create_branch(store: SessionStore, name: str) -> SessionStore:
 
 
 def check_name(folder: Path, text: str, own_id: str) -> str:
-    """Check a name for the session with the id `own_id` (empty for a new session) and normalize it.
+    """Normalize a name for the session with the id `own_id` (empty for a new session).
 
-    Raises SessionError if it is not allowed, or belongs to another session.
+    Raises SessionError if the name is not allowed, or belongs to another session.
     """
     name = _normalize_name(text)
     others = [chat.id for chat in _list_indexed(folder) if names_match(chat.name, name)]
@@ -227,7 +225,7 @@ def check_name(folder: Path, text: str, own_id: str) -> str:
 
 
 def branches_of(folder: Path, family: str) -> list[SavedSession]:
-    """The entries of the chat `family` (an id) and of its branches, the last written first."""
+    """The entries of the chat `family` (an id) and of its branches, last written first."""
     files = [f"{chat.id}{SUFFIX}" for chat in _list_indexed(folder) if chat.family == family]
     chats = _summaries(folder, files, [])
     return sorted(chats, key=lambda chat: chat.updated, reverse=True)
@@ -251,7 +249,7 @@ def remove_session(path: Path) -> None:
 
 
 def export_session(path: Path, stream: BinaryIO) -> None:
-    """Write a session's messages as JSON Lines, maybe of one in use; SessionError if it fails."""
+    """Write the messages of a session, open or not, as JSON Lines; raises SessionError."""
     with SessionStore.read(path) as store:
         turns = store.turns()
     write_jsonl(
@@ -264,7 +262,7 @@ def export_session(path: Path, stream: BinaryIO) -> None:
 
 
 def read_summary(path: Path) -> SavedSession:
-    """The list entry of a session's file, made of the file's name and time if it can't be read.
+    """The list entry of a session's file; only name and time if the file can't be read.
 
     A locked file, or one with an interrupted commit, is read without locks.
     """
@@ -287,7 +285,7 @@ def names_match(name: str, other: str) -> bool:
 
 
 def reveals_text(name: str, erased_text: str, *, is_whole_turn: bool) -> bool:
-    """Whether a chat's name has the erased text in it, or is a part of a turn erased as a whole."""
+    """Whether a chat's name has the erased text in it, or is a part of a wholly erased turn."""
     name_key, text_key = _name_key(name), _name_key(erased_text)
     is_revealing = text_key in name_key or (is_whole_turn and name_key in text_key)
     return bool(name_key and text_key) and is_revealing
@@ -305,7 +303,7 @@ def _damaged(errors: Iterable[SessionError]) -> list[DamagedSessionError]:
 
 
 def _copy_key_values(path: Path, copy: Path) -> None:
-    """Copy the files of keys and values of the session at `path` where that is possible."""
+    """Copy the files of keys and values of the session at `path`, where possible."""
     files = {path.with_suffix(".safetensors"): copy.with_suffix(".safetensors")}
     for file in path.with_suffix(FOLDER_SUFFIX).glob("*.safetensors"):
         files[file] = copy.with_suffix(FOLDER_SUFFIX) / file.name
@@ -325,7 +323,7 @@ def _list_indexed(folder: Path) -> list[IndexedChat]:
 
 
 def _session_files(folder: Path) -> list[str]:
-    """The names of the session files in a folder, the last written one first."""
+    """The names of the session files in a folder, last written first."""
     files = list[tuple[float, str]]()
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
         for entry in entries:
@@ -350,9 +348,8 @@ def _summaries(
 
 def _summary(path: Path, options: str, *, in_use: bool) -> SavedSession:
     with closing(connect(path, options, timeout=0)) as connection:
-        users = _SELECT_USER_TEXTS.format(
-            "" if check_format(connection, path) else " AND NOT is_summary"
-        )
+        but = "" if check_format(connection, path) else " AND NOT is_summary"
+        users = _SELECT_USER_TEXTS.format(but)
         about = {name: json.loads(value) for name, value in connection.execute(_SELECT_ABOUT)}
         (turns,) = connection.execute("SELECT count(*) FROM turns").fetchone()
         first = connection.execute(f"{users} LIMIT 1").fetchone()
@@ -388,10 +385,7 @@ def _excerpt(text: str) -> str:
 
 
 def _lock_to_remove(connection: sqlite3.Connection, path: Path) -> None:
-    """Lock a session's file, even a damaged or empty one.
-
-    Raises SessionError if it is not a session, and an SQLite error if another process uses it.
-    """
+    """Lock a session's file, even a damaged or empty one; SessionError if it is no session."""
     try:
         lock(connection)
         if path.stat().st_size and not is_session(connection):
@@ -402,16 +396,11 @@ def _lock_to_remove(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def _normalize_name(text: str) -> str:
-    """The name with spaces and Unicode composition normalized.
-
-    Raises SessionError for one that could be an id, or `last`, or a flag, or is no visible text.
-    """
+    """The name with normalized spaces and Unicode composition; SessionError if not allowed."""
     name = re.sub(" +", " ", unicodedata.normalize("NFC", text).strip(" "))
     is_reserved = re.fullmatch(_ID_PATTERN, name) or _name_key(name) == "last"
-    is_text = (
-        name.isprintable() and not name.startswith(("-", '"')) and 0 < len(name) <= MAX_NAME_CHARS
-    )
-    if is_reserved or not is_text:
+    is_text = name.isprintable() and not name.startswith(("-", '"'))
+    if is_reserved or not is_text or not 0 < len(name) <= MAX_NAME_CHARS:
         raise SessionError(
             f"a session can't be called {format_value(name)}; allowed: up to {MAX_NAME_CHARS} "
             "visible characters, but not the word last, nothing that looks like an id, and no "

@@ -1,4 +1,4 @@
-"""The file of a saved session: its turns, one ledger row per token, and the state after all turns.
+"""The file of a saved session: its turns, one ledger row per token, and its current state.
 
 One transaction writes a turn's text, its rows and the new state; undo removes all three. Deleted
 data is overwritten. The file is an SQLite database, locked while it is open.
@@ -75,12 +75,10 @@ PASSAGE = np.dtype([("start", "<i8"), ("end", "<i8"), ("turn", "<i4"), ("role", 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedPassages:
-    """The passages of a chat in stream order: `rows` [n] of `PASSAGE`, and `vectors` [n, D].
+    """The passages of a chat, in stream order."""
 
-    An unknown vector is NaN.
-    """
-
-    rows: NDArray[np.void] = field(default_factory=lambda: np.zeros(0, PASSAGE))
+    rows: NDArray[np.void] = field(default_factory=lambda: np.zeros(0, PASSAGE))  # [n]
+    # [n, D]; NaN for an unknown vector
     vectors: NDArray[np.float16] = field(default_factory=lambda: np.zeros((0, 0), np.float16))
 
 
@@ -110,10 +108,10 @@ _EVERYTHING, _NO_PASSAGES = Extent(), SavedPassages()
 
 
 class SessionStore:
-    """The file of one saved session, open and locked; `create`, `open` or `read` makes a store.
+    """The file of one saved session, open and locked; made by `create`, `open` or `read`.
 
-    Once a method that writes has returned, a power loss can't undo the change. If the file can't be
-    written, it raises SessionError, and nothing is changed.
+    When a method that writes has returned, a power loss can't undo the change. Methods raise
+    SessionError, changing nothing, if the file can't be written.
     """
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
@@ -131,7 +129,8 @@ class SessionStore:
     def create(cls, folder: Path, meta: Mapping[str, Any]) -> Self:
         """Create the file of a new session in `folder`; SessionError if that fails.
 
-        `meta` are facts as JSON values, without text of the chat, as they are not erased.
+        `meta` are facts as JSON values. They are never erased, so no text of the chat may be in
+        them.
         """
         about = {"meta": dict(meta), "created": time.time()}
         path = create_session_file(folder, SUFFIX)
@@ -154,7 +153,8 @@ class SessionStore:
     def open(cls, path: Path) -> Self:
         """Open a saved session; a change that a crash interrupted is completed or undone.
 
-        Raises SessionError if it is missing, no session, of a newer sirchat, in use, or damaged.
+        Raises SessionError if the file is missing, no session, of a newer sirchat, in use, or
+        damaged.
         """
         refuse_missing(path)
         with as_damage_errors(path), locked(path) as connection:
@@ -173,7 +173,7 @@ class SessionStore:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """As `open`, but only to read; a session in use is copied as it was saved last.
+        """Open a saved session only to read it; one in use is copied as it was last saved.
 
         A file of the older format is copied, too, and stays as it is.
         """
@@ -220,7 +220,7 @@ class SessionStore:
         self._connection.close()
 
     def check_not_removed(self) -> None:
-        """Raise SessionError if the file was removed: later writes to it would be lost."""
+        """Raise SessionError if the file was removed, because later writes would be lost."""
         try:
             is_there = os.path.samestat(self._file, self.path.stat())
         except OSError:
@@ -277,7 +277,6 @@ class SessionStore:
         self.segments.copy_known_files(origin.segments)
 
     def copy_to(self, path: Path) -> None:
-        """Copy what is saved to the empty file `path`."""
         with as_session_errors(path), closing(connect(path)) as copy:
             self._connection.backup(copy)
 
@@ -296,7 +295,7 @@ class SessionStore:
             return turns
 
     def rows(self, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """The ledger rows [seen] of `dtype`; SessionError if the saved ones have other fields."""
+        """The ledger rows [seen] of `dtype`; SessionError if the saved rows have other fields."""
         with as_damage_errors(self.path):
             parts = self._fetch("SELECT data FROM rows ORDER BY start")
             saved = np.frombuffer(b"".join(data for (data,) in parts), self._file_dtype(dtype))
@@ -321,10 +320,7 @@ class SessionStore:
             return SavedPassages(rows, vectors)
 
     def held_by_turn(self) -> dict[int, NDArray[np.int64]]:
-        """The positions [n] of the tokens in the cache after each turn, by the turn's number.
-
-        A turn after which the chat was not saved is missing.
-        """
+        """Stream positions [n] of the tokens held after each saved turn, by the turn's number."""
         with as_damage_errors(self.path):
             held, seen = dict[int, NDArray[np.int64]](), self._count_rows()
             for turn, data in self._fetch("SELECT turn, positions FROM held ORDER BY turn"):
@@ -351,7 +347,7 @@ class SessionStore:
     ) -> None:
         """Replace all contents, and `meta` if given; the old contents stay in no file.
 
-        Keys and values are deleted, too. Which tokens were held stays true up to turn `held`.
+        Keys and values are deleted, too. The records of held tokens stay up to turn `held`.
         """
         self.kv.drop()
         self.segments.drop()
@@ -366,7 +362,6 @@ class SessionStore:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """A transaction, rolled back on an error."""
         self.check_not_removed()
         with as_session_errors(self.path), self._connection:
             self._connection.execute("BEGIN")
@@ -376,7 +371,6 @@ class SessionStore:
         return self._connection.execute(query, values).fetchall()
 
     def _count_rows(self) -> int:
-        """The number of ledger rows (one per token) in the file."""
         records = self._fetch("SELECT seen FROM head")
         return int(records[0][0]) if records else 0
 
@@ -396,9 +390,8 @@ class SessionStore:
         for turn in turns:
             texts = turn.role, turn.text, turn.finish, turn.thinking
             flags = int(turn.is_summary), int(turn.is_left_out)
-            insert_record(
-                connection, "turns", turn.index, *texts, turn.time, *flags, json.dumps(turn.torn)
-            )
+            values = turn.index, *texts, turn.time, *flags, json.dumps(turn.torn)
+            insert_record(connection, "turns", *values)
         for values, vector in zip(passages.rows.tolist(), passages.vectors, strict=True):
             data = None if np.isnan(vector).any() else vector.astype("<f2").tobytes()
             insert_record(connection, "passages", *values, data)
@@ -420,7 +413,6 @@ class SessionStore:
             insert_record(connection, "held", last_turn, zlib.compress(steps, 1))
 
     def _write_flags(self, flags: Mapping[int, int]) -> None:
-        """Set the flags of saved rows, given by position."""
         remaining = sorted(flags, reverse=True)
         while remaining:
             start, rows = self._row_record(remaining[-1])
@@ -431,7 +423,6 @@ class SessionStore:
             insert_record(self._connection, "rows", start, rows.tobytes())
 
     def _cut_rows(self, seen: int) -> None:
-        """Remove the rows from position `seen` on."""
         if seen < self._count_rows():
             start, rows = self._row_record(seen)
             self._connection.execute("DELETE FROM rows WHERE start >= ?", (start,))
@@ -439,7 +430,7 @@ class SessionStore:
                 insert_record(self._connection, "rows", start, rows[: seen - start].tobytes())
 
     def _row_record(self, position: int) -> tuple[int, NDArray[Any]]:
-        """The first position in the record that has this row, and a copy of the record's rows."""
+        """The record that has this row: its first position, and a copy of its rows."""
         query = "SELECT start, data FROM rows WHERE start <= ? ORDER BY start DESC LIMIT 1"
         ((start, data),) = self._fetch(query, position)
         fields = np.dtype([(name, kind) for name, kind in self._about_value("row")])
@@ -454,7 +445,7 @@ class SessionStore:
         insert_record(self._connection, "about", name, json.dumps(value))
 
     def _file_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """`dtype` as rows of it are saved; SessionError if the saved rows have other fields."""
+        """`dtype` as its rows are saved; SessionError if the saved rows have other fields."""
         packed = _packed(dtype)
         if self._about_value("row") not in (None, [list(field) for field in packed.descr]):
             raise SessionError(
@@ -472,7 +463,7 @@ class SessionStore:
 
 
 def _file_times(path: Path) -> tuple[int, ...]:
-    """Size and time of a session's file, and of its journal, if any; empty while it is written."""
+    """Size and time of a session's file, and of its journal, if any; empty during a write."""
     file, journal = path.stat(), Path(f"{path}-journal")
     stats = [file, journal.stat()] if journal.exists() else [file]
     if any(stat.st_size for stat in stats[1:]):

@@ -1,7 +1,7 @@
 """Access control: checks host, origin, API key and size of each request.
 
 A web page can make the browser send requests, even under a host name of its own that resolves to
-this machine (DNS rebinding); so on a loopback address the `Host` header must name this machine.
+this machine (DNS rebinding). So on a loopback address, the `Host` header must name this machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sirchat.errors import format_value
 from sirchat.server.fields import MAX_BODY_BYTES, RequestError
 
 # `host.docker.internal` is how containers call the machine on which they run.
-_LOCAL_HOST_NAMES = ("localhost", "127.0.0.1", "::1", "host.docker.internal")
+_LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1", "host.docker.internal")
 
 
 def is_loopback(host: str) -> bool:
@@ -35,7 +35,7 @@ def is_loopback(host: str) -> bool:
 
 
 async def read_body(request: Request) -> bytes:
-    """Read a request's body; RequestError as soon as it has more than `MAX_BODY_BYTES`."""
+    """Read a request's body; raises RequestError once it has more than `MAX_BODY_BYTES`."""
     body = bytearray()
     try:
         async for chunk in request.stream():
@@ -48,7 +48,6 @@ async def read_body(request: Request) -> bytes:
 
 
 async def show_error(request: Request, error: Exception) -> Response:
-    """The HTTP response that reports an error to the client."""
     if isinstance(error, HTTPException):
         message, headers = f"{request.method} {request.url.path}: {error.detail}", error.headers
         error = RequestError(message, status=error.status_code, headers=dict(headers or {}))
@@ -61,8 +60,8 @@ async def show_error(request: Request, error: Exception) -> Response:
 class Access:
     """ASGI middleware that refuses requests of clients that may not use the server `app`.
 
-    `host` is the name or address where it listens; `key` is None if requests need no API key;
-    web pages of the `origins` may use it, too.
+    `host` is the name or address where the server listens. `key` is the API key, or None if
+    requests need none. Web pages of the `origins` may use the server, too.
     """
 
     app: ASGIApp
@@ -84,21 +83,19 @@ class Access:
         await self.app(scope, receive, send)
 
     def _check(self, headers: Headers, *, needs_key: bool) -> None:
-        requested_host = _host_of(f"//{headers.get('host', '')}")
-        allowed_hosts = {*_LOCAL_HOST_NAMES, self.host.lower()}
+        asked = _host_of(f"//{headers.get('host', '')}")
+        allowed = {*_LOCAL_HOSTS, self.host.lower()}
         if is_loopback(self.host):
-            if requested_host not in allowed_hosts:
+            if asked not in allowed:
                 raise RequestError(
-                    f"the host of the request, {format_value(requested_host)}, is not this "
-                    "machine; to serve others: sirchat serve --host 0.0.0.0 --api-key KEY",
+                    f"the host of the request, {format_value(asked)}, is not this machine; "
+                    "to serve others: sirchat serve --host 0.0.0.0 --api-key KEY",
                     status=403,
                 )
-        elif requested_host is not None:
-            allowed_hosts.add(
-                requested_host
-            )  # the server's own page, under the name by which others reach it
+        elif asked is not None:
+            allowed.add(asked)  # the server's own page, under the name by which others reach it
         origins = (origin for origin in headers.getlist("origin") if origin not in self.origins)
-        if any(_host_of(origin) not in allowed_hosts for origin in origins):
+        if any(_host_of(origin) not in allowed for origin in origins):
             raise RequestError(
                 "requests from other web sites are refused; to allow one: sirchat serve --cors URL",
                 status=403,
@@ -122,7 +119,7 @@ class Access:
 
 
 def _host_of(url: str) -> str | None:
-    """The host name in a URL of an origin, without port and brackets; None if it is not valid."""
+    """The host name in an origin's URL, without port and brackets; None if it is not valid."""
     with suppress(ValueError):  # of the port, too
         parts = urlsplit(url)
         if not set("@\\") & set(url) and parts[2:] == ("", "", "") and parts.port != 0:

@@ -1,4 +1,4 @@
-"""Anthropic's messages: requests in OpenAI's shape, replies as a message, whole or as events."""
+"""Anthropic's messages API: requests become chat requests; replies are sent whole or as events."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ _Blocks = Annotated[
 
 
 class AnthropicMessage(RequestObject):
-    """One message in the field `messages`: its content is a text, or a list of blocks."""
+    """One message in the field `messages`; its content is a text, or a list of blocks."""
 
     role: Literal["system", "user", "assistant"]
     content: _Blocks
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Yield the messages of a chat request that this is: what tools returned comes first."""
+        """Yield this message as messages of a chat request; tool results come first."""
         blocks, calls = list[dict[str, Any]](), list[dict[str, Any]]()
         for block in self.content:
             kind = block.get("type")
@@ -79,20 +79,20 @@ class AnthropicChoice(RequestObject):
 
 
 class OutputFormat(RequestObject):
-    """The field `format` of `output_config`, or of earlier requests `output_format`."""
+    """The field `format` of `output_config`, called `output_format` in earlier requests."""
 
     type: Literal["json_schema"]
     schema_: Json = Field(alias="schema")
 
 
 class ThinkingOptions(Options):
-    """The field `thinking`; a number of tokens is not kept to."""
+    """The field `thinking`; a limit on the number of tokens has no effect."""
 
     type: Literal["enabled", "disabled", "adaptive"]
 
 
 class OutputOptions(Options):
-    """The field `output_config`: how much the model reasons, and the format of its reply."""
+    """The field `output_config`: how much the model reasons, and the format of the reply."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
@@ -124,7 +124,7 @@ class MessagesRequest(ReplyBody):
     output_format: OutputFormat | None = None
 
     def as_chat_request(self) -> ChatRequest:
-        """This request in OpenAI's shape; RequestError if a value is not allowed."""
+        """This request in OpenAI's form; raises RequestError if a value is not allowed."""
         messages = list(chain.from_iterable(message.messages() for message in self.messages))
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": self.system})
@@ -155,7 +155,7 @@ class MessagesRequest(ReplyBody):
 
 
 class MessageSerializer(ReplySerializer):
-    """The JSON of one reply as a message of Anthropic's, whole or as events."""
+    """The JSON of one reply as an Anthropic message, whole or as events."""
 
     def __init__(self, model: str) -> None:
         self._message = {
@@ -198,7 +198,6 @@ class MessageSerializer(ReplySerializer):
             yield _event("content_block_stop", index=self._index)
 
     def _begin_block(self, kind: str, block: dict[str, Any]) -> Iterator[str]:
-        """Begin a block, unless one of this kind is open."""
         if not kind or kind != self._open:
             yield from self._end_block()
             self._index, self._open = self._index + 1, kind

@@ -86,10 +86,10 @@ _MODEL_SETTINGS = tuple(
 
 
 class Limits(BaseModel):
-    """How many conversations a server has in memory and on disk, and how many requests may wait.
+    """How many conversations a server keeps in memory and on disk, and how many requests may wait.
 
-    `reuse`: what of a request is not read again: `messages` that a conversation has read, wherever
-    they stand now; or `exact`, only those before which nothing has changed.
+    `reuse` says what is not read again: `messages` that a conversation has read, wherever they
+    stand now, or `exact`: only messages before which nothing has changed.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -110,10 +110,10 @@ def open_server(
     key: str | None,
     cors: Sequence[str] = (),
 ) -> ChatServer:
-    """The server of a loaded model, which continues the conversations saved in `folder`.
+    """Make the server of a loaded model; it continues the conversations saved in `folder`.
 
-    `profile` has the settings of all conversations; SettingError if one does not work here. Web
-    pages of the origins `cors` may ask.
+    `profile` has the settings of all conversations. Web pages of the origins `cors` may send
+    requests. Raises SettingError if a setting does not work on a server.
     """
     profile = with_model_defaults(profile, model)
     check_profile(profile, model)
@@ -123,11 +123,11 @@ def open_server(
 
 
 class ChatServer:
-    """The HTTP server of one model: `app` is an ASGI application with all endpoints.
+    """The HTTP server of one model; `app` is an ASGI application with all endpoints.
 
-    Requests need the API key `key`, unless it is None. `model` is its name for clients, `replies`
-    the thread that generates the replies; `queue` requests may wait until a conversation is free.
-    Web pages of the origins `cors` may ask, too.
+    Requests need the API key `key`, unless it is None. `model` is its name for clients. The thread
+    `replies` generates the replies; `queue` requests may wait for a free conversation. Web pages of
+    the origins `cors` may send requests, too.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class ChatServer:
             raise
 
     async def _count_tokens(self, request: Request) -> Response:
-        """The tokens of a request's texts, without those that the chat template adds."""
+        """Count the tokens of a request's texts, without those that the chat template adds."""
         fields = {"max_tokens": 1} | parse_json_object(await read_body(request))
         chat = make_request(MessagesRequest, fields).as_chat_request()
         self._model_routes.check_name(chat.model)
@@ -211,7 +211,7 @@ class ChatServer:
         return JSONResponse({"input_tokens": sum(map(len, ids))})
 
     def _note_headers(self, notes: list[str]) -> dict[str, str]:
-        """The header that says what is not quite as the request asked; the log says it once."""
+        """A header that says what differs from the request; each note is logged only once."""
         # Some quote the request; a header and a log are safe with one line of ASCII.
         notes = [on_one_line(note).encode("ascii", "backslashreplace").decode() for note in notes]
         for note in set(notes) - self._logged_notes:
@@ -236,10 +236,7 @@ class ChatServer:
         return History.of(system, chat.turns, tools_json, name)
 
     def _profile_for_ask(self, ask: AskFields) -> Profile:
-        """The settings that a `sirchat ask` sends for its question, with the model's defaults.
-
-        RequestError if one of them would need this server's model to be loaded in another way.
-        """
+        """The settings of `sirchat ask`; raises RequestError if they need another loaded model."""
         try:
             profile = Profile(**ask.settings)
         except ValidationError:
@@ -253,7 +250,7 @@ class ChatServer:
         return with_model_defaults(profile, self._model)
 
     def _options(self, chat: ChatRequest) -> ReplyOptions:
-        """How to generate the reply; RequestError if a setting can't have the request's value."""
+        """How to generate the reply; raises RequestError if a setting can't have this value."""
         settings, notes = chat.settings(), list[str]()
         make_format = partial(reply_format, self._formats, chat, notes)
         if chat.sirchat_ask is not None:
@@ -283,5 +280,5 @@ class ChatServer:
 
 
 def model_names(model: str) -> tuple[str, ...]:
-    """The names by which clients may call a model: its full name, and its part after the last /."""
+    """The names of a model for clients: its full name, and the part after the last slash."""
     return tuple(dict.fromkeys((model, model.rstrip("/").rpartition("/")[2])))

@@ -1,7 +1,7 @@
 """Runs several servers, called replicas, with Ray Serve, on one machine or on many.
 
-A hash of a conversation's name or beginning selects its replica: all its requests go there. A
-replica that died is started again, and finds its conversations in a folder that all machines share.
+A hash of a conversation's name or beginning selects the replica for all its requests. A replica
+that died is started again, and finds its conversations in a folder that all machines share.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ClusterOptions(Limits):
 
 
 class Replica:
-    """One of the servers; no other uses its conversations, nor the `folder` with their files."""
+    """One of the servers; no other replica uses its conversations, or its `folder`."""
 
     def __init__(self, profile: Profile, limits: Limits, folder: Path, key: str) -> None:
         remove_stale_folders(archives_dir())  # removes archives of replicas that were killed
@@ -94,7 +94,6 @@ class Router:
         self._replicas = replicas
 
     async def __call__(self, request: Request) -> Response:
-        """The response of the replica that has the conversation."""
         path = request.url.path
         name = request.headers.get("X-Sirchat-Conversation", "")[:MAX_NAME_CHARS]
         try:
@@ -107,7 +106,7 @@ class Router:
             return await show_error(request, error)
 
     async def _forward(self, number: int, request: Request, body: bytes) -> Response:
-        """The response of one replica, as a stream; RequestError if the replica has died."""
+        """The response of one replica, as a stream; raises RequestError if the replica died."""
         scope = {name: request.scope[name] for name in _SCOPE_KEYS if name in request.scope}
         scope |= {"root_path": "", "headers": [tuple(pair) for pair in request.scope["headers"]]}
         messages = self._replicas[number].options(stream=True).answer.remote(scope, body)
@@ -126,7 +125,7 @@ class Router:
 def conversation_key(path: str, body: bytes, name: str = "") -> bytes:
     """Hash (SHA-256) a conversation's name, or else its system prompt and first message.
 
-    `name` is that of the header, which the one in the request's `body` comes before.
+    `name` comes from a header; a name in the request's `body` has precedence.
     """
     endpoint = REPLY_ENDPOINTS.get(path) or REPLY_ENDPOINTS.get(f"/v1{path}")
     beginning: Any = None
@@ -138,10 +137,10 @@ def conversation_key(path: str, body: bytes, name: str = "") -> bytes:
 
 
 def replica_of(key: bytes, count: int) -> int:
-    """Which of `count` replicas has the conversations with this key of `conversation_key`.
+    """Which of `count` replicas has the conversations with this `conversation_key`.
 
-    With one replica more, each stays or moves to the new one (rendezvous hashing, Thaler and
-    Ravishankar 1998).
+    If a replica is added, each conversation stays or moves to the new one (rendezvous hashing,
+    Thaler and Ravishankar 1998).
     """
     return max(range(count), key=lambda number: sha256(key + number.to_bytes(2)).digest())
 
@@ -149,7 +148,7 @@ def replica_of(key: bytes, count: int) -> int:
 def app(settings: Mapping[str, Any]) -> Any:
     """The Ray Serve application for `serve run sirchat.server.cluster:app NAME=VALUE ...`.
 
-    A NAME is a field of `ClusterOptions`, or a setting of sirchat; each VALUE is a text.
+    NAME is a field of `ClusterOptions` or a setting of sirchat; VALUE is a text.
     """
     options = ClusterOptions.model_validate(settings)
     key = os.environ.get("SIRCHAT_API_KEY", "").strip()

@@ -13,8 +13,6 @@ from sirchat.server.streaming import ReplySerializer, server_sent_event
 
 
 class ChatCompletionSerializer(ReplySerializer):
-    """A reply in the shape of OpenAI's chat completions."""
-
     def __init__(self, request: ChatRequest, model: str) -> None:
         self._includes_usage = request.stream_options.include_usage
         reply_id = f"chatcmpl-{secrets.token_hex(12)}"

@@ -30,25 +30,15 @@ _PREVIEW_CHARS = 80  # characters
 
 @dataclass(frozen=True)
 class History:
-    """The messages of a request.
-
-    Attributes:
-        system: the system prompt.
-        messages: role and text of each message, as `ChatRequest.turns` has them.
-        keys: `keys[n]` is the hash of system prompt, tools and the first n messages.
-        marks: `marks[n]` is the hash of message n alone.
-        tools: the tools that the model may call, as JSON; "" if there are none.
-        profile: the settings of a session that answers this request alone; None for the server's.
-        name: that of the conversation which the client continues; "" if it goes by the messages.
-    """
+    """The messages of a request."""
 
     system: str | None
-    messages: tuple[tuple[str, str], ...]
-    keys: tuple[bytes, ...]
-    marks: tuple[bytes, ...] = ()
-    tools: str = ""
-    profile: Profile | None = None
-    name: str = ""
+    messages: tuple[tuple[str, str], ...]  # role and text, as `ChatRequest.turns` has them
+    keys: tuple[bytes, ...]  # keys[n]: the hash of system prompt, tools and the first n messages
+    marks: tuple[bytes, ...] = ()  # marks[n]: the hash of message n alone
+    tools: str = ""  # JSON
+    profile: Profile | None = None  # of a session that answers this alone; None: the server's
+    name: str = ""  # of the conversation which the client continues, if it says one
 
     @classmethod
     def of(
@@ -58,7 +48,7 @@ class History:
         tools: str = "",
         name: str = "",
     ) -> History:
-        """The history of these messages, with computed keys; lone surrogates are replaced."""
+        """Make a history with computed keys from these messages; replaces lone surrogates."""
         system = None if system is None else without_surrogates(system)
         read = tuple((role, without_surrogates(text)) for role, text in messages)
         tools = without_surrogates(tools)
@@ -71,61 +61,47 @@ class History:
         return cls(system, read, tuple(keys), marks, tools, name=name)
 
     def may_use(self, name: str) -> bool:
-        """Whether a conversation of this name may go on with this; "": one without a name."""
+        """Whether a conversation named `name` may continue with this; "" means no name."""
         return name in ("", self.name)
 
     @classmethod
     def of_single_message(cls, text: str, profile: Profile) -> History:
-        """The history of one message that is in no conversation: random keys match no others."""
+        """A history of one message without a conversation; its random keys match no others."""
         keys = secrets.token_bytes(), secrets.token_bytes()
         return cls(None, (("user", without_surrogates(text)),), keys, profile=profile)
 
 
 def key_after(key: bytes, role: str, text: str) -> bytes:
-    """The key (hash) of a list of messages; `key` is the key of all messages but the last."""
-    stripped = (
-        text.strip() if role == "assistant" else text
-    )  # clients often remove blanks around it
-    return sha256(key + role.encode() + b"\n" + stripped.encode()).digest()
+    """The key (hash) of a list of messages; `key` is that of all messages but the last."""
+    if role == "assistant":  # clients often remove blanks around it
+        text = text.strip()
+    return sha256(key + role.encode() + b"\n" + text.encode()).digest()
 
 
 @dataclass(eq=False, kw_only=True)
 class KnownConversation:
-    """What is known of a conversation, also of one that is only on disk.
-
-    Attributes:
-        id: the name by which clients refer to this conversation; nobody can guess it.
-        keys: `keys[n]` is the hash of the first n messages that the session has read, as in
-            `History`.
-        roles: the role of each of these messages.
-        marks: the hash of each alone, as in `History`.
-        settings: settings that were changed for this conversation alone, such as its policy.
-        least_budget: the smallest budget under which its system prompt and tools can be pinned,
-            where that is more than the server's; else 0.
-        origin: the id of the conversation of which this one, or what it is a copy of, was copied.
-        is_branch: whether this is a copy, and only one request was answered in it.
-        is_edited: whether messages were changed before others that were not read again.
-        name: by which its client continues it; "" if it has none.
-    """
+    """What is known of a conversation, even if it is only on disk."""
 
     __pydantic_config__ = ConfigDict(strict=True, ser_json_bytes="hex", val_json_bytes="hex")
 
+    # By which clients refer to it; nobody can guess it.
     id: str = field(default_factory=lambda: secrets.token_hex(12))
-    keys: list[bytes]
-    roles: list[str]
-    marks: list[bytes] = field(default_factory=list)
+    keys: list[bytes]  # of the messages that the session has read, as in `History`
+    roles: list[str]  # of these messages
+    marks: list[bytes] = field(default_factory=list)  # of each, as in `History`
+    # Those that were changed for this conversation alone, such as its policy.
     settings: dict[str, Any] = field(default_factory=dict)
+    # The smallest under which system prompt and tools can be pinned, if more than the server's.
     least_budget: int = 0
-    origin: str = ""
-    is_branch: bool = False
-    is_edited: bool = False
-    name: str = ""
+    origin: str = ""  # the id of the first conversation of which this is a copy, or its own
+    is_branch: bool = False  # whether it is a copy, and only one request was answered in it
+    is_edited: bool = False  # whether messages were changed before others that were not read again
+    name: str = ""  # by which its client continues it, if it has one
 
     def __post_init__(self) -> None:
         self.origin = self.origin or self.id
 
     def known_fields(self) -> dict[str, Any]:
-        """All of this, by name, as copies."""
         return {each.name: copy(getattr(self, each.name)) for each in fields(KnownConversation)}
 
     @property
@@ -134,9 +110,9 @@ class KnownConversation:
         return 0
 
     def count_shared_messages(self, history: History) -> int:
-        """How many messages of `history` need not be read again; the last one always must.
+        """How many messages of `history` need not be read again; the last one is always read.
 
-        Undo goes back to just before a user message, so this can be less than all equal messages.
+        Undo goes back to just before a user message, so this may be fewer than the equal messages.
         """
         keys, roles = self.keys, self.roles
         limit = min(len(keys), len(history.keys) - 1)
@@ -148,43 +124,27 @@ class KnownConversation:
 
 @dataclass(eq=False, kw_only=True)
 class ServedConversation(KnownConversation):
-    """A conversation in memory.
-
-    Attributes:
-        session: the chat session, which has the KV cache.
-        saving: writes the conversation to its file; None if it has no file yet.
-        is_busy: whether it is being answered or saved.
-        is_exact: whether the session has read the messages of `keys` and nothing else; if not, the
-            conversation is dropped.
-        is_outdated: whether the file lacks the newest part, because writing it failed.
-        kept: of the request that is answered next, the messages that were read already though they
-            now follow others, and their numbers here; empty if it goes on with all of `keys`.
-        is_again: whether that request asks for another reply to the last message here.
-        reasoning: the setting under which that was read.
-        has_exact_prompt: whether no part of the system prompt was changed before such a part.
-        continued_by: the history of that request, with the messages before it, if it goes on here
-            by the name.
-    """
-
     session: Session
-    autosave: Autosave | None = None
-    is_busy: bool = False
+    autosave: Autosave | None = None  # None if it has no file yet
+    is_busy: bool = False  # whether it is being answered or saved
+    # Whether the session has read the messages of `keys` and nothing else; else it is dropped.
     is_exact: bool = True
-    is_outdated: bool = False
+    is_outdated: bool = False  # whether the file lacks the newest part: writing it failed
+    # Of the next request, the messages that were read already though they now follow others, and
+    # their numbers here; empty if it goes on with all of `keys`.
     reused: dict[int, int] = field(default_factory=dict)
-    is_retry: bool = False
-    reasoning: str = ""
-    has_exact_prompt: bool = True
-    full_history: History | None = None
+    is_retry: bool = False  # whether that asks for another reply to the last message here
+    reasoning: str = ""  # the setting under which this message was read
+    has_exact_prompt: bool = True  # whether no part of the system prompt was changed before another
+    full_history: History | None = None  # of the next request, if it sends only the newest messages
 
     def add(self, role: str, text: str) -> None:
-        """Note a message that the session has read or generated."""
         self.keys.append(key_after(self.keys[-1], role, text))
         self.marks.append(key_after(b"", role, text))
         self.roles.append("user" if role == "tool" else role)  # undo can go back to before it
 
     def reset(self) -> None:
-        """Forget all messages; what is saved of them stays, as another conversation."""
+        """Forget all messages; saved ones stay, as another conversation."""
         template = self.session.template
         self.session.reset()
         self.session.template = template
@@ -193,28 +153,27 @@ class ServedConversation(KnownConversation):
         del self.keys[1:], self.roles[:], self.marks[:]
 
     def set_messages(self, history: History, count: int) -> None:
-        """Note that the session has read the first `count` messages of `history`, and no others."""
+        """Note that the session has read only the first `count` messages of `history`."""
         self.keys, self.marks = [*history.keys[: count + 1]], [*history.marks[:count]]
         roles = (role for role, _ in history.messages[:count])
         self.roles = ["user" if role == "tool" else role for role in roles]
 
     @property
     def turn_numbers(self) -> list[int]:
-        """The number of the session's turn that each message is."""
+        """For each message, the index of its turn in the session."""
         turns = enumerate(self.session.turns)
         return [at for at, turn in turns if turn.role != "system" and not turn.is_left_out]
 
     @property
     def undoable(self) -> int:
-        """How many user messages can be undone."""
         return len(self.session.undo_points)
 
     def history_with_earlier(self, history: History, matched_count: int) -> History:
-        """The history of a request that names this conversation, with all earlier messages.
+        """Complete the history of a request that names this conversation by earlier messages.
 
-        Of those that the client sends, the first ones may be the last ones here: it may send only
-        what is new, or a window. `history` itself if it has the chat from its beginning, or if
-        more messages of it match (`matched_count`) than a window would have.
+        The client may send only new messages, or a window: its first messages may be the last ones
+        here. Returns `history` itself if it begins at the chat's start, or if more messages match
+        (`matched_count`) than a window would have.
         """
         marks, size = history.marks, len(self.marks)
         if not self.roles or (len(marks) > 1 and marks[0] == self.marks[0]):
@@ -247,29 +206,29 @@ class ServedConversation(KnownConversation):
 
     def has_same_question(self, history: History) -> bool:
         """Whether `history` differs from this conversation only after its last user message."""
-        end = 2 + self._last_question
-        return list(history.keys[end - 1 : end]) == self.keys[end - 1 : end]
+        end = 1 + self._last_question
+        return len(history.keys) > end and history.keys[end] == self.keys[end]
 
     def has_answered(self, history: History) -> bool:
-        """Whether the last messages here are the last one of `history`, and a reply to it."""
+        """Whether this conversation ends with the last message of `history` and a reply to it."""
         size = len(history.keys)
         return len(self.keys) == size + 1 and self.keys[size - 1] == history.keys[-1]
 
     def copy(self) -> ServedConversation | None:
-        """A copy, session included; None if keys and values take more than `AUTO_KV_BYTES`."""
+        """A copy with its session; None if keys and values take more than `AUTO_KV_BYTES`."""
         session = copy_session(self.session, AUTO_KV_BYTES)
         return None if session is None else self.with_session(session)
 
     def with_session(self, session: Session) -> ServedConversation:
-        """A copy, under a new id, that uses `session`, which has read the same messages."""
+        """A copy with a new id and a `session` that has read the same messages."""
         fields = self.known_fields() | {"id": secrets.token_hex(12), "is_branch": True, "name": ""}
         is_exact = self.has_exact_prompt
         return ServedConversation(session=session, **fields, has_exact_prompt=is_exact)
 
     def undo_reply(self) -> bool:
-        """Undo the last reply; if that is not possible, also its message, or all, and return False.
+        """Undo the last reply. If that is impossible, undo its message, too, or all; return False.
 
-        The end of a message is not the same under another setting `reasoning`.
+        It is impossible under another setting `reasoning`, because then a message ends differently.
         """
         try:
             if self.session.profile.reasoning != self.reasoning:
@@ -285,11 +244,11 @@ class ServedConversation(KnownConversation):
         return True
 
     def undo_last_question(self) -> None:
-        """Undo the last user message and what follows; `is_exact` is whether this was possible."""
+        """Undo the last user message and what follows; sets `is_exact` to False if impossible."""
         self.is_exact = self.undo_to(self._last_question)
 
     def undo_to(self, count: int) -> bool:
-        """Undo all messages after the first `count`; pins stay. False if that is not possible."""
+        """Undo all but the first `count` messages; pins stay. Returns False if impossible."""
         turns = self.roles[count:].count("user")
         if turns > self.undoable:
             return False
@@ -304,14 +263,13 @@ class ServedConversation(KnownConversation):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the keys and values take: those held, and those archived in RAM."""
+        """Bytes of memory for keys and values: those in the cache, and those archived in RAM."""
         engine = self.session.engine
         sizes = engine.store.archive.bytes_by_device()
         return engine.cache.nbytes + sum(sizes.values()) - sizes["disk"]
 
     @property
     def first(self) -> str:
-        """The beginning of the first user message, on one line."""
         return preview(self.session.turns)
 
     @property

@@ -1,4 +1,4 @@
-"""What the fields of all requests have in common: how they are checked, and refused."""
+"""What the fields of all requests have in common: how they are checked and refused."""
 
 from __future__ import annotations
 
@@ -7,14 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Any, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from sirchat.errors import format_value, on_one_line
@@ -63,7 +56,7 @@ _ANTHROPIC_ERRORS = {
 
 
 class RequestError(Exception):
-    """A request can't be answered; `body` is the JSON of the response, as OpenAI writes errors."""
+    """A request can't be answered; `body` is the JSON of the response, in OpenAI's form."""
 
     def __init__(
         self,
@@ -83,7 +76,7 @@ class RequestError(Exception):
         self.headers = headers or {}
 
     def body_for(self, path: str) -> dict[str, Any]:
-        """The JSON of the response at a path, as its API has it."""
+        """The JSON of the response at a path, in the form of its API."""
         if path.endswith(("/messages", "/count_tokens")):
             default_type = "invalid_request_error" if self.status < 500 else "api_error"
             error = {"type": _ANTHROPIC_ERRORS.get(self.status, default_type), "message": str(self)}
@@ -92,14 +85,14 @@ class RequestError(Exception):
 
 
 def refuse_deep_nesting(value: Any) -> Any:
-    """Return the JSON value unchanged; PydanticCustomError if it is nested too deeply."""
+    """Return the JSON value; raises PydanticCustomError if it is nested too deeply."""
     if is_too_deep(value):
         raise PydanticCustomError("deep", "lists and objects are nested too deeply")
     return value
 
 
 def join_text_parts(content: Any) -> Any:
-    """Join a list of text parts to one text; PydanticCustomError for other parts."""
+    """Join a list of text parts; raises PydanticCustomError for parts of other kinds."""
     if not isinstance(content, list):
         return content
     texts = []
@@ -118,7 +111,7 @@ Json = Annotated[dict[str, Any], BeforeValidator(refuse_deep_nesting)]
 
 
 class RequestObject(BaseModel):
-    """Base class of requests and of the objects in them; fields that are not known have no effect.
+    """Base class of requests and of the objects in them; unknown fields have no effect.
 
     Raises PydanticCustomError for fields that ask for another kind of answer.
     """
@@ -128,7 +121,7 @@ class RequestObject(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_unset(cls, fields: Any) -> Any:
-        """The fields that are given; whole numbers may be written as fractions."""
+        """Keep the fields that are set; whole numbers may be written as fractions."""
         if not isinstance(fields, dict):
             return fields
         model_fields = {field.alias or name: field for name, field in cls.model_fields.items()}
@@ -151,19 +144,19 @@ class RequestObject(BaseModel):
 
 
 def _unsupported(name: str, value: Any) -> PydanticCustomError:
-    """The error of a field that asks for what can't be had."""
+    """The error for a field that asks for something the server can't do."""
     allowed = " or ".join(map(format_value, _REFUSED_UNLESS[name]))
     problem = f"can't be {format_value(value)}; allowed: {allowed}" if allowed else "can't be had"
     return PydanticCustomError("unsupported", "{problem}", {"problem": problem, "field": name})
 
 
 class Options(RequestObject):
-    """An object of which a note says what has no effect: fields that are not known."""
+    """An object whose unknown fields are named in a note to the client."""
 
     model_config = ConfigDict(extra="allow")
 
     def ignored_fields(self, place: str = "") -> Iterator[str]:
-        """The names of such fields in this object, at `place`, and in the objects in it."""
+        """Yield the names of unknown fields in this object, at `place`, and in nested ones."""
         for name, value in (self.model_extra or {}).items():
             if value not in (*EMPTY_VALUES, 0):
                 yield place + name
@@ -182,12 +175,12 @@ Request = TypeVar("Request", bound=RequestObject)
 
 
 def parse_request(body: bytes, kind: type[Request]) -> Request:
-    """Parse the JSON body of a request of this kind; RequestError for the first problem."""
+    """Parse a JSON body as this `kind`; raises RequestError for the first problem."""
     return make_request(kind, parse_json_object(body))
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:
-    """Parse a body that is a JSON object; RequestError if it is something else."""
+    """Parse a body that is a JSON object; raises RequestError if it is something else."""
     try:
         value = json.loads(body, parse_float=_finite_number, parse_constant=_finite_number)
         if b"\\u" in body or b"\xed" in body:  # may have lone surrogates
@@ -206,7 +199,7 @@ def _finite_number(text: str) -> float:
 
 
 def make_request(kind: type[Request], fields: dict[str, Any], *place: str | int) -> Request:
-    """Make a request, or its part at `place`; RequestError names the first wrong field."""
+    """Make a request or its part at `place`; raises RequestError for the first wrong field."""
     try:
         request = kind.model_validate(fields)
     except ValidationError as error:

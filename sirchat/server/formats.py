@@ -1,4 +1,4 @@
-"""The formats that requests ask for: JSON, and calls of tools."""
+"""The formats that requests ask for: JSON, and tool calls."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from sirchat.text.other_templates import ToolTemplate
 def reply_format(
     formats: ModelFormats, request: ChatRequest, notes: list[str], session: Session
 ) -> TokenFilter | None:
-    """The format of the reply to a request, if it has one: JSON, calls, or strict calls.
+    """The format of the reply to a request, if any: JSON, calls, or strict calls.
 
-    What of a schema is not kept is added to `notes`. RequestError if the model or a schema can't
-    be used, or if the chat template does not write calls as JSON.
+    Parts of a schema that are not enforced are added to `notes`. Raises RequestError if the model
+    or a schema can't be used, or if the chat template does not write calls as JSON.
     """
     required = request.required_tools
     schema = None if required else request.response_format.reply_schema

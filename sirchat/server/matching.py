@@ -1,7 +1,7 @@
-"""Finds the messages of a request that a conversation has read already, wherever they stand now.
+"""Finds the messages of a request that a conversation has read already, even at other places.
 
-Clients write the time into the system prompt, let a window slide over the messages, clear old
-results of tools, or insert documents. What they left as it was is not read again.
+Clients write the time into the system prompt, let a window slide over the messages, clear old tool
+results, or insert documents. Messages that did not change are not read again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sirchat.errors import ModelError
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag
 from sirchat.server.conversation import History, KnownConversation, ServedConversation
-from sirchat.text.reply_marks import shared_prefix_length
+from sirchat.text.reply_marks import prefix_length
 from sirchat.text.template import TurnIds
 
 # Least characters of texts, after what left a chat, by which it is known: two chats may have the
@@ -35,16 +35,16 @@ ReadMessage = Callable[[str, str, str | None, TurnIds | None], Iterable[Event]]
 
 
 def matched(conversation: KnownConversation, history: History) -> dict[int, int]:
-    """Which messages of `history` a conversation has read: their numbers here, and there.
+    """Map messages of `history` that a conversation has read to their numbers in the conversation.
 
-    The last such message is a reply. Unless it has the name in `history`, which only the same chat
-    has, these may be only those before which all is the same.
+    The last of them is a reply. If names differ and little text matches, only those that both begin
+    with count.
     """
     keys, marks = conversation.keys, conversation.marks
     request_marks, pairs = history.marks[:-1], dict[int, int]()
     if len(keys) != len(marks) + 1 or not set(marks) & set(request_marks):
         return pairs
-    prefix = shared_prefix_length(marks, request_marks)
+    prefix = prefix_length(marks, request_marks)
     pairs |= zip(range(prefix), range(prefix), strict=True)
     matcher = SequenceMatcher(None, marks[prefix:], request_marks[prefix:])
     for old, new, size in matcher.get_matching_blocks():
@@ -58,16 +58,16 @@ def matched(conversation: KnownConversation, history: History) -> dict[int, int]
     after = {history.messages[new] for new, old in pairs.items() if old >= first_missing}
     chars = sum(len(text) for role, text in after if role != "calls")
     if not (is_named or has_all) and chars < MIN_SHARED_CHARS:  # then what both begin with
-        common = range(shared_prefix_length(keys, history.keys[:-1]) - 1)
+        common = range(prefix_length(keys, history.keys[:-1]) - 1)
         pairs = dict(zip(common, common, strict=True))
         _cut_to_last_reply(pairs, history)
     return pairs if len(pairs) > 1 else {}
 
 
 def unread(history: History, read: Collection[int], has_prompt: bool) -> int:
-    """How many characters of `history`, but its last message, remain to be read.
+    """How many characters of `history`, without its last message, remain to be read.
 
-    The messages numbered in `read` were read; with `has_prompt`, system prompt and tools, too.
+    Messages numbered in `read` were read; with `has_prompt`, so were system prompt and tools.
     """
     messages = enumerate(history.messages[:-1])
     chars = sum(len(text) + 1 for number, (_, text) in messages if number not in read)
@@ -75,15 +75,12 @@ def unread(history: History, read: Collection[int], has_prompt: bool) -> int:
 
 
 def edited(
-    conversation: ServedConversation,
-    history: History,
-    reused: Mapping[int, int],
-    read: ReadMessage,
+    conversation: ServedConversation, history: History, reused: Mapping[int, int], read: ReadMessage
 ) -> list[KeptTurn | ReadTurns]:
-    """What makes the conversation that of `history`, up to the last message in `reused`.
+    """The turns that make the conversation equal to `history`, up to the last `reused` message.
 
-    That is what `matched` found. Empty if that can't be done. The session has the template of
-    `history` already; its system prompt becomes that of `history`.
+    `reused` is the result of `matched`. Empty if that is impossible. The session already has the
+    template of `history`; its system prompt becomes that of `history`.
     """
     session, numbers = conversation.session, conversation.turn_numbers
     system_turns = [index for index, turn in enumerate(session.turns) if turn.role == "system"]
@@ -116,7 +113,7 @@ class _Edit:
         self._request_marks = set(history.marks)
 
     def parts(self, reused: Mapping[int, int]) -> list[KeptTurn | ReadTurns]:
-        """The parts, up to the last of the messages `reused` that can stay."""
+        """The parts, up to the last of the `reused` messages that can stay."""
         for number, old in reused.items():
             rows = self._rows_in_place(number, old, 0 in reused.values())
             if rows is not None:
@@ -144,7 +141,7 @@ class _Edit:
         return parts
 
     def _rows_in_place(self, number: int, old: int, has_first: bool) -> Positions | None:
-        """The rows of a message that stays, if the template writes it so in its new place, too."""
+        """The rows of a message that stays, if the template writes it alike in its new place."""
         session, (role, text) = self._session, self._history.messages[number]
         rows = session.ledger.of_turn(self._numbers[old])
         role_before, role_after = self._new_roles[number - 1], self._new_roles[number + 1]
@@ -173,7 +170,7 @@ class _Edit:
         return None
 
     def _system_parts(self) -> list[KeptTurn | ReadTurns]:
-        """The system prompt: as it was, as far as it begins and ends alike, or read anew."""
+        """The system prompt: kept where it begins and ends alike, otherwise read anew."""
         session, ids = self._session, self._system_ids
         has_prompt = bool(session.turns) and session.turns[0].role == "system"
         rows = session.ledger.of_turn(0) if has_prompt else np.zeros(0, np.int64)
@@ -183,9 +180,9 @@ class _Edit:
         if ids is None:
             return []
         old_ids = self._ids[rows].tolist()
-        common = min(shared_prefix_length(ids.ids, old_ids), len(ids.ids) - 1)
+        common = min(prefix_length(ids.ids, old_ids), len(ids.ids) - 1)
         # Such as tools behind another time; at least one id between is read.
-        tail = shared_prefix_length(ids.ids[common + 1 :][::-1], old_ids[common:][::-1])
+        tail = prefix_length(ids.ids[common + 1 :][::-1], old_ids[common:][::-1])
         tail = tail if tail >= _MIN_COMMON_END else 0
         self._conversation.has_exact_prompt &= tail == 0
         tail_start = len(ids.ids) - tail
@@ -202,10 +199,8 @@ class _Edit:
         return [*parts, KeptTurn(0, rows[len(old_ids) - tail :])] if tail else parts
 
     def _left_out_turns(self, turns: range, new_messages: range) -> list[KeptTurn | ReadTurns]:
-        """Those of these turns that only recall may use: none that the new messages replace.
-
-        Without the tokens that other messages reuse, and the messages that are in the request.
-        """
+        """The turns that only recall may use, because no new messages replace them."""
+        # Without tokens that other messages reuse, and messages that are in the request.
         session, marks = self._session, self._conversation.marks
         left_out = {turn for turn in turns if session.turns[turn].is_left_out}
         old_messages = [i for i, turn in enumerate(self._numbers) if turn in turns]
@@ -221,7 +216,7 @@ class _Edit:
         return parts
 
     def _read_arguments(self, number: int, reused: Mapping[int, int]) -> tuple[Any, ...]:
-        """What `ReadMessage` takes for a message; a generated reply after it is not given."""
+        """The arguments of `ReadMessage` for a message; a generated reply after it is left out."""
         role, text = self._history.messages[number]
         next_role: str | None = self._history.messages[number + 1][0]
         if number + 1 in self._rows and next_role in ("assistant", "calls"):
@@ -231,11 +226,11 @@ class _Edit:
 
 
 def _roles_for_neighbours(roles: Iterable[str]) -> list[str]:
-    """The role of each message as its neighbours see it, and "" for those beyond both ends."""
+    """The role of each message as its neighbours see it, and "" beyond the end."""
     return [*(_ROLE_FOR_NEIGHBOURS.get(role, role) for role in roles), ""]
 
 
 def _cut_to_last_reply(found: dict[int, Any], history: History) -> None:
-    """Remove the last messages from `found`, by number, until one is a reply."""
+    """Remove the last messages from `found` until the last one is a reply."""
     while found and history.messages[max(found)][0] not in ("assistant", "calls"):
         del found[max(found)]

@@ -1,4 +1,4 @@
-"""The HTTP endpoints about the server's model, in the shapes of OpenAI and Ollama; embeddings."""
+"""The HTTP endpoints about the server's model, by OpenAI's and Ollama's APIs; embeddings."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _Texts = Annotated[
 
 
 class EmbeddingRequest(RequestBody):
-    """The body of a request to `/v1/embeddings`; texts only, as ids of other models differ."""
+    """The body of a request to `/v1/embeddings`; only texts, since ids depend on the model."""
 
     input: _Texts
     encoding_format: Literal["float", "base64"] = "float"
@@ -46,16 +46,16 @@ class EmbeddingRequest(RequestBody):
 
 
 class ShowRequest(RequestBody):
-    """The body of a request to `/api/show`; `name` is the model's in earlier versions."""
+    """The body of a request to `/api/show`; in earlier versions, `name` is the model's name."""
 
     name: str | None = None
 
 
 class ModelRoutes:
-    """The endpoints that tell what the model is, by its `names`, and make vectors of texts.
+    """The endpoints that describe the model, by its `names`, and make vectors of texts.
 
-    A vector is the one by which recall finds a sentence; of a model without a sentence encoder, it
-    is made as the model's files say, or the mean of the last layer's hidden states.
+    A vector is the one by which recall finds a sentence. A model without a sentence encoder makes
+    it as its files say, or as the mean of the last layer's hidden states.
     """
 
     def __init__(self, model: LoadedModel, names: tuple[str, ...], replies: ReplyThread) -> None:
@@ -73,7 +73,6 @@ class ModelRoutes:
         ]
 
     def check_name(self, name: str | None) -> None:
-        """Raise RequestError if a request names another model."""
         if name is not None and name.removesuffix(":latest") not in self._names:
             raise RequestError(
                 f"there is no model {format_value(name)}; this server has {self._names[-1]}",
@@ -83,7 +82,7 @@ class ModelRoutes:
             )
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """The token ids of texts, computed while the server goes on."""
+        """The token ids of texts, computed in a thread so that the server goes on."""
         encode = partial(self._model.tokenizer.encode, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(lambda: [encode(text) for text in texts])
 
@@ -121,7 +120,7 @@ class ModelRoutes:
         return JSONResponse(fields | {"embeddings": [vector.tolist() for vector in vectors]})
 
     async def _vectors(self, body: EmbeddingRequest) -> tuple[list[NDArray[np.float32]], int]:
-        """The vectors of texts, one at a time between the steps of replies, and their tokens."""
+        """The vectors of texts, made between the steps of replies; and the number of tokens."""
         model, max_tokens, texts = self._model, self._model.context_length, body.input
         hidden = model.module.config.get_text_config(decoder=True).hidden_size
         try:

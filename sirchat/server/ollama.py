@@ -1,4 +1,4 @@
-"""Ollama's API for replies: requests in OpenAI's shape, replies as one or several JSON objects."""
+"""Ollama's API for replies: requests become chat requests; replies are one or more JSON objects."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from sirchat.text.tool_calls import call_id
 
 
 class OllamaOptions(SamplingFields, Options):
-    """The field `options` of a request: sampling settings and other settings, by Ollama's names."""
+    """The field `options` of a request: sampling and other settings, by Ollama's names."""
 
     num_predict: int | None = Field(default=None, ge=1, le=MAX_TOKEN_LIMIT)
 
 
 class OllamaFunction(FunctionCall):
-    """The field `function` of a tool call; without arguments, the tool was given none."""
+    """The field `function` of a tool call; it may lack arguments."""
 
     arguments: Arguments = "{}"
 
@@ -80,7 +80,7 @@ class OllamaRequest(RequestBody):
     sirchat: ConversationFields = ConversationFields()
 
     def as_chat_request(self) -> ChatRequest:
-        """This request in OpenAI's shape; RequestError if a value is not allowed."""
+        """This request in OpenAI's form; raises RequestError if a value is not allowed."""
         is_switch = isinstance(self.think, bool)
         fields = shared_fields(self) | {
             "stream": self.stream,
@@ -97,7 +97,7 @@ class OllamaRequest(RequestBody):
         return make_request(ChatRequest, fields | options)
 
     def _messages(self) -> Iterator[dict[str, Any]]:
-        """Yield the messages of a chat request, in which each call and each result has an id."""
+        """Yield the messages of a chat request; each call and each result gets an id."""
         ids, unanswered = map(call_id, count()), list[tuple[str, str]]()  # of calls: name and id
         for message in self.messages:
             fields: dict[str, Any] = {"role": message.role, "content": message.content}
@@ -125,7 +125,7 @@ class OllamaSerializer(ReplySerializer):
         self._began_at = time.monotonic_ns()
 
     def loaded_body(self) -> dict[str, Any]:
-        """The JSON object of a response without a reply, as the model is loaded."""
+        """The response to a request without messages, which only loads the model."""
         return self._reply_body(ReplyText("")) | {"done": True, "done_reason": "load"}
 
     def response_body(self, reply: ReplyText, end: ReplyEnd) -> dict[str, Any]:
@@ -154,7 +154,6 @@ class OllamaSerializer(ReplySerializer):
         return {"model": self._model, "created_at": now, "message": message, "done": False}
 
     def _end_fields(self, end: ReplyEnd) -> dict[str, Any]:
-        """The fields of only the last object."""
         return {
             "done": True,
             "done_reason": "length" if end.finish == "length" else "stop",

@@ -1,4 +1,4 @@
-"""The parts in which a reply is sent: text, calls of tools, and its end."""
+"""The parts in which a reply is sent: text, tool calls, and its end."""
 
 from __future__ import annotations
 
@@ -16,72 +16,40 @@ from sirchat.text.tool_calls import CallParser, ToolCall
 
 @dataclass(frozen=True)
 class ReplyText:
-    """A part of a reply.
-
-    Attributes:
-        text: the next piece of the answer, without calls of tools.
-        calls: the calls of tools that end in this part.
-        thinking: the next piece of the reasoning.
-    """
-
-    text: str
-    calls: tuple[ToolCall, ...] = ()
-    thinking: str = ""
+    text: str  # the next piece of the answer, without calls of tools
+    calls: tuple[ToolCall, ...] = ()  # those that end in this part
+    thinking: str = ""  # the next piece of the reasoning
 
     def __add__(self, after: ReplyText) -> ReplyText:
-        """Both parts as one."""
         calls = self.calls + after.calls
         return ReplyText(self.text + after.text, calls, self.thinking + after.thinking)
 
 
 @dataclass(frozen=True)
 class ReplyEnd:
-    """The last part of a reply.
-
-    Attributes:
-        finish: `stop`, `length` or `tool_calls`, as in OpenAI's API.
-        usage: numbers of tokens, as in OpenAI's API.
-        memory: the conversation's id, policy and budget, and how many of its tokens are held.
-        stopped_by: the stop string that ended the reply; "" if none did.
-    """
-
-    finish: str
-    usage: dict[str, Any]
-    memory: dict[str, Any]
-    stopped_by: str = ""
+    finish: str  # `stop`, `length` or `tool_calls`, as in OpenAI's API
+    usage: dict[str, Any]  # numbers of tokens, as in OpenAI's API
+    memory: dict[str, Any]  # the conversation's id, policy and budget, and tokens seen and held
+    stopped_by: str = ""  # the stop string that ended the reply, if one did
 
 
 @dataclass(frozen=True)
 class ReplyOptions:
-    """How the reply to a request is generated.
-
-    Attributes:
-        settings: sampling settings, for this reply alone.
-        stop: strings that end the reply.
-        calls: finds calls of tools in the reply; None if it must not have calls.
-        format: makes the reply's format, which says which tokens may come next.
-        is_for_ask: whether the reply is one of `sirchat ask`: text and notes as `PlainReply` says.
-        holds_all: whether the budget is raised for such a reply to hold all of the message.
-        source: how many characters of that message are a text that it asks about.
-        must_call: whether the reply must call a tool; else a model that takes none goes without.
-        notes: says what is not quite as the request asked; complete when the reply begins.
-        headers: of the response; complete then, too.
-    """
-
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)  # of sampling, for this reply alone
     stop: Sequence[str] = ()
-    calls: CallParser | None = None
+    calls: CallParser | None = None  # None if the reply must not call tools
     format: Callable[[Session], TokenFilter | None] | None = None
-    is_for_ask: bool = False
-    holds_all: bool = False
-    source: int = 0
-    must_call: bool = False
+    is_for_ask: bool = False  # whether it is for `sirchat ask`: text and notes as in `PlainReply`,
+    holds_all: bool = False  # whether the budget is then raised to hold all of the message,
+    source: int = 0  # and how many characters of that are a text that it asks about
+    must_call: bool = False  # a tool; else a model that takes none goes without
+    # What is not quite as the request asked, and headers; complete when the reply begins.
     notes: list[str] = field(default_factory=list)
     headers: dict[str, str] = field(default_factory=dict)
 
 
 class StopStrings:
-    """Cuts off a text, which comes in pieces, before the stop string that is complete first."""
+    """Ends a text, which comes in pieces, before the first complete stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -90,11 +58,10 @@ class StopStrings:
 
     @property
     def is_found(self) -> bool:
-        """Whether a stop string is complete."""
         return bool(self.complete_stop)
 
     def push(self, text: str) -> str:
-        """Add a piece; returns what can be sent now. After a stop string, that is always ""."""
+        """Add a piece; returns the text that can be sent now, always "" after a stop string."""
         if self.is_found:
             return ""
         self.held_back += text
@@ -117,9 +84,9 @@ class StopStrings:
 
 
 class ReplySplitter:
-    """Cuts a reply into parts: stop strings are left out, calls of tools are taken out of the text.
+    """Splits a reply into parts: removes stop strings, and takes tool calls out of the text.
 
-    `answer` is the answer so far, without the `calls` that are complete.
+    `answer` is the answer so far, without complete `calls`.
     """
 
     def __init__(
@@ -134,18 +101,18 @@ class ReplySplitter:
 
     @property
     def has_unsent_text(self) -> bool:
-        """Whether the model has said more than is sent."""
+        """Whether the model has written more than was sent."""
         calls = self._calls
         return (calls is not None and calls.is_cut) or (bool(self.calls) and self.stops.is_found)
 
     @property
     def has_ended(self) -> bool:
-        """Whether the reply has ended, by a stop string or by the only call that it may have."""
+        """Whether the reply ended by a stop string, or by the only call that it may have."""
         calls = self._calls
         return self.stops.is_found or (calls is not None and calls.has_ended)
 
     def push(self, event: Event) -> ReplyText | None:
-        """Add generated text, if that is the event; returns the next part, if there is one."""
+        """Add an event; if it is generated text, returns the next part, if there is one."""
         delta = event if isinstance(event, Delta) else Delta("")
         if self._plain is not None:
             text, notes = self._plain.push(event)
@@ -161,7 +128,7 @@ class ReplySplitter:
         return self._add(*((delta.text, []) if calls is None else calls.push(delta.text)))
 
     def end(self, *, is_short: bool) -> ReplyText:
-        """The last part: what was held back until the reply's end; `is_short`: it was cut there."""
+        """The last part, with all text held back; `is_short` means that the reply was cut."""
         calls = self._calls
         if calls is None:
             return ReplyText(self._held_back())

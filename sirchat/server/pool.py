@@ -26,15 +26,15 @@ _MIN_CHARS_TO_LOAD = 2000  # characters, which take longer to read than a conver
 
 
 class BusyError(Exception):
-    """A conversation is in use, or memory has no place for another; to be tried again later."""
+    """A conversation is in use, or memory has no room for another; the client may try again."""
 
 
 class ConversationPool:
     """The conversations of one model; at most `limit` of them are in memory.
 
-    When a place is needed, the conversation used longest ago leaves memory, for `disk` if there is
-    one; so it does if all take more than half of the memory that was free. `profile` has the
-    settings of each new conversation; `reuse` is as in `Limits`.
+    If room is needed, or if all take more than half of the memory that was free, the conversation
+    used longest ago leaves memory, for `disk` if there is one. `profile` has the settings of new
+    conversations; `reuse` is as in `Limits`.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class ConversationPool:
         self._in_memory: list[ServedConversation] = []  # by last use, the latest at the end
 
     def take(self, history: History) -> ServedConversation:
-        """The conversation in which to answer `history`, now busy; it may be new, or a copy.
+        """The conversation in which to answer `history`, marked busy; it may be new, or a copy.
 
-        BusyError if the conversation that fits best is busy, or if memory has no place for another.
+        Raises BusyError if the best match is busy, or if memory has no room for another.
         """
         named = self._find(lambda each: each.name == history.name) if history.name else None
         if named is not None and named.is_busy:
@@ -77,7 +77,7 @@ class ConversationPool:
         return conversation
 
     def _take_by_messages(self, history: History) -> ServedConversation:
-        """As `take`, by what the messages have in common with those of a conversation."""
+        """As `take`, for the conversation that shares most messages."""
         is_exact = self._reuse == "exact"
         usable = (each for each in self._newest_first if history.may_use(each.name))
         candidates = (each for each in usable if not (is_exact and each.is_edited))
@@ -100,7 +100,7 @@ class ConversationPool:
     def find(self, ident: str) -> ServedConversation:
         """The conversation with this id, loaded if it is only on disk.
 
-        Raises RequestError if there is none, and BusyError if memory has no place to load it.
+        Raises RequestError if there is none, and BusyError if memory has no room to load it.
         """
         if (found := self._find(lambda each: each.id == ident)) is None:
             raise RequestError("there is no such conversation; it may be dropped", status=404)
@@ -112,7 +112,7 @@ class ConversationPool:
 
     @property
     def _newest_first(self) -> list[ServedConversation | SavedConversation]:
-        """All conversations, in memory, and then on disk; of each, the one used last is first."""
+        """All conversations: first those in memory, then those on disk; last used first."""
         on_disk = [] if self._disk is None else self._disk.entries
         return [*reversed(self._in_memory), *reversed(on_disk)]
 
@@ -122,7 +122,7 @@ class ConversationPool:
         work: Callable[[ServedConversation], list[Event]],
         then: Callable[[], None],
     ) -> tuple[ServedConversation, list[Event]]:
-        """Change the conversation with this id by `work`, and save it; `then` is called after that.
+        """Change a conversation by `work`, save it, and then call `then`.
 
         Returns the conversation and the events of `work`. Raises the errors of `find`, and
         BusyError if the conversation is in use.
@@ -137,7 +137,7 @@ class ConversationPool:
             self.release(conversation, then)
 
     def overview(self) -> list[dict[str, Any]]:
-        """All conversations, in memory or on disk, as JSON objects; the one used last is first."""
+        """All conversations, in memory or on disk, as JSON objects; the last used is first."""
         return [
             {
                 "id": each.id,
@@ -156,7 +156,7 @@ class ConversationPool:
     ) -> None:
         """End the use of a conversation: save it, or drop it if it can't be continued.
 
-        `then` is called when the conversation is free, perhaps in another thread.
+        `then` is called once the conversation is free, perhaps in another thread.
         """
 
         def free() -> None:
@@ -177,7 +177,7 @@ class ConversationPool:
             self._disk.save(conversation, free)
 
     def end(self) -> None:
-        """Save all conversations with keys and values; of an unfinished reply nothing is saved."""
+        """Save all conversations with keys and values, but no part of an unfinished reply."""
         if self._disk is not None:
             for conversation in self._in_memory:
                 is_whole = conversation.is_exact and conversation.roles
@@ -188,11 +188,9 @@ class ConversationPool:
     def _rewind(
         self, conversation: ServedConversation, history: History, shared: int
     ) -> ServedConversation | None:
-        """A conversation that has read the first `shared` messages of `history` and nothing else.
-
-        Further messages are undone in a copy, so that both branches can be continued; if the client
-        only asks for another reply, in `conversation` itself. None if undo is not possible.
-        """
+        """A conversation with only the first `shared` messages of `history`; None if impossible."""
+        # Further messages are undone in a copy, so that both branches can be continued; for another
+        # reply, in `conversation` itself.
         if shared == len(conversation.roles):
             conversation.is_branch = False
             return conversation
@@ -204,7 +202,7 @@ class ConversationPool:
         return conversation if conversation.undo_to(shared) else None
 
     def _find_retry(self, history: History) -> ServedConversation | None:
-        """A conversation with the one message of `history` alone, for another reply to it."""
+        """A conversation whose only message is that of `history`, for another reply to it."""
         for conversation in reversed(self._in_memory):
             has_own_settings = conversation.settings.keys() - {"pin_system"}
             is_other = conversation.name != history.name or conversation.is_edited
@@ -216,7 +214,7 @@ class ConversationPool:
         return None
 
     def _branch(self, conversation: ServedConversation) -> ServedConversation:
-        """A copy, so that both can be continued; without room for it, the other is on disk."""
+        """Copy a conversation so that both can be continued; the original may move to disk."""
         copy = conversation.copy() if self._make_room(besides=conversation) else None
         if copy is None and self._disk is not None:
             self._remove(conversation)
@@ -225,19 +223,16 @@ class ConversationPool:
         return copy or conversation
 
     def _find_editable(self, history: History, max_chars: int) -> ServedConversation | None:
-        """The conversation that has read most of `history`, whatever stands between.
-
-        None if more than `max_chars` are left to read. A copy, if the client goes on from before
-        the last question, perhaps with both. BusyError if it is in use.
-        """
+        """A conversation to edit for `history`, with at most `max_chars` left to read, or None."""
+        # A copy if the client goes on from before the last question, perhaps with both.
         best, reused = None, dict[int, int]()
         for each in self._newest_first:
             pairs = matched(each, history) if history.may_use(each.name) else {}
             chars = unread(history, pairs, each.keys[0] == history.keys[0])
-            is_editable = self._can_edit
-            if isinstance(each, ServedConversation):
-                is_editable = can_edit(each.session)
-            if pairs and chars < max_chars and is_editable:
+            session = each.session if isinstance(each, ServedConversation) else None
+            if not pairs or chars >= max_chars:
+                continue
+            if self._can_edit if session is None else can_edit(session):
                 best, reused, max_chars = each, pairs, chars
         if isinstance(best, SavedConversation):
             best = self._load(best)
@@ -255,7 +250,6 @@ class ConversationPool:
 
     @cached_property
     def _can_edit(self) -> bool:
-        """Whether conversations with the settings of this server can be edited."""
         return can_edit(Session(self.model, self.profile))
 
     def _create(self, history: History) -> ServedConversation:
@@ -303,10 +297,7 @@ class ConversationPool:
         return conversation
 
     def _load(self, saved: SavedConversation) -> ServedConversation | None:
-        """Load a conversation from the disk into memory; None if its file can't be used.
-
-        BusyError if memory has no place for it.
-        """
+        """Load from disk; None if the file can't be used; raises BusyError if memory is full."""
         if not self._make_room():
             raise BusyError
         assert self._disk is not None
@@ -316,14 +307,11 @@ class ConversationPool:
         return loaded
 
     def _make_room(self, besides: ServedConversation | None = None) -> bool:
-        """Let the conversation used longest ago leave memory, if it is full; False if none can.
-
-        Neither a busy conversation nor `besides` leaves.
-        """
+        """Unload an idle conversation, but not `besides`, if memory is full; False if none can."""
         return len(self._in_memory) < self.limit or self._unload_oldest(besides)
 
     def _unload_oldest(self, besides: ServedConversation | None = None) -> bool:
-        """Let the conversation used longest ago leave memory; False if all are in use."""
+        """Unload the conversation used longest ago; returns False if all are in use."""
         idle = (each for each in self._in_memory if not each.is_busy and each is not besides)
         if (leaving := next(idle, None)) is None:
             return False
@@ -337,7 +325,7 @@ class ConversationPool:
 
 
 def _match_quality(history: History, conversation: KnownConversation) -> tuple[int, bool, bool]:
-    """How well a conversation suits to continue `history`; a greater tuple is better."""
+    """How well a conversation fits `history`; a greater tuple is better."""
     shared = conversation.count_shared_messages(history)
     if not isinstance(conversation, ServedConversation):
         return shared, False, False

@@ -47,7 +47,7 @@ Parts = Generator[Part | Generation, StepResult | None]
 class ReplyGenerator:
     """Answers one request, which has the messages of `history`, in its conversation.
 
-    Once `is_cancelled()` is true, the client has left: the reply ends, and its text is kept; a
+    When `is_cancelled()` becomes true, the client has left: the reply ends and its text is kept; a
     message that is not completely read is undone.
     """
 
@@ -95,11 +95,8 @@ class ReplyGenerator:
                 raise
 
     def _go_back(self, *, is_retry: bool) -> Generator[None, None, int]:
-        """Keep the messages of the conversation that the request has, too, and no others.
-
-        New messages between them are read; if no message can stay, the conversation begins anew.
-        Returns how many tokens are not read again.
-        """
+        """Keep only messages that the request has; returns how many tokens are not read again."""
+        # New messages between them are read; if no message can stay, the conversation begins anew.
         conversation, session, history = self._conversation, self._session, self._history
         goes_back = conversation.full_history is not None and not is_retry
         if goes_back and not conversation.undo_to(len(history.messages) - 1):
@@ -125,7 +122,6 @@ class ReplyGenerator:
         return cached - len(session.ledger.left_out)
 
     def _begin_anew(self) -> None:
-        """Forget all messages; the system prompt is that of the request."""
         conversation, session = self._conversation, self._session
         profile = session.profile.model_copy(update={"system": self._history.system})
         session.note_profile(profile)
@@ -134,7 +130,7 @@ class ReplyGenerator:
         conversation.reused = {}
 
     def _read_all_but_last(self) -> Generator[None, None, bool]:
-        """Read the messages before the last one; False, as soon as the client has left."""
+        """Read the messages before the last one; returns False once the client has left."""
         conversation, session = self._conversation, self._session
         is_cancelled = self._is_cancelled
         unread = self._history.messages[len(conversation.roles) :]
@@ -148,10 +144,7 @@ class ReplyGenerator:
         return True
 
     def _reply(self, cached: int, allowed: TokenFilter | None, *, is_retry: bool) -> Parts:
-        """Read the last message, unless it `is_retry` answered, and reply.
-
-        `cached` tokens had been read before this request.
-        """
+        """Read the last message, unless it `is_retry`, and reply; `cached`: tokens read before."""
         conversation, session, options = self._conversation, self._session, self._options
         role, question = self._history.messages[-1]
         text, ids = _stored_text_and_ids(session, role, question)
@@ -193,8 +186,6 @@ class ReplyGenerator:
     def _generate(
         self, splitter: ReplySplitter, allowed: TokenFilter | None
     ) -> Generator[Part | Generation, StepResult | None, TurnDone]:
-        """Generate a reply, and yield all its parts but the last."""
-
         def stops() -> bool:
             return self._is_cancelled() or splitter.has_ended
 
@@ -213,11 +204,9 @@ class ReplyGenerator:
 
 
 def _raise_budget(conversation: ServedConversation, history: History) -> None:
-    """Raise the budget, if need be, so that system prompt and tools, which are pinned, fit.
-
-    It is at most the model's context, and the KV cache takes at most half of the free memory. If
-    they would take more than half of that, they are not pinned. RequestError if they don't fit.
-    """
+    """Raise the budget so that system prompt and tools fit; raises RequestError if impossible."""
+    # Prompt and tools are pinned, unless they take more than half of what the budget can be: the
+    # model's context, in at most half of the free memory.
     session, (role, text) = conversation.session, history.messages[0]
     max_pins = session.engine.evictor.divide_budget().max_pins
     if max_pins is None or not session.profile.pin_system or role != "user":
@@ -240,7 +229,7 @@ def _raise_budget(conversation: ServedConversation, history: History) -> None:
 
 
 def _check_beginning(conversation: ServedConversation, history: History) -> None:
-    """Begin anew if the system prompt of another chat is not what this one's template writes."""
+    """Begin anew if the chat's system prompt is not as this request's template writes it."""
     session, (role, text) = conversation.session, history.messages[0]
     prompt = session.template.opening(text, history.system)[0] if role == "user" else None
     ids = session.ledger.column("token_id").tolist()
@@ -266,7 +255,7 @@ def _read_message(
 
 
 def _set_template(session: Session, history: History, options: ReplyOptions) -> None:
-    """Set the chat template to the kind that tools with their calls need."""
+    """Set the chat template that the request's tools and their calls need."""
     has_calls = not {"tool", "calls"}.isdisjoint(role for role, _ in history.messages)
     with _refuse_template_errors("tools"):
         template = session.template_with(history.tools if history.tools or has_calls else None)
@@ -283,7 +272,7 @@ def _set_template(session: Session, history: History, options: ReplyOptions) -> 
 
 
 def _reasoning_notes(session: Session, options: ReplyOptions) -> list[str]:
-    """A note if the reasoning that the request asks for can't be had."""
+    """A note if the model can't reason as much or as little as the request asks."""
     reasoning, switches = options.settings.get("reasoning", "auto"), session.template.switches
     if reasoning in ("off", "medium") and not switches.has_effort:
         return []
@@ -292,10 +281,7 @@ def _reasoning_notes(session: Session, options: ReplyOptions) -> list[str]:
 
 
 def _stored_text_and_ids(session: Session, role: str, text: str) -> tuple[str, TurnIds | None]:
-    """The text of a message as the session stores it; its ids if these are of calls or results.
-
-    Or if it is the first one, and the system prompt before it was not read with it.
-    """
+    """A message's text as the session stores it; and its ids, or None for ordinary messages."""
     template = session.template
     if role == "user" and session.seen and all(turn.role == "system" for turn in session.turns):
         return text, template.opening(text, session.profile.system)[1]
@@ -313,7 +299,7 @@ def _stored_text_and_ids(session: Session, role: str, text: str) -> tuple[str, T
 
 @contextmanager
 def _refuse_template_errors(param: str) -> Iterator[None]:
-    """Context manager: an error of the chat template becomes a RequestError about field `param`."""
+    """Context manager: an error of the chat template becomes a RequestError about `param`."""
     try:
         yield
     except ModelError as error:
@@ -328,10 +314,7 @@ def _finish_reason(done: TurnDone, calls: Sequence[ToolCall]) -> str:
 def _reply_end(
     conversation: ServedConversation, start: tuple[int, int], done: TurnDone, cached: int
 ) -> ReplyEnd:
-    """The end of a reply.
-
-    `start`: how many tokens were seen, and held, when it began; `cached` ones were not read again.
-    """
+    """`start`: tokens seen, and held, when the reply began; `cached` ones were not read again."""
     seen, held = start
     ledger, left_out = conversation.session.ledger, len(conversation.session.ledger.left_out)
     is_thinking = (ledger.column("flags") & np.uint8(Flag.THINKING)) > 0

@@ -1,7 +1,7 @@
-"""One thread that generates all replies, in rounds: in each, every reply does one step.
+"""One thread that generates all replies, in rounds: in each round, every reply does one step.
 
 Only this thread uses the model, so a session needs no lock. A step generates a token, or reads a
-chunk of a message; the next tokens of all replies are read in one forward pass.
+chunk of a message. The next tokens of all replies are read in one forward pass.
 """
 
 from __future__ import annotations
@@ -34,29 +34,21 @@ _JOIN_SECONDS = 5.0  # for which the end of the program waits for the last step
 
 @dataclass(eq=False)
 class WaitingReply:
-    """A reply that waits for a conversation, or is being generated.
-
-    Attributes:
-        send: called with each part of the reply, in the thread that generates it.
-        is_cancelled: whether the client no longer waits for it.
-        conversation: where the reply is generated; None while it waits.
-        parts: generates the reply part by part; None while it waits.
-        next: what the next token is to be added to, if the message has been read.
-    """
+    """A reply that waits for a conversation, or is being generated."""
 
     history: History
     options: ReplyOptions
-    send: Callable[[SentPart], None]
-    is_cancelled: bool = False
-    conversation: ServedConversation | None = None
+    send: Callable[[SentPart], None]  # called in the thread that generates the reply
+    is_cancelled: bool = False  # whether the client no longer waits for it
+    conversation: ServedConversation | None = None  # None while it waits, as are the parts
     parts: Parts | None = None
-    next: Generation | None = None
+    next: Generation | None = None  # what the next token is to be added to, once it was read
 
 
 class ReplyThread:
     """A thread that generates several replies at a time, each in its own conversation.
 
-    At most `max_replies` replies may be under way or wait for a conversation that is free.
+    At most `max_replies` replies may run, or wait for a free conversation.
     """
 
     def __init__(self, conversations: ConversationPool, max_replies: int) -> None:
@@ -68,13 +60,13 @@ class ReplyThread:
         self._postponed: list[_Call] = []  # called again when a reply ends
         self._changed = threading.Condition()
         self._may_begin = False  # whether a reply that waits could begin in the next round
-        self._retries_postponed = False  # whether it could in this one
+        self._may_retry = False  # whether postponed calls are tried again in this one
         self._is_ending = self._is_saving = False
         self._thread = threading.Thread(target=self._run, name="replies", daemon=True)
         self._thread.start()
 
     def submit(self, reply: WaitingReply) -> None:
-        """Add a reply; RequestError if there are too many, or if the thread is ending."""
+        """Add a reply; raises RequestError if there are too many, or if the thread is ending."""
         with self._changed:
             if self._is_ending:
                 raise _ending_error()
@@ -96,13 +88,13 @@ class ReplyThread:
         self.wake()
 
     def wake(self) -> None:
-        """Tell the thread that a conversation is free now, so that a waiting reply can begin."""
+        """Tell the thread that a conversation is free, so that a waiting reply can begin."""
         with self._changed:
             self._may_begin = True
             self._changed.notify()
 
     def call(self, function: Callable[[], Result]) -> Future[Result]:
-        """Let the thread call `function` between two steps; after a BusyError, again later."""
+        """Let the thread call `function` between two steps, and again later after a BusyError."""
         result: Future[Result] = Future()
         with self._changed:
             if self._is_ending:
@@ -141,19 +133,17 @@ class ReplyThread:
         self._conversations.end()
 
     def _wait(self) -> bool:
-        """Wait until the thread has something to do; returns False if it must end."""
         with self._changed:
             while not (self._running or self._may_begin or self._calls or self._is_ending):
                 self._changed.wait()
             # Once a round: who is waked within it waits for the next.
-            self._retries_postponed, self._may_begin = self._may_begin, False
+            self._may_retry, self._may_begin = self._may_begin, False
             return not self._is_ending
 
     def _run_calls(self) -> None:
-        """Call what was passed to `call`."""
         with self._changed:
             calls, self._calls = self._calls, []
-            if self._retries_postponed or self._is_ending:
+            if self._may_retry or self._is_ending:
                 calls, self._postponed = self._postponed + calls, []
         for function, result in calls:
             if not (result.running() or result.set_running_or_notify_cancel()):
@@ -166,7 +156,7 @@ class ReplyThread:
                 result.set_exception(_error_for_client(error))
 
     def _begin(self, reply: WaitingReply) -> None:
-        """Begin a reply; BusyError if no conversation is free for it."""
+        """Begin a reply; raises BusyError if no conversation is free for it."""
         if self._is_ending:
             raise _ending_error()
         if reply.is_cancelled:
@@ -178,13 +168,12 @@ class ReplyThread:
         self._running.append(reply)
 
     def _send_begin_error(self, reply: WaitingReply, future: Future[None]) -> None:
-        """Send the error of a reply that could not begin."""
         if (error := future.exception()) is not None:
             self._replies.discard(reply)
             reply.send(_error_for_client(error))
 
     def _step(self) -> None:
-        """Let each running reply do one step; the next tokens of all are read in one pass."""
+        """Let each reply do one step; reads the next tokens of all of them in one pass."""
         for reply in tuple(self._running):
             if reply.next is None:
                 self._advance(reply)
@@ -199,10 +188,7 @@ class ReplyThread:
                 self._advance(reply, result)
 
     def _advance(self, reply: WaitingReply, result: StepResult | None = None) -> None:
-        """Let a reply go on, after the step with `result`, and send its parts.
-
-        It stops where a part of a message was read, or where it needs its next step.
-        """
+        """Continue a reply with a step's `result`, up to its next step or message chunk."""
         assert reply.parts is not None
         while True:
             try:
@@ -239,7 +225,7 @@ def _ending_error() -> RequestError:
 
 
 def _error_for_client(error: BaseException) -> RequestError:
-    """The error that the client gets; it is logged if it is not the request's fault."""
+    """Make the error for the client; logs it unless the request caused it."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, ContextFullError):

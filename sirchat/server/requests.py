@@ -1,4 +1,4 @@
-"""The fields of requests for a reply, in OpenAI's shape; what the server can't obey is refused."""
+"""The fields of requests for a reply, in OpenAI's form; refuses what the server can't do."""
 
 from __future__ import annotations
 
@@ -74,8 +74,6 @@ class FunctionCall(RequestObject):
 
 
 class ToolCallFields(RequestObject):
-    """A tool call in a message of the assistant."""
-
     id: CallId
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -99,10 +97,10 @@ class FunctionFields(RequestObject):
 
 
 class FlatTool(FunctionFields):
-    """A function whose fields stand beside the type of the tool."""
+    """A tool that is a function, with the function's fields beside the tool's type."""
 
     def functions(self) -> list[dict[str, Any]]:
-        """This function, as the field `function` of a tool of a chat request."""
+        """This function as the field `function` of a chat request's tool."""
         return [self.model_dump(exclude={"type"}, exclude_none=True)]
 
 
@@ -114,7 +112,7 @@ class Tool(RequestObject):
 
 
 class HostedTool(BaseModel):
-    """A tool that only a service runs, or only its models know: it is left out."""
+    """A tool that only a service runs, or only its models know; sirchat leaves it out."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
     type: Name  # a header says which are left out
@@ -126,7 +124,7 @@ class HostedTool(BaseModel):
 
 
 def ignored_parts_notes(request: RequestBody) -> list[str]:
-    """Notes for the client: fields of a request that have no effect, tools that can't be had."""
+    """Notes for the client about fields without effect, and tools that were left out."""
     names = [json.dumps(name) for name in request.ignored_fields()]
     notes = [f"without effect: {', '.join(names)}"[:_MAX_NOTE_CHARS]] if names else []
     hosted = (tool for tool in getattr(request, "tools", ()) if isinstance(tool, HostedTool))
@@ -144,7 +142,7 @@ def clamped_setting(name: str, value: Any) -> Any:
 
 
 def chat_tools(tools: Iterable[Any]) -> list[dict[str, Any]]:
-    """The given tools that can be had, in the form of a chat request."""
+    """The usable tools in the form of a chat request."""
     functions = (tool.functions() for tool in tools if not isinstance(tool, HostedTool))
     return [{"type": "function", "function": each} for each in chain.from_iterable(functions)]
 
@@ -163,7 +161,7 @@ class NamedTool(RequestObject):
 
 
 def mark_images(content: Any) -> Any:
-    """The content of what a tool returned, with a mark in place of each image."""
+    """A tool result's content, with a mark in place of each image."""
     if not isinstance(content, list):
         return content
     kinds = [part.get("type", "") if isinstance(part, dict) else "" for part in content]
@@ -190,7 +188,7 @@ class ChatMessage(RequestObject):
 
     @property
     def text(self) -> str:
-        """The message's text; "" if it has only calls of tools."""
+        """The message's text; "" if it has only tool calls."""
         return self.content or ""
 
     @model_validator(mode="after")
@@ -240,7 +238,7 @@ class ResponseFormat(RequestObject):
 
 
 class StreamOptions(RequestObject):
-    """The field `stream_options`: whether a streamed response ends with the token counts."""
+    """The field `stream_options`: whether a streamed response ends with token counts."""
 
     include_usage: bool = False
 
@@ -249,7 +247,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "on"]
 
 
 class TemplateOptions(Options):
-    """The field `chat_template_kwargs`: the switch of reasoning, as most templates call it."""
+    """The field `chat_template_kwargs`, with the usual name of the switch of reasoning."""
 
     enable_thinking: bool | None = None
 
@@ -265,11 +263,11 @@ class ConversationFields(RequestObject):
 
 
 class AskFields(RequestObject):
-    """The field `sirchat_ask`, by which `sirchat ask` gets the reply that it would generate itself.
+    """The field `sirchat_ask`: `sirchat ask` gets the reply that it would generate itself.
 
-    The reply comes from a session of its own, under these `settings` and sirchat's defaults, not
-    the server's; nothing of it is kept. `holds_all` raises the budget to hold all of the message;
-    the first `source` characters of it are a text that it asks about.
+    The reply comes from a separate session, with these `settings` and sirchat's defaults instead of
+    the server's; nothing of it is kept. `holds_all` raises the budget to hold the whole message,
+    whose first `source` characters are a text that it asks about.
     """
 
     settings: dict[str, Any]
@@ -278,8 +276,6 @@ class AskFields(RequestObject):
 
 
 class ReplyBody(RequestBody):
-    """The fields that requests for a reply have in most APIs."""
-
     temperature: float | None = None
     top_p: float | None = None
     stream: bool = False
@@ -321,7 +317,7 @@ class ChatRequest(SamplingFields, ReplyBody):
     chat_template_kwargs: TemplateOptions = TemplateOptions()
 
     def as_chat_request(self) -> Self:
-        """This request itself: others are put into its shape."""
+        """Return this request, as requests of other APIs are converted to this form."""
         return self
 
     def settings(self) -> dict[str, Any]:
@@ -339,14 +335,14 @@ class ChatRequest(SamplingFields, ReplyBody):
 
     @property
     def required_tools(self) -> list[FunctionFields]:
-        """The tools of which the reply must call at least one, if `tool_choice` requires a call."""
+        """The tools of which the reply must call one, if `tool_choice` requires a call."""
         if self.tool_choice in ("none", "auto"):
             return []
         name = None if isinstance(self.tool_choice, str) else self.tool_choice.function.name
         return [tool.function for tool in self.tools if name in (None, tool.function.name)]
 
     def call_parser(self) -> CallParser | None:
-        """A parser for calls in the reply; None if it must not call tools."""
+        """A parser for calls in the reply; None if the reply must not call tools."""
         if not self.tools or self.tool_choice == "none":
             return None
         ids = [call.id for turn in self._turns for call in turn.calls]
@@ -363,7 +359,6 @@ class ChatRequest(SamplingFields, ReplyBody):
 
     @property
     def turns(self) -> list[tuple[str, str]]:
-        """Role and text of all turns, as `History` has them."""
         return [turn.role_and_text() for turn in self._turns]
 
     @cached_property
@@ -399,20 +394,18 @@ class _Turn:
     results: list[tuple[str, str | None, str]] = field(default_factory=list)  # of calls, by id
 
     def role_and_text(self) -> tuple[str, str]:
-        """The role, and the text; JSON in the roles `calls` (a reply with calls) and `tool`."""
+        """Role and text; the roles `calls` (a reply with calls) and `tool` have JSON."""
         if self.role == "tool":
             return "tool", json.dumps(self.results, ensure_ascii=False)
         return ("calls", calls_key(self.text, self.calls)) if self.calls else (self.role, self.text)
 
 
 def _merged_turns(messages: Sequence[ChatMessage]) -> list[_Turn]:
-    """Messages after the system prompt as turns of users, replies, and what tools returned.
-
-    A later system message is a part of the user's turn that follows, replies in a row are one, and
-    a chat without a first turn of the user has an empty one. Names stand before the texts. What a
-    tool returned before any call is the user's; a call without a result has an empty one. After a
-    reply at the end, an empty turn of the user follows; an empty reply there is none.
-    """
+    """Turn the messages after the system prompt into turns: user, reply, tool results."""
+    # A later system message is a part of the next user turn; replies in a row are one. A missing
+    # user turn, at the start or after a last reply, is empty; an empty last reply is none. Names
+    # stand before texts. A tool result before any call is the user's; a call without a result has
+    # an empty one.
     names = {message.name for message in messages if message.role == "assistant"}
     turns = list[_Turn]()
     tool_names = dict[str | None, str]()  # the tools called, by the id of the call
@@ -461,7 +454,7 @@ def _merged_turns(messages: Sequence[ChatMessage]) -> list[_Turn]:
 
 
 def shared_fields(body: RequestBody) -> dict[str, Any]:
-    """The fields of a request of another API that a chat request has, too, if they are given."""
+    """The given fields of another API's request that a chat request has, too."""
     names = body.model_fields_set & type(body).model_fields.keys() & ChatRequest.model_fields.keys()
     return {name: getattr(body, name) for name in names}
 

@@ -1,4 +1,4 @@
-"""OpenAI's responses API: its requests as those of chats, and its replies, whole or as events."""
+"""OpenAI's responses API: requests become chat requests; replies are sent whole or as events."""
 
 from __future__ import annotations
 
@@ -60,15 +60,13 @@ _ECHOED_FIELDS = {
 
 
 class FunctionTool(FlatTool):
-    """A function that the model may call."""
-
     type: Literal["function"]
 
 
 class CustomTool(RequestObject):
-    """A tool that takes a text; for the model it is a function with one argument.
+    """A tool that takes a text; for the model, it is a function with one argument.
 
-    The model sees a grammar of the text, but need not keep to it.
+    The model sees the grammar of the text, but it is not enforced.
     """
 
     type: Literal["custom"]
@@ -115,7 +113,7 @@ class TextFormat(RequestObject):
 
 
 class TextOptions(Options):
-    """The field `text` of a request: an object with the format of the reply."""
+    """The field `text` of a request, which has the format of the reply."""
 
     format: TextFormat = TextFormat()
 
@@ -162,7 +160,7 @@ class CalledFunction(RequestObject):
 
 
 class CalledCustom(RequestObject):
-    """A call of a tool that takes a text, in the field `input` of a request."""
+    """A call of a `CustomTool`, in the field `input` of a request."""
 
     type: Literal["custom_tool_call"]
     call_id: CallId
@@ -190,7 +188,7 @@ _ITEMS: dict[str, Any] = {"function_call": CalledFunction, "custom_tool_call": C
 
 
 def _as_messages(items: Any) -> Any:
-    """The field `input` as messages, without what is not read: reasoning, and calls of hosts."""
+    """The field `input` as messages, without ignored items: reasoning and hosted calls."""
     if not isinstance(items, list):
         return [{"role": "user", "content": items}] if isinstance(items, str) else items
     ignored_types = ["reasoning", *(f"{kind}_call" for kind in _HOSTED_TOOLS)]
@@ -214,7 +212,6 @@ def _kind_of_tool(tool: Any) -> str:
 
 
 def _qualified_name(namespace: str | None, name: str) -> str:
-    """How the model calls a function of a namespace."""
     return f"{namespace}.{name}" if namespace else name
 
 
@@ -253,7 +250,7 @@ class ResponsesRequest(ReplyBody):
             raise RequestError(_NOT_STORED, param="previous_response_id")
 
     def as_chat_request(self) -> ChatRequest:
-        """This request in the shape of chat completions; RequestError if a value can't be had."""
+        """This request in the form of chat completions; raises RequestError if impossible."""
         messages = [*self.input]
         if self.instructions is not None:
             messages.insert(0, ChatMessage(role="system", content=self.instructions))
@@ -344,7 +341,7 @@ class ResponsesSerializer(ReplySerializer):
         yield self._event("response.failed", response=self._response_with("failed", error=problem))
 
     def _add_text(self, kind: str, text: str) -> Iterator[str]:
-        """Add text to the output item of the reasoning or the answer, which begins if need be."""
+        """Add text to the output item of the reasoning or the answer; begins it if necessary."""
         if kind not in self._open:
             index, ident = len(self._items), f"{_ID_PREFIXES[kind]}{secrets.token_hex(24)}"
             place = {"item_id": ident, "output_index": index, "content_index": 0}
@@ -358,7 +355,6 @@ class ResponsesSerializer(ReplySerializer):
             yield self._event(f"response.{kind}.delta", **place, delta=text, **_EXTRA_FIELDS[kind])
 
     def _end_text(self, kind: str, status: str) -> Iterator[str]:
-        """End the output item of the reasoning or the answer, if it has begun."""
         if kind in self._open:
             place, text = self._open.pop(kind)
             index, part = place["output_index"], _text_part(kind, text)
@@ -368,7 +364,6 @@ class ResponsesSerializer(ReplySerializer):
             yield self._event("response.output_item.done", output_index=index, item=item)
 
     def _add_call(self, call: ToolCall) -> Iterator[str]:
-        """Add a call of a tool."""
         names = self._namespaced.get(call.name, {"name": call.name})
         kind, field, text, prefix = "function_call", "arguments", call.arguments, "fc"
         name_field = {"name": names["name"]}

@@ -1,7 +1,7 @@
 """The conversations on disk: each is a saved chat, in the server's own folder.
 
-One thread writes them all, so that no reply waits for the disk: each after every finished turn, its
-keys and values when it leaves memory.
+One thread writes all of them, so that no reply waits for the disk. A conversation is written after
+every finished turn, and its keys and values when it leaves memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ADAPTER = TypeAdapter(KnownConversation)
 class SavedConversation(KnownConversation):
     """A conversation on disk.
 
-    `first` is how it begins; `file` has the path once the file is written, None if that failed.
+    `first` is its beginning; `file` has the path once the file is written, None if that failed.
     """
 
     first: str
@@ -53,12 +53,11 @@ class SavedConversation(KnownConversation):
 
     @staticmethod
     def from_memory(served: ServedConversation, file: Future[Path | None]) -> SavedConversation:
-        """The entry for a conversation in memory."""
         return SavedConversation(**served.known_fields(), first=served.first, file=file)
 
     @staticmethod
     def from_file(store: SessionStore) -> SavedConversation:
-        """The entry for the conversation in an open file; SessionError if it has none."""
+        """Make the entry of a conversation in an open file; raises SessionError if it has none."""
         head, file = store.state_record(), Future[Path | None]()
         with as_damage_errors(store.path):
             fields: Any = head and head.fields.get(_HEAD_FIELD)
@@ -69,16 +68,16 @@ class SavedConversation(KnownConversation):
 
     @property
     def kv_file(self) -> Path | None:
-        """The file of keys and values, if they are saved; None while the file is written."""
+        """The file of keys and values; None if they are not saved, or not yet written."""
         path = self.file.result() if self.file.done() else None
         return path and path.with_suffix(".safetensors")
 
     def has_keys_and_values(self) -> bool:
-        """Whether loading this conversation computes nothing."""
+        """Whether keys and values are saved, so that loading computes nothing."""
         return self.kv_file is not None and self.kv_file.exists()
 
     def nbytes_on_disk(self) -> int:
-        """Size of its files in bytes; 0 if they are missing or being written."""
+        """Bytes of its files; 0 if they are missing or being written."""
         if (file := self.kv_file) is None:
             return 0
         files = (file, file.with_suffix(SUFFIX), *file.with_suffix(FOLDER_SUFFIX).glob("*"))
@@ -86,9 +85,9 @@ class SavedConversation(KnownConversation):
 
 
 class SavedConversations:
-    """The list of the conversations that are only on disk, not in memory.
+    """The list of conversations that are only on disk, not in memory.
 
-    At most `limit` conversations exist on disk, those that are also in memory included.
+    At most `limit` conversations exist on disk, including those that are also in memory.
     """
 
     def __init__(self, model: LoadedModel, profile: Profile, limit: int, folder: Path) -> None:
@@ -102,13 +101,13 @@ class SavedConversations:
 
     @property
     def entries(self) -> list[SavedConversation]:
-        """Entries of the conversations that are only on disk; the one used last is at the end."""
+        """Entries of the conversations that are only on disk; the last used one is at the end."""
         if self._entries is None:
             self._entries = self._reading.result()
         return self._entries
 
     def load(self, saved: SavedConversation) -> ServedConversation | None:
-        """Load a conversation, and remove it from this list; None if its file can't be used."""
+        """Load a conversation, and remove it from the list; None if its file can't be used."""
         self.entries.remove(saved)
         if (path := saved.file.result()) is None:
             return None
@@ -130,7 +129,7 @@ class SavedConversations:
         return loaded
 
     def save(self, conversation: ServedConversation, then: Callable[[], None]) -> None:
-        """Let the writing thread write what is new in a conversation, and then call `then`."""
+        """Let the writing thread save what is new in a conversation, and then call `then`."""
 
         def write() -> None:
             self._write(conversation)
@@ -139,7 +138,7 @@ class SavedConversations:
         self._writer.submit(write)
 
     def move_to_disk(self, conversation: ServedConversation) -> SavedConversation:
-        """Let the writing thread save a conversation that leaves memory; returns its new entry."""
+        """Let the writing thread save a conversation that leaves memory; returns its entry."""
 
         def write() -> Path | None:
             self._write(conversation, with_kv=True)
@@ -150,23 +149,23 @@ class SavedConversations:
         return saved
 
     def keep_last_saved(self, conversation: ServedConversation) -> None:
-        """Give up the unsaved part of a conversation that leaves memory; its file stays listed."""
+        """Drop the unsaved part of a conversation that leaves memory; its file stays listed."""
         if (saved := self._files.get(conversation)) is not None:
             self.entries.append(replace(saved, file=self._writer.submit(self._close, conversation)))
 
     def prune(self, held: Collection[ServedConversation]) -> None:
-        """Delete the conversations used longest ago, if there are too many or too large ones.
+        """Delete the conversations used longest ago if there are too many, or too many bytes.
 
-        `held` are those in memory. First of all go branches with which nobody went on, and of which
-        a newer one is there: so they push out no other conversation.
+        `held` are those in memory. Branches that nobody continued, and that have a newer branch, go
+        first, so that they push out no other conversation.
         """
         newer = {each.origin for each in held}
-        reused, branches = list[SavedConversation](), list[SavedConversation]()
+        others, branches = list[SavedConversation](), list[SavedConversation]()
         for saved in reversed(self.entries):
-            (branches if saved.is_branch and saved.origin in newer else reused).append(saved)
+            (branches if saved.is_branch and saved.origin in newer else others).append(saved)
             newer.add(saved.origin)
         stays, size = set[SavedConversation](), 0
-        for saved in (*reused, *branches[:MAX_BRANCHES]):
+        for saved in (*others, *branches[:MAX_BRANCHES]):
             size += saved.nbytes_on_disk()
             if len(stays) + len(held) < self._limit and size <= MAX_DISK_BYTES:
                 stays.add(saved)
@@ -181,7 +180,7 @@ class SavedConversations:
         self._writer.shutdown()
 
     def _resume(self, store: SessionStore, saved: SavedConversation) -> Session:
-        """The session saved in `store`, under the server's settings and those of its own."""
+        """The session saved in `store`, with the server's settings and its own ones."""
         profile = saved_profile(store, (self._profile.policy,))
         current = {name: getattr(self._profile, name) for name in Profile.model_fields}
         profile = profile.model_copy(update={name: current[name] for name in FIXED_SETTINGS})
@@ -221,7 +220,7 @@ class SavedConversations:
                 self._logged_at = time.monotonic()
 
     def _close(self, conversation: ServedConversation) -> Path | None:
-        """Close a conversation's file without writing; its path, None if it was never written."""
+        """Close a conversation's file without writing; returns its path, None if never written."""
         if conversation.autosave is not None:
             conversation.autosave.close_without_saving()
             conversation.autosave = None
@@ -229,10 +228,7 @@ class SavedConversations:
         return None if saved is None else saved.file.result()
 
     def _read_folder(self) -> list[SavedConversation]:
-        """The entries of this model's conversations in the folder; the one changed last at the end.
-
-        Files that a process has open, and damaged ones, are left out.
-        """
+        """This model's conversations in the folder, except damaged or open ones, oldest first."""
         entries, model = [], (self._model.precision, model_fingerprint(self._model))
         for path in sorted(self._folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime):
             try:

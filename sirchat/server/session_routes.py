@@ -31,7 +31,7 @@ _Target = Annotated[str | None, Field(min_length=1, max_length=10_000)]  # as `/
 
 
 class MemoryChange(RequestObject):
-    """The body of a request that changes a conversation's memory, in the order of the fields."""
+    """A request's body that changes a conversation's memory, in the order of the fields."""
 
     model_config = ConfigDict(extra="forbid")
     policy: str | None = None
@@ -43,7 +43,7 @@ class MemoryChange(RequestObject):
     erase: _Target = None
 
     def check(self) -> None:
-        """Raise RequestError if the request changes nothing, or names a policy of its own."""
+        """Raise RequestError if the request changes nothing, or names a policy `module:Class`."""
         if not self.model_fields_set:
             allowed = ", ".join(MemoryChange.model_fields)
             raise RequestError(f"the request changes nothing; allowed: {allowed}")
@@ -53,7 +53,7 @@ class MemoryChange(RequestObject):
     def apply(self, conversation: ServedConversation) -> list[Event]:
         """Apply this change to a conversation; returns the events that report it.
 
-        Raises SettingError or UsageError if a part is not possible; those before it stay applied.
+        Raises SettingError or UsageError if a part is impossible; earlier parts stay applied.
         """
         session, events = conversation.session, list[Event]()
         setting_names = {"policy", "budget", "decay", "recall"}
@@ -89,18 +89,17 @@ class SessionRoutes:
         return JSONResponse({**fields, "data": data}, headers=_NO_STORE)
 
     async def _show(self, request: Request) -> Response:
-        conversation_id = request.path_params["id"]
-        memory = await self._call(lambda: _memory(self._conversations.find(conversation_id)))
+        ident = request.path_params["id"]
+        memory = await self._call(lambda: _memory(self._conversations.find(ident)))
         return JSONResponse(memory, headers=_NO_STORE)
 
     async def _facts(self, request: Request) -> Response:
-        conversation_id, words = request.path_params["id"], request.query_params.get("words", "")
-        find = self._conversations.find
-        facts = await self._call(lambda: find(conversation_id).session.facts(words))
+        ident, words = request.path_params["id"], request.query_params.get("words", "")
+        facts = await self._call(lambda: self._conversations.find(ident).session.facts(words))
         return JSONResponse({"object": "list", "data": list(map(asdict, facts))}, headers=_NO_STORE)
 
     async def _change(self, request: Request) -> Response:
-        conversation_id = request.path_params["id"]
+        ident = request.path_params["id"]
         change = parse_request(await read_body(request), MemoryChange)
         loop, saved = asyncio.get_running_loop(), asyncio.Event()
 
@@ -109,8 +108,7 @@ class SessionRoutes:
             loop.call_soon_threadsafe(saved.set)
 
         def work() -> tuple[ServedConversation, dict[str, Any]]:
-            changed = self._conversations.change(conversation_id, change.apply, on_saved)
-            conversation, events = changed
+            conversation, events = self._conversations.change(ident, change.apply, on_saved)
             memory = {"events": [to_json(event) for event in events], **_memory(conversation)}
             return conversation, {**memory, "busy": False}
 
@@ -124,7 +122,7 @@ class SessionRoutes:
         return JSONResponse(memory, headers=_NO_STORE)
 
     async def _call(self, work: Callable[[], Any]) -> Any:
-        """Call `work` in the thread that alone may use conversations."""
+        """Call `work` in the only thread that may use conversations."""
         return await asyncio.wrap_future(self._replies.call(work))
 
 

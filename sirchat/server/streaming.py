@@ -26,7 +26,7 @@ Parts = AsyncIterable[Part]  # the last is a `ReplyEnd`; raises RequestError if 
 
 
 class ReplySerializer:
-    """How an API writes a reply: whole as one JSON object, or as a stream of events."""
+    """The form in which an API sends a reply: one JSON object, or a stream of events."""
 
     media = "text/event-stream"
 
@@ -57,15 +57,12 @@ class ReplySerializer:
         raise NotImplementedError
 
     def first_events(self) -> Iterable[str]:
-        """The first events."""
         raise NotImplementedError
 
     def part_events(self, part: ReplyText) -> Iterable[str]:
-        """The events of one part."""
         raise NotImplementedError
 
     def last_events(self, end: ReplyEnd) -> Iterable[str]:
-        """The last events."""
         raise NotImplementedError
 
     def error_events(self, error: RequestError) -> Iterable[str]:
@@ -82,7 +79,7 @@ def server_sent_event(content: dict[str, Any], name: str = "") -> str:
 class ReplyParts:
     """The parts of the reply to a request, which another thread generates.
 
-    A new instance submits it; iterating raises RequestError if it fails.
+    A new instance submits the reply; iterating raises RequestError if the reply fails.
     """
 
     def __init__(self, thread: ReplyThread, history: History, options: ReplyOptions) -> None:
@@ -119,7 +116,7 @@ class ReplyParts:
 
 
 class EventStream(StreamingResponse):
-    """A streamed HTTP response; the reply is cancelled if the client leaves, or reads no more."""
+    """A streamed HTTP response; the reply is cancelled if the client leaves or stops reading."""
 
     def __init__(
         self, events: AsyncIterator[str], media: str, parts: ReplyParts, headers: dict[str, str]
@@ -142,7 +139,7 @@ class EventStream(StreamingResponse):
 
 
 async def _with_keepalives(events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """Server-sent events, with a comment, by which the client waits on, in each long silence."""
+    """Add a comment to the events in each long silence, so that the client keeps waiting."""
     following = asyncio.ensure_future(anext(events, None))
     try:
         while True:
@@ -159,7 +156,7 @@ async def _with_keepalives(events: AsyncIterator[str]) -> AsyncIterator[str]:
 
 
 async def await_unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Wait for the result of `work`; RequestError if the client closes the connection first."""
+    """Wait for the result of `work`; raises RequestError if the client disconnects first."""
 
     async def wait_for_end() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -29,9 +29,9 @@ _KEY = "sirchat_anchors"
 
 @dataclass(frozen=True)
 class Anchors:
-    """A model's settings for anchors; `token_id` is that of the added token, None for `ep`.
+    """A model's settings for anchors; `token_id` is the added token, or None in the variant `ep`.
 
-    All later tokens attended to the first `sinks` tokens of a text in training.
+    In training, all later tokens attended to the first `sinks` tokens of a text.
     """
 
     variant: Variant
@@ -40,18 +40,16 @@ class Anchors:
     sinks: int = 1
 
     def write_to_config(self, config: Any) -> None:
-        """Write the settings into a model's config."""
         setattr(config, _KEY, asdict(self))
 
 
 def remove_anchors(config: Any) -> None:
-    """Remove the anchor settings from a model's config."""
     if hasattr(config, _KEY):
         delattr(config, _KEY)
 
 
 def anchors_of(config: Any) -> Anchors | None:
-    """The settings in a model's config, None without any; ModelError if they are not valid."""
+    """The settings in a model's config, or None; raises ModelError if they are not valid."""
     entry = getattr(config, _KEY, None)
     if entry is None:
         return None
@@ -71,9 +69,9 @@ def anchors_of(config: Any) -> Anchors | None:
 
 
 def anchor_detector(tokenizer: Any, anchors: Anchors | None) -> Callable[[int], bool]:
-    """Make a function that says of each id of a text, in order, whether it is an anchor.
+    """Make a function that takes a text's ids in order, and says of each whether it is an anchor.
 
-    Without added anchor tokens, those are the tokens that end a sentence.
+    In a model without an added anchor token, the tokens that end a sentence are anchors.
     """
     if anchors is not None and anchors.variant == "ac":
         return lambda token_id: token_id == anchors.token_id
@@ -81,7 +79,7 @@ def anchor_detector(tokenizer: Any, anchors: Anchors | None) -> Callable[[int], 
 
 
 def sentences(text: str) -> list[str]:
-    """Split a text into sentences, each with the space before it."""
+    """Split a text into sentences; each begins with the space before it."""
     ends, read = list[int](), 0
     for match in SENTENCE_END.finditer(text):
         if text[read : match.end()].strip():
@@ -94,7 +92,7 @@ def sentences(text: str) -> list[str]:
 def with_anchors(text: str, anchors: Anchors, encode: Callable[[str], list[int]]) -> list[int]:
     """The token ids of a text, by `encode`, with an anchor after each sentence.
 
-    If `per` is `round`, or without an added anchor token, none are inserted.
+    No anchors are inserted if `per` is `round`, or if the model has no added anchor token.
     """
     anchor = anchors.token_id
     if anchor is None or anchors.per == "round":
@@ -105,7 +103,7 @@ def with_anchors(text: str, anchors: Anchors, encode: Callable[[str], list[int]]
 def plain_text_ids(
     text: str, anchors: Anchors | None, encode: Callable[[str], list[int]]
 ) -> list[int]:
-    """The ids, with anchors, of a text that is no chat: without rounds, sentences have them."""
+    """The ids of a text that is not a chat; anchors follow its sentences, as it has no rounds."""
     if anchors is None:
         return encode(text)
     return with_anchors(text, replace(anchors, per="sentence"), encode)

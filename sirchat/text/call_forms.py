@@ -1,6 +1,6 @@
-"""Calls of tools as some models write them, in other forms than JSON.
+"""Tool calls that some models write in forms other than JSON.
 
-Values are texts there; the schema of the tool's parameters says of which type they are.
+The values in them are texts; the schema of the tool's parameters says which types they have.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ JSON = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 
 
 def begins_non_json_call(text: str) -> bool:
-    """Whether a text, up to where it is, begins like a call with arguments."""
+    """Whether a text, which may be incomplete, begins like a call with arguments."""
     return _BEGINNINGS.match(text) is not None
 
 
 def non_json_calls(text: str, tools: Schemas) -> list[dict[str, Any]]:
-    """The calls that a text consists of, with `name` and `arguments`; [] if it is none.
+    """The calls that a text consists of, as `name` and `arguments`; [] if it is anything else.
 
-    A name alone is a call only of a tool in `tools`.
+    A name without arguments is a call only if `tools` has that tool.
     """
     for of_call, of_argument in _FORMS:
         calls, at = [], 0
@@ -85,7 +85,7 @@ def non_json_calls(text: str, tools: Schemas) -> list[dict[str, Any]]:
 
 
 def control_token_calls(text: str, tools: Schemas) -> list[dict[str, Any]]:
-    """The calls in a text with control tokens that is no JSON; [] if there are none."""
+    """The calls in a text that has control tokens and is not JSON; [] if there are none."""
     if _OF_GEMMA.match(text):
         return list(_gemma_calls(text))
     return [call for part in _BETWEEN.split(text) for call in non_json_calls(part.strip(), tools)]
@@ -106,7 +106,7 @@ def _gemma_calls(text: str) -> Iterator[dict[str, Any]]:
 def _arguments(
     form: re.Pattern[str], text: str, schema: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """The arguments of a call; None if the text has others than these."""
+    """The arguments of a call; None if the text has anything but arguments of this `form`."""
     found, at, known = dict[str, Any](), 0, schema.get("properties")
     known = known if isinstance(known, dict) else {}
     if text.lstrip().startswith("{"):
@@ -122,7 +122,7 @@ def _arguments(
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """The value of a text by its schema: other types are JSON, or as Python writes them."""
+    """Convert an argument's text by its schema; types other than text are JSON or Python values."""
     if _may_be_text(schema):
         return text
     try:
@@ -143,7 +143,7 @@ def _may_be_text(schema: Any) -> bool:
 
 
 def _python_calls(text: str, tools: Collection[str]) -> list[dict[str, Any]]:
-    """The calls in lists of Python (LFM2), such as `[weather(city="Oslo")]`."""
+    """The calls in Python lists (LFM2), such as `[weather(city="Oslo")]`."""
     if text[:1] != "[" or sum(map(text.count, "[({")) > _MAX_BRACKETS:
         return []
     names = list[str]()
@@ -170,7 +170,7 @@ def _python_calls(text: str, tools: Collection[str]) -> list[dict[str, Any]]:
 
 
 def _keywords(call: Any, names: Sequence[str]) -> Any:
-    """The arguments of a call in Python, as JSON has them; ValueError if one has no name."""
+    """The arguments of a Python call as JSON values; raises ValueError if one has no name."""
     if call.args or any(one.arg is None for one in call.keywords):
         raise ValueError("an argument without a name")
     given = {names[int(one.arg[1:])]: ast.literal_eval(one.value) for one in call.keywords}

@@ -24,21 +24,17 @@ SENTENCE_END = re.compile(
 QUESTION_MARKS = ("?", "\uff1f")
 UNFINISHED = "\ufffd"  # what a tokenizer returns for a token with only some bytes of a character
 _UNREADABLE = "the model's tokenizer can't make a text of tokens"
-_MAX_CHARACTER_TOKENS = (
-    8  # tokens that are decoded together, because they share parts of characters
-)
+_MAX_CHARACTER_TOKENS = 8  # that are decoded together, because they share parts of characters
 # Latin, Armenian, Arabic, Indian and East Asian marks.
 _SENTENCE_ENDS = frozenset(
     ".!?\u2026\u203c\u2047\u2048\u2049\u0589\u061f\u06d4\u0964\u0965\u3002\uff01\uff0e\uff1f\uff61"
 )
 _CLOSING_CATEGORIES = ("Pe", "Pf")  # categories of closing brackets and quotes, which may follow
-_WORD_PUNCTUATION = (
-    "-'\u2019/@_&"  # punctuation that belongs to the word of the letter or digit before it
-)
+_WORD_PUNCTUATION = "-'\u2019/@_&"  # which belongs to the word of the letter or digit before it
 
 
 class TextStream:
-    """Turns token ids into text, one at a time; a character comes with its last token."""
+    """Turns token ids into text, one at a time; a character is complete after its last token."""
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
         decode = partial(
@@ -74,8 +70,8 @@ class TextStream:
 class TokenTexts:
     """A callable from ids [n] and their stream positions [n] to the text of each token.
 
-    It is what the token spells within a sentence. Of consecutive tokens that make one character,
-    the first has it; if some of them are missing, each has U+FFFD.
+    Texts are those that tokens have within a sentence. If several consecutive tokens make one
+    character, the first token gets the character; if some of them are missing, each gets U+FFFD.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -94,10 +90,8 @@ class TokenTexts:
     def _join(
         self, ids: Sequence[int], positions: Sequence[int], texts: list[str], start: int
     ) -> int:
-        """Give a character that several tokens make to the first of them, at `start`.
-
-        Returns the number of tokens; 1 if some are missing, and nothing is changed.
-        """
+        """Give a character to its first token, at `start`; returns the number of its tokens."""
+        # 1, and nothing is changed, if some of its tokens are missing.
         for end in range(start + 2, min(start + _MAX_CHARACTER_TOKENS, len(ids)) + 1):
             if positions[end - 1] != positions[start] + end - 1 - start:
                 break
@@ -128,7 +122,7 @@ def tokens_spelling(ends: NDArray[np.int64], start: int, end: int) -> slice:
 
 
 def tokens_matching(pattern: re.Pattern[str], pieces: Sequence[str]) -> NDArray[np.bool_]:
-    """A mask [n] of the `pieces` [n] that have a character of a match in their joined text."""
+    """A mask [n] of the `pieces` [n] that share a character with a match in their joined text."""
     ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
     mask = np.zeros(len(pieces), bool)
     for match in pattern.finditer("".join(pieces)):
@@ -137,14 +131,14 @@ def tokens_matching(pattern: re.Pattern[str], pieces: Sequence[str]) -> NDArray[
 
 
 def sentence_bounds(pieces: Sequence[str]) -> list[int]:
-    """Where sentences begin and end in a text of n tokens, given as the text of each: 0 to n."""
+    """Indices, from 0 to n, at which sentences begin or end in a text given as n `pieces`."""
     ends = np.cumsum([len(piece) for piece in pieces])
     marks = [match.end() for match in SENTENCE_END.finditer("".join(pieces))]
     return sorted({0, *(np.searchsorted(ends, marks) + 1).tolist(), len(pieces)})
 
 
 class SentenceEnds:
-    """A callable that says of each id of a text, in order, whether it ends a sentence."""
+    """A callable that takes a text's ids in order, and says of each whether it ends a sentence."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -172,9 +166,9 @@ def ends_sentence(text: str) -> bool:
 
 
 def word_continuation(tokenizer: Any) -> Callable[[int, int], bool]:
-    """A function that says whether two consecutive token ids belong to the same word.
+    """Make a function that says whether two consecutive token ids belong to the same word.
 
-    A word has no spaces, as `7:45`, `555-0123` or `it's`; a mark after it is not part of it.
+    A word has no spaces, such as `7:45`, `555-0123` or `it's`; it ends before punctuation.
     """
     texts = TokenTexts(tokenizer)
 

@@ -1,4 +1,4 @@
-"""JSON schemas: reads one from a file, and makes a rule of it for the grammar of a reply."""
+"""JSON schemas: reads a schema from a file, and makes a grammar rule for a reply from it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,7 @@ _BOUND_SIGNS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveM
 _MAX_BOUND = 10**18
 _VALUE_KEYWORDS = ("enum", "const", "default", "examples")  # of a schema: may look like one
 # Objects that have schemas by names, which may be those of a bound or value.
-_NAMED_SCHEMA_KEYWORDS = (
-    "properties",
-    "patternProperties",
-    "dependentSchemas",
-    "$defs",
-    "definitions",
-)
+_NAMED_SCHEMAS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 _IGNORED_NOTE = "a part of the schema is not kept"
 _EXCERPT = re.compile(r"\n +\d+ \| ")  # begins the part of a grammar that an error shows
 # JSON has blanks only where Python's `json.dumps` writes them: with others allowed, small models
@@ -37,9 +31,9 @@ _GUIDANCE = {
 
 
 def load_schema(file: str) -> dict[str, Any] | None:
-    """The schema in the file of the setting `json_schema`; None if that is off.
+    """The schema in the file of the setting `json_schema`; None if the setting is off.
 
-    SettingError if there is no such file, or if no reply can be by it.
+    Raises SettingError if there is no such file, or if no reply can match the schema.
     """
     if file == "off":
         return None
@@ -50,15 +44,14 @@ def load_schema(file: str) -> dict[str, Any] | None:
         hint = "json_schema off lets replies be text"
         raise SettingError(f"json_schema: {error.args[0]}", hint=hint) from None
     if not isinstance(schema, dict) or is_too_deep(schema):
-        raise format_error(
-            subject, 'is no JSON schema, which is an object such as {"type": "object"}'
-        )
+        problem = 'is no JSON schema, which is an object such as {"type": "object"}'
+        raise format_error(subject, problem)
     check_grammar(f"start: {json_rule(schema, subject, [])}", subject)
     return schema
 
 
 def import_llguidance(subject: str) -> Any:
-    """The package llguidance; SettingError, which begins with `subject`, if it is missing."""
+    """Import the package llguidance; raises SettingError about `subject` if it is missing."""
     try:
         import llguidance
     except ImportError:
@@ -70,9 +63,9 @@ def import_llguidance(subject: str) -> Any:
 def check_grammar(
     grammar: str, subject: str, vocabulary: Any = None, notes: list[str] | None = None
 ) -> None:
-    """Raise SettingError if llguidance can't use a grammar, with a model's vocabulary.
+    """Raise SettingError if llguidance can't use a grammar with this vocabulary.
 
-    What of its schemas is not kept is added to `notes`.
+    Parts of schemas that llguidance does not enforce are added to `notes`.
     """
     check = import_llguidance(subject).LLMatcher.validate_grammar_with_warnings
     is_error, messages = check(grammar, vocabulary)
@@ -84,14 +77,14 @@ def check_grammar(
 
 
 def format_error(subject: str, problem: str) -> SettingError:
-    """The error for a format; its message begins with `subject`, what has asked for it."""
+    """An error about a reply's format; `subject` is the flag or field that asked for it."""
     return SettingError(f"{subject} {problem[:300]}")
 
 
 def json_rule(schema: dict[str, Any], subject: str, notes: list[str]) -> str:
-    """JSON by a schema, in a grammar; bounds that are not kept are added to `notes`.
+    """A grammar rule for JSON by a schema; number bounds that are not enforced go to `notes`.
 
-    SettingError for another bound that is far from zero, or if no JSON is ever complete.
+    Raises SettingError for other bounds that are far from zero, or if JSON could never be complete.
     """
     kept = _with_near_bounds(schema, subject, notes)
     if _has_far_number(kept):  # anywhere, as a reference may make a schema of any part
@@ -108,34 +101,31 @@ def json_rule(schema: dict[str, Any], subject: str, notes: list[str]) -> str:
 
 
 def _with_near_bounds(schema: Any, subject: str, notes: list[str]) -> Any:
-    """A schema without far bounds that exclude nothing; SettingError for another far bound."""
+    """Drop far bounds that exclude nothing; raises SettingError for other far bounds."""
     if isinstance(schema, list):
         return [_with_near_bounds(item, subject, notes) for item in schema]
     if not isinstance(schema, dict):
         return schema
     kept: dict[str, Any] = {}
     for name, value in schema.items():
-        is_far = (
-            name in _BOUND_SIGNS and isinstance(value, int | float) and abs(value) >= _MAX_BOUND
-        )
+        is_number = isinstance(value, int | float)
+        is_far = name in _BOUND_SIGNS and is_number and abs(value) >= _MAX_BOUND
         if is_far and value * _BOUND_SIGNS[name] > 0:
             notes.append(f"{_IGNORED_NOTE}: {name} {format_value(value)}")
         elif is_far:
-            raise format_error(
-                subject, f"has a schema with a bound of {_MAX_BOUND:,} or more from zero"
-            )
-        elif name in _NAMED_SCHEMA_KEYWORDS and isinstance(value, dict):
+            problem = f"has a schema with a bound of {_MAX_BOUND:,} or more from zero"
+            raise format_error(subject, problem)
+        elif name in _NAMED_SCHEMAS and isinstance(value, dict):
             named = value.items()
             kept[name] = {own: _with_near_bounds(one, subject, notes) for own, one in named}
         else:
-            kept[name] = (
-                value if name in _VALUE_KEYWORDS else _with_near_bounds(value, subject, notes)
-            )
+            is_value = name in _VALUE_KEYWORDS
+            kept[name] = value if is_value else _with_near_bounds(value, subject, notes)
     return kept
 
 
 def _has_far_number(value: Any) -> bool:
-    """Whether a value has a number that llguidance crashes with: a negative one, far from zero."""
+    """Whether a value has a negative number far from zero, with which llguidance crashes."""
     if isinstance(value, list | dict):
         items = value.values() if isinstance(value, dict) else value
         return any(map(_has_far_number, items))

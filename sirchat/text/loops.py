@@ -1,4 +1,4 @@
-"""Notices that a reply goes round in a loop: that it writes the same passage again and again."""
+"""Detects that a reply is caught in a loop: that it writes the same passage again and again."""
 
 from __future__ import annotations
 
@@ -10,31 +10,28 @@ _MATCH_BYTES = 24  # the newest bytes, which must have stood there before
 # The repetitions of a passage are at least 2 1/2 times as long as itself (a line of verse may come
 # three times) and have the first length; without letters, as in rules of dashes, the second.
 _MIN_REPEATED_BYTES, _MIN_REPEATED_SIGNS = 64, 320
-_LONG_PASSAGE_BYTES = (
-    256  # so long a passage, about 64 tokens, comes 2 1/4 times: a chorus may come twice
-)
+# So long a passage, about 64 tokens, comes 2 1/4 times: a chorus may come twice.
+_LONG_PASSAGE_BYTES = 256
 _COUNTER = re.compile(r"\s*(?:\d+[.):]|[-*+•])\s*")  # of an item in a list; it is left out
 _FENCE = re.compile(r"\s*(?:```|~~~)")
 _INDENT = re.compile(rb"\n(?: {4}|\t)")
 
 
 class LoopCheck:
-    """Takes a reply as it grows; `found` says whether by now it only repeats itself.
+    """Takes a reply as it grows; `found` says whether the reply only repeats itself by now.
 
-    In code, in tables, and where lines are indented, everything may repeat.
+    Repetition in code, in tables and in indented lines does not count.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what the reply has so far."""
         self.found = False
         self._before, self._line = b"", ""  # whole lines, without counters; the last one
         self._is_code = False
 
     def push(self, text: str) -> None:
-        """Add the next text of the reply."""
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:
             self._is_code ^= bool(_FENCE.match(line))

@@ -13,7 +13,7 @@ from typing import Any
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.anchors import Anchors
-from sirchat.text.reply_marks import SAMPLE_CALL, shared_prefix_length
+from sirchat.text.reply_marks import SAMPLE_CALL, prefix_length
 from sirchat.text.template import (
     ANSWER_TEXT,
     OTHER_TEXTS,
@@ -63,21 +63,17 @@ To call a function, write its name and arguments as JSON within <tool_call></too
 
 
 class NoToolsError(ModelError):
-    """A model's chat template takes no tools."""
+    """A model's chat template does not support tools."""
 
 
 class ToolTemplate(Template):
     """The template of a chat in which the model may call `tools`, which are JSON or "".
 
-    Raises NoToolsError, or ModelError if these tools can't be read.
+    Raises NoToolsError, or ModelError if the tools can't be read.
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        anchors: Anchors | None,
-        tools: str = "",
-        ends: Iterable[int] = (),
+        self, tokenizer: Any, anchors: Anchors | None, tools: str = "", ends: Iterable[int] = ()
     ) -> None:
         super().__init__(tokenizer, anchors, ends)
         if ANSWER_TEXT in tools:  # it would be taken for the reply that stands for the history
@@ -86,7 +82,7 @@ class ToolTemplate(Template):
         self._take_tools()
 
     def _take_tools(self) -> None:
-        """Let the chat template have the tools, if it takes some, and these can be read."""
+        """Give the tools to the chat template; raises an error if the template can't take these."""
         without = self._render([STUB_QUESTION], prompt=True)
         self._tools = [_STUB_TOOL]
         if self._render([STUB_QUESTION], prompt=True) == without:
@@ -102,7 +98,7 @@ class ToolTemplate(Template):
 
     @cached_property
     def note(self) -> str:
-        """A line for users if a call as the template writes it would not be found in a reply."""
+        """A line for the user if calls, as the template writes them, can't be found in replies."""
         marks, parser = self.marks, CallParser({SAMPLE_CALL["name"]}, 0)
         stream = self.reply_stream(in_history=marks.closing not in marks.call_sample)
         for text, part, _ in stream.push(marks.call_sample, is_end=True):
@@ -111,11 +107,8 @@ class ToolTemplate(Template):
         parser.finish(marks.call_lead)
         found = [{"name": c.name, "arguments": json.loads(c.arguments)} for c in parser.calls]
         # A template that leaves calls out says nothing of their form.
-        return (
-            _UNREADABLE_CALLS_NOTE
-            if ANSWER_TEXT in marks.call_sample and found != [SAMPLE_CALL]
-            else ""
-        )
+        is_lost = ANSWER_TEXT in marks.call_sample and found != [SAMPLE_CALL]
+        return _UNREADABLE_CALLS_NOTE if is_lost else ""
 
     def opening(self, content: str, system: str | None = None) -> tuple[TurnIds | None, TurnIds]:
         """The ids of the system prompt with the tools, or None, and of the first user turn."""
@@ -127,7 +120,7 @@ class ToolTemplate(Template):
         return block, TurnIds(turn.ids[start:], turn.roles[start:], (0, end - start))
 
     def system_turn(self, content: str) -> TurnIds:
-        """The ids of a system prompt, or "", with the tools, as a chat begins with them."""
+        """The ids of the tools and a system prompt, which may be "", at the start of a chat."""
         if self._tools is None or (content and not self._shows(content)):
             return super().system_turn(content)
         ids, *others = (self._head(text) for text in (content, *OTHER_TEXTS))
@@ -136,16 +129,14 @@ class ToolTemplate(Template):
         return self._with_round_end(TurnIds(ids, [Role.TEMPLATE] * len(ids), (0, 0)))
 
     def _head(self, system: str) -> list[int]:
-        """What a chat's beginning has before the first user turn, without a mark of the start."""
-        first, later = (
-            self._first_turn_ids(system, QUESTION_TEXT, True),
-            self._later_user(QUESTION_TEXT),
-        )
-        head = first[: len(first) - shared_prefix_length(first[::-1], later[::-1])]
+        """The ids before the first user turn, without the token that starts a text."""
+        first = self._first_turn_ids(system, QUESTION_TEXT, True)
+        later = self._later_user(QUESTION_TEXT)
+        head = first[: len(first) - prefix_length(first[::-1], later[::-1])]
         return head[1:] if head[:1] == [self._tokenizer.bos_token_id] else head
 
     def tool_results_turn(self, messages: Sequence[Message]) -> TurnIds:
-        """The ids of one turn with all `messages`: results of tools, with the role `tool`."""
+        """The ids of one turn with all `messages`, which are tool results (role `tool`)."""
         others = [[{**message, "content": text} for message in messages] for text in OTHER_TEXTS]
         ids, *others_ids = [self._result_ids(each) for each in (messages, *others)]
         said = "\n".join(message["content"] for message in messages)
@@ -154,10 +145,10 @@ class ToolTemplate(Template):
     def tool_calls_turn(
         self, content: str, calls: Sequence[Message], header: list[int] | None = None
     ) -> TurnIds:
-        """The ids of a given reply, which has the text `content` and then calls tools.
+        """The ids of a given reply: the text `content`, then tool calls.
 
-        If the template can't render it, they are those of `calls_as_text`. Before them are those of
-        the reply's header that have not been read: `header` is as in `TurnIds`.
+        If the template can't render the reply, it is written by `calls_as_text`. The unread ids of
+        the reply's header come first; `header` is as in `TurnIds`.
         """
         calls = self._as_wanted(calls)
         message = {"role": "assistant", "content": content, "tool_calls": calls}
@@ -175,9 +166,9 @@ class ToolTemplate(Template):
         return replace(self._after_header(ids, text, header), closing=closing)
 
     def call_form(self) -> tuple[str, str, str] | None:
-        """How the template writes a tool call; None if not as JSON with a name and arguments.
+        """The text before a call's JSON, the JSON's key for the arguments, and the text after it.
 
-        Returns the text before the JSON, its key for the arguments, and the text after it.
+        None if the template does not write calls as JSON with a name and arguments.
         """
         call = _call("call00000", QUESTION_TEXT)
         try:
@@ -197,10 +188,7 @@ class ToolTemplate(Template):
     def _called(
         self, reply: Message, results: Sequence[Message] = ()
     ) -> tuple[list[int], list[int] | None, list[int]]:
-        """The header and text of a reply that calls tools, its closing, and what follows that.
-
-        The closing is as in `TurnIds`. By default, the results are stubs.
-        """
+        """The ids of a reply with calls, its closing (as in `TurnIds`), and of what follows."""
         results = results or [_result(call) for call in reply["tool_calls"]]
         chat = self._render([STUB_QUESTION, reply, *results], prompt=True)
         asked = self._render([STUB_QUESTION], prompt=True)
@@ -211,7 +199,7 @@ class ToolTemplate(Template):
             if ids and chat[: len(ids) + len(closing)] == [*ids, *closing]:
                 return ids, None, chat[len(ids) + len(closing) :]
         alone = self._render([STUB_QUESTION, reply], prompt=False)
-        end = shared_prefix_length(alone, [*asked, *chat]) - start
+        end = prefix_length(alone, [*asked, *chat]) - start
         if end <= 0:
             raise ModelError("the model's chat template has no place for a call of a tool")
         if closing and chat[end - len(closing) : end] == closing:
@@ -227,7 +215,6 @@ class ToolTemplate(Template):
             return self._after_reply(messages)
 
     def _as_wanted(self, calls: Sequence[Message]) -> list[Message]:
-        """The calls, with arguments as a text where the template wants them so."""
         found = list[Message]()
         for call in calls:
             function = call["function"]
@@ -248,10 +235,8 @@ class ToolTemplate(Template):
         return Counter(i for i in ids if i in self._control)
 
     def _without_controls(self, value: Any) -> Any:
-        """A copy of `value` with `_NEUTRAL_TEXT` in place of each text that has a control token.
-
-        Raises ModelError if a key has one: the template gets keys as they are, without marks.
-        """
+        """Replace texts that have control tokens; raises ModelError if a key has one."""
+        # The template gets keys as they are, without marks.
         if isinstance(value, dict):
             if any(self._has_control(name) for name in value):
                 raise ModelError("a name in a tool or in its arguments has a control token")
@@ -265,9 +250,9 @@ class ToolTemplate(Template):
 
 
 class PromptedTools(ToolTemplate):
-    """The same where the chat template takes no tools: a text in the system prompt tells of them.
+    """For chat templates without tools: a text in the system prompt describes the tools.
 
-    Calls are as in `calls_as_text`, and results are read as messages of the user's role.
+    Calls are as in `calls_as_text`, and results are read as messages of the user.
     """
 
     def _take_tools(self) -> None:
@@ -275,7 +260,6 @@ class PromptedTools(ToolTemplate):
 
     @cached_property
     def note(self) -> str:
-        """A line for users on how the model is told of the tools."""
         return _PROMPTED_TOOLS_NOTE
 
     def opening(self, content: str, system: str | None = None) -> tuple[TurnIds | None, TurnIds]:
@@ -283,11 +267,9 @@ class PromptedTools(ToolTemplate):
         return super().opening(content, self._with_tools(system or "") or None)
 
     def system_turn(self, content: str) -> TurnIds:
-        """The ids of a system prompt, or "", with the tools."""
         return super().system_turn(self._with_tools(content))
 
     def tool_results_turn(self, messages: Sequence[Message]) -> TurnIds:
-        """The ids of one turn with all `messages`: results of tools."""
         each = [f"<tool_response>\n{one['content']}\n</tool_response>" for one in messages]
         turn = super().user_turn("\n".join(each))
         return replace(turn, roles=[_RESULT_ROLES.get(role, role) for role in turn.roles])
@@ -295,12 +277,10 @@ class PromptedTools(ToolTemplate):
     def tool_calls_turn(
         self, content: str, calls: Sequence[Message], header: list[int] | None = None
     ) -> TurnIds:
-        """The ids of a given reply, which has the text `content` and then calls tools."""
         text = calls_as_text(content, [call["function"] for call in calls])
         return super().assistant_turn(text, header)
 
     def call_form(self) -> tuple[str, str, str]:
-        """How a call is written: see `ToolTemplate.call_form`."""
         return "<tool_call>\n", "arguments", "\n</tool_call>"
 
     def call_beginnings(self) -> list[str]:

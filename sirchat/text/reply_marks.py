@@ -1,7 +1,7 @@
-"""Finds the marks around the parts of a model's replies: reasoning, answer and calls of tools.
+"""Finds the marks around the parts of a model's replies: reasoning, answer and tool calls.
 
-Stub messages are rendered to see what the chat template writes around them. In marks, as in replies
-that they divide, characters of private use stand around each control token (see `tokenizer.py`).
+Stub messages are rendered to see what the chat template writes around them. In marks and in
+replies, private-use characters stand around each control token (see `tokenizer.py`).
 """
 
 from __future__ import annotations
@@ -45,57 +45,42 @@ _UNPAIRED = re.compile(
     re.IGNORECASE,
 )
 CONTROL = re.compile(f"{CONTROL_START}([^{CONTROL_END}]*){CONTROL_END}")
-_UNIT = re.compile(
-    rf"{CONTROL_START}[^{CONTROL_END}]*{CONTROL_END}|<[^<>\s]+>|\[[^\[\]\s]+\]|.", re.DOTALL
-)
+_TAG = r"<[^<>\s]+>|\[[^\[\]\s]+\]"
+_UNIT = re.compile(rf"{CONTROL_START}[^{CONTROL_END}]*{CONTROL_END}|{_TAG}|.", re.DOTALL)
 _LEAD = re.compile(rf"(?:{CONTROL.pattern}|<)?[^\s\"'<>{CONTROL_END}]*\Z")
 
 
 @dataclass(frozen=True)
 class Marks:
-    """What stands around the parts of a reply; a text is empty where there is no such mark.
+    """The texts around the parts of a reply; "" if the template has no such mark."""
 
-    Attributes:
-        opening, closing: around reasoning.
-        is_open: whether the template itself writes `opening` before a reply.
-        answer: before an answer, such as `<|channel|>final<|message|>`.
-        end: what ends each message, if a reply may consist of several.
-        kept: all that the template writes before an answer in a history.
-        call: before calls of tools.
-        call_end: the control token that ends a reply after its calls.
-        call_lead: what stands before the name of a called tool; empty if the name is in JSON.
-        call_sample: a reply that does `SAMPLE_CALL`, as the template writes it.
-        has_text_arguments: whether it takes arguments only as a text (DeepSeek).
-        stop: the beginning of the next speaker's turn.
-    """
-
-    opening: str = ""
-    closing: str = ""
-    opens_in_header: bool = False
-    answer: str = ""
-    end: str = ""
-    history_lead: str = ""
-    call: str = ""
-    call_end: str = ""
-    call_lead: str = ""
-    call_sample: str = ""
-    has_text_arguments: bool = False
-    stop: str = ""
+    opening: str = ""  # before reasoning
+    closing: str = ""  # after reasoning
+    opens_in_header: bool = False  # whether the template writes `opening` before a reply
+    answer: str = ""  # before an answer, such as `<|channel|>final<|message|>`
+    end: str = ""  # after each message, if a reply may consist of several
+    history_lead: str = ""  # all that the template writes before an answer in a history
+    call: str = ""  # before tool calls
+    call_end: str = ""  # the control token that ends a reply after its calls
+    call_lead: str = ""  # before the name of a called tool; "" if the name is in JSON
+    call_sample: str = ""  # a reply with `SAMPLE_CALL`, as the template writes it
+    has_text_arguments: bool = False  # whether arguments must be a text (DeepSeek)
+    stop: str = ""  # the beginning of the next speaker's turn
 
     @property
     def controls(self) -> set[str]:
-        """The control tokens in the marks around parts, which do not end a reply."""
+        """The control tokens in the marks around parts; they do not end a reply."""
         marks = (self.opening, self.closing, self.answer, self.call)
         return {token for mark in marks for token in CONTROL.findall(mark)}
 
     @property
     def head(self) -> tuple[str, str]:
-        """How a header begins and ends that says in its middle which part follows, or empty texts.
+        """The start and the end of a header whose middle names the part that follows, or "".
 
         In `<|channel|>final<|message|>`, these are the two control tokens.
         """
         opening, answer = _units(self.opening), _units(self.answer)
-        begin = "".join(opening[: shared_prefix_length(opening, answer)])
+        begin = "".join(opening[: prefix_length(opening, answer)])
         is_head = begin and begin != self.answer and opening[-1] == answer[-1]
         return (begin, opening[-1]) if is_head and CONTROL.match(opening[-1]) else ("", "")
 
@@ -104,8 +89,8 @@ class Marks:
 class Switches:
     """The variables by which a chat template turns reasoning on or off.
 
-    `thinking` is the name of one that is true or false, "" without; `has_effort`: whether
-    `reasoning_effort` says how long to reason; `no_effort`: its value that turns reasoning off.
+    `thinking` names the variable that is true or false, or is "". `has_effort` says whether
+    `reasoning_effort` sets the length of reasoning; `no_effort` is its value for no reasoning.
     """
 
     thinking: str = ""
@@ -113,7 +98,7 @@ class Switches:
     no_effort: str = ""
 
     def variables(self, wanted: str) -> dict[str, Any]:
-        """The variables for a value of the setting `reasoning`; {} for what is usual."""
+        """The variables for a value of the setting `reasoning`; {} for the template's default."""
         if wanted == "auto" or (wanted == "medium" and not self.has_effort):
             return {}
         found: dict[str, Any] = {self.thinking: wanted != "off"} if self.thinking else {}
@@ -125,7 +110,7 @@ class Switches:
         return found | ({_EFFORT: wanted} if self.has_effort and wanted != "on" else {})
 
     def problem(self, wanted: str) -> str:
-        """Why a value of the setting `reasoning` is not had as it says; "" if it is."""
+        """Why the setting `reasoning` can't have this value exactly; "" if it can."""
         is_off = wanted == "off"
         if wanted == "auto" or self.thinking or self.no_effort or (self.has_effort and not is_off):
             return ""
@@ -135,9 +120,9 @@ class Switches:
 
 
 def find_switches(render: Callable[[dict[str, Any]], str | None], source: str) -> Switches:
-    """The switches of a chat template: variables that its `source` names and that change a chat.
+    """Find the switches of a chat template: variables in its `source` that change a chat.
 
-    `render` renders a chat with some variables; None if that is refused.
+    `render` renders a chat with some variables, and returns None if the template refuses.
     """
 
     def matters(name: str, *values: object) -> bool:
@@ -156,11 +141,11 @@ def find_marks(
     source: str,
     added: Collection[str],
 ) -> Marks:
-    """The marks of a chat template.
+    """Find the marks of a chat template.
 
-    `render` renders messages, with the header of a reply at their end or without; None if that is
-    refused. `spell` puts private-use characters around control tokens. Where rendering tells no
-    marks of reasoning, they are known ones: in the template's `source`, or of the `added` tokens.
+    `render` renders messages, with or without the header of a reply at the end, or returns None if
+    refused. `spell` puts private-use characters around control tokens. If rendering shows no marks
+    of reasoning, known marks in the template's `source` or the `added` tokens are used.
     """
     question = {"role": "user", "content": _QUESTION}
     reply: Message = {"role": "assistant", "content": _ANSWER}
@@ -169,9 +154,8 @@ def find_marks(
         return spell(render([question, *messages], prompt) or "")
 
     header = _units(rendered(prompt=True))
-    history_lead, _, tail = _after(header, rendered(reply, question, prompt=True)).partition(
-        _ANSWER
-    )
+    told = _after(header, rendered(reply, question, prompt=True))
+    history_lead, _, tail = told.partition(_ANSWER)
     thoughts = [{**reply, key: _THOUGHT} for key in REASONING_KEYS if key in source]
     thoughts += [{**reply, "content": _PARTS}] if "thinking" in source else []
     for message in thoughts:
@@ -180,9 +164,8 @@ def find_marks(
         opening = _after(header, before).strip()
         if answer and closing and not re.search("['\"]thinking", opening):  # no list as it is
             closing, units = closing.strip(), _units(before.rstrip())
-            opens_in_header = not opening and _units(closing)[0] not in _after(
-                units, "".join(header)
-            )
+            added_by_prompt = _after(units, "".join(header))
+            opens_in_header = not opening and _units(closing)[0] not in added_by_prompt
             opening = opening or units[-1]
             break
     else:
@@ -205,10 +188,8 @@ def find_marks(
 
 
 def _text_at_end(between: str) -> str:
-    """What ends a reply as text, if what stands `between` reply and question has no control token.
-
-    Such as `<|im_end|>` in a vocabulary that has no such token, or a line `### Instruction:`.
-    """
+    """The text that ends a reply, if no control token stands `between` reply and question."""
+    # Such as `<|im_end|>` in a vocabulary without this token, or a line `### Instruction:`.
     line = between.strip().partition("\n")[0].rstrip()
     if CONTROL.search(between) or not (mark := _TEXT_AT_END.match(line)):
         return ""
@@ -244,20 +225,20 @@ def _find_call(
 
 
 def _units(text: str) -> list[str]:
-    """The text cut into control tokens, tags, and single characters."""
+    """Split a text into control tokens, tags and single characters."""
     return [match[0] for match in _UNIT.finditer(text)]
 
 
 def _after(header: list[str], text: str) -> str:
-    """What is left of the text after the units with which both it and `header` begin."""
+    """The rest of the text after the units with which both `text` and `header` begin."""
     units = _units(text)
-    return "".join(units[shared_prefix_length(header, units) :])
+    return "".join(units[prefix_length(header, units) :])
 
 
 def paired_controls(names: Collection[str]) -> set[str]:
-    """Of names of control tokens, those that open and close a part within a text, such as a box.
+    """The names of control tokens that open and close a part of a text, such as a box.
 
-    The pairs around a whole text, a turn or a header are none of these.
+    Pairs around a whole text, a turn or a header do not count.
     """
     found = set[str]()
     for name in names:
@@ -268,8 +249,8 @@ def paired_controls(names: Collection[str]) -> set[str]:
     return found
 
 
-def shared_prefix_length(left: Sequence[object], right: Sequence[object]) -> int:
-    """How many items, such as ids or characters, `left` and `right` both begin with."""
+def prefix_length(left: Sequence[object], right: Sequence[object]) -> int:
+    """The length of the longest prefix that `left` and `right` have in common."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(left), len(right)))
 

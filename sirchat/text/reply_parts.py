@@ -1,4 +1,4 @@
-"""Divides a reply, while it is generated, into reasoning, answer and calls of tools."""
+"""Splits a reply, while it is generated, into reasoning, answer and tool calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sirchat.text.detokenizer import TextStream
-from sirchat.text.reply_marks import CONTROL, Marks, shared_prefix_length, without_delimiters
+from sirchat.text.reply_marks import CONTROL, Marks, prefix_length, without_delimiters
 from sirchat.text.tokenizer import CONTROL_END, CONTROL_START
 
 Part = Literal["thinking", "answer", "call"]
@@ -23,7 +23,7 @@ _MAX_HEADER_CHARS = 300  # characters of the header of a message
 class Piece(NamedTuple):
     """New text of a part of a reply.
 
-    `end`: how many characters the reply has up to the end of this text, its marks included.
+    `end` is the number of the reply's characters up to the end of this text, with marks.
     """
 
     text: str
@@ -32,10 +32,10 @@ class Piece(NamedTuple):
 
 
 class PartSplitter:
-    """Divides a reply, which comes in pieces with private-use characters around control tokens.
+    """Splits a reply that comes in pieces, with private-use characters around control tokens.
 
-    Blanks beside a mark belong to no part. Other control tokens are left out if they are `hidden`.
-    `bounds` are the indices where another part, with the mark that opens it, or the end begins.
+    Blanks beside a mark belong to no part. Control tokens that are no marks are dropped if
+    `hidden`. `bounds` has the index where each part begins (at its mark), or the reply ends.
     """
 
     def __init__(self, marks: Marks, hidden: Collection[str] = ()) -> None:
@@ -68,7 +68,7 @@ class PartSplitter:
     def push(self, text: str, *, is_end: bool = False) -> list[Piece]:
         """Add a piece of the reply; returns the new text of its parts.
 
-        What may be the beginning of a mark is held back, unless `is_end`: nothing follows.
+        Text that may begin a mark is held back, unless `is_end` says that nothing follows.
         """
         pieces: list[Piece] = []
         self._waiting += text
@@ -79,7 +79,7 @@ class PartSplitter:
         return pieces
 
     def _begin_part(self, pieces: list[Piece], is_end: bool) -> bool:
-        """Find out which part begins; False if more text must tell."""
+        """Find out which part begins; returns False if that needs more text."""
         first, (begin, stop), text = self._first, self._head, self._waiting.lstrip()
         blanks, heads = len(self._waiting) - len(text), (begin, "to=") if begin else ()
         if begin and text.startswith(heads):
@@ -104,14 +104,13 @@ class PartSplitter:
         return True
 
     def _part_after(self, head: str) -> _Next:
-        """The part that follows the header `head` of a message."""
         words, thinks = (CONTROL.sub(" ", mark).split() for mark in (head, self._marks.opening))
         is_call = any(word.startswith("to=") for word in words)
         usual: Part = "answer" if {*thinks}.isdisjoint(words) else "thinking"
         return self._first.get(head, "call" if is_call else usual)
 
     def _continue_part(self, pieces: list[Piece], is_end: bool) -> bool:
-        """Add the text of this part to `pieces`, up to a mark; False if there is none yet."""
+        """Add this part's text to `pieces`, up to a mark; returns False if there is no mark yet."""
         part, later = self._part, self._later[self._part or "answer"]
         at, mark = self._find(later, is_end)
         size = len(self._waiting[:at].rstrip()) if part == "thinking" else at
@@ -129,7 +128,7 @@ class PartSplitter:
         return bool(mark)
 
     def _find(self, marks: Collection[str], is_end: bool) -> tuple[int, str]:
-        """The index of the first mark, and the mark; or where one may begin, and an empty text."""
+        """The first mark and its index; or the index where a mark may begin, and ""."""
         text, firsts = self._waiting, {mark[0] for mark in marks}
         for at in range(len(text)):
             if text[at] in firsts:
@@ -153,15 +152,15 @@ class PartSplitter:
         return text
 
     def _written(self, control: re.Match[str]) -> str:
-        """What a control token that is no mark adds to the text of the part."""
+        """The text that a control token adds to a part, if it is no mark."""
         return "" if self._part != "call" and control[1] in self._hidden else control[1]
 
 
 class ReplyStream(PartSplitter):
     """Turns the ids of a reply, one at a time, into the text of its parts.
 
-    `controls` are the ids of control tokens, of which special ones are not shown. A history has no
-    reasoning, nor the last `unkept_header` ids before the reply.
+    `controls` are the ids of control tokens; special ones are not shown. A history has neither
+    reasoning nor the last `unkept_header` ids before the reply.
     """
 
     def __init__(
@@ -176,7 +175,6 @@ class ReplyStream(PartSplitter):
         self._ends: list[int] = []  # of each token in it
 
     def push_id(self, token_id: int) -> list[Piece]:
-        """Add an id; returns the new text of the reply's parts."""
         if (control := self._controls.get(token_id)) is None:
             text = self._text.push(token_id)
         else:
@@ -186,17 +184,17 @@ class ReplyStream(PartSplitter):
         return self.push(text)
 
     def push_ids(self, ids: Iterable[int]) -> None:
-        """Divide a whole reply."""
+        """Add all ids of a whole reply."""
         for token_id in ids:
             self.push_id(token_id)
         self.flush()
 
     def flush(self) -> list[Piece]:
-        """At the end of the reply, return the text that was held back."""
+        """Return the text that was held back, at the end of the reply."""
         return self.push(self._text.flush(), is_end=True)
 
     def tokens(self, part: Part | Literal["end"]) -> NDArray[np.int64]:
-        """Indices of the tokens of one part, with its marks; or of what ends the reply."""
+        """Indices of the tokens of one part and its marks, or of the tokens that end the reply."""
         starts, ends = self._edges()
         mask = np.zeros(len(ends), bool)
         for (start, name), (stop, _) in pairwise([*self.bounds, (len(self._reply), None)]):
@@ -205,9 +203,9 @@ class ReplyStream(PartSplitter):
         return np.flatnonzero(mask)
 
     def tokens_not_in_history(self) -> NDArray[np.int64]:
-        """Indices of the reasoning's tokens that the template leaves out of a history.
+        """Indices of the tokens of reasoning that the template leaves out of a history.
 
-        Empty if the reply has no answer, or calls tools: templates keep such reasoning.
+        Empty if the reply has no answer, or calls tools: templates then keep the reasoning.
         """
         names, thought = [name for _, name in self.bounds], self.tokens("thinking")
         if "answer" not in names or "call" in names:
@@ -215,14 +213,11 @@ class ReplyStream(PartSplitter):
         lead = self._reply[: self.bounds[1][0]] if names[0] == "thinking" else ""
         lead += self._marks.answer * self._reply.startswith(self._marks.answer, len(lead))
         kept = self._marks.history_lead
-        size = shared_prefix_length(lead[::-1], kept[::-1])
-        first = (
-            shared_prefix_length(lead[: len(lead) - size], kept[: len(kept) - size]) if size else 0
-        )
+        size = prefix_length(lead[::-1], kept[::-1])
+        first = prefix_length(lead[: len(lead) - size], kept[: len(kept) - size]) if size else 0
         starts, ends = (edges[thought] for edges in self._edges())
         return thought[(starts >= first) & ((ends <= len(lead) - size) | (starts >= len(lead)))]
 
     def _edges(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where in the reply each token starts and ends."""
         ends = np.asarray(self._ends, np.int64)
         return np.concatenate([[0], ends[:-1]])[: len(ends)], ends

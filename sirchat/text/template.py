@@ -1,7 +1,7 @@
 """Turns each new turn of a chat into token ids, by the model's chat template.
 
-Only the new turn is rendered, after a stub question and answer in place of the history; the ids
-after the stub answer are those to read. Text from the user never becomes a control token.
+Only the new turn is rendered, after a stub question and a stub answer in place of the history; the
+ids after the stub answer are the new ones. Text from the user never becomes a control token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sirchat.text.reply_marks import (
     find_marks,
     find_switches,
     paired_controls,
-    shared_prefix_length,
+    prefix_length,
 )
 from sirchat.text.reply_parts import ReplyStream
 from sirchat.text.template_sandbox import render
@@ -76,9 +76,9 @@ class TurnIds:
 class Template:
     """Turns messages into token ids, one turn at a time.
 
-    Without a chat template the format is `USER: ... ASSISTANT: ...`. An added anchor token is
-    inserted where `anchors.per` says. `ends` are the ids by which the model's settings end a reply.
-    Methods raise ModelError if the template can't render a turn.
+    Without a chat template, the format is `USER: ... ASSISTANT: ...`. Anchor tokens are inserted
+    where `anchors.per` says. `ends` are the ids by which the model's settings end a reply. Methods
+    raise ModelError if the template can't render a turn.
     """
 
     tools: str | None = None  # of a chat in which the model may call some, as JSON or ""
@@ -102,7 +102,7 @@ class Template:
         tokenizer.chat_control_tokens = self._control_tokens.texts  # also for transformers
 
     def with_reasoning(self, wanted: str) -> Self:
-        """The template as the setting `reasoning` wants it; as it is where it has no switch."""
+        """A copy for this value of the setting `reasoning`; the same if there is no switch."""
         known: dict[str, Any] = self._by_reasoning
         if wanted not in known:
             switches = self.switches  # which the copy has, too
@@ -116,8 +116,6 @@ class Template:
 
     @cached_property
     def switches(self) -> Switches:
-        """The variables by which the template turns reasoning on or off."""
-
         def rendered(variables: dict[str, Any]) -> str | None:
             other = copy(self)
             other._variables = variables
@@ -130,8 +128,8 @@ class Template:
     def opening(self, content: str, system: str | None = None) -> tuple[TurnIds | None, TurnIds]:
         """The ids of the system prompt (None without one), and those of the first user turn.
 
-        A template that makes the prompt a part of the user's turn is cut in two; if it does not
-        write the whole system message, the prompt is put before the user's text.
+        If the template writes the prompt inside the user's turn, the turn is split in two. If it
+        does not write the whole prompt, the prompt stands before the user's text.
         """
         shown = not system or self._shows(system)
         ids = self._first_turn_ids(system, content, shown)
@@ -153,7 +151,7 @@ class Template:
     def user_turn(self, content: str, *, after_user: bool = False) -> TurnIds:
         """The ids of a user turn after the first, and of the header that begins the reply.
 
-        `after_user`: it follows another user turn, cut by `followed_by`, and not a reply.
+        `after_user`: the turn follows another user turn, which `followed_by` has cut, and no reply.
         """
         ids, others = self._later_user(content), self._later_turns
         if after_user:
@@ -163,9 +161,9 @@ class Template:
         return self._anchored(turn, content)
 
     def followed_by(self, turn: TurnIds, role: str | None) -> TurnIds:
-        """A user's `turn` as it is before a given message of this role; None: a generated reply.
+        """Cut a user's `turn` for a given message of this role, or None for a generated reply.
 
-        The end of the generation prompt, such as a mark of thinking, may precede no given reply.
+        Given replies may lack the end of the generation prompt, such as a mark of reasoning.
         """
         prompt, common = self._prompt
         start, is_user = len(turn.ids) - len(prompt), role in ("user", "tool")
@@ -178,7 +176,7 @@ class Template:
     def system_turn(self, content: str) -> TurnIds:
         """The ids of a system prompt that follows a reply.
 
-        Where the template allows no later system prompt, the ids of its text alone.
+        If the template allows no later system prompt, the ids of its text alone.
         """
         try:
             ids, *others = (self._later_system(text) for text in (content, *OTHER_TEXTS))
@@ -191,17 +189,15 @@ class Template:
         return self._with_round_end(TurnIds(ids, [Role.SYSTEM] * len(ids), (0, len(ids))))
 
     def assistant_turn(self, content: str, header: list[int] | None = None) -> TurnIds:
-        """The ids of the text of a given reply, without the template's after it.
+        """The ids of a given reply's text, without those that the template writes after it.
 
-        Before it are those of its header that have not been read: `header` is as in `TurnIds`.
+        The unread ids of the reply's header come first; `header` is as in `TurnIds`.
         """
         ids = self._reply_ids(content)
         return self._anchored(self._after_header(ids, content, header), content)
 
     @cached_property
     def marks(self) -> Marks:
-        """What stands around the parts of a reply."""
-
         def rendered(messages: Sequence[Message], prompt: bool) -> str | None:
             try:
                 return self._render_text(messages, prompt=prompt)
@@ -214,7 +210,7 @@ class Template:
         return marks if source else replace(marks, stop="\nUSER:")
 
     def reply_stream(self, *, in_history: bool = False) -> ReplyStream:
-        """What divides the ids of a reply into its parts; a given one has a history's header."""
+        """Make what splits a reply's ids into parts; `in_history`: after a history's header."""
         if in_history:
             marks = replace(self.marks, opens_in_header=False)
             return ReplyStream(self._tokenizer, marks, self._control)
@@ -223,11 +219,11 @@ class Template:
 
     @property
     def closing(self) -> list[int]:
-        """The ids to read after a reply: the template's, then an anchor if rounds end with one."""
+        """The ids to read after a reply: the template's, and an anchor if rounds end with one."""
         return [*self._closing, *self._round_end]
 
     def stop_ids(self, declared: int | list[int] | None) -> frozenset[int]:
-        """The ids that stop generation; `declared` are those of the model's own settings."""
+        """The ids that stop generation, including those `declared` by the model's settings."""
         # After a token that begins a turn, the model would write the next speaker's text.
         anchor = None if self._anchors is None else self._anchors.token_id
         others = self._openers | self._unused_controls
@@ -236,8 +232,8 @@ class Template:
     def end_ids(self, declared: int | list[int] | None) -> frozenset[int]:
         """The ids by which the model ends its reply: `declared`, and the end of sequence.
 
-        An added token that the template puts first after a reply, or last after calls of tools, is
-        one, too, unless replies have it within.
+        Also an added token that the template writes first after a reply, or last after tool calls,
+        unless it can occur within replies.
         """
         ids = set(declared if isinstance(declared, list) else [declared])
         ids |= {self._tokenizer.eos_token_id}
@@ -248,7 +244,7 @@ class Template:
 
     @property
     def _in_replies(self) -> set[int]:
-        """Control tokens that stand in a reply, and do not end it."""
+        """Control tokens that may occur within a reply, and do not end it."""
         inside, known = self.marks.controls | REPLY_CONTROLS, self._tokenizer.added_tokens_decoder
         return {i for i in self._control if known[i].content in inside}
 
@@ -257,7 +253,7 @@ class Template:
         return self._control_tokens.text_ids(text)
 
     def _reply_ids(self, content: str) -> list[int] | None:
-        """`_reply` of a text; None also if the text would become control tokens."""
+        """As `_reply` for a text; None also if the text would become control tokens."""
         for message in self._reply_messages(content):
             usual = self._replies
             if REASONING_KEYS[0] in message:
@@ -268,22 +264,20 @@ class Template:
         return None
 
     def _reply_messages(self, content: str) -> list[Message]:
-        """Forms of a message with this text of a reply; the template may take reasoning out."""
-        marked, plain = self._control_tokens.delimited, _message("assistant", content)
-        source, thought = (
-            str(self._tokenizer.chat_template or ""),
-            _LEADING_REASONING.match(content),
-        )
+        """Messages with a reply's text, in several forms, as the template may remove reasoning."""
+        source, plain = str(self._tokenizer.chat_template or ""), _message("assistant", content)
+        thought = _LEADING_REASONING.match(content)
         if not thought or not (thought[1] or "</think>" in source):
             return [plain]
         rest = content[thought.end() :]
         if any(key in source for key in REASONING_KEYS):
             parts = dict.fromkeys(REASONING_KEYS, thought[2].strip())
             return [_message("assistant", rest) | parts, plain]
-        return [_message("assistant", _Marked(thought[0] + marked(rest))), plain]
+        marked = _Marked(thought[0] + self._control_tokens.delimited(rest))
+        return [_message("assistant", marked), plain]
 
     def _reply(self, message: Message) -> list[int] | None:
-        """The header and text of a given reply; None if they can't be separated from the rest."""
+        """The ids of a given reply's header and text; None if they can't be told from the rest."""
         # Not kept: it may have today's date, and a chat may go on past midnight.
         asked, tail = self._render([STUB_QUESTION], prompt=True), self._followed
         chat = self._render([STUB_QUESTION, message, STUB_QUESTION], prompt=True)
@@ -293,7 +287,6 @@ class Template:
 
     @cached_property
     def _followed(self) -> list[int]:
-        """What comes after a reply's text, if another question follows."""
         return self._after_answer(self._render([*STUB_HISTORY, STUB_QUESTION], prompt=True))
 
     @cached_property
@@ -303,15 +296,13 @@ class Template:
     def _after_header(
         self, ids: list[int] | None, content: str, header: list[int] | None
     ) -> TurnIds:
-        """A given reply, whose header and text are `ids`, after the part `header` of its header.
-
-        Without ids that fit, such as where letters of header and text are one token, the text is
-        read alone.
-        """
+        """The ids of a given reply after the part `header` of its header, which was read before."""
+        # Without ids that fit, such as where one token has letters of header and text, the text is
+        # read alone.
         read = self._prompt[0] if header is None else header
-        usual = self._replies[0][: shared_prefix_length(*self._replies)]
+        usual = self._replies[0][: prefix_length(*self._replies)]
         if ids is not None and ids[: len(read)] == read:
-            rest = usual[len(read) : shared_prefix_length(usual, ids)]
+            rest = usual[len(read) : prefix_length(usual, ids)]
             text = ids[len(read) + len(rest) :]
         else:
             fits = usual[: len(read)] == read
@@ -322,7 +313,7 @@ class Template:
         return TurnIds([*rest, *text], roles, (start, end))
 
     def _written(self, content: str) -> str:
-        """What the template writes of a reply's text; all of it, if it can't be told."""
+        """The part of a reply's text that the template writes; all of it if that is unknown."""
         replies = STUB_HISTORY[1], self._reply_messages(content)[0]
         told, chat = (
             self._render_text([STUB_QUESTION, m, STUB_QUESTION], prompt=True) for m in replies
@@ -333,28 +324,26 @@ class Template:
 
     @cached_property
     def _prompt(self) -> tuple[list[int], int]:
-        """The generation prompt, and how many of its first ids stand before a given reply, too."""
+        """The generation prompt, and how many of its first ids also precede a given reply."""
         asked, other = (self._render([STUB_QUESTION], prompt=prompt) for prompt in (True, False))
         if asked == other:  # some templates always write it
             with suppress(ModelError):
                 other = self._render([STUB_QUESTION, STUB_QUESTION], prompt=True)
-        start = shared_prefix_length(asked, other)
+        start = prefix_length(asked, other)
         replies = STUB_HISTORY[1], _STUB_THOUGHT
         told = [self._render([STUB_QUESTION, m, STUB_QUESTION], prompt=True) for m in replies]
-        common = min(shared_prefix_length(asked, ids) for ids in told)
+        common = min(prefix_length(asked, ids) for ids in told)
         return asked[start:], max(0, common - start)
 
     @cached_property
     def _closing(self) -> list[int]:
         alone = self._after_answer(self._render(STUB_HISTORY, prompt=False))
-        return alone[: shared_prefix_length(alone, self._followed)]
+        return alone[: prefix_length(alone, self._followed)]
 
     @property
     def _openers(self) -> set[int]:
-        """Control tokens that begin a turn, or stand between a user's text and the reply.
-
-        Of those before a text only the first: the others may also occur in replies.
-        """
+        """Control tokens that begin a turn, or stand between a user's text and the reply."""
+        # Of those before a text only the first: the others may also occur in replies.
         known = self._tokenizer.added_tokens_decoder
         user, system = self.user_turn(QUESTION_TEXT), self.system_turn(QUESTION_TEXT)
         headers = [turn.ids[: turn.content[0]] for turn in (user, system)]
@@ -367,7 +356,7 @@ class Template:
 
     @property
     def _unused_controls(self) -> set[int]:
-        """Control tokens without a use in replies: no template has them, or only at its start."""
+        """Control tokens that templates use nowhere, or only at the start: useless in replies."""
         used = {
             *self._render(STUB_HISTORY, prompt=False),
             *self._render([STUB_QUESTION], prompt=True),
@@ -379,7 +368,7 @@ class Template:
 
     @property
     def controls(self) -> dict[int, str]:
-        """The control tokens, which are never made from text."""
+        """The control tokens, by id; text never becomes one of them."""
         added = self._tokenizer.added_tokens_decoder
         return {i: added[i].content for i in self._control}
 
@@ -388,7 +377,7 @@ class Template:
         return self._control_tokens.token_ids
 
     def _written_texts(self) -> Iterator[str]:
-        """What the template writes: its source, and chats, for names that it puts together."""
+        """Yield texts that have the template's control tokens: its source, and rendered chats."""
         yield str(self._tokenizer.chat_template or "")
         chat = [*STUB_HISTORY, STUB_QUESTION]
         for messages in (chat, [_message("system", QUESTION_TEXT), *chat]):
@@ -399,7 +388,7 @@ class Template:
 
     @property
     def _round_end(self) -> list[int]:
-        """The anchor that ends each reply and system prompt, if rounds end with one."""
+        """The anchor after each reply and system prompt, if rounds end with one."""
         anchors = self._anchors
         if anchors is None or anchors.token_id is None or anchors.per != "round":
             return []
@@ -424,7 +413,7 @@ class Template:
         )
 
     def _plain_template(self) -> str:
-        """`_PLAIN` without the special tokens that the tokenizer does not have, or write."""
+        """`_PLAIN` without the special tokens that the tokenizer lacks or does not write."""
         template = _PLAIN
         for name in ("bos_token", "eos_token"):
             is_unused = name == "bos_token" and getattr(self._tokenizer, "adds_bos", None) is False
@@ -461,7 +450,7 @@ class Template:
             raise ModelError(f"the model's chat template {what}: {_brief(error)}") from error
 
     def _marked(self, value: Any) -> Any:
-        """A copy of `value` in which marks around control tokens say that these are plain text."""
+        """A copy of `value` with marks around control tokens, which make them plain text."""
         if isinstance(value, str):
             return value if isinstance(value, _Marked) else self._control_tokens.delimited(value)
         if isinstance(value, dict):
@@ -472,7 +461,6 @@ class Template:
         return [self._marked(item) for item in value] if isinstance(value, list | tuple) else value
 
     def _after_answer(self, ids: list[int]) -> list[int]:
-        """The part of a rendered conversation that follows the stub answer."""
         marker = self._answer_ids
         for start in range(len(ids) - len(marker) + 1):  # the first match: the stub precedes all
             if ids[start : start + len(marker)] == marker:
@@ -482,11 +470,10 @@ class Template:
     @cached_property
     def _answer_ids(self) -> list[int]:
         ids = self._render(STUB_HISTORY, prompt=False)
-        other = self._render(
-            [STUB_QUESTION, _message("assistant", ANSWER_TEXT + " a")], prompt=False
-        )
-        start = shared_prefix_length(self._render([STUB_QUESTION], prompt=False), ids)
-        answer = ids[start : shared_prefix_length(ids, other)]
+        reply = _message("assistant", ANSWER_TEXT + " a")
+        other = self._render([STUB_QUESTION, reply], prompt=False)
+        start = prefix_length(self._render([STUB_QUESTION], prompt=False), ids)
+        answer = ids[start : prefix_length(ids, other)]
         if ANSWER_TEXT not in self._tokenizer.decode(answer):
             raise ModelError("the chat template does not show the reply's text")
         while answer[1:] and ANSWER_TEXT in self._tokenizer.decode(answer[1:]):
@@ -496,29 +483,27 @@ class Template:
     def _find_content(
         self, ids: list[int], role: Role, others: Sequence[list[int]], content: str
     ) -> TurnIds:
-        """Find which `ids` of a turn are the text's, with the `role`, and which the template's.
-
-        `others` are the same turn with other texts: the ids with which all begin or end are the
-        template's. If the template makes control tokens of the text, `content` is read without it.
-        """
+        """Find which `ids` of a turn are those of the text, of `role`, and which the template's."""
+        # `others` are the same turn with other texts: ids with which all begin or end are the
+        # template's. If the template makes control tokens of the text, `content` is read alone.
         if self._has_made_controls(ids, others):
             turn = self._find_content(others[0], role, others[1:], content)
             return _replaced(turn, turn.content, self.as_text(content), role)
-        start = min(shared_prefix_length(ids, other) for other in others)
-        tail = min(shared_prefix_length(ids[::-1], other[::-1]) for other in others)
+        start = min(prefix_length(ids, other) for other in others)
+        tail = min(prefix_length(ids[::-1], other[::-1]) for other in others)
         end = max(start, len(ids) - tail)
         roles = [role if start <= i < end else Role.TEMPLATE for i in range(len(ids))]
         return TurnIds(ids, roles, (start, end))
 
     def _has_made_controls(self, ids: list[int], others: Sequence[list[int]]) -> bool:
-        """Whether a turn has control tokens that the same turn with `others` has not."""
+        """Whether a turn has control tokens that the same turn with other texts lacks."""
         usual = Counter[int]()
         for other in others:
             usual |= Counter(i for i in other if i in self._control)
         return bool(Counter(i for i in ids if i in self._control) - usual)
 
     def _opening_of_plain(self, content: str, system: str) -> tuple[TurnIds, TurnIds]:
-        """The opening, with a system prompt of which the template makes control tokens."""
+        """The opening with a system prompt that the template would turn into control tokens."""
         block, rest = self.opening(content, OTHER_TEXTS[0])
         assert block is not None
         start = block.roles.index(Role.SYSTEM)
@@ -527,17 +512,14 @@ class Template:
         return replace(block, content=(0, len(block.ids) - len(self._round_end))), rest
 
     def _first_turn_ids(self, system: str | None, content: str, shown: bool) -> list[int]:
-        """The ids of the system prompt, if there is one, and of the first user turn.
-
-        `shown`: whether the template takes the system prompt, or it is put before the text.
-        """
+        """The ids up to the first user turn; a prompt that is not `shown` stands in its text."""
         if not shown:
             return self._render([_message("user", f"{system}\n\n{content}")], prompt=True)
         before = [_message("system", system)] if system else []
         return self._render([*before, _message("user", content)], prompt=True)
 
     def _shows(self, system: str) -> bool:
-        """Whether the template writes all of the system prompt; some refuse, drop or cut it."""
+        """Whether the template writes the whole system prompt; some refuse, drop or cut it."""
         system = system if system.strip() else ANSWER_TEXT  # a blank one could not be seen
         try:
             chat = self._render_text([_message("system", system), STUB_QUESTION], prompt=True)
@@ -555,7 +537,7 @@ class Template:
         return self._after_answer(ids)[len(self._closing) :]
 
     def _user_after_user(self, content: str) -> list[int]:
-        """The ids of a user turn after another; ModelError if they change the one before."""
+        """The ids of a user turn after a user turn; raises ModelError if these change the first."""
         said = [*STUB_HISTORY, STUB_QUESTION]
         before = self._render(said, prompt=True)
         before = before[: len(before) - len(self._prompt[0])]
@@ -565,13 +547,13 @@ class Template:
         return ids[len(before) :]
 
     def _later_system(self, content: str) -> list[int]:
-        """What a system message adds after a reply; empty if it is put at another place."""
+        """The ids that a system message adds after a reply; [] if it moves to another place."""
         ids = self._render([*STUB_HISTORY, _message("system", content)], prompt=False)
         after, closing = self._after_answer(ids), self._closing
         return after[len(closing) :] if after[: len(closing)] == closing else []
 
     def _system_length(self, system: str, ids: list[int]) -> int:
-        """How many of the first `ids` are the system prompt's; 0 if it is in the user's turn."""
+        """How many of the first `ids` are the system prompt; 0 if it is inside the user's turn."""
         try:
             block = self._render([_message("system", system)], prompt=False)
             other = self._render([_message("system", QUESTION_TEXT)], prompt=False)
@@ -581,7 +563,7 @@ class Template:
 
 
 class _Marked(str):
-    """A text with marks of control tokens; templates that loop over a content's parts find one."""
+    """Text with marks around control tokens, for templates that loop over a content's parts."""
 
     def __iter__(self) -> Iterator[Any]:
         yield {"type": "text", "text": str(self)}
@@ -592,7 +574,7 @@ def _message(role: str, content: str) -> Message:
 
 
 def _replaced(turn: TurnIds, place: tuple[int, int], ids: list[int], role: Role) -> TurnIds:
-    """The turn with `ids` from the start to the end (exclusive) of `place`, as its text."""
+    """The turn with `ids`, as its text, in place of those from the start to the end of `place`."""
     start, end = place
     return TurnIds(
         [*turn.ids[:start], *ids, *turn.ids[end:]],

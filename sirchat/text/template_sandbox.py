@@ -1,8 +1,8 @@
-"""Renders a model's chat template as transformers does, with a limit of time.
+"""Renders a model's chat template as transformers does, within a limited time.
 
-A template is a program that comes with a model. Jinja's sandbox keeps it from files and Python's
-objects. Here, loops end in time, and repeated texts and powers are measured before they are made. A
-hostile template can still make Python take much memory, or long for one operation of its own.
+A template is a program that comes with a model. Jinja's sandbox keeps it from files and from
+Python's objects. Here, loops stop after a time, and repeated texts and powers are measured before
+they are computed. A hostile template can still use much memory, or much time in a single operation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_SOURCE_CHARS = 2**17  # characters of a template; compiling them takes 2 se
 _MAX_ADDED_CHARS = 200_000  # characters that a template may add to the texts
 _MAX_COPIES = 8  # copies of the texts that one rendering may contain
 _MAX_REPEATED_ITEMS = 2**20  # characters or items of a repeated text or list
-_MAX_FACTOR_BITS = 2**10  # of a factor
+_MAX_BITS = 2**10  # of a factor
 # Compiled code, in which no time is measured, whose time can grow with the square of the text, or
 # whose result can be of any size.
 _COSTLY_FILTERS = {"center", "pprint", "striptags", "urlize", "wordwrap", "xmlattr"}
@@ -66,10 +66,7 @@ def syntax_error(source: str) -> str:
 
 
 class _GenerationBlocks(Extension):
-    """Adds to jinja the block `{% generation %}`, in which chat templates put replies.
-
-    The content of the block is rendered without a change.
-    """
+    """Adds to Jinja the block `{% generation %}`, whose content is rendered without a change."""
 
     tags = {"generation"}  # noqa: RUF012  # of jinja
 
@@ -80,9 +77,9 @@ class _GenerationBlocks(Extension):
 
 
 class _TemplateNamespace(Namespace):
-    """The function `namespace` for chat templates; it refuses names that begin with an underscore.
+    """The function `namespace` for chat templates; refuses names that begin with an underscore.
 
-    By names such as `__class__`, a template could reach into Python.
+    By names such as `__class__`, a template could reach Python's objects.
     """
 
     def __init__(*args: Any, **given: Any) -> None:  # so that one of the names can be `self`
@@ -98,10 +95,7 @@ class _TemplateNamespace(Namespace):
 
 
 class _TemplateDict:
-    """The function `dict` for chat templates, without the attributes of Python's class `dict`.
-
-    Of these attributes, it has only `fromkeys`.
-    """
+    """The function `dict` for chat templates; of Python's `dict`, it has only `fromkeys`."""
 
     def __call__(self, *args: Any, **given: Any) -> dict[Any, Any]:
         return dict(*args, **given)
@@ -133,8 +127,6 @@ def _compiled(source: str) -> tuple[_LimitedEnvironment, jinja2.Template]:
 
 
 class _Rendering(local):
-    """The rendering that runs in this thread."""
-
     start = 0.0
     share = 1.0  # of the time that a rendering may take
 
@@ -164,7 +156,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             del self.filters[name]
 
     def render_in_time(self, template: jinja2.Template, variables: Any) -> str:
-        """Render `template`; TemplateError if that takes too long."""
+        """Render `template`; raises TemplateError if that takes too long."""
         self._rendering.start = time.thread_time()
         before = sys.gettrace()
         sys.settrace(self._trace_call)  # of this thread alone
@@ -176,14 +168,12 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         return text
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Compute `left * right`; a power, or what is repeated too often, is refused."""
+        """Compute `left * right` or a power; refuses powers and repetitions that are too large."""
         if operator == "**":
             raise TemplateError("the template computes a power, which may take for ever")
         for one, other in ((left, right), (right, left)):
-            if isinstance(one, int) and one.bit_length() > _MAX_FACTOR_BITS:
-                raise TemplateError(
-                    f"the template has a number of more than {_MAX_FACTOR_BITS} bits"
-                )
+            if isinstance(one, int) and one.bit_length() > _MAX_BITS:
+                raise TemplateError(f"the template has a number of more than {_MAX_BITS} bits")
             is_repeated = isinstance(one, int) and isinstance(other, str | bytes | list | tuple)
             if is_repeated and one * len(other) > _MAX_REPEATED_ITEMS:
                 raise TemplateError("rendering takes too much memory")

@@ -1,4 +1,4 @@
-"""Reads text files that the user names; makes and finds code blocks; replaces lone surrogates."""
+"""Reads text files that the user names; makes code blocks; replaces lone surrogates."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def expand_path(name: str) -> Path:
 def read_regular(path: Path) -> bytes:
     """The contents of a data file of at most `MAX_DATA_BYTES`.
 
-    Raises OSError if it is larger, or can't be read, or is a device or a pipe, which may never end.
+    Raises OSError if it is larger, unreadable, or a device or pipe, which may never end.
     """
     with _open_without_waiting(path) as file:
         status = os.fstat(file.fileno())
@@ -73,9 +73,9 @@ def load_text_file(name: str) -> str:
 
 
 def load_text_files(name: str) -> dict[str, str]:
-    """Read the text file `name`, or, by path, those of a folder or a pattern that have text.
+    """Read a text file, or all text files of a folder or pattern; returns texts by path.
 
-    Raises UsageError if none has, or if they are too many or too large.
+    Raises UsageError if no file has text, or if the files are too many or too large.
     """
     if not (os.path.isdir(expand_path(name)) or (is_missing(name) and has_magic(name))):
         return {name: load_text_file(name)}
@@ -99,9 +99,9 @@ def load_text_files(name: str) -> dict[str, str]:
 
 
 def matching_files(name: str) -> Iterator[str]:
-    """The files that a pattern matches, or that a folder has at any depth; no hidden ones.
+    """Yield the files that match a pattern, or are at any depth of a folder, except hidden ones.
 
-    Links are not followed below `**`, where no more than 20,000 names are looked at.
+    Below `**`, links are not followed, and at most 20,000 names are looked at.
     """
     pattern = os.path.expanduser(name)
     folder, any_depth, last = pattern.partition("**")
@@ -125,7 +125,7 @@ def matching_files(name: str) -> Iterator[str]:
 
 
 def _read_text(name: str) -> str:
-    """Text of a file, as in `load_text_file`; "" if it is blank."""
+    """The text of a file, as for `load_text_file`; "" if the file is blank."""
     path = expand_path(name)
     try:
         _refuse_special(name, path.stat())  # before it is opened: opening can act on a device
@@ -148,9 +148,9 @@ def _read_text(name: str) -> str:
 
 
 def decode_text(name: str, data: bytes) -> str:
-    """The text in `data`, which came from `name`: UTF-8, or UTF-16 if it begins with a mark.
+    """Decode the contents of the file `name`: UTF-8, or UTF-16 if it has a byte order mark.
 
-    Line ends become `\\n`, a byte order mark goes. UsageError if it is no text.
+    Line ends become `\\n`; the mark is removed. Raises UsageError if the data is not text.
     """
     for form, what, hint in _NON_TEXT_FORMATS:
         if re.match(form, data, re.DOTALL):
@@ -168,14 +168,14 @@ def decode_text(name: str, data: bytes) -> str:
 
 
 def make_code_block(name: str, text: str) -> str:
-    """Make a Markdown code block of a text, with a fence that no line of the text closes."""
+    """Make a Markdown code block of a text; no line of the text can close its fence."""
     longest = max((len(run) for run in _BACKTICKS.findall(text)), default=2)
     fence = "`" * (longest + 1)
     return f"{fence}{name.replace('`', chr(39))}\n{text.rstrip()}\n{fence}"
 
 
 def without_surrogates(text: str) -> str:
-    """The text with U+FFFD for lone surrogates (bytes not in UTF-8), which tokenizers refuse."""
+    """Replace lone surrogates (bytes not in UTF-8), which tokenizers refuse, by U+FFFD."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 

@@ -23,9 +23,9 @@ _Span = tuple[datetime, datetime]
 
 @dataclass(frozen=True)
 class TimeRange:
-    """What a text asks for: turns that began from `start` until before `end`, in UNIX seconds.
+    """Turns that a text asks for: those that began from `start` until before `end`, UNIX seconds.
 
-    If `place` is `first` or `last`, it asks for the beginning or the end of the chat instead.
+    A `place` of `first` or `last` means the start or the end of the chat instead.
     """
 
     words: str  # the words of the text that say so
@@ -34,7 +34,7 @@ class TimeRange:
     place: str = ""
 
     def turns(self, times: Sequence[float | None]) -> NDArray[np.bool_]:
-        """Which turns [n] are asked for, given the time when each began, if it is known."""
+        """A mask [n] of turns in this range, by the time when each began, if known."""
         if self.place:
             size, number = -(-len(times) // _SHARE), np.arange(len(times))
             return number < size if self.place == "first" else number >= len(times) - size
@@ -43,7 +43,7 @@ class TimeRange:
 
 
 def time_range(text: str, now: float) -> TimeRange | None:
-    """The time that `text` asks for, seen from `now` in UNIX seconds; None if it names none."""
+    """The time that `text` asks for at the UNIX time `now`; None if it names none."""
     for pattern, span in _SPANS:
         if match := pattern.search(text):
             with suppress(ValueError, OverflowError, OSError):  # no calendar has the clock's day
@@ -57,7 +57,7 @@ def time_range(text: str, now: float) -> TimeRange | None:
 
 
 def local_time(seconds: float) -> datetime:
-    """A UNIX time by this machine's clock; in UTC if its zone is invalid, 9999 at the latest."""
+    """A UNIX time by this machine's clock; in UTC if its zone is invalid; 9999 at the latest."""
     try:
         return datetime.fromtimestamp(seconds).astimezone()
     except (ValueError, OverflowError, OSError):
@@ -65,7 +65,7 @@ def local_time(seconds: float) -> datetime:
 
 
 def time_ago(time: float | None, now: float) -> str:
-    """How long before `now` a `time` was, such as `2 days ago`; empty if it is not known."""
+    """How long before `now` a `time` was, such as `2 days ago`; "" if unknown."""
     if time is None:
         return ""
     days = (local_time(now).date() - local_time(time).date()).days
@@ -79,7 +79,7 @@ def time_ago(time: float | None, now: float) -> str:
 
 
 def _days(first: int, last: int = 0, hours: tuple[int, int] = (0, 24)) -> Callable[..., _Span]:
-    """From the day `first` days after today to the day `last` days after it, at these hours."""
+    """From the day `first` to the day `last`, counted from today, between these hours."""
 
     def span(today: datetime, match: re.Match[str]) -> _Span:
         start, end = today + first * _DAY, today + (last or first) * _DAY

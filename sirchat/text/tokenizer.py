@@ -1,8 +1,7 @@
-"""Texts to ids: a tokenizer without transformers, and control tokens, which no text becomes.
+"""Turns texts into ids without transformers, whose import takes a second; handles control tokens.
 
-To import transformers takes a second. In the texts of a chat a mark, a character of Unicode's
-private use, stands before and after each control token; what stands between two marks is read as
-plain text.
+In the texts of a chat, marks (characters of Unicode's private use) stand around each control token.
+What stands between two marks is read as plain text, so that no text becomes a control token.
 """
 
 from __future__ import annotations
@@ -64,11 +63,10 @@ class FastTokenizer:
         return [self.convert_tokens_to_ids(token) for token in self.special_tokens_map.values()]
 
     def get_chat_template(self) -> str | None:
-        """The model's chat template; None if it has none."""
         return self.chat_template
 
     def convert_tokens_to_ids(self, token: str | Sequence[str]) -> Any:
-        """The id of a token (of the unknown token if it is none), or the ids of several."""
+        """The id of a token, or those of several; unknown ones get the unknown token's id."""
         if not isinstance(token, str):
             return [self.convert_tokens_to_ids(text) for text in token]
         token_id = self.backend_tokenizer.token_to_id(token)
@@ -92,14 +90,14 @@ class FastTokenizer:
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
     ) -> str:
-        """The text that `ids` spell; the last argument, which transformers has, does nothing."""
+        """The text of `ids`; the last argument is transformers' and has no effect."""
         given = [ids] if isinstance(ids, int) else list(ids)
         text: str = self.backend_tokenizer.decode(given, skip_special_tokens=skip_special_tokens)
         return text
 
 
 def tokenizer_of_folder(folder: Path) -> FastTokenizer | None:
-    """The tokenizer in a model's folder; None if only transformers knows how to read it."""
+    """The tokenizer in a model's folder; None if only transformers can read it."""
     about = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
     odd = ("add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces")
     if about.get("tokenizer_class") not in _GENERIC_CLASSES or any(about.get(name) for name in odd):
@@ -107,9 +105,7 @@ def tokenizer_of_folder(folder: Path) -> FastTokenizer | None:
     special = {name: _text(about.get(name)) for name in SPECIAL_TOKEN_NAMES}
     if (path := folder / "special_tokens_map.json").exists():
         named = json.loads(path.read_text("utf-8"))
-        if any(
-            named.get(name) and _text(named[name]) != special[name] for name in SPECIAL_TOKEN_NAMES
-        ):
+        if any(named.get(name) and _text(named[name]) != special[name] for name in special):
             return None
         about |= named
     template = about.get("chat_template")
@@ -134,7 +130,7 @@ def _text(token: Any) -> Any:
 
 
 def _has_all(backend: Tokenizer, about: Mapping[str, Any]) -> bool:
-    """Whether a `tokenizer.json` has the tokens that the other files name, as special as there."""
+    """Whether a tokenizer has all tokens that the other files name, special where they say so."""
     known = {t.content: t.special for t in backend.get_added_tokens_decoder().values()}
     given = [one for name, one in about.items() if name.endswith("_token")]
     for key in ("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder"):
@@ -147,8 +143,8 @@ def _has_all(backend: Tokenizer, about: Mapping[str, Any]) -> bool:
 class ControlTokens:
     """The control tokens of a tokenizer, which are never made from text.
 
-    These are the tokens that its files call special, and of the other added tokens those that end a
-    reply or stand in `written`, texts by the chat template. All else is ordinary vocabulary.
+    These are the tokens that its files call special, and added tokens that end a reply or occur in
+    `written`, texts by the chat template. All others are ordinary vocabulary.
     """
 
     def __init__(
@@ -165,20 +161,19 @@ class ControlTokens:
         self.texts = [added[i].content for i in sorted(self.token_ids)]
         any_text = _any_of(self.texts)
         self._control = re.compile(any_text)
-        self._marked = re.compile(
-            f"{CONTROL_START}({any_text}){CONTROL_END}|[{CONTROL_START}{CONTROL_END}]"
-        )
+        start, end = CONTROL_START, CONTROL_END
+        self._marked = re.compile(f"{start}({any_text}){end}|[{start}{end}]")
         self._line_end = self._usual_ids("\n")
 
     def delimited(self, text: str) -> str:
-        """Return `text` with marks around its control tokens; older marks in it are removed."""
+        """Return `text` with marks around its control tokens; marks already in it are removed."""
         text = text.replace(CONTROL_START, "").replace(CONTROL_END, "")
         return self._control.sub(f"{CONTROL_START}\\g<0>{CONTROL_END}", text)
 
     def chat_ids(self, chat: str) -> list[int]:
-        """Turn a rendered chat whose texts were marked into token ids.
+        """Turn a rendered chat, with marks in its texts, into token ids.
 
-        One mark of a pair can remain, if the template cuts a text.
+        If the template cuts a text, one mark of a pair may be missing.
         """
         first, *others = self._marked.split(chat)
         ids = self._usual_ids(first)
@@ -205,7 +200,7 @@ class ControlTokens:
         return [*self.text_ids(text[:half]), *self.text_ids(text[half:])] if half else []
 
     def _ids_inside(self, piece: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """The ids of `piece` inside a text: some tokenizers add a space at the start of a text."""
+        """The ids of a `piece` inside a text: some tokenizers add a space at a text's start."""
         count = len(self._line_end)
         ids = encode("\n" + piece)
         return ids[count:] if ids[:count] == self._line_end else encode(piece)
@@ -232,6 +227,6 @@ class ControlTokens:
 
 
 def _any_of(tokens: Iterable[str]) -> str:
-    """A regular expression for any of the tokens; where several match, the longest one."""
+    """A regular expression for any of the tokens; the longest one that matches wins."""
     longest_first = sorted(tokens, key=len, reverse=True)
     return "|".join(map(re.escape, longest_first)) or "(?!)"  # matches nothing

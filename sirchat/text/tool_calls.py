@@ -1,4 +1,4 @@
-"""Finds calls of tools in replies, and converts calls and results for histories."""
+"""Finds tool calls in replies, and converts calls and results for histories."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ class ToolCall:
     arguments: str
 
     def message(self) -> dict[str, Any]:
-        """This call as a JSON object in the shape of OpenAI's API."""
+        """This call in the JSON form of OpenAI's API."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
     def result(self, text: str) -> dict[str, str]:
-        """What the call returned as a message for chat templates."""
+        """The result of the call as a message for chat templates."""
         return {"role": "tool", "tool_call_id": self.id, "name": self.name, "content": text}
 
 
 class CallParser:
     """Separates tool calls from the text of a reply while it is generated.
 
-    Calls stand in tags, as Hermes and Qwen write each, or the whole reply consists of calls, as
-    with Llama, perhaps between the fences of a code block; then they must be of tools in `names`,
-    which may map them to the schemas of their parameters. Ids of calls count from `number`.
-    `known_arguments`: by tool, those after which an unknown argument ends the call. With
-    `single_call`, the reply ends after its first call; `is_cut` says whether that left out more.
+    Calls stand in tags, as Hermes and Qwen write them, or the whole reply consists of calls, as
+    with Llama, perhaps in a code block; the latter must be of tools in `names`, which may map tools
+    to their parameters' schemas. Ids count from `number`. After the `known_arguments` of a tool, an
+    unknown argument ends the call. With `single_call`, the reply ends after its first call;
+    `is_cut` says whether more was left out.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class CallParser:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the reply must end: it has a call, and it may have only one."""
+        """Whether the reply must end, because it has the only call that it may have."""
         return self._single_call and bool(self.calls)
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Add a piece of the reply; returns new text outside calls, and new complete calls."""
+        """Add a piece of the reply; returns the new text outside calls, and new complete calls."""
         self._waiting += text
         start = self._waiting.lstrip()
         if not self._has_begun and _begins(start, ("{", PYTHON, _FENCE, *self._bare)):
@@ -100,7 +100,7 @@ class CallParser:
         return shown, self.calls[before:]
 
     def hold_back(self, text: str) -> bool:
-        """Whether `text` of calls is held back, since they stand between control tokens."""
+        """Whether `text` is held back because it belongs to calls between control tokens."""
         if self._marked == "" and text.startswith(CALL_OPEN):
             self._marked = None  # they have tags
         if self._marked is not None:
@@ -110,8 +110,8 @@ class CallParser:
     def finish(self, lead: str = "", *, is_short: bool = False) -> tuple[str, list[ToolCall]]:
         """The text and the calls that were held back, at the reply's end.
 
-        `lead` stands before the names of calls.
-        `is_short`: the reply was cut there, and half a call is not a part of its text.
+        `lead` stands before the names of calls. `is_short`: the reply was cut, and half a call is
+        no text.
         """
         before = len(self.calls)
         if self.has_ended:
@@ -135,7 +135,7 @@ class CallParser:
         return shown + left, self.calls[before:]
 
     def parse_marked(self, marked: str, lead: str) -> list[ToolCall]:
-        """The calls in `marked`, a text with control tokens; none if it has others.
+        """The calls in `marked`, a text with control tokens; [] if it has anything else.
 
         `lead` stands before each name, if names are not in the JSON of the calls.
         """
@@ -160,7 +160,7 @@ class CallParser:
         return self.calls[before:]
 
     def _next(self) -> str | None:
-        """Take text or a call from what waits; returns the text to show, None to wait for more."""
+        """Take text or a call from the waiting text; returns the text to show, or None to wait."""
         if self.has_ended:
             return None
         text = self._waiting
@@ -188,7 +188,7 @@ class CallParser:
         return taken
 
     def _inside(self, text: str) -> str | None:
-        """What stands in the tags of the call that waits; None if it has no end yet."""
+        """The text within the tags of the waiting call; None if the call has no end yet."""
         if begins_non_json_call(text):
             while (end := text.find(CALL_CLOSE, self._tried)) >= 0:
                 if non_json_calls(text[:end], self._schemas):
@@ -208,13 +208,12 @@ class CallParser:
                 return text[: mark.start()]
             self._is_in_text ^= mark[0] == '"'
             self._tried = mark.end()
-        self._tried = max(
-            self._tried, len(text) - len(CALL_CLOSE)
-        )  # half a mark may stand at the end
+        # Half a mark may stand at the end.
+        self._tried = max(self._tried, len(text) - len(CALL_CLOSE))
         return None
 
     def _ends_before_unknown(self) -> bool:
-        """Whether what waits is a call with an unknown argument; its known ones are then added."""
+        """Whether the waiting call has an unknown argument; the known ones are then added."""
         written = self._waiting.lstrip().removeprefix(CALL_OPEN)
         named = re.match(r'\s*\{"name": "([\w-]+)"', written) if self._known_arguments else None
         if named is None or named[1] not in self._known_arguments:
@@ -225,7 +224,7 @@ class CallParser:
         return any(self._add(written[:end] + "}}") for end in ends[:1])
 
     def _add(self, written: str, *, is_tagged: bool = True) -> bool:
-        """Add the calls that `written` consists of; False, adding nothing, if it has other text."""
+        """Add the calls in `written`; returns False, and adds nothing, if there is other text."""
         calls: list[ToolCall] = []
         left = written.strip().removeprefix(PYTHON).strip()
         if fenced := _FENCED.fullmatch(left):
@@ -264,19 +263,18 @@ class CallParser:
 
 
 def call_id(number: int) -> str:
-    """The id of a call, from its number in the conversation."""
     return f"call{number:05}"
 
 
 def calls_key(text: str, calls: Iterable[ToolCall]) -> str:
-    """A reply that calls tools as JSON, the same however a client writes blanks and arguments."""
+    """A reply that calls tools as JSON, independent of a client's blanks and order of arguments."""
     written = [[call.id, call.name, _parse_arguments(call.arguments)] for call in calls]
     key = json.dumps([text.strip(), written], ensure_ascii=False, sort_keys=True)
     return without_surrogates(key)
 
 
 def calls_from_key(key: str) -> tuple[str, list[dict[str, Any]]]:
-    """Text and calls that `calls_key` has written, in the form that chat templates need."""
+    """The text and the calls in a key of `calls_key`, in the form for chat templates."""
     text, calls = json.loads(key)
     return text, [
         {"id": ident, "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -294,7 +292,7 @@ def calls_as_text(content: str, functions: Iterable[dict[str, Any]]) -> str:
 
 
 def append_calls(content: str, calls: object) -> str:
-    """A reply's text with the `tool_calls` of a message in the shape of OpenAI's API."""
+    """A reply's text, then a message's `tool_calls`, which have the form of OpenAI's API."""
     functions = list[dict[str, Any]]()
     for call in calls if isinstance(calls, list) else ():
         function = call.get("function", call) if isinstance(call, dict) else None
@@ -306,7 +304,7 @@ def append_calls(content: str, calls: object) -> str:
 
 
 def results_from_json(text: str) -> list[dict[str, str]]:
-    """Results of tools in the form for chat templates; `text` is JSON: ids, names, texts."""
+    """Tool results in the form for chat templates, from JSON with ids, names and texts."""
     return [
         {"role": "tool", "tool_call_id": ident, "content": said} | ({"name": name} if name else {})
         for ident, name, said in json.loads(text)
@@ -314,7 +312,6 @@ def results_from_json(text: str) -> list[dict[str, str]]:
 
 
 def is_too_deep(value: Any) -> bool:
-    """Whether a JSON value is nested too deeply to be passed on."""
     level = [value]
     for _ in range(_MAX_DEPTH):
         nested = [item for item in level if isinstance(item, dict | list)]
@@ -327,7 +324,7 @@ def is_too_deep(value: Any) -> bool:
 
 
 def _begins(text: str, openings: tuple[str, ...]) -> bool:
-    """Whether the text, or what may follow it, begins with one of the openings."""
+    """Whether the text begins with an opening, or could do so when more text follows."""
     return text.startswith(openings) or any(one.startswith(text) for one in openings)
 
 

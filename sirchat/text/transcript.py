@@ -1,8 +1,7 @@
 """Reads and writes transcripts: plain lines, USER:/ASSISTANT: text, JSON Lines, ShareGPT.
 
-All but JSON in several lines is read line by line, so that each line that comes through a pipe is
-answered at once. No line of a transcript is run as a command; in JSON Lines, an object apart from
-the messages may switch settings.
+All but JSON of several lines is read line by line, so that each line from a pipe is answered at
+once. No line is run as a command. In JSON Lines, an object that is no message may switch settings.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Line = tuple[int, str]  # number (from 1), text without the newline
 FORMATS = ("auto", "jsonl", "sharegpt", "text", "lines")
 _ROLES: dict[str, RoleName] = {name: name for name in get_args(RoleName)}
 _SHAREGPT_ROLES: dict[str, RoleName] = {"system": "system", "human": "user", "gpt": "assistant"}
-_MESSAGES_KEYS = ("conversations", "messages")  # of the list of messages in a ShareGPT object
+_LIST_KEYS = ("conversations", "messages")  # of the list of messages in a ShareGPT object
 _PREFIX = re.compile(r"(user|assistant|system): ?(.*)", re.IGNORECASE)
 # Maximum size of a line, in bytes, and of a JSON document, in characters; parsed JSON can take
 # fifty times as much memory.
@@ -35,10 +34,8 @@ _BRACKETS = re.compile(r"\s*\[?\s*\{?\s*")  # with which an object may begin in 
 _FORMAT_HINT = 'a message is {"role": ..., "content": ...}; --format lines reads it as text'
 # Control characters that `json` does not escape, and those that change the direction of writing.
 _CONTROLS = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-THINK_OPEN, THINK_CLOSE = (
-    "<think>\n",
-    "\n</think>\n\n",
-)  # around the reasoning of a reply written as one text
+# Around the reasoning of a reply written as one text.
+THINK_OPEN, THINK_CLOSE = "<think>\n", "\n</think>\n\n"
 # The reasoning with its tags; if the template wrote `<think>`, the reply has the end tag alone.
 _TAGS = re.compile(r"\A\s*+(?:<think>)?+(?:(?!<think>).)*?</think>|\A\s*<think>.*", re.DOTALL)
 
@@ -47,7 +44,7 @@ _TAGS = re.compile(r"\A\s*+(?:<think>)?+(?:(?!<think>).)*?</think>|\A\s*<think>.
 class TranscriptTurn:
     """One message, the line on which it starts (from 1) and its conversation (from 0).
 
-    `thinking`, the reasoning of a reply, is written, not read.
+    `thinking`, the reasoning of a reply, is written but not read.
     """
 
     role: RoleName
@@ -72,8 +69,8 @@ TranscriptItem = TranscriptTurn | SettingsSwitch
 def iter_turns(stream: BinaryIO, name: str, format: str = "auto") -> Iterator[TranscriptItem]:
     """Yield turns and switches of a UTF-8 `stream`, each as soon as the format allows.
 
-    Raises UsageError for an unknown format, and TranscriptError, with `name`, the line and the
-    problem, while reading.
+    Raises UsageError for an unknown format. While reading, raises TranscriptError, which has
+    `name`, the line and the problem.
     """
     if format not in FORMATS:
         raise UsageError(
@@ -85,7 +82,7 @@ def iter_turns(stream: BinaryIO, name: str, format: str = "auto") -> Iterator[Tr
 
 
 def parse_transcript(data: bytes, name: str, format: str = "auto") -> list[TranscriptTurn]:
-    """All turns of the transcript `data`, which may not switch settings; see `iter_turns`."""
+    """All turns of a transcript, which may not switch settings; errors as for `iter_turns`."""
     turns = list[TranscriptTurn]()
     for item in iter_turns(io.BytesIO(data), name, format):
         if isinstance(item, SettingsSwitch):
@@ -106,19 +103,19 @@ def one_conversation(turns: Iterable[TranscriptItem], name: str) -> Iterator[Tra
 
 
 def write_jsonl(turns: Iterable[TranscriptTurn], stream: BinaryIO) -> None:
-    """Write each turn as a line of JSON, see `message_record`, in UTF-8."""
+    """Write each turn as a line of JSON in UTF-8; see `message_record`."""
     for turn in turns:
         record = message_record(turn.role, turn.content, turn.thinking)
         stream.write(terminal_safe_json(record).encode() + b"\n")
 
 
 def join_reasoning(thinking: str, answer: str) -> str:
-    """A reply as one text, with its reasoning, if it has some, in tags."""
+    """A reply as one text, with its reasoning, if any, in tags."""
     return f"{THINK_OPEN}{thinking}{THINK_CLOSE}{answer}" if thinking else answer
 
 
 def split_reasoning(text: str) -> tuple[str, str]:
-    """The reasoning of a reply, which stands in tags at its beginning, or ""; and the answer."""
+    """Split a reply into the reasoning in tags at its beginning, or "", and the answer."""
     if (found := _TAGS.match(text)) is None:
         return "", text
     thinking = found[0].strip().removeprefix("<think>").removesuffix("</think>")
@@ -126,7 +123,7 @@ def split_reasoning(text: str) -> tuple[str, str]:
 
 
 def message_record(role: str, content: str, thinking: str) -> dict[str, str]:
-    """A message for JSON; reasoning, if there is some, is its `reasoning_content`."""
+    """A message for JSON; reasoning, if any, is in `reasoning_content`."""
     more = {"reasoning_content": thinking} if thinking else {}
     return {"role": role, "content": content, **more}
 
@@ -142,9 +139,8 @@ def _numbered(stream: BinaryIO, name: str) -> Iterator[Line]:
     lines = iter(lambda: stream.readline(MAX_LINE_BYTES + 1), b"")
     for number, raw in enumerate(lines, start=1):
         if len(raw) > MAX_LINE_BYTES:
-            raise _error(
-                name, number, f"the line is too long; allowed: up to {MAX_LINE_BYTES:,} bytes"
-            )
+            problem = f"the line is too long; allowed: up to {MAX_LINE_BYTES:,} bytes"
+            raise _error(name, number, problem)
         if b"\0" in raw:
             raise _error(name, number, "not text: it contains NUL bytes")
         if number == 1:
@@ -171,7 +167,6 @@ def _parse_as(lines: Iterator[Line], name: str, format: str) -> Iterator[Transcr
 
 
 def _parse_detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptItem]:
-    """Yield the turns, whose format the first lines tell."""
     head = list[Line]()
     for line in filter(lambda line: line[1].strip(), lines):
         head.append(line)
@@ -184,7 +179,7 @@ def _parse_detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptItem
 
 
 def parse_json(text: str, name: str, line: int = 1) -> Any:
-    """The value of a JSON text that begins in this line of a file; or TranscriptError."""
+    """Parse JSON that begins in this line of a file; raises TranscriptError if it is invalid."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -199,7 +194,7 @@ def _plain_turns(lines: Iterable[Line]) -> Iterator[TranscriptTurn]:
 
 
 def _prefixed_turns(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
-    """Yield the turns of a text with prefixes such as `USER:`, all in the case of the first."""
+    """Yield the turns of a text with prefixes such as `USER:`, all in the first one's case."""
     role: RoleName | None = None
     start, content, case = 0, list[str](), str.upper
     for number, text in lines:
@@ -226,7 +221,7 @@ def _text_turn(role: RoleName, lines: list[str], start: int) -> Iterator[Transcr
 
 
 def _json_turns(lines: Iterator[Line], name: str) -> Iterator[TranscriptItem]:
-    """Yield the turns and switches of JSON values, one in each line, or one in all of them."""
+    """Yield turns and switches of JSON values: one value a line, or one of all lines."""
     switched, conversation = 0, 0  # the line of a switch after the last turn; the next number
     for line, value in _json_values(lines, name):
         if isinstance(value, dict) and "switch" in value and "role" not in value:
@@ -248,7 +243,7 @@ def _json_turns(lines: Iterator[Line], name: str) -> Iterator[TranscriptItem]:
 
 
 def _json_values(lines: Iterator[Line], name: str) -> Iterator[tuple[int, Any]]:
-    """Yield JSON values and the lines in which they begin."""
+    """Yield JSON values, each with the line in which it begins."""
     written = ((number, text) for number, text in lines if text.strip())
     if (first := next(written, None)) is None:
         return
@@ -270,13 +265,10 @@ def _switch(settings: object, name: str, line: int) -> SettingsSwitch:
 
 
 def _conversations(value: Any, name: str, line: int) -> Iterator[list[Any]]:
-    """Yield the messages of each conversation in a JSON value."""
     match value:
         case {"conversations": list(messages)} | {"messages": list(messages)}:
             yield messages
-        case list() if any(
-            isinstance(one, dict) and {*_MESSAGES_KEYS} & one.keys() for one in value
-        ):
+        case list() if any(isinstance(one, dict) and {*_LIST_KEYS} & one.keys() for one in value):
             for one in value:
                 yield from _conversations(one, name, line)
         case [{"role": _} | {"from": _}, *_] | []:
@@ -291,7 +283,7 @@ def _conversations(value: Any, name: str, line: int) -> Iterator[list[Any]]:
 
 
 def _turn(message: object, name: str, line: int, place: str = "") -> TranscriptTurn:
-    """The turn of a message; `place` begins an error about it."""
+    """The turn of a message; `place` begins the text of an error about it."""
     if not isinstance(message, dict):
         raise _error(name, line, f"{place}a message must be a JSON object")
     sharegpt = "from" in message and "role" not in message
@@ -318,7 +310,7 @@ def _turn(message: object, name: str, line: int, place: str = "") -> TranscriptT
 
 
 def _content(value: object) -> str:
-    """The text of a message; ValueError says what is wrong with it."""
+    """The text of a message; raises ValueError that says what is wrong with it."""
     parts = value if isinstance(value, list) else [{"type": "text", "text": value}]
     texts = list[str]()
     for part in parts:
@@ -334,7 +326,7 @@ def _content(value: object) -> str:
 
 
 def _limited(lines: Iterable[Line], name: str) -> Iterator[Line]:
-    """Yield the lines of one JSON document; TranscriptError if it is too long."""
+    """Yield the lines of one JSON document; raises TranscriptError if it is too long."""
     size = 0
     for number, text in lines:
         size += len(text) + 1

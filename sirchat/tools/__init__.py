@@ -1,1 +1,1 @@
-"""Tools by MCP: their servers, and what these return."""
+"""Tools by MCP (Model Context Protocol): their servers, and what these return."""

@@ -1,4 +1,4 @@
-"""The file that names servers of tools, and what the flags of a command say of them."""
+"""The file that names tool servers, and the flags of a command about them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _VARIABLE = re.compile(rf"\$\{{(?:env:)?(?P<name>{_NAME})(?::-(?P<default>[^}}]*
 
 
 class ServerFields(BaseModel):
-    """One server in the JSON that other programs have, too: a command, or the URL of one."""
+    """One server in the JSON format that other programs share: a command, or a URL."""
 
     # Others have fields of their own, and numbers among the variables.
     model_config = ConfigDict(extra="ignore", coerce_numbers_to_str=True)
@@ -36,11 +36,11 @@ class ServerFields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_null(cls, given: Any) -> Any:
-        """Null is as if a field were left out."""
+        """Treat null like a field that was left out."""
         return {name: each for name, each in given.items() if each is not None}
 
     def filled(self) -> ServerFields:
-        """The fields with values for each `${NAME}`; SirchatError names one that is not set."""
+        """A copy with each `${NAME}` replaced; raises SirchatError if a variable is not set."""
         known = {"userHome": str(Path.home()), "workspaceFolder": os.getcwd(), **os.environ}
 
         def value(found: re.Match[str]) -> str:
@@ -53,7 +53,7 @@ class ServerFields(BaseModel):
 
 
 def read_servers(path: str) -> dict[str, ServerFields]:
-    """The servers in a JSON file of this or another program; UsageError if it is none."""
+    """The servers in a JSON file, by name; raises UsageError if the file is not valid."""
     try:
         text = Path(path).expanduser().read_text("utf-8-sig")
         written = json.loads(text)
@@ -85,7 +85,7 @@ class ToolFlags:
 
     @classmethod
     def of(cls, file: str | None, allow: Sequence[str] | None) -> ToolFlags:
-        """As the flags `--tools` and `--tools-allow` say; raises UsageError for wrong ones."""
+        """Read the flags `--tools` and `--tools-allow`; raises UsageError for wrong values."""
         if allow and file is None:
             raise UsageError("--tools-allow has no effect without --tools FILE")
         return cls({} if file is None else read_servers(file), allow or ())

@@ -1,4 +1,4 @@
-"""Servers of tools, by MCP: each starts when it is first needed, and ends with the chat."""
+"""Tool servers, by MCP: each starts when it is first needed, and ends with the chat."""
 
 from __future__ import annotations
 
@@ -39,16 +39,15 @@ _MAX_STDERR_BYTES = 1 << 20  # bytes that are kept of a server's standard error
 _KEY, _URL = 'is the key in its "headers" right?', 'is its "url" right?'
 _REFUSALS = {401: _KEY, 403: _KEY, 404: _URL, 405: _URL, 429: "too many requests"}
 _CONNECTION_CLOSED = -32000  # the code of an error of a connection that has ended
-_SESSION_TERMINATED = (
-    "Session terminated"  # the SDK's error if a server over HTTP knows a chat no more
-)
+# The SDK's error if a server over HTTP knows a chat no more.
+_SESSION_TERMINATED = "Session terminated"
 
 
 class ToolServers:
     """The servers of a chat; a thread with an event loop talks to those that were started.
 
-    `note` gets a line about each that ends by itself. `limit` returns the seconds that a start or a
-    call may take; news of progress renew them.
+    `note` gets a line about each server that ends by itself. `limit` returns the seconds that a
+    start or a call may take; each report of progress restarts this time.
     """
 
     def __init__(
@@ -64,9 +63,9 @@ class ToolServers:
         self._origins: dict[str, tuple[str, str]] = {}  # server and own name, by a tool's full name
 
     def tools(self, name: str, interrupted: Interrupted = never) -> list[ChatTool]:
-        """The tools of a server as it lists them now; it is started if need be.
+        """The tools that a server lists now; starts the server first if necessary.
 
-        SirchatError if that fails.
+        Raises SirchatError if that fails.
         """
         running = self._running.get(name)
         if running is not None and not running.ended.done():
@@ -93,11 +92,9 @@ class ToolServers:
         ]
 
     def is_running(self, name: str) -> bool:
-        """Whether a server was started, and has not ended."""
         return name in self._running and self._running[name].begun.done()
 
     def close(self) -> None:
-        """End all servers."""
         for running in list(self._running.values()):
             self._end(running)
         for running in self._ending:
@@ -108,7 +105,7 @@ class ToolServers:
             self._loop = None
 
     def _full_name(self, origin: tuple[str, str]) -> str:
-        """What a model calls a tool by; numbers tell apart what would be called the same."""
+        """A tool's name for the model; a number tells tools of equal names apart."""
         plain = plain_name("__".join(origin))
         ends = chain([""], map("_{}".format, count(2)))
         names = (plain[: _MAX_NAME_CHARS - len(end)] + end for end in ends)
@@ -152,7 +149,7 @@ class ToolServers:
         limit: float,
         interrupted: Interrupted,
     ) -> Any:
-        """What a server answers; SirchatError if that is an error, or does not come in time."""
+        """A server's answer; raises SirchatError if it is an error, or does not come in time."""
         name = running.name
         running.heard, running.is_unread = time.monotonic(), False
         request, begun = self._submit(work), running.begun.done()
@@ -173,10 +170,8 @@ class ToolServers:
             raise
         except Exception as error:
             root, status = _first_error(error), running.status
-            is_gone = (
-                getattr(root, "code", None) == _CONNECTION_CLOSED
-                or str(root) == _SESSION_TERMINATED
-            )
+            is_gone = getattr(root, "code", None) == _CONNECTION_CLOSED
+            is_gone |= str(root) == _SESSION_TERMINATED
             if not begun or not (is_gone or running.ended.done()):
                 why = str(root).partition("\n")[0] or type(root).__name__
                 if isinstance(root, ValidationError):
@@ -219,28 +214,24 @@ class _HangsError(SirchatError):
 
 
 class _Running:
-    """A server that was started; its coroutines run in the thread of the servers.
-
-    `begun` and `ended` say when, `listed` are its tools, `heard` is when the wait for an answer
-    began anew. `status` is that of the last answer over HTTP. With `ends`, the server is let end;
-    with `is_gone`, its process has. `is_unread`: it sent an answer that the SDK cannot read.
-    """
+    """A server that was started; its coroutines run in the thread of the servers."""
 
     def __init__(self, name: str, fields: ServerFields) -> None:
         self.name, self._fields = name, fields
         self.begun: Future[None] = Future()
         self.ended: Future[None] = Future()
+        # `ends`: the server is asked to end. `is_unread`: the SDK could not read an answer.
         self.ends = self.is_unread = False
-        self.is_gone = threading.Event()
-        self.listed: list[Any] = []
+        self.is_gone = threading.Event()  # set when the process has ended
+        self.listed: list[Any] = []  # its tools
         self.instructions = ""
-        self.status = 0
-        self.heard = 0.0
+        self.status = 0  # of the last answer over HTTP
+        self.heard = 0.0  # when the wait for an answer began anew
         self._client: Any = None
         self._errors: Any = tempfile.TemporaryFile()  # noqa: SIM115
 
     async def serve(self) -> None:
-        """Start the server, and keep the connection while it is wanted."""
+        """Start the server, and keep the connection until `ends` is set."""
         try:
             async with AsyncExitStack() as stack:
                 self._client = await stack.enter_async_context(self._connection())
@@ -259,11 +250,10 @@ class _Running:
             self.is_gone.set()
 
     async def begin(self) -> None:
-        """Wait until the server has started, and has listed its tools."""
+        """Wait until the server has started and has listed its tools."""
         await asyncio.wrap_future(self.begun)
 
     async def list_tools(self) -> None:
-        """Let the server list its tools anew."""
         listed, cursor = list[Any](), None
         for _ in range(_MAX_PAGES):
             page = await self._client.list_tools(cursor=cursor)
@@ -273,8 +263,6 @@ class _Running:
         self.listed = listed
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
-        """Call a tool; returns the SDK's result."""
-
         async def progress(done: float, total: float | None, message: str | None) -> None:
             self.heard = time.monotonic()
 
@@ -286,7 +274,7 @@ class _Running:
                 self.is_unread |= "id" in json.loads(message.errors()[0]["input"])
 
     def last_words(self) -> str:
-        """The last line that the server has written to its standard error."""
+        """The last line that the server wrote to its standard error."""
         size = os.fstat(self._errors.fileno()).st_size
         self._errors.seek(max(0, size - _MAX_STDERR_BYTES))
         lines = self._errors.read(_MAX_STDERR_BYTES).decode(errors="replace").splitlines()
@@ -322,12 +310,12 @@ class _Running:
 
 
 def plain_name(name: str) -> str:
-    """A name with the characters alone that calls may have; of the same length."""
+    """Replace characters that tool names may not have; the length stays the same."""
     return re.sub(r"[^\w-]", "_", name, flags=re.ASCII)
 
 
 def _as_text(part: Any) -> str:
-    """A part of a result as text; what is no text is named, not fetched."""
+    """A part of a result as text; other content is only named, not fetched."""
     inner = getattr(part, "resource", part)
     if isinstance(text := getattr(inner, "text", None), str):
         return text
@@ -336,7 +324,7 @@ def _as_text(part: Any) -> str:
 
 
 def _first_error(error: BaseException) -> BaseException:
-    """The first error within groups of them."""
+    """The first single error in nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

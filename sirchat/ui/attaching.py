@@ -1,4 +1,4 @@
-"""Puts the texts of files whose names the user typed into messages: `@path` and `/read`."""
+"""Puts the texts of files that the user names by `@path` or `/read` into messages."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ _CLOSING_PUNCTUATION = ".,;:!?)]}'\"…"  # cut off an `@path` if no file has th
 
 @dataclass(frozen=True)
 class AttachedFile:
-    """A file that is put into a message: its name as the user typed it, and its text."""
+    """A file for a message: its name as the user typed it, and its text."""
 
     name: str
     text: str
 
     @property
     def block(self) -> str:
-        """The file's text as it stands in a message: a Markdown code block, its name on top."""
+        """The file's text as a Markdown code block, with the file's name on top."""
         return without_surrogates(make_code_block(displayable_line(self.name), self.text))
 
 
 def attach_mentions(
     text: str, note: Callable[[str], None], pasted_at_signs: Collection[int] = ()
 ) -> tuple[str, list[AttachedFile]]:
-    """Load the files that a typed `text` mentions as `@path`; return the message, and the files.
+    """Load the files that a typed `text` mentions as `@path`; return the message and the files.
 
     `pasted_at_signs` are indices of `@` in `text` that mention no file. Remarks go to `note`.
-    Raises UsageError if a file can't be used, or all of `text` is the path of a file.
+    Raises UsageError if a file can't be used, or if `text` is nothing but a path.
     """
     files: dict[str, AttachedFile] = {}
     message = words = ""  # `words` lacks the names of attached files
@@ -83,7 +83,7 @@ def attach_mentions(
 
 
 def mentioned_names(text: str) -> list[str]:
-    """The name after each `@` of a text, without closing punctuation."""
+    """The names after each `@` of a text, without closing punctuation."""
     return [
         mention["double"] or mention["single"] or mention["word"].rstrip(_CLOSING_PUNCTUATION)
         for mention in _MENTION.finditer(text)
@@ -92,7 +92,7 @@ def mentioned_names(text: str) -> list[str]:
 
 
 def unfinished_mention(before: str) -> str | None:
-    """The name, with its opening quote, that is typed after an `@` at the end of `before`."""
+    """The name after an `@` at the end of `before`, with its opening quote; else None."""
     match = _UNFINISHED_MENTION.search(before)
     return match[0][1:] if match else None
 
@@ -109,7 +109,7 @@ def attach_named_files(arguments: str) -> tuple[str, list[AttachedFile]]:
 
 
 def load_attachments(name: str) -> list[AttachedFile]:
-    """Load a file, or those of a folder or a pattern; raises UsageError if one can't be used."""
+    """Load a file, folder or pattern; raises UsageError if a file can't be used."""
     return [AttachedFile(path, text) for path, text in load_text_files(name).items()]
 
 
@@ -125,7 +125,7 @@ def split_leading_path(text: str) -> tuple[str, str]:
 
 
 def describe_size(files: list[AttachedFile], session: Session) -> str:
-    """How many tokens each file takes, and whether a part will be evicted while it is read."""
+    """Say how many tokens each file takes, and whether a part will be evicted during reading."""
     sizes = {file.name: len(session.template.as_text(file.block)) for file in files}
     listed = ", ".join(f"{displayable_line(name)}: {n:,} tokens" for name, n in sizes.items())
     description = f"{listed}; the budget is {session.budget:,} tokens"
@@ -139,7 +139,7 @@ def describe_size(files: list[AttachedFile], session: Session) -> str:
 
 
 def unfinished_path(text: str, commands: re.Pattern[str]) -> str | None:
-    """The file name that is typed at the end of `text`, after `@` or one of `commands`, or None."""
+    """The file name typed at the end of `text`, after `@` or one of `commands`, or None."""
     command = commands.match(text)
     if command and (path := _UNFINISHED_PATH.match(text, command.end())):
         return path[1]
@@ -164,7 +164,7 @@ def complete_path(typed: str, event: CompleteEvent) -> Iterator[Completion]:
 
 
 def _resolve_mention(mention: re.Match[str], note: Callable[[str], None]) -> tuple[str, str]:
-    """The path that an `@path` means, "" if nothing is there, and what to send in its place."""
+    """The path that an `@path` means, or "" if it does not exist; and the text to send instead."""
     if mention["escape"]:
         return "", mention[0][1:]
     quoted, word = mention["double"] or mention["single"], mention["word"] or ""
@@ -182,7 +182,7 @@ def _resolve_mention(mention: re.Match[str], note: Callable[[str], None]) -> tup
 
 
 def _find_path(*spellings: str) -> str:
-    """The first spelling, with or without closing punctuation, that a file or a pattern has."""
+    """The first spelling, with or without closing punctuation, that matches a file."""
     paths = [path for word in spellings for path in (word, word.rstrip(_CLOSING_PUNCTUATION))]
     for path in filter(None, paths):
         if not is_missing(path) and ("/" in path or not os.path.isdir(path)):
@@ -194,7 +194,7 @@ def _find_path(*spellings: str) -> str:
 
 
 def _matches_files(pattern: str) -> bool:
-    """Whether a pattern, which has a dot or a slash, matches a file."""
+    """Whether a text is a pattern, with a dot or a slash, that matches a file."""
     return re.search(r"[./]", pattern) is not None and any(matching_files(pattern))
 
 
@@ -213,5 +213,5 @@ def _warn_of_pasted_mention(mention: re.Match[str], note: Callable[[str], None])
 
 
 def _build_message(files: list[AttachedFile], message: str) -> str:
-    """The files' texts, and then the message: what comes first is usually evicted first."""
+    """Put files before the message, since what comes first is usually evicted first."""
     return "\n\n".join([*(file.block for file in files), *([message] if message.strip() else [])])

@@ -1,7 +1,7 @@
-"""Text in the cells of a terminal: characters of known width, and lines as wide as the window.
+"""Text in the cells of a terminal: characters of known width, and lines that fit the window.
 
 Terminals disagree about the width of joined emoji, flags, skin tones and the spacing marks of Indic
-scripts. The panel replaces them; a reply stays as it is written.
+scripts. The panel replaces these characters; a reply keeps them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ def known_width_line(text: str) -> str:
 
 
 def quote_token(text: str) -> str:
-    """A token's text in double quotes, which show its spaces."""
     return f'"{known_width_line(text)}"'
 
 
@@ -60,12 +59,12 @@ def with_known_widths(text: str) -> str:
 
 
 def clear_width_cache() -> None:
-    """Empty rich's cache of texts and their widths, which may have erased text."""
+    """Empty rich's cache of texts and their widths, which may contain erased text."""
     cached_cell_len.cache_clear()
 
 
 def cut(text: str, width: int) -> str:
-    """Cut a text of known width to `width` cells; `…` replaces the part before a closing quote."""
+    """Cut a text of known width to `width` cells; `…` is put before a closing quote."""
     if cell_len(text) <= width:
         return text
     end = '…"' if text.endswith('"') else "…"
@@ -75,7 +74,7 @@ def cut(text: str, width: int) -> str:
 
 
 def join_runs(runs: Iterable[StyledRun]) -> Text:
-    """Join runs to one line; neighbours of one style become one piece, which takes fewer bytes."""
+    """Join runs to one line; adjacent runs of one style become one, which takes fewer bytes."""
     line = Text(no_wrap=True, overflow="ignore")
     for style, same_style in groupby(runs, key=lambda run: run.style):
         line.append("".join(run.text for run in same_style), style or None)
@@ -90,7 +89,7 @@ def wrap_runs(runs: Iterable[StyledRun], width: int) -> list[Text]:
 
 @lru_cache(maxsize=8192)
 def _known_width_glyph(char: str) -> str:
-    """What is drawn for one character: itself, a replacement of known width, or "" (nothing)."""
+    """What is drawn for a character: itself, a replacement of known width, or "" (nothing)."""
     code, category = ord(char), unicodedata.category(char)
     if char in "\n\u2028\u2029":
         return _NEWLINE_SIGN
@@ -110,7 +109,7 @@ def _known_width_glyph(char: str) -> str:
 
 
 def _is_modifier(code: int) -> bool:
-    """Whether it is a variation selector or a skin tone."""
+    """Whether a code is a variation selector or a skin tone."""
     return (
         0xFE00 <= code <= 0xFE0F
         or 0xE0100 <= code <= 0xE01EF

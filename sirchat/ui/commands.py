@@ -33,12 +33,7 @@ from sirchat.ui.panel import draw_full_panel
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.switching import ModelSwitching, Switching
-from sirchat.ui.tables import (
-    draw_evicted,
-    draw_facts,
-    draw_recalled_turns,
-    draw_tokens,
-)
+from sirchat.ui.tables import draw_evicted, draw_facts, draw_recalled_turns, draw_tokens
 from sirchat.ui.text import displayable, displayable_line, pluralize, shorten
 from sirchat.ui.tool_use import run_tools_command
 from sirchat.ui.turn_commands import Retry, parse_retry, undo
@@ -76,12 +71,12 @@ class Send:
 
 @dataclass(frozen=True)
 class Continue:
-    """Asks the chat to go on with the last reply, which was cut."""
+    """Asks the chat to continue the last reply, which was cut."""
 
 
 @dataclass(frozen=True)
 class Edit:
-    """Asks the chat to replace the last message by `text`; "": the user edits the message."""
+    """Asks the chat to replace the last message by `text`; "" lets the user edit the message."""
 
     text: str = ""
 
@@ -93,7 +88,7 @@ class Summarize:
 
 @dataclass(frozen=True)
 class SwitchSession:
-    """Asks the chat to go on with another chat, or with a new session of the same chat."""
+    """Asks the chat to continue with another chat, or with a new session of the same chat."""
 
     session: Session
     is_other_chat: bool
@@ -125,7 +120,6 @@ class Commands:
 
     @classmethod
     def names(cls) -> list[str]:
-        """Names of all slash commands and of their aliases, without the slash."""
         return [*_load_help()["commands"], *_ALIASES]
 
     @classmethod
@@ -137,7 +131,7 @@ class Commands:
         return command.get("arguments", ""), command["does"]
 
     def run(self, line: str) -> Action | None:
-        """Run the command `line`, with its slash; return what the chat must do next, or None."""
+        """Run a command line, with its slash; return what the chat must do next, or None."""
         word, arguments = [*line[1:].split(None, 1), "", ""][:2]
         name, arguments = self._resolve_name(word), arguments.strip()
         allowed = self.help_of(name)[0]
@@ -155,7 +149,7 @@ class Commands:
         return None
 
     def _resolve_name(self, word: str) -> str:
-        """The name of the command that the user means by `word`; UsageError if there is none."""
+        """The name of the command that `word` means; raises UsageError if there is none."""
         word = word.removeprefix("/")
         if word in _RENAMED_COMMANDS:
             self._screen.note(f"/{word} is now called /{_RENAMED_COMMANDS[word]}")
@@ -207,7 +201,7 @@ class Commands:
             self._switching.change_setting("/recall", "recall", arguments)
 
     def _show_recalled(self) -> bool:
-        """Show the tokens restored for the last message, or held that fit it; False if none."""
+        """Show tokens restored for the last message, or held ones that match it; False if none."""
         recall, theme, screen = self._session.recall, self._screen.theme, self._screen
         held, held_turns = recall.found_but_held()
         if shown := recall.scores or held:
@@ -223,7 +217,7 @@ class Commands:
         return bool(shown)
 
     def _is_text_of_chat(self, arguments: str) -> bool:
-        """Whether `arguments` is words of the chat, not a value of the setting `recall`."""
+        """Whether `arguments` is text of the chat, and not a value of the setting `recall`."""
         names = ["on", "off", *RETRIEVERS.names()]
         if arguments.startswith('"'):
             return True
@@ -429,7 +423,6 @@ def _draw_command_names() -> RenderableType:
 
 
 def _draw_command(name: str, quiet: Style) -> RenderableType:
-    """Draw all that is known of a command; its example has the style `quiet`."""
     arguments, description = Commands.help_of(name)
     aliases = ", ".join(f"/{alias}" for alias, target in _ALIASES.items() if target == name)
     also = f" (also {aliases})" if aliases else ""
@@ -440,7 +433,7 @@ def _draw_command(name: str, quiet: Style) -> RenderableType:
 
 
 def draw_help(width: int) -> RenderableType:
-    """Draw the help of all commands, in groups, in as many columns as fit into `width` cells."""
+    """Draw the help of all commands in groups, in as many columns as fit `width` cells."""
     num_columns = max(1, min(_MAX_COLUMNS, (width + 2) // _GROUP_CELLS))
     groups = list(_load_help()["groups"])
     column_length = -(-len(groups) // num_columns)

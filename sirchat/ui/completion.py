@@ -61,7 +61,7 @@ class SlashCompleter(Completer):
                 )
 
     def _suggest(self, words: list[str], *, is_begun: bool) -> Iterator[Suggestion]:
-        """Yield what can follow `words` in a command line; `is_begun`: some of it is typed."""
+        """Yield what can follow `words` in a command; `is_begun`: a part of it is typed already."""
         match words:
             case [] | ["help" | "?"]:
                 yield from ((name, Commands.help_of(name)[1]) for name in Commands.names())
@@ -89,7 +89,7 @@ class SlashCompleter(Completer):
 
     @cached_property
     def _policies(self) -> list[Suggestion]:
-        """Name and help of each eviction policy; cached, because the search for plugins is slow."""
+        """Name and help of each eviction policy; cached, as searching for plugins is slow."""
         return [(name, class_summary(policy_class, name)) for name in policy_choices()]
 
     def _suggest_settings(self) -> Iterator[Suggestion]:

@@ -18,7 +18,7 @@ _COMMON_EDITORS = ("editor", "nano", "pico", "vi", "emacs")
 
 
 def editor_command(*, has_default: bool = False) -> list[str]:
-    """The command, as words, of the user's editor; if none is set, [] or the usual one."""
+    """The user's editor as a command; if none is set, the usual one if `has_default`, else []."""
     command = os.environ.get("VISUAL") or os.environ.get("EDITOR") or ""
     if has_default and not command:
         return [next(filter(shutil.which, _COMMON_EDITORS), _COMMON_EDITORS[-1])]

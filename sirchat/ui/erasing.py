@@ -1,4 +1,4 @@
-"""`/erase`: it shows what would be erased for good, and erases it only with `--yes`."""
+"""`/erase`: shows what would be erased for good, and erases it only with `--yes`."""
 
 from __future__ import annotations
 
@@ -73,7 +73,6 @@ class EraseCommand:
         self._screen.note("after that, /undo must read the chat again; to confirm: /erase --yes")
 
     def _erase(self, target: str, *, everywhere: bool) -> None:
-        """Erase from cache, archive and saved chat, and then from the typed lines."""
         session = self._session
         telling = self._telling_words(target)
         turn = self._target_turn(target)
@@ -110,7 +109,7 @@ class EraseCommand:
         self._name_branches(erased_text)
 
     def _matching_tokens(self, target: str) -> tuple[int, list[int]]:
-        """The number of tokens that match `target`, and their turns' indices."""
+        """The number of tokens that match `target`, and the indices of their turns."""
         turn, turns = self._target_turn(target), self._session.turns
         if turn is None:
             matching_turns = self._turns_with(without_quotes(target))
@@ -125,7 +124,6 @@ class EraseCommand:
         return turn_of_target(target, [turn.role for turn in self._session.turns])
 
     def _target_text(self, target: str) -> str:
-        """The text that `target` names."""
         turn, turns = self._target_turn(target), self._session.turns
         return turns[turn or 0].text if turn in range(len(turns)) else without_quotes(target)
 
@@ -135,7 +133,6 @@ class EraseCommand:
         return [n for n, text in enumerate(texts) if pattern.search(text)]
 
     def _line_matcher(self, target: str, *, everywhere: bool) -> Callable[[str], bool]:
-        """A function that returns whether a typed line must be erased."""
         turns = self._session.turns
         of_this_chat = {turn.text.strip() for turn in turns if turn.role == "user"}
         of_this_chat |= self._history.new_lines | set(map(escape_message, of_this_chat))
@@ -155,7 +152,7 @@ class EraseCommand:
         return lambda line: bool(message) and line.strip() in (message, escape_message(message))
 
     def _commands_about_this_chat(self, pattern: re.Pattern[str]) -> set[str]:
-        """Lines such as `/pin WORDS`, perhaps of an earlier run, whose WORDS this chat contains."""
+        """Lines such as `/pin WORDS`, even of an earlier run, whose WORDS this chat contains."""
         lines = [line.strip() for line in self._typed_lines() if pattern.search(line)]
         words = {line: without_quotes(line.partition(" ")[2]) for line in lines if line[:1] == "/"}
         return {line for line, text in words.items() if text and self._turns_with(text)}
@@ -175,7 +172,7 @@ class EraseCommand:
         return of_this_chat, sum(map(anywhere, lines)) - of_this_chat
 
     def _telling_words(self, target: str) -> list[str]:
-        """The surprising words of the turn that `target` names; empty if `target` is no turn."""
+        """The surprising words of the turn that `target` names; [] if `target` is no turn."""
         if self._target_turn(target) is None:
             return []
         try:
@@ -191,7 +188,6 @@ class EraseCommand:
         return list(dict.fromkeys(word[0] for word in words if marks & set(range(*word.span()))))
 
     def _name_other_turns(self, telling: list[str]) -> None:
-        """Print which turns still contain the words `telling` after a turn was erased."""
         named = [
             f"{displayable_line(word)} in {_name_turns(turns)}"
             for word in telling
@@ -204,7 +200,6 @@ class EraseCommand:
             )
 
     def _name_branches(self, text: str) -> None:
-        """Print which other branches of this chat have the erased text, and keep it."""
         if names := self._saved_chat.branches_containing(text):
             listed = ", ".join(map(displayable_line, names))
             self._screen.note(f"it stays in branches {listed}: /switch NAME, and /erase it there")

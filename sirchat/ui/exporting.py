@@ -36,7 +36,7 @@ _TOOL_SECONDS = 3.0  # a clipboard tool that takes longer has failed
 def export_chat(session: Session, screen: Screen, rest: str) -> None:
     """Run `/export FORMAT FILE [--force]`: write the chat to a file.
 
-    Raises UsageError, with nothing written, for an unknown format and a file that exists or fails.
+    Raises UsageError, and writes nothing, for an unknown format, or a file that can't be written.
     """
     words = _FORCE_FLAG.sub("", rest)
     format, file = split_leading_path(words)
@@ -98,14 +98,12 @@ def copy_with_tool(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
 
 
 def osc52(text: str) -> str:
-    """The escape sequence (OSC 52) that asks a terminal to put `text` on the user's clipboard."""
+    """The escape sequence (OSC 52) that asks a terminal to put `text` on the clipboard."""
     encoded = base64.b64encode(without_surrogates(text).encode()).decode()
     return f"\x1b]52;c;{encoded}\x07"
 
 
 class _ClipboardTool(NamedTuple):
-    """A program that puts its standard input on the clipboard."""
-
     command: tuple[str, ...]
     display: str = ""  # the variable that names its display; "": it uses this machine's clipboard
     encoding: str = "utf-8"
@@ -131,7 +129,7 @@ def _markdown(session: Session) -> str:
 
 
 def _close_code(text: str) -> str:
-    """A Markdown text, with the end of code that is open at its end."""
+    """A Markdown text that ends with an end of code if code is open there."""
     from sirchat.ui.markdown_rules import markdown_parser
 
     last = markdown_parser().parse(f"{text}\n# end")[-1]
@@ -146,7 +144,7 @@ def _json(session: Session) -> str:
 
 
 def _html(session: Session) -> str:
-    """An HTML page, in which replies are drawn as Markdown; it loads nothing and runs no script."""
+    """An HTML page with replies drawn as Markdown; it loads nothing and runs no script."""
     import jinja2  # like the next, it is slow to load, and few chats need it
 
     from sirchat.ui.markdown_rules import markdown_parser
@@ -166,7 +164,7 @@ _RENDERERS = {"md": _markdown, "html": _html, "json": _json}
 
 
 def _turns_with_text(session: Session) -> list[tuple[str, Turn]]:
-    """The roles and turns that have text: were not erased, nor interrupted at their beginning."""
+    """Roles and turns that have text, since they were not erased, nor interrupted at once."""
     turns = zip(session.state.roles, session.turns, strict=True)
     return [(role, turn) for role, turn in turns if turn.text.strip()]
 
@@ -176,7 +174,7 @@ def _speaker_name(role: str) -> str:
 
 
 def _write(name: str, text: str, *, force: bool) -> None:
-    """Write a private file, completely or not at all; UsageError if it exists, without `force`."""
+    """Write a private file, completely or not at all; raises UsageError if it may not exist."""
     path = expand_path(name)
     try:
         if path.is_dir():
@@ -192,7 +190,7 @@ def _write(name: str, text: str, *, force: bool) -> None:
 
 
 def _text_to_copy(session: Session, target: str) -> str:
-    """The last reply, for "code" its last code block, for N the Nth reply before it."""
+    """The last reply; for "code" its last code block, for N the Nth reply before it."""
     replies = [turn.text for turn in session.turns if turn.role == "assistant"]
     if not replies:
         raise UsageError("nothing is copied: there is no reply yet")

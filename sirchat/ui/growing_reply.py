@@ -1,7 +1,7 @@
-"""A reply while it is generated: rows that are final, and those of the block that still grows.
+"""A reply while it is generated: its final rows, and the rows of the block that still grows.
 
-A block, such as a list, is final once another follows; one that grows too tall for the window is
-cut where the rows of both parts are those of the whole.
+A block, such as a list, is final once another block follows. A block too tall for the window is cut
+where both parts, laid out alone, have the same rows as the whole.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _WORD_OR_SIGN = re.compile(r"[^\s\u2e80-\U0003ffff]+|.", re.DOTALL)
 
 
 class RowLayout(Protocol):
-    """Turns text into rows of a terminal, with its escape sequences for styles."""
+    """Turns text into rows of a terminal, with escape sequences for styles."""
 
     def rows(self, text: str, width: int, *, is_final: bool) -> list[str]:
         """The rows in a window of `width` columns; a final row of code may be longer."""
         ...
 
     def finished_length(self, text: str) -> int:
-        """Number of characters in finished blocks, which no later text changes."""
+        """Number of characters in finished blocks, which later text can't change."""
         ...
 
 
 class PlainLayout:
-    """Shows a text as it is written, in one style, broken at blanks."""
+    """Shows a text as it is written, in one style, wrapped at blanks."""
 
     def __init__(self, style: str = "") -> None:
         self._style = Style.parse(style)
@@ -76,12 +76,12 @@ class GrowingReply:
 
     @property
     def unfinished(self) -> list[Delta]:
-        """The text whose rows are not final yet, without reasoning that is not shown."""
+        """The text whose rows are not final yet, without hidden reasoning."""
         shown = [part for part in self._parts if self._thinking == "show" or not part.is_reasoning]
         return [Delta(part.text, "thinking" if part.is_reasoning else "answer") for part in shown]
 
     def push(self, text: str, tokens: int = 0, *, is_reasoning: bool = False) -> None:
-        """Add text without control sequences; the reply has `tokens` tokens up to its end."""
+        """Add text without control sequences; `tokens` counts the reply's tokens up to its end."""
         last = self._parts[-1] if self._parts else None
         if text and (last is None or last.is_reasoning != is_reasoning):
             if last is not None:  # marks came between
@@ -118,7 +118,7 @@ class GrowingReply:
     def _reasoning_line(
         self, reasoning: _GrowingPart, *, is_over: bool
     ) -> tuple[list[str], list[str]]:
-        """The line in place of reasoning: a final one, or below it one that counts."""
+        """The line in place of reasoning: as a final row, or as a row below that still counts."""
         tokens = pluralize(reasoning.end - reasoning.start, "token")
         if not is_over:
             return [], [f"thinking, {tokens}"]
@@ -127,10 +127,7 @@ class GrowingReply:
 
 
 class _GrowingPart:
-    """Reasoning or answer: text is added at its end, and taken as rows from its beginning.
-
-    `start` is the number of tokens of the reply before it.
-    """
+    """Reasoning or answer, added at its end and taken as rows; `start` tokens are before it."""
 
     def __init__(self, layout: RowLayout, *, is_reasoning: bool, start: int) -> None:
         self._layout = layout
@@ -142,7 +139,7 @@ class _GrowingPart:
         self._uncut_length = 0  # characters of its unfinished block when that could not be cut
 
     def take_rows(self, width: int, height: int, *, is_end: bool) -> tuple[list[str], list[str]]:
-        """Take the rows of finished blocks, of all at the end; and those below, which may grow."""
+        """Take the rows of finished blocks, or all at the end; return also the rows below them."""
         if not self._has_begun:
             self.text = self.text.lstrip("\n")
             self._has_begun = bool(self.text)
@@ -162,7 +159,7 @@ class _GrowingPart:
         return final, below[-height:]
 
     def _cut(self, rows: list[str], width: int) -> tuple[str, str] | None:
-        """The text in two parts whose rows are `rows` together, cut before its middle."""
+        """Cut the text before its middle into two parts, whose rows together are `rows`."""
         text = self.text
         if text.lstrip().startswith("|"):  # the columns of a table depend on all rows
             return None
@@ -181,10 +178,8 @@ class _GrowingPart:
         return None
 
     def _cut_positions(self, width: int, *, is_code: bool) -> Iterator[tuple[int, int]]:
-        """The end of the first part and the start of the second, for each cut worth trying.
-
-        Cuts are behind the last lines of the text's first half, or where its last row begins.
-        """
+        """Yield positions to try for a cut: the first part's end, and the second part's start."""
+        # Behind the last lines of the text's first half, or where its last row begins.
         half = self.text[: len(self.text) // 2].rstrip()
         line_ends = [match.span() for match in re.finditer(r"\n+", half)]
         if not is_code:  # a line that is indented belongs to an item of a list
@@ -204,9 +199,9 @@ class _GrowingPart:
 
 
 class WordWrapper:
-    """Breaks prose between words as it comes, but not code between fences.
+    """Wraps prose between words while it is generated, but not code between fences.
 
-    A word that has become too long for the end of a row moves to the next.
+    A word that becomes too long for the end of a row moves to the next row.
     """
 
     def __init__(self) -> None:
@@ -215,11 +210,11 @@ class WordWrapper:
         self._is_code = False
 
     def push(self, text: str, width: int) -> str:
-        """What to write so that a terminal `width` columns wide shows the next text, too."""
+        """What to write so that a terminal `width` columns wide shows the next text."""
         return "".join([self._place(part, width) for part in _WORD_OR_SIGN.findall(text)])
 
     def _place(self, part: str, width: int) -> str:
-        """Part of a word, with the word's beginning where both go into the next row."""
+        """Part of a word; if it does not fit, the whole word begins the next row."""
         if part == "\n":
             self._is_code ^= self._line.lstrip(" >").startswith(_FENCES)
             self._line, self._word, self._column = "", "", 0

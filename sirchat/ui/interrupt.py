@@ -1,4 +1,4 @@
-"""What Ctrl-C does in a chat, during imports, in another program and during a reply."""
+"""Handles Ctrl-C in a chat: during imports, in another program and during a reply."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def interruptible_imports() -> Iterator[None]:
 
 @contextmanager
 def leave_ctrl_c_to_child() -> Iterator[None]:
-    """Context manager: this program ignores Ctrl-C; only its child (pager, editor) handles it."""
+    """Context manager: only a child process (pager, editor) handles Ctrl-C."""
     former = signal.signal(signal.SIGINT, lambda *_: None)  # SIG_IGN would be inherited
     try:
         yield
@@ -45,9 +45,9 @@ def leave_ctrl_c_to_child() -> Iterator[None]:
 
 @contextmanager
 def defer_signals() -> Iterator[None]:
-    """Context manager for drawing: the first signal of each kind is handled only at the end.
+    """Context manager for drawing: the first signal of each kind is handled at the end.
 
-    The second one is handled at once, because a terminal may take no output.
+    A second one is handled at once, because a terminal may take no output.
     """
     # An exception in the midst of a `write` loses the rest of the text, of a sequence, too.
     if threading.current_thread() is not threading.main_thread():
@@ -75,8 +75,6 @@ def defer_signals() -> Iterator[None]:
 
 
 class _CtrlCHandler:
-    """Context manager that handles Ctrl-C by `_on_signal`."""
-
     def __enter__(self) -> Self:
         self._former_handler = signal.signal(signal.SIGINT, self._on_signal)
         return self
@@ -91,14 +89,14 @@ class _CtrlCHandler:
 class CtrlCGuard(_CtrlCHandler):
     """Context manager for a whole chat: Ctrl-C does nothing except in `interruptible`.
 
-    So no Ctrl-C more than was meant ends the chat, wherever between two prompts it comes.
+    So a surplus Ctrl-C never ends the chat, even between two prompts.
     """
 
     _is_interruptible = False
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Context manager: inside, the first Ctrl-C raises KeyboardInterrupt, and no other."""
+        """Context manager: only the first Ctrl-C inside raises KeyboardInterrupt."""
         self._is_interruptible = True
         try:
             yield
@@ -112,7 +110,7 @@ class CtrlCGuard(_CtrlCHandler):
 
 
 class InterruptFlag(_CtrlCHandler):
-    """Context manager: a call returns whether Ctrl-C was pressed inside.
+    """Context manager; calling it returns whether Ctrl-C was pressed inside.
 
     The engine calls it between two forward passes. The third Ctrl-C raises KeyboardInterrupt.
     """

@@ -1,7 +1,7 @@
-"""Turns what a terminal sends into key presses, at the prompt and between two prompts.
+"""Turns a terminal's input into key presses, at the prompt and between two prompts.
 
 Beyond prompt_toolkit's parser, it tells Esc alone from the Esc of a chord such as Alt-Enter, knows
-keys as CSI u and modifyOtherKeys send them, and ends a paste whose end is lost.
+keys sent as CSI u or by modifyOtherKeys, and ends a paste whose end mark is lost.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ChordEscape(KeyPress):
 
 
 class KeyParser(Vt100Parser):
-    """Calls `feed_key_callback` for each key press in what a terminal sends."""
+    """Calls `feed_key_callback` for each key press in a terminal's input."""
 
     def __init__(self, feed_key_callback: Callable[[KeyPress], None]) -> None:
         super().__init__(feed_key_callback)
@@ -68,11 +68,11 @@ class KeyParser(Vt100Parser):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a paste or a sequence has begun and not ended."""
+        """Whether a paste or an escape sequence has begun and not ended."""
         return self._partial_paste is not None or bool(self._partial_sequence)
 
     def feed(self, data: str) -> None:
-        """Take the next data; "": end what has waited for its end too long."""
+        """Take the next data; "" ends input that has waited too long for its end."""
         if not data:
             if self.is_waiting and time.monotonic() - self._last_feed >= INCOMPLETE_SECONDS:
                 self._end_partial_input()
@@ -125,7 +125,7 @@ class KeyParser(Vt100Parser):
         super().feed(data)
 
     def _feed_sequence(self, sequence: str) -> None:
-        """Take one whole sequence, which is ignored if no key sends it."""
+        """Take one whole escape sequence; ignore it if no key sends it."""
         sequence = _CLASSIC_SEQUENCES.get(sequence, sequence)
         if sequence == "\x1b[27u":
             self.feed_key_callback(KeyPress(Keys.Escape, "\x1b"))
@@ -160,7 +160,7 @@ if sys.platform != "win32":
     from prompt_toolkit.input.vt100 import Vt100Input
 
     class TerminalKeys(Vt100Input):
-        """The keys of a terminal; in an event loop, they end a paste whose end is lost."""
+        """The keys of a terminal; in an event loop, a paste whose end mark is lost is ended."""
 
         def __init__(self, stdin: TextIO) -> None:
             super().__init__(stdin)
@@ -172,11 +172,10 @@ if sys.platform != "win32":
 
         @property
         def is_waiting(self) -> bool:
-            """Whether a paste or a sequence has begun and not ended."""
             return self._parser.is_waiting
 
         def ask_background(self, out: TextIO, on_answer: Callable[[bool], object]) -> None:
-            """Ask the terminal for its background; `on_answer` may get whether it is light."""
+            """Ask for the terminal's background; `on_answer` is told if it is light, once known."""
 
             def take_answer(is_light: bool) -> None:
                 self.is_answer_pending = False
@@ -207,7 +206,6 @@ if sys.platform != "win32":
 
 
 def terminal_keys() -> Input:
-    """The keyboard, which is standard input."""
     keys = create_input()
     if sys.platform != "win32" and isinstance(keys, Vt100Input):
         return TerminalKeys(keys.stdin)

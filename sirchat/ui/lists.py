@@ -60,7 +60,7 @@ def draw_policies(current: str, theme: Theme) -> RenderableType:
 
 
 def draw_settings(profile: Profile, theme: Theme) -> RenderableType:
-    """Draw a table of all settings: values, what has set those of sampling, and descriptions."""
+    """Draw a table of all settings: values, descriptions and, for sampling, their origins."""
     table, sampling = Table.grid(padding=(0, 2)), sampling_in_words(profile)
     for name, field in Profile.model_fields.items():
         value = getattr(profile, name)
@@ -77,7 +77,7 @@ def draw_settings(profile: Profile, theme: Theme) -> RenderableType:
 
 
 class SessionLines:
-    """The lines of a list of saved chats, in aligned columns; for windows of 60 columns or more.
+    """The lines of a list of saved chats, in aligned columns; for 60 columns or more.
 
     `open_id` is the chat that is open now; `matches` are the lines found by a search, by chat id.
     """
@@ -124,7 +124,6 @@ class SessionLines:
 
 
 def draw_sessions(chats: SessionLines, width: int) -> RenderableType:
-    """Draw a list of saved chats: the lines of all chats, each cut to `width` cells."""
     return Group(
         *(
             Text.assemble(
@@ -139,14 +138,14 @@ def draw_sessions(chats: SessionLines, width: int) -> RenderableType:
 
 
 def print_sessions(chats: SessionLines, console: Console) -> None:
-    """Print a list of saved chats; where there is no terminal, each chat takes one line, uncut."""
+    """Print a list of saved chats; without a terminal, each chat takes one uncut line."""
     width = console.width if console.file.isatty() else _UNLIMITED_COLUMNS
     console.print(draw_sessions(chats, width), soft_wrap=True)
 
 
 @dataclass(frozen=True)
 class ListedModel:
-    """A model on this machine, with what a chat with this model takes; None: unknown."""
+    """A model on this machine, and the memory that a chat with it takes; None: unknown."""
 
     found: FoundModel
     budget: int | None  # tokens
@@ -156,7 +155,7 @@ class ListedModel:
 
 
 def print_models(models: Iterable[ListedModel], console: Console) -> None:
-    """Print a table of the models that can be used, then every other model with its problem."""
+    """Print a table of the usable models, then every other model with its problem."""
     models = list(models)
     rows = [_model_cells(model) for model in models if not model.found.problem]
     table = [_TITLES, *rows]
@@ -186,7 +185,7 @@ def format_bytes(size: int | None) -> str:
 
 
 def print_fit(fit: ModelFit, console: Console) -> None:
-    """Print how much memory a model takes, in two tables with a row for each choice of settings."""
+    """Print how much memory a model takes, in two tables with a row for each choice."""
     from sirchat.models.fit import PROGRAM_BYTES, TOKENS_PER_HOUR
 
     found, shape = fit.found, fit.found.shape
@@ -216,9 +215,9 @@ def print_fit(fit: ModelFit, console: Console) -> None:
 
 
 def describe_memory(session: Session) -> str:
-    """What each device holds, such as `cpu: 37 MB weights, 5.2 MB KV cache`; the archive's tiers.
+    """What each device holds, such as `cpu: 37 MB weights, 5.2 MB KV cache`, and archive tiers.
 
-    Tokens are counted in the tier of their keys and values, also those that the cache holds, too.
+    A token counts in the tier of its archived keys and values, even if the cache holds it, too.
     """
     kinds = {"weights": "weights", "cache": "KV cache", "archive": "archive"}
     tiers = session.engine.store.archive.tier_sizes()
@@ -239,7 +238,6 @@ def describe_memory(session: Session) -> str:
 
 
 def _cut_fragments(line: Iterable[Fragment], width: int) -> list[Fragment]:
-    """The line without control characters, cut to `width` cells."""
     shown: list[Fragment] = []
     for style, text in line:
         text = cut(" ".join(displayable(text).splitlines()).replace("\t", " "), width)
@@ -272,7 +270,7 @@ def _column_widths(rows: Sequence[Sequence[str]]) -> list[int]:
 
 
 def _print_table(console: Console, rows: Sequence[Sequence[str]], left: int = 1) -> None:
-    """Print a table whose first row has the titles; the first `left` columns are left-aligned."""
+    """Print a table with titles in the first row; the first `left` columns are left-aligned."""
     widths = _column_widths(rows)
     for number, row in enumerate(rows):
         cells = []

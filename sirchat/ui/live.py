@@ -1,7 +1,7 @@
 """Shows one turn on the terminal: the reply as it is generated, with the compact panel below it.
 
-The last rows, which are drawn anew with each frame, are the live region. Without panel and
-Markdown, or on a plain terminal, the reply is printed as it comes.
+The last rows are the live region, drawn anew with each frame. Without panel and Markdown, or on a
+plain terminal, the reply is printed as it comes.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class LiveView:
             self._draw_frame()
 
     def _begin_reply(self) -> None:
-        """Decide whether the reply is streamed as it is written, or shown in rows as it grows."""
+        """Decide whether the reply is streamed as written, or laid out in rows as it grows."""
         self._has_begun = True
         profile = self._session.profile
         is_markdown = profile.markdown and profile.json_schema == "off"
@@ -154,7 +154,7 @@ class LiveView:
             self._show_round(turn, evicted)
 
     def _show_round(self, reply: TurnDone, evicted: list[int]) -> None:
-        """Print the status line of a round, and the panel where it is shown once a turn."""
+        """Print the status line of a round, and the panel if it is shown once a turn."""
         session, screen = self._session, self._screen
         if not screen.is_quiet:
             words = evicted_words(session, evicted)[:_MAX_NAMED_WORDS] if evicted else ()
@@ -181,7 +181,6 @@ class LiveView:
         return self._pacer.is_due() or self._screen.console.size != self._size
 
     def _draw_frame(self) -> None:
-        """Draw a frame, and see when the next one is due."""
         start, written = time.perf_counter(), self._screen.bytes_written
         self._draw()
         self._pacer.record_frame(time.perf_counter() - start, self._screen.bytes_written - written)
@@ -222,7 +221,7 @@ class LiveView:
         return parts
 
     def _snapshot(self) -> Snapshot:
-        """With only the tokens of highest score, as many as the screen has columns."""
+        """A snapshot with only the tokens of highest score, as many as the screen has columns."""
         return self._session.snapshot(strongest=self._screen.width)
 
     def _stream(self, text: str) -> None:
@@ -244,10 +243,10 @@ class LiveView:
 
 
 class LiveRegion:
-    """The last rows of the screen, which are drawn anew with each frame and removed at the end.
+    """The last rows of the screen, drawn anew with each frame and removed at the end.
 
-    The cursor stays in the first of them. So erasing from there removes all of them, even after a
-    change of the window, when terminals cut rows, wrap them anew, or move them.
+    The cursor stays in their first row, so erasing from there removes all rows, even after a change
+    of the window, when terminals cut, wrap or move rows.
     """
 
     def __init__(self, console: Console) -> None:
@@ -274,7 +273,7 @@ class LiveRegion:
         self.is_shown = False
 
     def _write(self, text: str) -> None:
-        """Write unfiltered: `text` has escape sequences of our own."""
+        """Write unfiltered, because `text` has escape sequences of our own."""
         self._console.file.write(text)
         self._console.file.flush()
 
@@ -290,6 +289,5 @@ class FramePacer:
         return time.monotonic() >= self._due_time
 
     def record_frame(self, seconds: float, size: int) -> None:
-        """Record that a frame of `size` bytes was drawn in `seconds`."""
         wait = max(self._seconds, size / MAX_BYTES_PER_SECOND, seconds / MAX_TIME_SHARE)
         self._due_time = time.monotonic() + wait

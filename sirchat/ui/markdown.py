@@ -1,7 +1,7 @@
-"""Lays out Markdown as rows of a terminal: by the library rich, but with nothing hidden or padded.
+"""Lays out Markdown as rows of a terminal: by the library rich, but without hiding or padding.
 
-Line breaks stay, what `markdown_rules.py` takes for text is shown as written, links with
-their addresses, headings on the left, code without box or background, items with their own marks.
+Line breaks stay; what `markdown_rules.py` takes for text is shown as written; links have their
+addresses, headings are on the left, code has no box or background, items keep their marks.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class MarkdownLayout:
     """Turns Markdown into rows of a terminal.
 
     Args:
-        colours: whether to use colours; if false, only bold, underline and similar styles are used.
-        color_system: rich's name for the colours that the terminal has; None if it has none.
+        colours: whether to use colours; if not, only bold, underline and similar styles are used.
+        color_system: rich's name for the terminal's colours; None if it has none.
     """
 
     def __init__(self, *, colours: bool, color_system: str | None) -> None:
@@ -88,7 +88,7 @@ class MarkdownLayout:
         return rows
 
     def finished_length(self, text: str) -> int:
-        """The number of characters up to the end of the last block but one of all whole lines."""
+        """The number of characters before the last block of all whole lines."""
         lines = text[: text.rfind("\n") + 1].splitlines(keepends=True)
         blocks = parse_blocks("".join(lines))
         end = (blocks[-1][0].map or [0])[0] if len(blocks) > 1 else 0
@@ -97,7 +97,7 @@ class MarkdownLayout:
         return sum(map(len, lines[:end]))
 
     def _ansi_row(self, line: list[Segment]) -> str:
-        """A line without the blanks at its end, and with the escape sequences of its styles."""
+        """A line with escape sequences for its styles, and without blanks at its end."""
         while line and not line[-1].text.strip():
             line.pop()
         if line:
@@ -123,7 +123,7 @@ def parse_blocks(text: str) -> list[list[Token]]:
 
 
 def _as_written(tokens: Sequence[Token]) -> list[Token]:
-    """Copies of tokens of which rich hides nothing: line breaks stay, and whole addresses."""
+    """Copies of tokens of which rich hides nothing: line breaks and whole addresses stay."""
     shown = []
     for token in tokens:
         if token.type == "softbreak":
@@ -143,8 +143,6 @@ def _code_styles(colours: bool) -> dict[tuple[str, ...], Style]:
 
 
 class _Paragraph(markdown.TextElement):
-    """A paragraph on the left."""
-
     style_name = "markdown.paragraph"
 
     @classmethod
@@ -227,7 +225,7 @@ class _List(markdown.ListElement):
 
 
 class _Table(markdown.TableElement):
-    """A table; if it is too wide, its text, as a cell that is wrapped is hard to read."""
+    """A table; if it is too wide, its text, because wrapped cells are hard to read."""
 
     def __init__(self, source: str) -> None:
         super().__init__()

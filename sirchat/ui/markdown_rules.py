@@ -1,7 +1,7 @@
-"""Which signs of a reply are formatting: a Markdown parser that keeps all others as written.
+"""A Markdown parser that takes fewer signs for formatting, and keeps all others as written.
 
-No emphasis begins or ends within a word, a number or a path; backslashes, character references and
-formulas stay; a table whose rows don't fit its head, an empty heading and an empty quote are text.
+No emphasis begins or ends within a word, a number or a path. Backslashes, character references and
+formulas stay. A table whose rows don't fit its head, an empty heading and an empty quote are text.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _OUTER_BARS = re.compile(r"\A\||\|\Z")
 
 @cache
 def markdown_parser() -> MarkdownIt:
-    """The parser. An image is a link after a `!`; `meta` of a link has its address."""
+    """Make the parser. An image is a link after a `!`; `meta` of a link has its address."""
     parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
     parser.disable(
         ["reference", "lheading", "html_block", "html_inline", "entity", "autolink", "image"]
@@ -54,7 +54,7 @@ def markdown_parser() -> MarkdownIt:
 
 
 def _backslash(state: StateInline, silent: bool) -> bool:
-    """Keep a backslash, and the sign behind it, which is then no formatting."""
+    """Keep a backslash and the sign after it, which is then no formatting."""
     if state.src[state.pos] != "\\":
         return False
     behind = state.src[state.pos + 1 : min(state.pos + 2, state.posMax)]
@@ -95,10 +95,8 @@ def _emphasis(state: StateInline, silent: bool) -> bool:
 
 
 def _flanks(text: str, start: int, end: int) -> tuple[bool, bool]:
-    """Whether emphasis can begin, and whether it can end, with the marks `text[start:end]`.
-
-    Marks of another kind beside them are passed over.
-    """
+    """Whether emphasis can begin, and whether it can end, with the marks `text[start:end]`."""
+    # Marks of another kind beside them are skipped.
     while start and text[start - 1] in "*_~":
         start -= 1
     while end < len(text) and text[end] in "*_~":
@@ -112,7 +110,7 @@ def _flanks(text: str, start: int, end: int) -> tuple[bool, bool]:
 
 
 def _is_letter(char: str) -> bool:
-    """Whether words of this kind of letter, or number, are written with blanks between them."""
+    """Whether a letter or number belongs to a script that puts blanks between words."""
     return char.isalnum() and not _is_wide(char)
 
 
@@ -121,7 +119,7 @@ def _is_wide(char: str) -> bool:
 
 
 def _link(state: StateInline, silent: bool) -> bool:
-    """Keep the address as it is written, with its title, in the `meta` of the link."""
+    """Keep the address as written, with its title, in the `meta` of the link."""
     start, last = state.pos, state.posMax
     before = state.src[start - 1] if start else " "
     if _is_letter(before) or before in "_])":  # as in names[0](event)
@@ -139,12 +137,12 @@ def _link(state: StateInline, silent: bool) -> bool:
 
 
 def _line_text(state: StateBlock, line: int) -> str:
-    """A line without what lists and quotes around it have at its beginning."""
+    """A line without the marks of lists and quotes at its beginning."""
     return state.src[state.bMarks[line] + state.tShift[line] : state.eMarks[line]]
 
 
 def _formula_block(state: StateBlock, start: int, end: int, silent: bool) -> bool:
-    """A formula over lines that would be lists, quotes or headings is a paragraph."""
+    """Make a paragraph of a formula whose lines would be lists, quotes or headings."""
     closer = _FORMULA_ENDS.get(_line_text(state, start)[:2])
     if closer is None or state.is_code_block(start):
         return False

@@ -1,7 +1,7 @@
 """Draws what the cache holds, from a snapshot: the compact panel below a reply, and the large one.
 
-The compact panel is drawn several times a second, perhaps over a slow connection: at most eight
-rows, none of which wraps, and few bytes.
+The compact panel is drawn several times a second, perhaps over a slow connection: it has at most
+eight rows, none of which wraps, and few bytes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _BRACKETS: Final = {"sink": ("⟨", "⟩"), "pinned": ("⟦", "⟧"), "recalled"
 def draw_compact_panel(
     snapshot: Snapshot, theme: Theme, width: int, *, evicted: Sequence[str] = ()
 ) -> RenderableType:
-    """Draw the compact panel; `evicted` are words that were just evicted, shown struck out."""
+    """Draw the compact panel; `evicted` are words just evicted, shown struck out."""
     width -= 1  # a full row would make some terminals wrap
     lines = [
         _title_line(snapshot, theme, width),
@@ -103,7 +103,7 @@ def _quoted(facts: Iterable[StatedFact]) -> list[str]:
 
 
 def _budget_line(snapshot: Snapshot, theme: Theme, width: int) -> Text:
-    """The budget as a bar with a segment for each owner of tokens, and how many each has."""
+    """The budget as a bar with a segment for each owner of tokens, and the number of each."""
     styles = {"user": theme.user, "assistant": theme.model, "system": theme.system}
     segments = [
         (sign, name, styles.get(owner, theme.template), count)
@@ -127,7 +127,7 @@ def _budget_line(snapshot: Snapshot, theme: Theme, width: int) -> Text:
 def _list_lines(
     name: str, texts: Sequence[str], theme: Theme, width: int, max_rows: int = 1
 ) -> list[Text]:
-    """Lines with as many of the texts as fit, and how many more there are; none without texts."""
+    """Lines with as many texts as fit, and the number of others; none without texts."""
     if not texts:
         return []
     label = f"{name}: "
@@ -183,7 +183,6 @@ def _title(snapshot: Snapshot) -> str:
 
 
 def _fill_line(snapshot: Snapshot, theme: Theme, width: int) -> Text:
-    """A bar that shows how full the cache is, and as many token counts as fit."""
     counts = [
         f"{snapshot.resident:,}/{snapshot.budget:,} held",
         f"{snapshot.seen:,} seen",
@@ -206,7 +205,7 @@ def _fill_line(snapshot: Snapshot, theme: Theme, width: int) -> Text:
 
 
 def _gap_mark(evicted: int, unshown: int, next_text: str, theme: Theme) -> list[StyledRun]:
-    """The mark for tokens missing before `next_text`: `⋯n` for n evicted, or else `…` for held."""
+    """The mark before `next_text` for missing tokens: `⋯n` for n evicted, else `…` for held."""
     mark = f"⋯{evicted}" if evicted > 0 else "…" if unshown > 0 else ""
     if mark and next_text[:1].isdigit():  # separates the count from a digit of the text
         mark += "·"
@@ -224,7 +223,7 @@ def _title_line(snapshot: Snapshot, theme: Theme, width: int) -> Text:
 
 
 def _turns_line(turns: Sequence[HeldShare], theme: Theme, width: int) -> Text:
-    """One cell per turn, which shows the share of it that is held; the oldest may be left out."""
+    """A cell for each turn with the share of it that is held; the oldest may be left out."""
     evicted = sum(bool(turn.tokens) and held_share_glyph(turn) == NOTHING_HELD for turn in turns)
     summary = f"  {evicted:,} wholly evicted" if evicted else ""
     room = width - len("turns ") - len(summary)
@@ -239,7 +238,7 @@ def _turns_line(turns: Sequence[HeldShare], theme: Theme, width: int) -> Text:
 
 
 def _evicted_next_line(snapshot: Snapshot, theme: Theme, width: int) -> Text:
-    """The words that are evicted next; if there are none, how many tokens there is room for."""
+    """The words that are evicted next, or else the number of tokens that still fit."""
     text = f"room for {snapshot.budget - snapshot.resident:,} tokens"
     if count := len(snapshot.evicted_next):
         words = _join_words(snapshot.leaving_words) or _ONLY_MARKS
@@ -258,8 +257,6 @@ def _join_words(words: Iterable[str]) -> str:
 
 
 class _Word(NamedTuple):
-    """A held word."""
-
     first: TokenRow
     slot: int  # index of its first token among all held tokens
     runs: list[StyledRun]
@@ -267,7 +264,7 @@ class _Word(NamedTuple):
 
 
 def _strongest_words(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
-    """The held words of highest score, as many as fit, in their order, and who said them."""
+    """The held words of highest score that fit, in their order, and who said them."""
     slots = {row.position: slot for row, slot in zip(snapshot.rows, snapshot.slots, strict=True)}
     words = [
         _Word(
@@ -292,7 +289,7 @@ def _strongest_words(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]
 
 
 def _with_gaps(words: Iterable[_Word], snapshot: Snapshot, theme: Theme) -> Iterator[StyledRun]:
-    """The words in their styles, each turn's after its speaker, with marks for missing tokens."""
+    """Yield words in their styles, with speakers, and marks for missing tokens."""
     position = slot = turn = -1  # of the token before
     for first, first_slot, runs, _ in words:
         unshown = first_slot - slot - 1
@@ -315,7 +312,6 @@ def _with_gaps(words: Iterable[_Word], snapshot: Snapshot, theme: Theme) -> Iter
 
 
 def _recalled_sentences(snapshot: Snapshot) -> list[str]:
-    """The sentences that were recalled, that of most tokens first, and who said each."""
     speakers = {share.index: ROLE_NAMES.get(share.role, share.role) for share in snapshot.turns}
     return [
         f'{speakers.get(turn.turn, "")}{restored_from_bits(turn.bits)}: "{turn.text}"'.lstrip(": ")
@@ -325,7 +321,7 @@ def _recalled_sentences(snapshot: Snapshot) -> list[str]:
 
 
 def _recalled_lines(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
-    """A line with the sentences that were recalled, or else the words that found them."""
+    """A line with the recalled sentences, or else with the words that found them."""
     if sentences := _recalled_sentences(snapshot):
         return _list_lines("recalled for this round", sentences, theme, width)
     words = list(dict.fromkeys(word for turn in snapshot.recalled_turns for word in turn.words))
@@ -333,7 +329,6 @@ def _recalled_lines(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
 
 
 def _legend(theme: Theme, width: int, *, has_recalled: bool) -> list[Text]:
-    """Lines that explain the panel's colours and marks."""
     space = StyledRun("  ", theme.secondary)
     runs = [StyledRun("how much a token surprised the model, in nats: ", theme.secondary)]
     for (low, high), shades in zip(pairwise((0.0, *BUCKET_LIMITS)), theme.tokens, strict=True):
@@ -376,7 +371,7 @@ def _held_text(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
 
 
 def _evicted_between(snapshot: Snapshot) -> list[int]:
-    """The number of evicted tokens before each held token, and, at the end, after the last."""
+    """The number of evicted tokens before each held token, and after the last one."""
     positions = [-1, *(row.position for row in snapshot.rows), snapshot.seen]
     slots = [-1, *snapshot.slots, snapshot.resident]
     # As many tokens are evicted before a held one as its position is ahead of its slot.
@@ -385,7 +380,7 @@ def _evicted_between(snapshot: Snapshot) -> list[int]:
 
 
 def _turn_runs(rows: Sequence[tuple[TokenRow, int]], theme: Theme) -> Iterator[StyledRun]:
-    """One turn's held tokens, each with the number of evicted tokens before it, in their styles."""
+    """One turn's held tokens in their styles; each comes with the evicted count before it."""
     opened: tuple[str, str] | None = None
     for row, evicted in rows:
         brackets = next((pair for flag, pair in _BRACKETS.items() if flag in row.flags), None)

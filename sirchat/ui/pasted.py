@@ -10,7 +10,7 @@ _MENTION = re.compile(r"@\S+")
 
 
 class PastedAtSigns:
-    """Knows which `@` of the typed text were pasted; call `update` after each change of the text.
+    """Knows which `@` of the typed text were pasted; `update` must follow each change.
 
     A pasted word that comes back whole (from history, by undo or yank) counts as pasted.
     """
@@ -20,7 +20,7 @@ class PastedAtSigns:
         self.reset()
 
     def reset(self) -> None:
-        """Begin with an empty text; words that were pasted earlier stay known."""
+        """Begin with an empty text, but remember words that were pasted earlier."""
         self._text = ""
         self.indices = frozenset[int]()  # of each `@` in the text that was pasted
 
@@ -52,7 +52,7 @@ class PastedAtSigns:
 
 
 def escape_message(message: str) -> str:
-    """How a message must be typed to be sent as it is: `/x` as `//x`, and others in a block."""
+    """How a message must be typed to be sent unchanged: `/x` as `//x`, others in a block."""
     if message.lstrip().startswith("/"):
         return f"/{message.lstrip()}"
     is_block = message.lstrip().startswith(FENCE) or message.endswith("\\")

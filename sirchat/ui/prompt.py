@@ -68,7 +68,7 @@ _MAX_LIST_ROWS = 20
 
 @dataclass(frozen=True)
 class InputLine:
-    """One input of the user: a command, which begins with a slash, or a message."""
+    """One input of the user: a message, or a command, which begins with a slash."""
 
     text: str
     is_command: bool
@@ -134,7 +134,7 @@ class Prompt:
         self._draw_toolbar = draw_toolbar
 
     def set_header(self, draw_header: Callable[[], str]) -> None:
-        """Show the rows (with escape sequences) of `draw_header` above each prompt until Enter."""
+        """Show the rows of `draw_header`, with escape sequences, above each prompt until Enter."""
         self._draw_header = draw_header
 
     def set_editing_mode(self, mode: str) -> None:
@@ -182,7 +182,6 @@ class Prompt:
                 return replace(line, is_stopped=is_stopped, pasted_at_signs=at_signs)
 
     def edit(self, text: str) -> str:
-        """Let the user change `text`; returns "" if the user cancels."""
         self._reset()
         self._is_editing = True
         try:
@@ -194,9 +193,9 @@ class Prompt:
             self._prompt.message = self._message  # `prompt` has replaced it
 
     def pick(self, count: int, draw: DrawItem, remark: str = "") -> int | None:
-        """Let the user choose one of `count` items by arrow keys; None after Esc, Ctrl-C or Ctrl-D.
+        """Let the user choose one of `count` items by arrow keys; returns the item's index.
 
-        Returns the item's index. The list, with `remark` below it, then leaves the screen.
+        None after Esc, Ctrl-C or Ctrl-D. The list, with `remark` below it, then leaves the screen.
         """
         output = self._prompt.output
 
@@ -254,7 +253,7 @@ class Prompt:
         self.redraw()
 
     def abort(self, error: BaseException) -> None:
-        """Close the open prompt, so that `read` raises `error`; the history gets the typed text."""
+        """Close the prompt, so that `read` raises `error`; the typed text goes into the history."""
         app, buffer = self._prompt.app, self._prompt.default_buffer
         if app.future is None or app.future.done():
             return
@@ -263,7 +262,7 @@ class Prompt:
         app.exit(exception=error)
 
     def escape_pasted(self, text: str) -> str:
-        """How a text of the prompt must be typed to mean the same: a paste is never a command."""
+        """How a text must be typed to mean the same as in the prompt: a paste is no command."""
         return escape_message(text) if self._is_literal(text) else text
 
     def _prepare(self) -> None:
@@ -312,11 +311,11 @@ class Prompt:
         return InputLine(stripped, is_command=stripped.startswith("/"))
 
     def _is_literal(self, text: str) -> bool:
-        """Whether `text` begins with pasted text, so that it is a message, never a command."""
+        """Whether `text` begins with pasted text, which makes it a message, never a command."""
         return self._pasted_start is not None and text.startswith(self._pasted_start)
 
     def _on_text_changed(self, buffer: Buffer) -> None:
-        """See whether the text still begins with a paste, or does so again, as by undo."""
+        """Check whether the text still begins with a paste, or does so again, as by undo."""
         text = buffer.text
         num_changed = self._at_signs.update(text, is_pasted=self._is_pasting)
         is_other_line = buffer.working_index != self._history_index
@@ -393,7 +392,7 @@ class Prompt:
         return keys
 
     def _on_enter(self, event: KeyPressEvent) -> None:
-        """Enter the text, or the suggestion; a new line after a backslash and in an open block."""
+        """Enter the text or the suggestion; a new line after a backslash and in an open block."""
         buffer = event.current_buffer
         if not buffer.text and self._suggestion:
             buffer.insert_text(self._suggestion)
@@ -409,7 +408,7 @@ class Prompt:
             buffer.validate_and_handle()
 
     def _on_ctrl_c(self, event: KeyPressEvent) -> None:
-        """Move the typed text into the history; interrupt if there is none, or while editing."""
+        """Move the typed text into the history; interrupt if it is empty, or while editing."""
         buffer = event.current_buffer
         if not buffer.text or self._is_editing:
             event.app.exit(exception=KeyboardInterrupt, style="class:aborting")
@@ -433,7 +432,7 @@ class Prompt:
             self._mark_as_pasted(data)
 
     def _mark_as_pasted(self, text: str) -> None:
-        """Let a text that begins so be a message, never a command."""
+        """Treat texts that begin with this one as messages, never as commands."""
         self._pasted_start = text
         if len(text) > 1:  # else a command from the history might begin with it
             self._earlier_pastes.add(text)
@@ -522,8 +521,6 @@ def _silence_signal_tracebacks() -> None:
 
 
 class _ControlCharFilter(Processor):
-    """Shows a dot in place of each control character of the typed text."""
-
     def apply_transformation(self, transformation_input: TransformationInput) -> Transformation:
         shown: list[tuple[str, str]] = []
         for style, text, *_ in transformation_input.fragments:

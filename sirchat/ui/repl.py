@@ -126,7 +126,7 @@ class Chat:
             show_resumed_chat(self._session, self._screen)
 
     def _draw_header(self) -> str:
-        """The panel above the prompt, or "" where it is not wanted, or nothing was said yet."""
+        """The panel above the prompt; "" if it is not wanted, or if nothing was said yet."""
         session, screen = self._session, self._screen
         mode, window_rows = session.profile.panel, screen.console.size.height
         is_wanted = mode == "prompt" or (mode == "auto" and window_rows >= _MIN_WINDOW_ROWS)
@@ -175,7 +175,6 @@ class Chat:
         return True
 
     def _ask_whether_to_leave(self) -> bool:
-        """Ask, only once, whether to leave the chat; True for y, yes or Ctrl-D."""
         self._has_asked_to_leave = True
         self._screen.note("leave? (y/n)")
         answer = self._prompt.read()
@@ -208,7 +207,7 @@ class Chat:
         return True
 
     def _edit(self, edited: str) -> None:
-        """Replace the last message, which the user edits if `edited` is "", and its reply."""
+        """Replace the last message and its reply; if `edited` is "", the user edits the message."""
         text = last_user_message(self._session)
         edited = edited or self._let_user_edit(text)
         if edited.strip() in ("", text.strip()):
@@ -225,7 +224,6 @@ class Chat:
             self._switch_to(session)
 
     def _let_user_edit(self, text: str) -> str:
-        """Let the user change `text`; returns "" if the user cancels."""
         if command := editor_command():
             with self._keyboard.lend_terminal():
                 edited = edit_in_editor(command, text)
@@ -235,7 +233,6 @@ class Chat:
         return self._prompt.edit(text)
 
     def _summarize(self) -> None:
-        """Make a summary of the chat, show it, and pin it, unless the user drops it."""
         text = ""
 
         def summarize(_: Interrupted) -> Iterator[Event]:
@@ -265,7 +262,7 @@ class Chat:
                 return edited
 
     def _ask_for_key(self, question: str, keys: Collection[str]) -> str:
-        """The key that the user presses; keys before the question, but Esc, are for the prompt."""
+        """The key that the user presses; keys before the question, except Esc, go to the prompt."""
         if self._keyboard.wait_for_silence():
             return "\x1b"
         return self._prompt.ask_for_key(question, keys)
@@ -299,7 +296,7 @@ class Chat:
 def make_stop_check(
     interrupt: InterruptFlag, keyboard: Keyboard, is_stopped: bool
 ) -> Callable[[], bool]:
-    """A function that returns True once Esc or Ctrl-C was pressed, or always if `is_stopped`."""
+    """Make a function that says whether Esc or Ctrl-C was pressed, or `is_stopped` is true."""
 
     def must_stop() -> bool:
         nonlocal is_stopped

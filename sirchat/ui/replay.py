@@ -1,4 +1,4 @@
-"""Runs a session without a prompt: replays a transcript, or sends one message, for the shell."""
+"""Runs a session without a prompt, for the shell: replays a transcript, or sends one message."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ from sirchat.ui.tool_use import describe_result
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """How a transcript is replayed."""
-
     feed: bool = False  # the model reads the transcript's replies, and generates none
     json: bool = False  # events are printed as JSON
     name: str = "transcript"  # of its file, for error messages
@@ -66,8 +64,8 @@ def print_reply(
 ) -> None:
     """Send the message `text`, and print the reply while it is generated; all events if `as_json`.
 
-    `holds_all` raises the budget to hold all of the message; `source` is as in `PlainReply`, which
-    chooses the quote below the reply. KeyboardInterrupt after Ctrl-C, which ends the reply.
+    `holds_all` raises the budget to hold the whole message; `source` is as in `PlainReply`, which
+    chooses the quote below the reply. Ctrl-C ends the reply and raises KeyboardInterrupt.
     """
     if holds_all:
         raise_budget_for(session, text)
@@ -160,7 +158,7 @@ def _replay_events(
 
 
 def _leading_command(message: str) -> str:
-    """The slash command with which a message of one line begins; "" if it begins with none."""
+    """The slash command with which a message of one line begins; "" without one."""
     if not message.startswith("/") or "\n" in message.strip():
         return ""
     from sirchat.ui.commands import Commands  # loads what a prompt needs
@@ -196,7 +194,7 @@ def _replay_switch(
 
 
 class _Dialogue:
-    """Prints the dialogue to stdout, as text that can be replayed, and notes to stderr.
+    """Prints a dialogue that can be replayed to stdout, and notes to stderr.
 
     If the screen is quiet, only replies and notices are printed.
     """

@@ -53,8 +53,8 @@ _CHARS_BEFORE_MATCH = 24  # shown of a found message
 class SavedChat:
     """Saves the current chat if the setting `save` is on, and loads other saved chats.
 
-    `store` is the file from which the session was resumed. Errors of saving are printed, and with
-    `debug` raised. `pick` lets the user pick a chat, as `Prompt.pick` does.
+    `store` is the file from which the session was resumed. Errors of saving are printed; `debug`
+    raises them. `pick` lets the user pick a chat, as `Prompt.pick` does.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class SavedChat:
         self._last_error = ""  # "" if the last try to write succeeded
 
     def save(self) -> None:
-        """Write the unsaved part of the chat to disk; the first of several errors is printed."""
+        """Write the unsaved part of the chat to disk; prints the first of several errors."""
         is_reported = bool(self._last_error)
         if not self._try_to_write() and not is_reported:
             self._screen.error(
@@ -85,7 +85,7 @@ class SavedChat:
             )
 
     def _try_to_write(self) -> bool:
-        """Write the unsaved part of the chat if the setting says so; False if that failed."""
+        """If the setting is on, write the unsaved part of the chat; returns False on failure."""
         try:
             if self._session.profile.save:
                 self._write_new()
@@ -106,7 +106,7 @@ class SavedChat:
 
     @property
     def outdated_file(self) -> Path | None:
-        """The chat's file if it is out of date, as saving has failed; else None."""
+        """The chat's file if it is out of date because saving failed; else None."""
         if not self._last_error or not self._autosave.id:
             return None
         return sessions_dir() / f"{self._autosave.id}{SUFFIX}"
@@ -126,13 +126,12 @@ class SavedChat:
             self._autosave.close_without_saving()
 
     def print_resume_command(self) -> None:
-        """After `close`, print how to resume the chat, if it is saved."""
         is_saved = self._session.profile.save and not self._last_error
         if is_saved and self._autosave.id and self._screen.is_interactive:
             self._screen.remark(f"to continue this chat: {self._resume_command}")
 
     def save_as(self, name: str | None) -> None:
-        """Save the chat with its KV cache, under a new name if one is given, and later each turn.
+        """Save the chat with its KV cache now, under `name` if given, and from now on each turn.
 
         Raises SessionError, with nothing changed, if the name is invalid or writing fails.
         """
@@ -145,7 +144,7 @@ class SavedChat:
         self._report_saved()
 
     def load(self, name_or_id: str) -> Session | None:
-        """Go on with a saved chat, by id, name or "last"; None if it is the current one.
+        """Continue a saved chat, by id, name or "last"; None if it is the current one.
 
         Raises SessionError or SettingError, with the current chat unchanged.
         """
@@ -171,7 +170,7 @@ class SavedChat:
         return session
 
     def branch(self, name: str, num_turns: int) -> None:
-        """Go on in a copy of this chat, called `name`, without the last `num_turns` user turns.
+        """Continue in a copy of this chat, called `name`, without the last `num_turns` user turns.
 
         Raises SessionError or UndoError, with the current chat unchanged.
         """
@@ -199,7 +198,7 @@ class SavedChat:
             self._screen.note(repinned_note(self._session))
 
     def switch(self, name_or_id: str) -> Session | None:
-        """Go on with a branch, by id, name or "main" (the original); None if it is the current one.
+        """Continue a branch, by id, name or "main" (the original); None if it is the current one.
 
         Raises SessionError if this chat has no such branch.
         """
@@ -228,7 +227,7 @@ class SavedChat:
             self._screen.note("this chat has no branches; /branch NAME makes one")
 
     def branches_containing(self, text: str) -> list[str]:
-        """The names by which `/switch` finds the other branches that contain the words `text`."""
+        """The names, for `/switch`, of other branches that contain the words `text`."""
         pattern, others = whole_words(text), self._branches() if self._autosave.id else []
         return [
             _MAIN_BRANCH if chat.id == self._autosave.family else chat.name or chat.id
@@ -240,7 +239,7 @@ class SavedChat:
         return branches_of(sessions_dir(), self._autosave.family)
 
     def replace_session(self, session: Session) -> None:
-        """Go on with another session of the same chat, saved in the same file."""
+        """Continue with another session of the same chat, saved in the same file."""
         self._session = session
         self._autosave.replace_session(session)
         self.save()
@@ -248,8 +247,8 @@ class SavedChat:
     def choose_chat(self, words: str) -> str:
         """The id or name of the chat that `/load WORDS` means; "" if the user picks none.
 
-        Without words the user picks one of all chats, and with words that are no id or name, one of
-        the chats that contain them. Raises SessionError if no chat is found.
+        Without words, the user picks from all chats; if the words are no id or name, from chats
+        that contain them. Raises SessionError if no chat is found.
         """
         sessions_folder = sessions_dir()
         if not words:
@@ -293,7 +292,6 @@ class SavedChat:
         self._screen.page(Group(*messages, draw_sessions(chats, self._screen.width)))
 
     def _find_messages(self, words: str) -> list[Text]:
-        """A line for each message that has all words, which are highlighted."""
         lines, max_chars = list[Text](), max(24, self._screen.width - 24)  # a role stands before
         for role, turn in zip(self._session.state.roles, self._session.turns, strict=True):
             text = " ".join(displayable_line(turn.text).split())
@@ -314,7 +312,7 @@ class SavedChat:
         matches: Mapping[str, Sequence[SnippetPart]],
         remark: str,
     ) -> str:
-        """Let the user pick one; returns "" for none, and without a terminal, which lists them."""
+        """Let the user pick a chat; "" if none, and without a terminal, where chats are listed."""
         if not sessions:
             return ""
         chats = SessionLines(sessions, self._autosave.id, matches)
@@ -331,7 +329,7 @@ class SavedChat:
     def drop_revealing_name(self, text: str, *, is_whole_turn: bool) -> bool:
         """Remove the chat's name if it contains the erased `text`; return whether it did.
 
-        If `text` is a whole turn, a name that is a part of it is removed, too.
+        If `text` is a whole turn, a name that is a part of `text` is removed, too.
         """
         is_removed = self._autosave.drop_revealing_name(text, is_whole_turn=is_whole_turn)
         if is_removed:
@@ -342,7 +340,7 @@ class SavedChat:
         return is_removed
 
     def _start_saving(self) -> None:
-        """Switch the setting `save` on, and write all of the chat, to a new file if need be."""
+        """Turn the setting `save` on, and write the whole chat, to a new file if necessary."""
         session, former_profile = self._session, self._session.profile
         # So that `--resume` saves it, too.
         session.note_profile(former_profile.model_copy(update={"save": True}))
@@ -353,7 +351,7 @@ class SavedChat:
             raise SessionError(f"the chat can't be saved: {error}") from error
 
     def _write_or_move(self) -> None:
-        """Write the unsaved part of the chat, or all of it to a new file if that fails."""
+        """Write the unsaved part of the chat; if that fails, write all of it to a new file."""
         try:
             self._write_new()
         except Exception:
@@ -372,7 +370,6 @@ class SavedChat:
         return f"sirchat --resume={shlex.quote(self._autosave.name or self._autosave.id)}"
 
     def _report_saved(self) -> None:
-        """Save the KV cache, and print how to find the chat."""
         autosave, has_kv = self._autosave, False
         if not autosave.id:
             self._screen.note("the chat is still empty; it will be saved after the first reply")
@@ -401,7 +398,7 @@ class SavedChat:
         return session
 
     def _save_before_leaving(self, consequence: str) -> None:
-        """Save the chat, if it is to be saved; raises SessionError that names the `consequence`."""
+        """Save the chat if the setting is on; raises SessionError that names the `consequence`."""
         if not self._session.profile.save:
             return
         try:

@@ -57,13 +57,12 @@ class Screen:
         self.use_theme(theme)
 
     def use_theme(self, name: str) -> None:
-        """Use the theme called `name` from now on."""
         self._theme_name = name
         self.theme: Theme = find_theme(name, os.environ, is_light=self._is_light)
         self._error_style = "red" if self.has_colours else "bold"
 
     def use_background(self, is_light: bool) -> None:
-        """Let "auto" be the theme for this background, where no variable tells another."""
+        """Let "auto" choose the theme for this background, unless a variable says another."""
         self._is_light = is_light
         self.use_theme(self._theme_name)
 
@@ -74,17 +73,15 @@ class Screen:
 
     @property
     def has_colours(self) -> bool:
-        """Whether the present theme uses colours."""
         return self.theme.name != "none"
 
     @property
     def terminal(self) -> TextIO | None:
-        """The stream for replies, if it is a terminal with escape sequences; otherwise None."""
+        """The stream for replies if it is a terminal with escape sequences; otherwise None."""
         return cast(TextIO, self._out) if self._out.isatty() and not self.is_dumb else None
 
     @property
     def is_dumb(self) -> bool:
-        """Whether the terminal supports no escape sequences."""
         return self.console.is_dumb_terminal
 
     @property
@@ -110,7 +107,7 @@ class Screen:
     def stream(self, text: str, *, at_blanks: bool = False) -> None:
         """Print `text`, the next part of a reply, without control characters.
 
-        With `at_blanks`, a terminal breaks its prose between words.
+        With `at_blanks`, prose is wrapped between words on a terminal.
         """
         text = self._filter.push(text)
         if at_blanks and self.terminal is not None:
@@ -131,7 +128,6 @@ class Screen:
             self._write(json.dumps(to_json(event)) + "\n")
 
     def ring(self) -> None:
-        """Ring the bell of the terminal, if there is one."""
         if self.terminal is not None:
             self._write("\a")
 
@@ -155,12 +151,12 @@ class Screen:
         self.console.clear()
 
     def note(self, text: str) -> None:
-        """Print `text`, if there is any, to stderr as one dim line, without control characters."""
+        """Print `text`, unless empty, to stderr as one dim line without control characters."""
         if text:
             self.notes_console.print(Text(displayable_line(text), style=self.theme.secondary))
 
     def quote(self, line: str) -> None:
-        """Print a line about the sentence on which an answer stands, cut to the window."""
+        """Print a line about the sentence that supports an answer, cut to the window's width."""
         self.note(cut(displayable_line(line), self.notes_console.width))
 
     def remark(self, text: str) -> None:
@@ -191,7 +187,7 @@ def make_console(stream: TextIO | None = None, **options: Any) -> Console:
 
 
 def make_notes_console() -> Console:
-    """A console on standard error, with bars only if that is a terminal, whatever FORCE_COLOR."""
+    """A console on standard error; bars need a terminal, whatever FORCE_COLOR says."""
     return make_console(sys.stderr, force_terminal=sys.stderr.isatty())
 
 

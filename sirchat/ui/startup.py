@@ -1,6 +1,6 @@
-"""Starts a chat: the prompt is there at once, while a thread loads the model.
+"""Starts a chat: the prompt appears at once, while a thread loads the model.
 
-Until the session is open, nothing heavy is imported. Then `repl.py` goes on, even within a line.
+Nothing slow is imported before the session is open. Then `repl.py` goes on, even in mid-line.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _read_while_loading(
     begun: Future[Chat],
     begin: Callable[[Session, Iterable[Event]], None],
 ) -> InputLine | None:
-    """Read the first line; as soon as the session is open, the chat begins above the prompt."""
+    """Read the first line; once the session is open, the chat begins above the prompt."""
 
     async def begin_above_the_prompt() -> None:
         loader.begin()
@@ -192,7 +192,7 @@ class SessionLoader:
         self._bar: Progress | None = None
 
     def begin(self) -> None:
-        """Start the thread once; call this after the prompt was drawn, which it delays."""
+        """Start the thread once; call this after drawing the prompt, which it would delay."""
         if not self._has_begun:
             self._has_begun = True
             threading.Thread(target=self._run, name=LOADER_THREAD, daemon=True).start()
@@ -238,7 +238,7 @@ def _toolbar(profile: Profile, loader: SessionLoader) -> str:
 
 
 class _EarlyCompleter(Completer):
-    """While the model loads, it waits for the session, and then completes as the chat does."""
+    """Completes as the chat does once the session is open, and waits for it until then."""
 
     def __init__(self, loader: SessionLoader, prompt: Prompt) -> None:
         self._loader, self._prompt = loader, prompt

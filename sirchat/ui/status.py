@@ -1,4 +1,4 @@
-"""Lines that say how things stand: below the prompt, after each turn, and bars of progress."""
+"""Status lines below the prompt and after each turn, and progress bars."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def describe_round(
     evicted_words: Sequence[str] = (),
     recalled: str = "",
 ) -> str:
-    """A line about a user turn and its reply; `evicted_words` are words that the user had said."""
+    """A line about a user turn and its reply; `evicted_words` are words of the user."""
     tokens_in = reply.tokens_in + (user.tokens_in if user else 0)
     evicted = reply.evicted + (user.evicted if user else 0)
     parts = [f"{tokens_in:,} tokens read"]
@@ -81,10 +81,10 @@ def describe_round(
 
 
 def describe_recalled(recall: Recall, seen: int) -> str:
-    """Such as `recalled 14 tokens: "I drive a red Volvo." and 2 more`; empty if nothing was.
+    """Such as `recalled 14 tokens: "I drive a red Volvo." and 2 more`; "" if nothing was.
 
-    The passage that fits best is quoted. If a question was answered from them alone, it begins
-    `answered from 3 passages, found in 3,900 tokens`.
+    Quotes the best passage. If a question was answered from passages alone, it begins `answered
+    from 3 passages, found in 3,900 tokens`.
     """
     turns, found = recall.turns, recall.found
     if not turns:
@@ -102,7 +102,6 @@ def describe_recalled(recall: Recall, seen: int) -> str:
 
 
 def continue_hint(finish: Finish, profile: Profile) -> str:
-    """A line for a reply that was cut, except by the user; else empty."""
     limit = f"/set max_new_tokens {2 * profile.max_new_tokens} allows longer replies"
     ways = {"length": limit, "loop": "/set stop_loops off lets replies repeat themselves"}
     return f"/continue goes on with the reply; {ways[finish]}" if finish in ways else ""
@@ -143,7 +142,7 @@ def loading_bar(screen: Screen, name: str) -> Iterator[Progress | None]:
 
 @contextmanager
 def download_bar(console: Console) -> Iterator[Progress]:
-    """Context manager: yields a function that shows a download as a bar, or in a log its end."""
+    """Context manager: yields a function that shows a download as a bar; in a log, its end."""
     if not console.is_terminal or console.is_dumb_terminal:
         ended = set[str]()
 

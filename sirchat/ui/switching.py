@@ -12,11 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sirchat.chat.events import Event, Evicted, Notice, Pinned, Restored, Switched, TurnDone
-from sirchat.chat.model_defaults import (
-    SAMPLING_PARAMETERS,
-    sampling_in_words,
-    with_model_defaults,
-)
+from sirchat.chat.model_defaults import SAMPLING_PARAMETERS, sampling_in_words, with_model_defaults
 from sirchat.chat.rereading import pinned_text, read_again, repinned_note
 from sirchat.chat.session import Session
 from sirchat.chat.settings import hint_for_fixed, options_of
@@ -91,9 +87,9 @@ class Switching:
         self._switch_settings("/policy", f"policy is already {name}", **updates)
 
     def apply_profile(self, name: str) -> None:
-        """Apply a profile; "": print the names of all.
+        """Apply a profile; "" prints the names of all.
 
-        Settings that it does not name get the user's defaults; those of the screen stay.
+        Settings that the profile lacks get the user's defaults; those of the screen stay.
         """
         if not name:
             names = ", ".join(profile.name for profile in list_profiles())
@@ -114,7 +110,7 @@ class Switching:
                 self._screen.note(f"{stays}: {hint_for_fixed(key, new)}")
 
     def restore(self, target: Target, *, context_tokens: int = 0) -> None:
-        """Restore `target`, with so many tokens on each side, for the next message."""
+        """Restore `target` for the next message, with `context_tokens` on each side."""
         session = self._session
         held_before = set(session.ledger.held_positions.tolist())
         for event in session.restore(target, context_tokens):
@@ -134,14 +130,13 @@ class Switching:
         self._screen.note(f"{size}; {_describe_held(session)}; /pin keeps words")
 
     def _text_of(self, positions: Sequence[int]) -> str:
-        """The text of the tokens at these positions of the stream, with … at each gap."""
         spans = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1)
         texts = ["".join(row.text for row in self._session.tokens(list(s))) for s in spans]
         text = " … ".join(text.strip(" \n\ufffd") for text in texts)  # half a character
         return shorten(text, _MAX_PINNED_CHARS)
 
     def _describe_messages(self, positions: Sequence[int]) -> str:
-        """Of how many messages, and whose, the tokens at these positions are."""
+        """Say from how many messages, and whose, the tokens at these positions are."""
         session, turns = self._session, self._session.ledger.column("turn")[positions].tolist()
         prompt_end = session.snapshot(strongest=0).prompt  # of what the chat template adds
         messages = {
@@ -196,7 +191,7 @@ class Switching:
     def restore_time(self, period: TimeRange) -> None:
         """Restore what the user said in a period for the next message, and print that.
 
-        Of a long period, only the newest messages that take a quarter of the budget.
+        Of a long period, only the newest messages within a quarter of the budget.
         """
         session, room = self._session, self._session.budget // 4
         positions_by_turn = dict[int, Positions]()
@@ -225,7 +220,7 @@ class Switching:
         return f"{name} is {format_setting(option)}: an option of policy {profile.policy}"
 
     def _describe_value(self, name: str) -> str:
-        """A setting's value in words; of `recall` also that no encoder is there, if so."""
+        """A setting's value in words; for `recall` also whether an encoder is missing."""
         value = format_setting(getattr(self._session.profile, name))
         if name == "recall" and value == BEST_RETRIEVER and not self._session.recall.by_meaning:
             return f"{value} (by words: no encoder for this model yet)"
@@ -263,7 +258,7 @@ def describe_change(event: Switched) -> str:
 
 
 def describe_switch(events: Sequence[Event], session: Session, unchanged_note: str) -> str:
-    """How many tokens a switch moved, from its events; "" if such settings can't move any."""
+    """Say how many tokens a switch moved, by its events; "" for settings that move none."""
     switched = [event for event in events if isinstance(event, Switched)]
     if not switched:
         return unchanged_note
@@ -286,8 +281,8 @@ def _describe_held(session: Session) -> str:
 class ModelSwitching:
     """Changes the model of a chat.
 
-    The session of the previous model stays in memory, for `/undo`, until the next message, a reset
-    or an erasure.
+    The previous model's session stays in memory, for `/undo`, until the next message, a reset or an
+    erasure.
     """
 
     def __init__(
@@ -325,7 +320,7 @@ class ModelSwitching:
     def go_back(self, session: Session) -> Session | None:
         """Return to the session of the previous model, with later settings; None if there is none.
 
-        Raises SettingError if it can't have one of these settings.
+        Raises SettingError if the session can't have one of these settings.
         """
         if self._previous is None:
             return None

@@ -75,7 +75,7 @@ def _rank_state(rank: TokenRank) -> str:
 
 
 def draw_facts(facts: Sequence[StatedFact], now: float, theme: Theme) -> Table:
-    """A table with a row for each fact: its time, whether it is held or a rule, and its text."""
+    """Draw a row for each fact: its time, whether it is held or a rule, and its text."""
     columns: Columns = {
         "when": [time_ago(fact.time, now) for fact in facts],
         "is": [_fact_state(fact) for fact in facts],
@@ -142,7 +142,7 @@ def draw_turns(turns: Sequence[HeldShare], theme: Theme) -> RenderableType:
 
 
 def draw_evicted(turns: Sequence[EvictedTurn], theme: Theme, width: int) -> RenderableType:
-    """Draw a table with a row per turn: its number of evicted tokens, and the words that fit."""
+    """Draw a row for each turn: its number of evicted tokens, and as many words as fit."""
     columns: Columns = {
         "turn": [str(turn.index) for turn in turns],
         "role": [_role(turn.role, theme) for turn in turns],
@@ -224,7 +224,7 @@ def format_three_digits(number: float) -> str:
 
 
 def _table(theme: Theme, columns: Columns, width: int | None = None) -> Table:
-    """A table; in a window that is too narrow for it, texts are cut with …, and no number."""
+    """A table; in a narrow window, texts are cut with …, but numbers never."""
     table = Table(
         box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style=theme.secondary, width=width
     )
@@ -244,7 +244,7 @@ def _table(theme: Theme, columns: Columns, width: int | None = None) -> Table:
 
 
 def _tables(theme: Theme, columns: Columns, width: int | None) -> RenderableType:
-    """As many tables as it takes for `columns` to fit; each has the columns position and token."""
+    """As many tables as `columns` need to fit; each has the columns position and token."""
     tables: list[Columns] = [{}]
     widths = {
         title: _GAP

@@ -1,4 +1,4 @@
-"""The display filter: all text to be shown passes it, so that no text can control the terminal."""
+"""The display filter: all displayed text passes it, so that no text can control the terminal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OPENERS = {
 class DisplayFilter:
     """Drops control characters, bidi controls and whole escape sequences from a stream of text.
 
-    The state is kept across chunks: a sequence that is split between chunks is dropped, too.
+    A sequence that is split between two chunks is dropped, too.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,6 @@ class DisplayFilter:
 
 
 def displayable(text: str) -> str:
-    """The text without what the display filter drops."""
     return DisplayFilter().push(text)
 
 
@@ -88,12 +87,12 @@ def displayable_line(text: str) -> str:
 
 
 def pluralize(number: int, noun: str) -> str:
-    """Such as "1 token" or "1,040 tokens"."""
+    """A number and a noun, such as "1 token" or "1,040 tokens"."""
     return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
 def restored_from_bits(bits: int) -> str:
-    """` (restored from 8 bits)`; empty for 0 bits: the keys and values are exact."""
+    """The remark ` (restored from 8 bits)`; "" for 0 bits, which means exact keys and values."""
     return f" (restored from {bits} bits)" if bits else ""
 
 
@@ -103,7 +102,7 @@ def messages_ago(turn: int, turns: Sequence[object]) -> str:
 
 
 def shorten(text: str, max_chars: int) -> str:
-    """The text on one line of at most `max_chars` characters; "…" ends one that is cut."""
+    """The text on one line of at most `max_chars` characters; a cut text ends with "…"."""
     line = " ".join(text.split())
     return line if len(line) <= max_chars else line[: max_chars - 1] + "…"
 

@@ -37,8 +37,6 @@ Shades = tuple[Style, ...]
 
 @dataclass(frozen=True)
 class Theme:
-    """The styles for a dark or light background, or without colours."""
-
     name: str
     tokens: tuple[Shades, ...]  # for each bucket of surprisal
     secondary: Style  # labels and secondary text
@@ -68,7 +66,7 @@ class Theme:
 
 
 def surprisal_bucket(surprisal: float) -> int:
-    """Index of the bucket into which a surprisal, in nats, falls."""
+    """Index of the bucket for a surprisal in nats."""
     return bisect_right(BUCKET_LIMITS, surprisal, hi=len(BUCKET_LIMITS) - 1)
 
 

@@ -1,4 +1,4 @@
-"""The tools of a chat at the prompt or in a script: which are on, and whether a call is allowed."""
+"""The tools of a chat at the prompt or in a script: which are on, and which calls are allowed."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ Ask = Callable[[str, Collection[str]], str]  # shows a question; returns which k
 
 
 class ToolUse(Toolbox):
-    """The tools, of servers that a file names, that are turned on; none at first.
+    """The tools that are turned on, of servers that a file names; none at first.
 
-    Tools that match a pattern in `flags` are called without asking, as long as their servers
-    describe them as at first. Else `ask` gets the user's answer, and `edit` changed arguments;
-    without `ask`, calls are refused. `stops`: whether the user stops the start of a server.
+    Tools that match a pattern in `flags` are called without asking, while their servers describe
+    them as at first. For others, `ask` gets the user's answer, and `edit` changed arguments;
+    without `ask`, calls are refused. `stops` says whether the user stops a server's start.
     """
 
     def __init__(
@@ -132,14 +132,13 @@ class ToolUse(Toolbox):
         self._screen.note(f"{pluralize(len(names), 'tool')} turned off")
 
     def _list_tools(self, server: str) -> list[ChatTool]:
-        """All tools of a server, which is started if need be."""
         if not (self._is_script or self._tool_servers.is_running(server)):
             self._screen.note(f"starting the server {server}")
         # At first the keys are for the prompt.
         return self._tool_servers.tools(server, self._stops if self._has_begun else never)
 
     def _find_matching(self, server: str, pattern: str) -> dict[str, ChatTool]:
-        """A server's tools, by name, that match a pattern; UsageError if there are none."""
+        """A server's tools that match a pattern, by name; raises UsageError if there are none."""
         tools = self._list_tools(server)
         matching = {tool.name: tool for tool in tools if self._matches(pattern, tool.name, tool)}
         if not matching:
@@ -157,7 +156,7 @@ class ToolUse(Toolbox):
                 self._screen.note(f"{state} {_readable_json(Toolbox([tool]).tools_json)}")
 
     def _find_server(self, name: str) -> str:
-        """The server that is called `name`, or that has a tool of this name; raises UsageError."""
+        """The server called `name`, or with a tool of this name; raises UsageError if none."""
         names = self._server_names
         server = name if name in names else self._server_prefix(name) or name.partition("__")[0]
         if server not in names:
@@ -196,7 +195,7 @@ class ToolUse(Toolbox):
             return call if key in ("y", "a") else _REFUSAL
 
     def _reload_tool(self, name: str) -> ChatTool | None:
-        """A tool that is on, as its server describes it now; SirchatError if it has gone."""
+        """A tool that is on, as its server describes it now; raises SirchatError if it is gone."""
         tool = self.tools.get(name)
         if tool is None or not tool.origin[0]:
             return tool
@@ -231,7 +230,7 @@ class ToolUse(Toolbox):
         return max(exact or plain, key=len, default=None)
 
     def _matches(self, pattern: str, name: str, tool: ChatTool | None) -> bool:
-        """Whether a pattern means a tool; one that begins with a server's name means only its."""
+        """Whether a pattern means a tool; a pattern with a server's name means only its tools."""
         server, name_there = tool.origin if tool is not None else ("", "")
         prefix = self._server_prefix(pattern)
         if prefix is not None:
@@ -242,7 +241,7 @@ class ToolUse(Toolbox):
         return fnmatchcase(name, pattern) or fnmatchcase(f"{server}__{name_there}", pattern)
 
     def _may_match(self, pattern: str, server: str) -> bool:
-        """Whether a pattern may match a tool of a server, whose tools are not known yet."""
+        """Whether a pattern may match a tool of a server whose tools are not known yet."""
         literal_start = pattern.partition("*")[0].partition("?")[0].partition("[")[0]
         prefix = self._server_prefix(pattern)
         return prefix == server or (prefix is None and f"{server}__".startswith(literal_start))
@@ -266,7 +265,7 @@ def _describe(tool: ChatTool, max_chars: int) -> str:
 
 
 def _readable_json(text: str) -> str:
-    """JSON with its letters as they are and what nobody sees escaped; other text stays."""
+    """JSON with readable letters and escaped invisible characters; other text is unchanged."""
     with suppress(ValueError, RecursionError):
         text = json.dumps(json.loads(text), ensure_ascii=False)
     return "".join(
@@ -276,7 +275,7 @@ def _readable_json(text: str) -> str:
 
 
 def run_tools_command(session: Session, arguments: str) -> None:
-    """Run the command `/tools` in a chat; raises UsageError if it has no servers of tools."""
+    """Run the command `/tools` in a chat; raises UsageError if the chat has no tool servers."""
     if not isinstance(session.toolbox, ToolUse):
         raise UsageError(_NO_SERVERS)
     session.toolbox.command(session, arguments)
@@ -284,7 +283,7 @@ def run_tools_command(session: Session, arguments: str) -> None:
 
 @contextmanager
 def use_tools(flags: ToolFlags, session: Session, screen: Screen) -> Iterator[None]:
-    """Context manager: inside, a session has the tools that flags allow, and nobody is asked."""
+    """Context manager: gives a session the tools that flags allow, and asks nobody."""
     tools = ToolUse(flags, screen, timeout=lambda: session.profile.tool_timeout)
     try:
         tools.begin(is_script=True)

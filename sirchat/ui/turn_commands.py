@@ -32,8 +32,8 @@ from sirchat.ui.text import displayable_line, shorten
 def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | None:
     """Undo the last user turn and everything after it; raises UndoError if there is none.
 
-    Where the session can't (after a resume, or without an archive), returns a new session, which
-    has read the earlier turns again.
+    If the session can't (after a resume, or without an archive), returns a new session that has
+    read the earlier turns again.
     """
     try:
         events = session.undo()
@@ -54,7 +54,7 @@ def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | N
 
 
 def make_undoable(session: Session, screen: Screen, saved_chat: SavedChat) -> Session:
-    """`session`, or a new one that has read the chat if the last message can't be undone."""
+    """`session`; or a new one that has read the chat, if the last message can't be undone."""
     if session.undo_points or not _has_message(session):
         return session
 
@@ -66,7 +66,7 @@ def make_undoable(session: Session, screen: Screen, saved_chat: SavedChat) -> Se
 
 @dataclass(frozen=True)
 class Retry:
-    """Asks the chat for another reply to the user's last message, with settings for it alone."""
+    """Asks the chat for another reply to the last message, with settings for it alone."""
 
     settings: dict[str, Any]  # of sampling
     full: bool = False  # hold everything that fits the model's context
@@ -103,7 +103,7 @@ def retry(session: Session, request: Retry, interrupted: Interrupted) -> Iterato
 
 
 def parse_sampling_settings(words: str) -> dict[str, Any]:
-    """Parse `--temperature 0.9 --top-p=0.8` and the like; returns values by the setting's name."""
+    """Parse `--temperature 0.9 --top-p=0.8` and the like; returns values by setting."""
     values: dict[str, Any] = {}
     names = {"--" + name.replace("_", "-"): name for name in SAMPLING_PARAMETERS}
     arguments = iter(words.replace("=", " ").split())
@@ -134,7 +134,7 @@ def _read_again(
     screen: Screen,
     saved_chat: SavedChat,
 ) -> Session:
-    """A new session that `read` makes of this chat, saved in the same file."""
+    """The new session that `read` makes of this chat, saved in the same file."""
     with loading_bar(screen, session.model.name) as progress:
         new = read(session, progress)
     with InterruptFlag():  # Ctrl-C does not stop it halfway
@@ -150,7 +150,7 @@ def _print_undone(text: str, session: Session, screen: Screen, remark: str = "")
 
 
 def _describe_retry(session: Session, as_usual: Profile, note: str) -> str:
-    """What a reply had whose settings, which are still in force, differ from `as_usual`."""
+    """Say how the settings of a reply, which are still in force, differ from `as_usual`."""
     if session.profile.recall != as_usual.recall and session.recall.turns:
         remark = describe_recalled(session.recall, session.seen)
     elif session.profile.recall != "off":

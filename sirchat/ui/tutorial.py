@@ -118,7 +118,7 @@ def run_tutorial(open_session: OpenSession, screen: Screen, *, waits: bool) -> b
 
 
 def _echo(screen: Screen) -> ReadLine:
-    """Without a user: prints the suggested line, and returns it."""
+    """Instead of a user: print the suggested line, and return it."""
 
     def read(suggested: str) -> InputLine:
         screen.line(f"> {suggested}")
@@ -137,7 +137,7 @@ class _Tutorial:
         self._has_other_lines = False
 
     def run(self) -> bool:
-        """Run the steps; False if the end is reached and an effect was not observed."""
+        """Run the steps; returns False if an effect was not observed by the end."""
         self._explain(_SCRIPT["welcome"])
         failed_steps = 0
         try:
@@ -160,7 +160,7 @@ class _Tutorial:
         )
 
     def _run_step(self, step: TutorialStep) -> bool:
-        """Run the lines that the user types, up to `step.line`; return False if the user leaves."""
+        """Run lines that the user types, up to `step.line`; returns False if the user leaves."""
         while True:
             line = self._read_line(step.line)
             if line is None or line.text.strip().lower() == "q":
@@ -195,7 +195,7 @@ class _Tutorial:
         return self._commands.run(text)
 
     def _check_effects(self, step: TutorialStep) -> bool:
-        """Explain the effects of `step`; if some did not happen, name these, and return False."""
+        """Explain the effects of `step`; if some are missing, name these, and return False."""
         if step.shows_panel and self._screen.is_plain:  # replies are then shown without the panel
             snapshot = self._session.snapshot(strongest=self._screen.width)
             self._screen.show(draw_compact_panel(snapshot, self._screen.theme, self._screen.width))
@@ -208,7 +208,7 @@ class _Tutorial:
         return not faults
 
     def _describe_fault(self, effect: ExpectedEffect) -> str:
-        """Say in words how the outcome differs from `effect`; "" if it does not differ."""
+        """Say how the outcome differs from `effect`; "" if it does not differ."""
         reply = next((t.text for t in reversed(self._session.turns) if t.role == "assistant"), "")
         for place, text, wanted in (
             ("reply", reply, effect.in_reply),
@@ -232,7 +232,6 @@ class _Tutorial:
         self._screen.show(Text(f"\n── {title} ──", self._screen.theme.empty))
 
     def _explain(self, text: str) -> None:
-        """Print an explanation, with a bar at the left of each line."""
         screen = self._screen
         width = min(screen.width - 3, _MAX_COLUMNS)
         for row in Text(text).wrap(screen.console, width):

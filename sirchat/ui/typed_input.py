@@ -50,7 +50,7 @@ class TerminalInput:
 
 @contextmanager
 def open_terminal_input(screen: Screen, *, is_persistent: bool = True) -> Iterator[TerminalInput]:
-    """Context manager: inside, the terminal echoes no keys. If `is_persistent`, lines are saved."""
+    """Context manager: the terminal echoes no keys; `is_persistent` saves typed lines."""
     keys = terminal_keys()
     with CtrlCGuard() as ctrl_c, Keyboard(keys, screen.terminal) as keyboard:
         ask_background(keys, screen)
@@ -80,7 +80,7 @@ def create_prompt_output(screen: Screen) -> Output:
 
 
 def open_history(warn: Callable[[str], None], *, is_persistent: bool = True) -> TypedHistory:
-    """The history of typed lines in its file, or in memory after a `warn` if that can't be written.
+    """The history of typed lines in its file; in memory, after a `warn`, if that is not writable.
 
     Unless `is_persistent`, the file is read but not written.
     """
@@ -98,8 +98,6 @@ def open_history(warn: Callable[[str], None], *, is_persistent: bool = True) -> 
 
 
 class TypedHistory(History):
-    """The lines typed at the prompt, in this chat and in earlier ones."""
-
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)  # of the other base class
         self.new_lines: set[str] = set()  # since the program began
@@ -163,7 +161,7 @@ class Keyboard:
 
     @contextmanager
     def lend_terminal(self) -> Iterator[None]:
-        """Context manager: inside, the terminal has its former mode, as an editor needs it."""
+        """Context manager: the terminal has its former mode, for a program such as an editor."""
         self.wait_for_background()
         self._restore_mode()
         try:
@@ -172,7 +170,7 @@ class Keyboard:
             self._disable_echo()
 
     def wait_for_background(self) -> None:
-        """Wait a moment for the answer to `ask_background`, else another program reads it."""
+        """Wait briefly for the answer to `ask_background`; else another program would read it."""
         keys = self._keys
         if sys.platform != "win32" and isinstance(keys, TerminalKeys) and keys.is_answer_pending:
             self._disable_echo()  # a prompt that is left shows what comes
@@ -184,7 +182,7 @@ class Keyboard:
             keys.is_answer_pending = False
 
     def set_bracketed_paste(self, is_on: bool) -> None:
-        """Switch bracketed paste on, so that pasted text is one message, or off."""
+        """Turn bracketed paste on, so that pasted text is one message, or off."""
         self._is_paste_bracketed = is_on
         self._write(_PASTE_ON if is_on else _PASTE_OFF)
 
@@ -263,7 +261,7 @@ class Keyboard:
 
 
 class _PrivateFileHistory(TypedHistory, FileHistory):
-    """A history in a file that only the user can read; what can't be written is ignored."""
+    """A history in a file that only the user can read; failed writes are ignored."""
 
     def store_string(self, string: str) -> None:
         if not self.is_persistent:
@@ -299,7 +297,7 @@ def _history_lock() -> FileLock:
 
 
 def _is_stop_key(press: KeyPress) -> bool:
-    """Whether a key stops a reply: Esc alone, or a Ctrl-C that came as a key, not as a signal."""
+    """Whether a key stops a reply: Esc alone, or Ctrl-C that came as a key, not a signal."""
     is_escape = press.key == Keys.Escape and not isinstance(press, ChordEscape)
     return is_escape or press.key == Keys.ControlC
 

@@ -42,7 +42,7 @@ _REASONS_TO_RANK_HIGHER = {
 
 
 def show_why(session: Session, screen: Screen, rest: str) -> None:
-    """Run `/why [TARGET] [--all]`; TARGET is words or a turn, or else the last reply is meant.
+    """Run `/why [TARGET] [--all]`; TARGET is words or a turn, by default the last reply.
 
     `--all` adds a table with each token's numbers. Raises UsageError if no token matches TARGET, or
     if there is neither a TARGET nor a reply.
@@ -73,9 +73,9 @@ def show_why(session: Session, screen: Screen, rest: str) -> None:
 def describe_use(
     ranks: Sequence[TokenRank], what: str, paid: AttentionPaid, *, can_retry: bool
 ) -> str:
-    """Say whether tokens, called `what`, were held for the last reply, and what attention they got.
+    """Say whether tokens, called `what`, were held for the last reply, and their attention.
 
-    `can_retry`: whether to advise `/retry full`. "" if no token is older than the reply.
+    `can_retry` says whether to advise `/retry full`. "" if no token is older than the reply.
     """
     before, held = _read_before_reply(ranks, paid), _held_for_reply(ranks, paid)
     if not before:
@@ -145,13 +145,13 @@ def _could_not_use(can_retry: bool) -> str:
 
 
 def _read_before_reply(ranks: Sequence[TokenRank], paid: AttentionPaid) -> list[TokenRank]:
-    """The tokens that were read before the last reply; without sinks, if there are others."""
+    """The tokens read before the last reply; without sinks, if there are others."""
     before = [rank for rank in ranks if rank.row.position < paid.start]
     return [rank for rank in before if "sink" not in rank.row.flags] or before
 
 
 def _held_for_reply(ranks: Sequence[TokenRank], paid: AttentionPaid) -> list[TokenRank]:
-    """The tokens read before the last reply and held for it; or held now, if that is not known."""
+    """The tokens held for the last reply, of those read before; if unknown, those held now."""
     return [
         rank
         for rank in _read_before_reply(ranks, paid)
@@ -166,7 +166,6 @@ def _describe_related(
     shared_words: Sequence[str],
     paid: AttentionPaid,
 ) -> str:
-    """Say whether the reply could use the tokens `ranks` of an earlier, similar turn."""
     text = shorten(displayable_line(session.turns[turn].text), _MAX_QUOTED_CHARS)
     whose = "Your" if session.turns[turn].role == "user" else "The model's"
     shares = f"which shares {_quote_words(shared_words[:2])} with your message"
@@ -175,7 +174,7 @@ def _describe_related(
 
 
 def _most_used_sentence(session: Session, paid: AttentionPaid, question: int) -> list[str]:
-    """A line with the sentence before turn `question` whose tokens got most attention each."""
+    """The sentence before turn `question` whose tokens got most attention each, as a line."""
     if not (shares := paid.shares):
         return [_NO_ATTENTION] if shares is None else []
     rows = [row for row in session.tokens(sorted(shares)) if row.turn < question]
@@ -214,7 +213,7 @@ def _target_name(target: str, ranks: Sequence[TokenRank]) -> str:
 
 
 def _why_held(best: TokenRank, policy: str, query_words: Mapping[int, Sequence[str]]) -> str:
-    """Why the token is held; `query_words` are those that made recall restore a turn's tokens."""
+    """Why a token is held; `query_words` made recall restore a turn's tokens."""
     flags, higher_ranked = best.row.flags, _higher_ranked(best, policy)
     if "pinned" in flags:
         return " because it is pinned."

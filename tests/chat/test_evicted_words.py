@@ -9,7 +9,7 @@ import pytest
 
 from chatting import session, tiny
 from sirchat.chat.events import Evicted, TokenRow
-from sirchat.chat.evicted_text import evicted_turns, evicted_words
+from sirchat.chat.evicted_text import evicted_turns, evicted_words, surprising_words
 from sirchat.chat.session import Session
 from sirchat.chat.words import near_positions, split_words, word_text, words_at
 
@@ -31,6 +31,14 @@ def _told(**settings: Any) -> tuple[Session, set[int]]:
 def _words_held(chat: Session) -> set[str]:
     said = (row for row in chat.snapshot().rows if row.role != "template")
     return set(re.findall(r"\w+", "".join(row.text for row in said)))
+
+
+def test_tokens_of_the_chat_template_have_no_surprising_words() -> None:
+    chat, _ = _told()
+    marks = [row.position for row in chat.tokens(range(chat.seen)) if row.role == "template"]
+    assert marks
+    assert surprising_words(chat, marks, ()) == surprising_words(chat, [], ()) == ()
+    assert surprising_words(chat, range(chat.seen), ())
 
 
 def test_evicted_words_are_whole_words_of_the_user_that_nothing_holds() -> None:

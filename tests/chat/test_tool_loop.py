@@ -132,7 +132,7 @@ def test_a_call_is_done_refused_or_changed_as_is_decided(monkeypatch: pytest.Mon
 
 
 def test_a_model_that_only_calls_comes_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sirchat.chat.tool_loop.MAX_CALLS_PER_MESSAGE", 3)
+    monkeypatch.setattr("sirchat.chat.tool_loop.MAX_CALLS", 3)
     script(monkeypatch, [call(city="Oslo")] * 5)
     chat = calling()
     events = ask(chat)

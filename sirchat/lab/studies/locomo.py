@@ -349,9 +349,7 @@ def _count(conversations: Sized) -> str:
 
 
 def tables_of(
-    findings: Sequence[Findings],
-    retrievers: Sequence[str],
-    counts: Sequence[int],
+    findings: Sequence[Findings], retrievers: Sequence[str], counts: Sequence[int]
 ) -> tuple[Table, ...]:
     """The tables of the study's report: answers, differences, categories and restored evidence."""
     measured = {

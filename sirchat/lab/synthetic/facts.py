@@ -88,10 +88,10 @@ def _story(rng: Random) -> str:
 
 
 _DRAWS: dict[str, Draw] = {
-    "secret": _secret, "date": _date, "age": _age, "groceries": _groceries, "story": _story,
+    "secret": _secret, "date": _date, "age": _age, "groceries": _groceries, "story": _story
 }  # fmt: skip
 _POOLED: dict[str, Callable[..., Draw]] = {
-    "pick": _pick, "open_name": _open_name, "digits": _digits,
+    "pick": _pick, "open_name": _open_name, "digits": _digits
 }  # fmt: skip
 
 

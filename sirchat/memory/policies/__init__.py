@@ -1,7 +1,7 @@
-"""The eviction policies; each is in a file of its own, named after the policy.
+"""The eviction policies, each in a file named after it.
 
-Other packages add some through the entry points `sirchat.policies`; a user may name a class by its
-path `package.module:Class`. Listing the names imports no policy, and so no torch.
+Other packages add policies by the entry points `sirchat.policies`. A user may also name a class by
+its path `package.module:Class`. Listing the names imports no policy, and so no torch.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _REGISTRY = Registry("policy", __name__, "sirchat.policies", ALIASES, ("base", "
 
 
 def policy_names() -> list[str]:
-    """Names of all eviction policies, the built-in policies first; imports no policy."""
+    """Names of all eviction policies, built-in ones first."""
     return _REGISTRY.names()
 
 
 def is_policy(name: str) -> bool:
-    """Whether there is an eviction policy of this name; aliases and paths do not count."""
+    """Whether an eviction policy has this name; aliases and paths do not count."""
     return name in _REGISTRY
 
 
 def is_path(name: str) -> bool:
-    """Whether `name` has the form `package.module:Class`, the path of a policy's class."""
+    """Whether `name` has the form `package.module:Class`."""
     module, colon, kind = name.partition(":")
     return bool(colon) and kind.isidentifier() and all(map(str.isidentifier, module.split(".")))
 
 
 def policy_class(name: str) -> type[Policy]:
-    """The policy's class with this name, alias or path `module:Class`; else a SettingError.
+    """The class of the policy with this name, alias or path; raises SettingError if there is none.
 
     A module in the current folder is found only after `import_typed` of its path.
     """
@@ -51,9 +51,9 @@ def policy_class(name: str) -> type[Policy]:
 
 
 def import_typed(name: str) -> None:
-    """Import the module of a policy that the user typed as `module:Class`, if `name` is such.
+    """Import the module of a policy that the user typed as a path; ignore other names.
 
-    It may be in the current folder. `policy_class` raises the error of a failed import.
+    The module may be in the current folder. `policy_class` raises the error of a failed import.
     """
     if not is_path(name):
         return
@@ -68,7 +68,7 @@ def import_typed(name: str) -> None:
 def refuse_untrusted(name: object, source: str, trusted: Collection[str]) -> None:
     """Raise SettingError if the file `source` names a policy by a path that is not `trusted`.
 
-    Its module's code would run, and the file may come from somebody else.
+    The path's module would run as code, and the file may come from somebody else.
     """
     if isinstance(name, str) and ":" in name and name not in trusted:
         shown = format_value(name)

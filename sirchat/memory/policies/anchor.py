@@ -16,9 +16,9 @@ from sirchat.memory.policies.base import ScorePolicy
 class Anchor(ScorePolicy):
     """Keeps the sinks, the current sequence, and the last token of each before it.
 
-    Anchor-based language models (Pang et al. 2024, arXiv:2402.07616, Algorithm 1): once a sequence
-    (sentence or round) has ended, only its last token stays. `lazy`: only when room is needed, for
-    models not trained for it. Of too many anchors, the oldest are evicted.
+    Anchor-based language models (Pang et al. 2024, arXiv:2402.07616, Algorithm 1). When a sequence
+    (sentence or round) ends, only its last token, the anchor, stays; with `lazy`, for models not
+    trained for anchors, once room is needed. Of too many anchors, the oldest are evicted.
     """
 
     source: ClassVar[str] = "Anchor-based LLMs, arXiv:2402.07616"

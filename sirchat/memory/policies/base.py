@@ -1,7 +1,7 @@
 """The base classes of eviction policies, which choose the tokens that stay in the KV cache.
 
-A policy sees ledger rows alone, and has no state but its options, the fields of its dataclass, so
-that it can be switched at any moment.
+A policy sees only ledger rows. Its only state are its options, the fields of its dataclass, so that
+policies can be switched at any moment.
 """
 
 from __future__ import annotations
@@ -33,36 +33,31 @@ class Policy(ABC):
 
     @property
     def compacts_at_anchors(self) -> bool:
-        """Whether `reduce` evicts right after each anchor, the last token of a sentence or round.
-
-        If so, an anchor attends only to the sinks and its own sequence.
-        """
+        """Whether `reduce` evicts after each anchor, the last token of a sentence or round."""
         return False
 
     @property
     def attention_stats(self) -> AttentionStatsConfig | None:
-        """Which attention statistics the policy uses; None if it uses none."""
+        """The attention statistics that the policy uses; None for none."""
         return None
 
     @property
     def key_value_stats(self) -> tuple[KeyValueStat, ...]:
-        """The statistics of keys and values that the policy uses; computed whenever it ranks."""
+        """The statistics of keys and values that the policy uses, computed whenever it ranks."""
         return ()
 
     def newest_room(self, evictable: int) -> int:
-        """How many of the `evictable` rows the newest tokens may take.
-
-        Half is for ids that are read next, half for the current round's protected rows.
-        """
+        """Most of the `evictable` rows that the newest tokens may take."""
+        # Half of these are for ids that are read next, half for protected rows of the round.
         return evictable
 
     def reduce(self, rows: HeldRows) -> Tensor | None:
-        """The numbers, int64 and ascending, of the rows that stay after an anchor; None: all."""
+        """Numbers (int64, ascending) of the rows that stay after an anchor; None for all."""
         return None
 
     @abstractmethod
     def keep(self, rows: HeldRows, num_keep: int) -> Tensor:
-        """The numbers of the `num_keep` rows that stay: int64, ascending, all protected ones.
+        """Numbers (int64, ascending) of the `num_keep` rows that stay, with all protected rows.
 
         `num_keep` is at least the number of protected rows and at most `len(rows)`.
         """
@@ -79,7 +74,7 @@ class ScorePolicy(Policy):
         """The scores [n] of the rows; those with higher scores stay."""
 
     def log_factors(self, rows: HeldRows) -> dict[str, Tensor]:
-        """By name, the logs [n] of the factors whose product is the score, which `/why` shows."""
+        """Logs [n] of the factors whose product is the score, by name; `/why` shows them."""
         return {}
 
     def keep(self, rows: HeldRows, num_keep: int) -> Tensor:
@@ -100,9 +95,9 @@ class RecentScorePolicy(ScorePolicy):
 
 
 def highest(ranking: Tensor, protected: Tensor, num_keep: int) -> Tensor:
-    """The ascending numbers of the `num_keep` rows with the highest values `ranking` [n].
+    """Numbers (ascending) of the `num_keep` rows with the highest values `ranking` [n].
 
-    Those that `protected` [n] marks come first; of equal values, the newer row.
+    Rows that `protected` [n] marks come first. Of equal values, the newer row wins.
     """
     newest_first = ranking.double().flip(0)
     order = torch.argsort(newest_first, descending=True, stable=True)

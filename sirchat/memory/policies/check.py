@@ -52,7 +52,6 @@ def contract_violations(policy: Policy) -> list[str]:
 
 
 def _scores_and_factors(policy: Policy, rows: HeldRows) -> list[Tensor]:
-    """What the policy's `score` and `log_factors` return, if it has them."""
     if not isinstance(policy, ScorePolicy):
         return []
     return [policy.score(rows), *policy.log_factors(rows).values()]

@@ -24,7 +24,7 @@ class Full(Policy):
     bounded: ClassVar[bool] = False
 
     def keep(self, rows: HeldRows, num_keep: int) -> Tensor:
-        """Raise ContextFullError, because the cache is full and this policy never evicts."""
+        """Raise ContextFullError: the cache is full, and this policy never evicts."""
         raise ContextFullError(
             f"the model's context is full: {len(rows)} tokens held, and policy full evicts none",
             hint="choose another policy, such as /policy entropy, or start anew with /reset",

@@ -17,9 +17,9 @@ from sirchat.memory.policies.scores import attention_or_median
 class H2o(RecentScorePolicy):
     """Keeps the sinks, the tokens that received most attention so far, and the `recent` newest.
 
-    H2O (Zhang et al. 2023, arXiv:2306.14048, Algorithm 1): the sum of the attention from all
-    queries since, times the decays; `memory/attention.py` records it. `values`: times |v|, the L1
-    norm (VATP, arXiv:2406.12335). Known deviation: one choice for all heads and layers.
+    H2O (Zhang et al. 2023, arXiv:2306.14048, Algorithm 1). The score is the sum of the attention
+    from all later queries, times the decays; with `values`, also times |v|, the L1 norm (VATP,
+    arXiv:2406.12335). Known deviation: one choice for all heads and layers.
     """
 
     source: ClassVar[str] = "H2O, arXiv:2306.14048"

@@ -15,9 +15,9 @@ from sirchat.memory.policies.base import Policy
 class Interval(Policy):
     """Keeps the sinks and, from the oldest on, every stride-th of the other held tokens.
 
-    SirLLM's IntervalLLM baseline (arXiv:2405.12528, section 4.1): the stride is the number of
-    unprotected tokens divided by how many of them stay, rounded down. If fewer than half must go it
-    is 1, and the oldest stay: the paper's rule, which makes the baseline weak.
+    SirLLM's IntervalLLM baseline (arXiv:2405.12528, section 4.1). The stride is the number of
+    unprotected tokens divided by how many of them stay, rounded down. If fewer than half must go,
+    the stride is 1, and the oldest stay: the paper's rule, which makes the baseline weak.
     """
 
     source: ClassVar[str] = "SirLLM's IntervalLLM, arXiv:2405.12528"

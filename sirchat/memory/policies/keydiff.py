@@ -15,8 +15,8 @@ from sirchat.memory.policies.base import RecentScorePolicy
 class Keydiff(RecentScorePolicy):
     """Keeps the sinks, the tokens with the most distinctive keys, and the `recent` newest.
 
-    KeyDiff (Park et al. 2025, arXiv:2504.15364): -cos(k, a), a the mean of k / |k|, with keys as
-    attention reads them; `memory/key_value_stats.py` computes it. Known deviations: one choice for
+    KeyDiff (Park et al. 2025, arXiv:2504.15364). The score is the negative cosine of a key with the
+    mean of all keys scaled to length 1, as attention reads them. Known deviations: one choice for
     all heads and layers; the newest tokens always stay.
     """
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from sirchat.memory.held_rows import HeldRows
 from sirchat.memory.policies.base import RecentScorePolicy, highest
 
-_MIN_NEWEST_TOKENS = 8  # newest tokens, however large the sample is
+_MIN_NEWEST = 8  # newest tokens, however large the sample is
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Reservoir(RecentScorePolicy):
     """Keeps the sinks, a uniform sample of all older tokens, and the `recent` newest.
 
     Reservoir sampling for StreamingLLM (Pan et al. 2024, section 4, equations 1 and 2): the
-    `sample` tokens of the largest arrival keys among those that left the `recent` newest
-    (Efraimidis and Spirakis 2006). Known deviation: the paper's Figure 2 draws among what is held.
+    `sample` older tokens with the largest arrival keys stay (Efraimidis and Spirakis 2006). Known
+    deviation: in the paper's Figure 2, the sample is drawn among the held tokens.
     """
 
     source: ClassVar[str] = "An Experiment of Implementing Reservoir Sampling to StreamingLLM"
@@ -32,9 +32,7 @@ class Reservoir(RecentScorePolicy):
     )
 
     def newest_room(self, evictable: int) -> int:
-        return (
-            evictable if self.sample is None else max(_MIN_NEWEST_TOKENS, evictable - self.sample)
-        )
+        return evictable if self.sample is None else max(_MIN_NEWEST, evictable - self.sample)
 
     def keep(self, rows: HeldRows, num_keep: int) -> Tensor:
         if self.sample is None:
@@ -51,7 +49,7 @@ class Reservoir(RecentScorePolicy):
         return self._by_membership(rows, self.recent, self.sample)
 
     def _by_membership(self, rows: HeldRows, window: int, sample: int) -> Tensor:
-        """Scores [n]: from 1 to 2 for members of the sample, below 1 for others, by their age."""
+        """Scores [n]: from 1 to 2 for tokens of the sample; below 1, by age, for all others."""
         no_candidates = rows.newest(window) | rows.is_sink | rows.is_pinned
         keys = rows.arrival_key.masked_fill(no_candidates, -1.0)
         members = torch.zeros(len(rows), dtype=torch.bool)

@@ -25,9 +25,9 @@ _MIN_SURPRISAL = 1e-9  # nats, so that a surprisal of 0 still has a logarithm
 class Salience(RecentScorePolicy):
     """Keeps the sinks, whole words of high surprisal, tokens beside them, and the `recent` newest.
 
-    Ours, from SirLLM's token entropy: the surprisal of the token's whole word (`whole_words`),
-    times the decays, 0 for the template's tokens (`template`), at least half of the score of the
-    token beside it (`neighbours`), times `user_weight` for what the user said.
+    Based on SirLLM's token entropy: a token's score is the decayed surprisal of its word
+    (`whole_words`), 0 for the chat template (`template`), at least half of a neighbour's score
+    (`neighbours`), and `user_weight` times as much for the user's words.
     """
 
     source: ClassVar[str] = "ours"

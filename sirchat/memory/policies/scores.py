@@ -1,4 +1,4 @@
-"""What several scores share: the decay for age, factors for words and neighbours, usual values.
+"""What several scores share: the decay for age, factors for words and neighbours, medians.
 
 Scores and factors are natural logarithms [n], because products of many decays would underflow.
 """
@@ -26,22 +26,20 @@ _MIN_FACTOR = 0.1
 
 
 def log_product(log_factors: dict[str, Tensor]) -> Tensor:
-    """The product of factors by name; NaN becomes -inf."""
+    """The log of the product of factors by name; NaN becomes -inf."""
     total = torch.stack([factor.double() for factor in log_factors.values()]).sum(0)
     return total.masked_fill(total.isnan(), -math.inf)
 
 
 def fill_nan_with_median(values: Tensor, if_none: float = 0.0) -> Tensor:
-    """The values as float64, each NaN replaced by the median of the others, or by `if_none`."""
+    """The values as float64; each NaN becomes the median of the others, or `if_none`."""
     usual = values.double().nanmedian().nan_to_num(if_none)
     return values.double().nan_to_num(usual.item())
 
 
 def attention_or_median(received: Tensor) -> Tensor:
-    """Attention received [n]; the median for a token that was read while none was recorded (0).
-
-    Any other token has received some, at least from its own query.
-    """
+    """Attention received [n]; the median for a token that was read while none was recorded (0)."""
+    # A recorded token has received some attention, at least from its own query.
     return fill_nan_with_median(received.masked_fill(received == 0, math.nan), if_none=1.0)
 
 
@@ -51,12 +49,12 @@ def word_factor(log_values: Tensor, rows: HeldRows) -> Tensor:
 
 
 def template_factor(rows: HeldRows) -> Tensor:
-    """A factor of 0 for tokens of the chat template, of 1 for all others."""
+    """The factor 0 for tokens of the chat template, and 1 for all others."""
     return torch.where(rows.role == Role.TEMPLATE, -math.inf, 0.0)
 
 
 def neighbour_factor(log_factors: dict[str, Tensor], rows: HeldRows) -> Tensor:
-    """The factor that raises each token's score to half of that of the token before and after."""
+    """The factor that raises each token's score to at least half of each neighbour's score."""
     total = log_product(log_factors)
     is_adjacent = torch.diff(rows.position) == 1  # [n - 1]
     neighbour_share = torch.where(is_adjacent, 0.0, -math.inf) + math.log(NEIGHBOUR_SHARE)
@@ -67,7 +65,7 @@ def neighbour_factor(log_factors: dict[str, Tensor], rows: HeldRows) -> Tensor:
 
 
 def word_numbers(rows: HeldRows) -> Tensor:
-    """The number of the word of each token, a run of tokens that follow each other; from 0."""
+    """The word number of each token, counted from 0; words are runs of adjacent tokens."""
     is_adjacent = torch.diff(rows.position, prepend=rows.position[:1] - 2) == 1
     starts = ~(rows.continues_word & is_adjacent)
     at = torch.arange(len(rows))
@@ -77,7 +75,7 @@ def word_numbers(rows: HeldRows) -> Tensor:
 
 
 def log_sum_by_word(log_values: Tensor, word: Tensor) -> Tensor:
-    """The sum of the values of each token's word; `word` [n] has the words' numbers."""
+    """The log of the sum of the values of each token's word; `word` [n] are word numbers."""
     values = log_values.double()
     count = int(word[-1]) + 1 if len(word) else 0
     highest = torch.full((count,), -math.inf, dtype=torch.float64)
@@ -88,10 +86,11 @@ def log_sum_by_word(log_values: Tensor, word: Tensor) -> Tensor:
 
 
 def automatic_decay(surprisal: NDArray[np.float32], rounds: NDArray[np.int32]) -> float:
-    """The factor, from 0.1 to 1, of `decay: auto` for all rounds before the last one.
+    """The factor, 0.1 to 1, by which `decay: auto` multiplies all rounds before the last one.
 
-    It is below 1 only if the last round is unusually surprising, so that early facts outlive any
-    amount of small talk. `surprisal` [n] is in nats; `rounds` [n] rise from 0, the system prompt.
+    The factor is below 1 only if the last round is unusually surprising, so that early facts
+    outlive any amount of small talk. `surprisal` [n] is in nats; `rounds` [n] count from 0, the
+    system prompt.
     """
     last = int(rounds[-1]) if len(rounds) else 0
     first = max(1, last - _MAX_ROUNDS)

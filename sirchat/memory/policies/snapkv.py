@@ -16,9 +16,9 @@ from sirchat.memory.policies.base import RecentScorePolicy
 class Snapkv(RecentScorePolicy):
     """Keeps the sinks, the tokens that the newest queries attend to most, and the `recent` newest.
 
-    SnapKV (Li et al. 2024, arXiv:2404.14469, section 4): the attention weights from the newest
-    `window` queries, summed in `memory/attention.py`. Known deviations: chosen anew at each
-    eviction; no pooling over neighbours; one choice for all heads and layers.
+    SnapKV (Li et al. 2024, arXiv:2404.14469, section 4). The score is the sum of the attention
+    weights from the newest `window` queries. Known deviations: the choice is made at each eviction;
+    no pooling over neighbours; one choice for all heads and layers.
     """
 
     source: ClassVar[str] = "SnapKV, arXiv:2404.14469"

@@ -16,8 +16,8 @@ from sirchat.memory.policies.base import RecentScorePolicy
 class Tova(RecentScorePolicy):
     """Keeps the sinks, the tokens with most attention from the last query, and the `recent` newest.
 
-    TOVA (Oren et al. 2024, arXiv:2401.06104, section 3.2): the attention weights from the newest
-    token's query, recorded in `memory/attention.py`. Known deviation: one choice for all layers.
+    TOVA (Oren et al. 2024, arXiv:2401.06104, section 3.2). Known deviation: one choice for all
+    layers.
     """
 
     source: ClassVar[str] = "TOVA, arXiv:2401.06104"

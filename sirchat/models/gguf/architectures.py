@@ -124,7 +124,7 @@ _SHORT_FACTORS = "rope_parameters.short_factor"
 
 @dataclass(frozen=True)
 class Architecture:
-    """How a GGUF file of one architecture is read; a dictionary maps the file's names to others."""
+    """How to read a GGUF file of one architecture; dictionaries map the file's names to others."""
 
     # The same architecture in transformers.
     model_type: str

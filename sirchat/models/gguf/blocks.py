@@ -33,7 +33,7 @@ class FourBit(NamedTuple):
 
     @property
     def q(self) -> Tensor:
-        """The values q of all weights, uint8 [N, K]."""
+        """All values q, uint8 [N, K]."""
         return torch.cat((self.nibbles & 15, self.nibbles >> 4), -1).flatten(1)
 
 
@@ -49,7 +49,7 @@ def split_four_bit(tensor: GgufTensor) -> FourBit:
 
 
 class NativePacking:
-    """Packs matrices of a GGUF file by the library of `blocks.cpp`, with the bits of this file's.
+    """Packs matrices of a GGUF file by the library of `blocks.cpp`, bit for bit as this file does.
 
     `can_read` says which block formats; row r of a layer is row `order[r]` of the matrix.
     """
@@ -66,11 +66,11 @@ class NativePacking:
 
     @staticmethod
     def can_read(tensor: GgufTensor) -> bool:
-        """Whether it can pack a matrix in eight bits, and one of four bits in four, too."""
+        """Whether a matrix can be packed in eight bits, and a four-bit matrix also in four."""
         return tensor.type in _SPLITTERS
 
     def pack_four_bits(self, tensor: GgufTensor, order: Tensor, empty: Empty) -> Int4Linear:
-        """Pack a four-bit matrix without loss; `empty` makes the tensors for it."""
+        """Pack a four-bit matrix without loss; `empty` makes the tensors."""
         rows, columns = tensor.shape
         packed = empty((rows, columns // 2), dtype=torch.uint8)
         scales = empty((columns // GROUP, rows, 2), dtype=torch.bfloat16)
@@ -79,7 +79,7 @@ class NativePacking:
         return Int4Linear(packed, scales)
 
     def pack_five_bits(self, tensor: GgufTensor, order: Tensor, empty: Empty) -> Int5Linear:
-        """Pack a matrix of Q5_0 without loss; `empty` makes the tensors for it."""
+        """Pack a matrix of Q5_0 without loss; `empty` makes the tensors."""
         rows, columns = tensor.shape
         packed = empty((rows, columns // 8 * 5), dtype=torch.uint8)
         scales = empty((rows, columns // GROUP), dtype=torch.float16)
@@ -88,7 +88,7 @@ class NativePacking:
         return Int5Linear(packed, scales)
 
     def pack_eight_bits(self, tensor: GgufTensor, order: Tensor, empty: Empty) -> Int8Linear:
-        """Round a matrix as `quantize_int8` does; `empty` makes the tensors for it."""
+        """Round a matrix as `quantize_int8` does; `empty` makes the tensors."""
         q = empty(tensor.shape, dtype=torch.int8)
         scale = empty((len(q),), dtype=torch.bfloat16)
         target = q.data_ptr(), scale.data_ptr(), torch.get_num_threads()
@@ -118,7 +118,7 @@ def unpack_floats(tensor: GgufTensor) -> Tensor:
 
 
 def _unpack_by_package(kind: str, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Unpack blocks of the rarer formats."""
+    """Unpack blocks of rarer formats by the package `gguf`."""
     from gguf import quants
 
     # Not by `dequantize`, which makes a call for each 16 blocks.
@@ -129,7 +129,7 @@ def _unpack_by_package(kind: str, blocks: NDArray[np.uint8]) -> NDArray[np.float
 
 
 class _Split(NamedTuple):
-    """Weights of b blocks: in g groups, each weight is `q * scale + minimum`."""
+    """Weights of b blocks with g groups each; a weight is `q * scale + minimum`."""
 
     q: Tensor  # int8 or uint8, as many for each group
     scale: Tensor  # float32 [b, g]
@@ -141,23 +141,20 @@ def _read_float16(blocks: Tensor, offset: int) -> Tensor:
 
 
 def _read_words(blocks: Tensor, start: int, end: int, run: int = 32) -> Tensor:
-    """Bytes of blocks in runs of `run` bytes, as int64 [b, runs, run / 8]."""
+    """The bytes of blocks, in runs of `run` bytes, as int64 [b, runs, run / 8]."""
     # Operations on eight bytes at once, without strides, are several times as fast.
     return blocks[:, start:end].contiguous().view(torch.int64).view(len(blocks), -1, run // 8)
 
 
 def _split_bits(words: Tensor, width: int, to: int = 0) -> Tensor:
-    """Cut each byte into fields of `width` bits, the lowest one first, which move to bit `to`.
-
-    The result is uint8 [b, runs, 8 / width, run].
-    """
+    """Cut bytes into `width`-bit fields, moved to bit `to`: uint8 [b, runs, 8 / width, run]."""
     moved = [words >> bit - to if bit > to else words << to - bit for bit in range(0, 8, width)]
     mask = ((1 << width) - 1 << to) * _ONES
     return torch.stack(moved, 2).bitwise_and_(mask).view(torch.uint8)
 
 
 def _spread_fifth_bits(blocks: Tensor, offset: int) -> Tensor:
-    """The 32 bits of four bytes as the fifth bits of 32 weights, [b, 1, 2, 16]."""
+    """Turn 32 bits of four bytes into the fifth bits of 32 weights, [b, 1, 2, 16]."""
     copies = blocks[:, offset : offset + 4].long() * _ONES  # eight copies of each byte
     # Keep one bit in each copy; if it is set, the sum has the highest bit of its byte.
     high = copies.bitwise_and_(_DIAGONAL).add_(_UP_TO_HIGHEST) >> 3
@@ -165,7 +162,7 @@ def _spread_fifth_bits(blocks: Tensor, offset: int) -> Tensor:
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minima, [b, 8] each, of Q4_K and Q5_K: six-bit multiples of a block's floats."""
+    """Scales and minima of Q4_K and Q5_K, [b, 8] each: six-bit multiples of a block's floats."""
     low, high, mixed = _read_three_words(blocks, 4)
     scale = low & 0x3F3F3F3F, mixed & 0xF0F0F0F | low >> 2 & 0x30303030
     minimum = high & 0x3F3F3F3F, mixed >> 4 & 0xF0F0F0F | high >> 2 & 0x30303030
@@ -176,23 +173,18 @@ def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _read_three_words(blocks: Tensor, offset: int) -> Tensor:
-    """Twelve bytes of each block, which hold its groups' scales, as int32 [3, b]."""
+    """Read the twelve bytes in each block that hold its groups' scales, as int32 [3, b]."""
     return blocks[:, offset : offset + 12].contiguous().view(torch.int32).T.contiguous()
 
 
 def _split_q4_0(blocks: Tensor) -> _Split:
-    return _Split(
-        _split_bits(_read_words(blocks, 2, 18, 16), 4).view(torch.int8).sub_(8),
-        _read_float16(blocks, 0),
-    )
+    q = _split_bits(_read_words(blocks, 2, 18, 16), 4)
+    return _Split(q.view(torch.int8).sub_(8), _read_float16(blocks, 0))
 
 
 def _split_q4_1(blocks: Tensor) -> _Split:
-    return _Split(
-        _split_bits(_read_words(blocks, 4, 20, 16), 4),
-        _read_float16(blocks, 0),
-        _read_float16(blocks, 2),
-    )
+    q = _split_bits(_read_words(blocks, 4, 20, 16), 4)
+    return _Split(q, _read_float16(blocks, 0), _read_float16(blocks, 2))
 
 
 def _split_q5_0(blocks: Tensor) -> _Split:

@@ -84,7 +84,6 @@ class GgufTensor:
         return self.data.reshape(-1, BLOCKS[self.type][2])
 
     def split_rows(self, max_rows: int) -> Iterator[GgufTensor]:
-        """Yield the tensor in parts of at most `max_rows` rows."""
         by_row = self.data.reshape(self.shape[0], -1)
         for start in range(0, self.shape[0], max_rows):
             part = by_row[start : start + max_rows]
@@ -93,9 +92,9 @@ class GgufTensor:
 
 @dataclass(frozen=True, eq=False)
 class GgufFile:
-    """The metadata and the tensors, in the file's order, of a GGUF file, or of all its parts.
+    """The metadata and the tensors, in the file's order, of a GGUF file or of all its parts.
 
-    `mapped` are the files as mapped into memory, if the tensors are views of them.
+    If the tensors are views of files mapped into memory, `mapped` has these files.
     """
 
     metadata: Mapping[str, Any]
@@ -109,7 +108,7 @@ class GgufFile:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The metadata of the model itself; the keys are without the architecture's name."""
+        """The metadata of the model itself, with the architecture's name cut from the keys."""
         prefix = f"{self.architecture}."
         return {
             key.removeprefix(prefix): value
@@ -123,7 +122,7 @@ class GgufFile:
         return max((max(tensor.shape, default=0) for tensor in self.tensors.values()), default=0)
 
     def number(self, key: str, *, may_be_zero: bool = False) -> int | float:
-        """A setting that is a positive number, whole if it is a size; raises ModelError if not."""
+        """A positive number in the settings, whole if it is a size; raises ModelError otherwise."""
         value: Any = self.settings.get(key)
         is_whole = not any(part in key for part in _FRACTION_KEYS)
         is_number = type(value) is int or (type(value) is float and not is_whole)
@@ -134,7 +133,7 @@ class GgufFile:
         return int(value) if is_whole else float(value)
 
     def require(self, is_usable: bool, key: str, allowed: str = "") -> None:
-        """Raise ModelError, which names the setting, if it is missing or its value is unusable."""
+        """Raise ModelError, which names the setting `key`, if it is missing or not usable."""
         if is_usable:
             return
         name = f"{self.architecture}.{key}"
@@ -154,15 +153,15 @@ class GgufFile:
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Whether a setting is a whole number, 0 or more, of a sensible size."""
+    """Whether a value is a whole number, 0 or more, of a sensible size."""
     return type(value) is int and 0 <= value < _NUMBER_LIMIT
 
 
 def parse_gguf(path: Path, *, with_text_lists: bool = True) -> GgufFile:
-    """Map a GGUF file into memory, with all other parts if it is one of several; read its header.
+    """Map a GGUF file into memory, with all parts of a split file, and read the header.
 
-    Leaves out tensors for images. Raises ModelError if it is not valid, or a part is missing. Lists
-    of text (the vocabulary) take most of the time; without `with_text_lists` they are empty.
+    Tensors for images are left out; without `with_text_lists`, so is the vocabulary, which takes
+    most of the time. Raises ModelError if the file is invalid, or if a part is missing.
     """
     file = _parse_part(path, with_text_lists)
     count = file.metadata.get("split.count", 1)
@@ -186,12 +185,10 @@ def parse_gguf(path: Path, *, with_text_lists: bool = True) -> GgufFile:
 
 
 def _without_media(file: GgufFile) -> GgufFile:
-    """The file without the tensors of its part for images, and of one for sound beside it."""
+    """The file without the tensors for images, and without those for sound beside them."""
     prefixes = ("v.", "mm.", "a.") if IMAGE_LAYERS in file.settings else ()
-    tensors = {
-        name: tensor for name, tensor in file.tensors.items() if not name.startswith(prefixes)
-    }
-    return replace(file, tensors=tensors)
+    named = file.tensors.items()
+    return replace(file, tensors={name: x for name, x in named if not name.startswith(prefixes)})
 
 
 def _parse_part(path: Path, with_text_lists: bool) -> GgufFile:
@@ -342,9 +339,8 @@ class _Reader:
     ) -> GgufTensor:
         shape = entry.shape
         if entry.type not in _FORMATS:
-            return GgufTensor(
-                shape, _UNREADABLE_TYPES.get(entry.type, f"type {entry.type}"), data[:0]
-            )
+            name = _UNREADABLE_TYPES.get(entry.type, f"type {entry.type}")
+            return GgufTensor(shape, name, data[:0])
         kind, weights, size = _FORMATS[entry.type]
         if not shape or shape[-1] % weights:
             raise self.error(f"{kind} blocks do not fit the shape {shape}")

@@ -1,4 +1,4 @@
-"""Makes a model from a GGUF file: an empty model first, then one tensor at a time."""
+"""Makes a model from a GGUF file: first an empty model, then one tensor at a time."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def load_module(
 ) -> Any:
     """Make the model of a GGUF file, with weights of `dtype` on the CPU, or packed on `device`.
 
-    With `keep_packed`, four-bit matrices stay so, and other blocks get eight bits: on a CPU by
-    `native`, if given, which keeps five bits, too. With `for_hub`, it is a model of
+    With `keep_packed`, four-bit matrices keep four bits, and other blocks get eight; on a CPU,
+    `native`, if given, packs them and keeps five bits, too. With `for_hub`, the model is one of
     transformers. Raises ModelError if tensors are missing or of a wrong shape.
     """
     loader = _Loader(file, dtype, keep_packed, for_hub, device, native)
@@ -67,7 +67,7 @@ def load_module(
             trim_memory()
         if progress is not None:
             progress("Reading weights", done, len(file.tensors))
-    return loader.finish()
+    return finish_module(loader.module)
 
 
 class _Loader:
@@ -86,9 +86,9 @@ class _Loader:
         _check_sizes(file, self._values)
         # A GPU's captured step reads sliding-window layers only by transformers' modules.
         for_hub |= device.type != "cpu" and bool(self._values.get("sliding_window"))
-        self._module = empty_module(self._values, dtype, for_hub=for_hub)
+        self.module = empty_module(self._values, dtype, for_hub=for_hub)
         self._four_bit_kind = int4_class(device)
-        self._weight_store = WeightStore(_max_packed_bytes(file) if keep_packed else 0, device)
+        self._store = WeightStore(_max_packed_bytes(file) if keep_packed else 0, device)
         self._waiting = defaultdict[str, dict[Conversion, Any]](dict)
 
     def add(self, name: str, tensor: GgufTensor) -> None:
@@ -98,21 +98,18 @@ class _Loader:
         if conversion in (*_EXPERT_PARTS, "gate and up"):
             self._add_experts(name, target, conversion, tensor)
         elif self._can_stay_packed(target, tensor):
-            is_separate = not may_be_joined(target.removesuffix(".weight"))
-            packed = self._pack(tensor, conversion, _may_be_4_bit(name), is_separate)
-            _replace_layer(self._module, target, packed, self._dtype, self._weight_store)
+            is_joined = may_be_joined(target.removesuffix(".weight"))
+            packed = self._pack(tensor, conversion, _may_be_4_bit(name), is_joined)
+            _replace_layer(self.module, target, packed, self._dtype, self._store)
         else:
             weight = _undo_conversion(unpack_floats(tensor), conversion, self._values)
-            set_weight(self._module, target, weight.to(self._dtype))
-
-    def finish(self) -> Any:
-        return finish_module(self._module)
+            set_weight(self.module, target, weight.to(self._dtype))
 
     def _can_stay_packed(self, target: str, tensor: GgufTensor) -> bool:
         if not self._keep_packed or len(tensor.shape) != 2 or BLOCKS[tensor.type][1] == 1:
             return False
         try:
-            layer = self._module.get_submodule(target.removesuffix(".weight"))
+            layer = self.module.get_submodule(target.removesuffix(".weight"))
         except AttributeError:
             return False  # `set_weight` then raises an error
         return isinstance(layer, nn.Linear | nn.Embedding)
@@ -128,7 +125,7 @@ class _Loader:
             else:
                 waiting[part] = list(self._pack_experts(tensor))
             if len(waiting) == len(_EXPERT_PARTS):
-                _replace_experts(self._module, path, self._waiting.pop(path))
+                _replace_experts(self.module, path, self._waiting.pop(path))
             return
         weight = unpack_floats(tensor).to(self._dtype)
         is_transposed = ARCHITECTURES[self._file.architecture].transposes_experts
@@ -140,75 +137,58 @@ class _Loader:
             if len(waiting) < 2:
                 return
             gate, up = waiting["gate"], waiting["up"]
-            weight = (
-                torch.stack((gate, up), -1).flatten(-2)
-                if is_transposed
-                else torch.cat((gate, up), 1)
-            )
+            weight = torch.cat((gate, up), 1)
+            if is_transposed:
+                weight = torch.stack((gate, up), -1).flatten(-2)
             del self._waiting[target]
-        set_weight(self._module, target, weight)
+        set_weight(self.module, target, weight)
 
     def _pack_experts(self, tensor: GgufTensor, parts: int = 1) -> Iterator[PackedLinear]:
         """Pack each expert's matrix; yields `parts` layers per expert, with equally many rows."""
         rows = -(-tensor.shape[1] // parts) or 1
         for expert in tensor.split_rows(1):
             for matrix in GgufTensor(expert.shape[1:], expert.type, expert.data).split_rows(rows):
-                packed = self._pack(matrix, None, True, True)
-                self._weight_store.move(packed)
+                packed = self._pack(matrix, None, True, False)
+                self._store.move(packed)
                 yield packed
 
     def _pack(
-        self,
-        tensor: GgufTensor,
-        conversion: Conversion | None,
-        may_be_4_bit: bool,
-        is_separate: bool,
+        self, tensor: GgufTensor, conversion: Conversion | None, may_be_4_bit: bool, is_joined: bool
     ) -> PackedLinear:
-        """Make a packed layer without bias: of the file's bits if it may and can, else of eight.
+        """Make a layer without bias, with the file's bits where allowed and possible, else 8."""
 
-        `is_separate`: the layer is not joined with others.
-        """
-        values, max_rows = (
-            self._values,
-            _WEIGHTS_AT_ONCE // tensor.shape[1] // 64 * 64 or 64,
-        )  # rows
-        splits_group = conversion == "value columns" and values["linear_value_head_dim"] % GROUP
-        can_be_4_bit = (
-            tensor.type in FOUR_BIT and not splits_group and self._four_bit_kind.fits(*tensor.shape)
-        )
-        is_4_bit = may_be_4_bit and can_be_4_bit
+        def undo(x: Tensor) -> Tensor:
+            return _undo_conversion(x, conversion, self._values)
+
+        empty, four_bit = torch.empty if is_joined else self._store.empty, self._four_bit_kind
+        head_dim = self._values["linear_value_head_dim"] if conversion == "value columns" else 0
+        is_4_bit = may_be_4_bit and tensor.type in FOUR_BIT and head_dim % GROUP == 0
+        is_4_bit = is_4_bit and four_bit.fits(*tensor.shape)
         native = self._native if conversion != "value columns" else None
         if native is not None and native.can_read(tensor):
-            order = _undo_conversion(torch.arange(tensor.shape[0]), conversion, values).contiguous()
-            pack: Callable[..., PackedLinear] = (
-                native.pack_four_bits if is_4_bit else native.pack_eight_bits
-            )
-            if may_be_4_bit and tensor.type in FIVE_BIT and Int5Linear.fits(*tensor.shape):
+            pack: Callable[..., PackedLinear] = native.pack_eight_bits
+            if is_4_bit:
+                pack = native.pack_four_bits
+            elif may_be_4_bit and tensor.type in FIVE_BIT and Int5Linear.fits(*tensor.shape):
                 pack = native.pack_five_bits
-            return pack(tensor, order, self._weight_store.empty if is_separate else torch.empty)
+            return pack(tensor, undo(torch.arange(tensor.shape[0])).contiguous(), empty)
+        max_rows = _WEIGHTS_AT_ONCE // tensor.shape[1] // 64 * 64 or 64
         if is_4_bit:
             parts = [tensor] if conversion is not None else tensor.split_rows(max_rows)
-            layers = [
-                self._four_bit_kind.from_nibbles(
-                    *(_undo_conversion(x, conversion, values) for x in split_four_bit(part))
-                )
-                for part in parts
-            ]
-            return layers[0] if len(layers) == 1 else self._four_bit_kind.join_layers(layers)
+            layers = [four_bit.from_nibbles(*map(undo, split_four_bit(part))) for part in parts]
+            return layers[0] if len(layers) == 1 else four_bit.join_layers(layers)
         # At once in its place: a copy of a large layer, such as the head, would take much memory.
-        has_place = is_separate and conversion is None
-        q = (self._weight_store.empty if has_place else torch.empty)(tensor.shape, dtype=torch.int8)
+        q = (empty if conversion is None else torch.empty)(tensor.shape, dtype=torch.int8)
         scale = torch.empty(len(q), dtype=torch.bfloat16)
-        for start, part in zip(
-            range(0, len(q), max_rows), tensor.split_rows(max_rows), strict=True
-        ):
+        starts = range(0, len(q), max_rows)
+        for start, part in zip(starts, tensor.split_rows(max_rows), strict=True):
             rows = slice(start, start + max_rows)
             scale[rows] = quantize_int8(unpack_floats(part), q[rows])[1]
-        return Int8Linear(*(_undo_conversion(x, conversion, values) for x in (q, scale)))
+        return Int8Linear(undo(q), undo(scale))
 
 
 def empty_module(values: Mapping[str, Any], dtype: torch.dtype, *, for_hub: bool = False) -> Any:
-    """Make a module without weights: a `Decoder` if it can be one, else one of transformers."""
+    """Make a module without weights: a `Decoder` if possible, else one of transformers."""
     if DecoderConfig.can_read(values) and not for_hub:
         return Decoder(DecoderConfig(values), dtype)
     from accelerate import init_empty_weights
@@ -221,7 +201,7 @@ def empty_module(values: Mapping[str, Any], dtype: torch.dtype, *, for_hub: bool
 
 
 def finish_module(module: Any) -> Any:
-    """Tie the weights of a module, all of which were set; raises ModelError if one is missing."""
+    """Tie the weights of a module; raises ModelError if a weight was not set."""
     if not isinstance(module.get_input_embeddings(), SharedEmbedding):
         module.tie_weights()
     head = module.get_output_embeddings()
@@ -270,7 +250,7 @@ def _undo_conversion(
 
 
 def _group_value_heads(weight: Tensor, values: Mapping[str, Any]) -> Tensor:
-    """Reorder the value heads in `weight` [H D, ...]: those of a key head become neighbours."""
+    """Reorder the value heads in `weight` [H D, ...]: those of one key head become neighbours."""
     keys = values["linear_num_key_heads"]
     per_key = values["linear_num_value_heads"] // keys
     heads = weight.reshape(per_key, keys, -1, *weight.shape[1:])
@@ -291,7 +271,6 @@ def _has_packed_experts(name: str, file: GgufFile) -> bool:
 
 
 def _max_packed_bytes(file: GgufFile) -> int:
-    """An upper bound for the bytes that all packed layers of a GGUF file take in memory."""
     size = 0
     for name, tensor in file.tensors.items():
         if len(tensor.shape) > 1 and BLOCKS[tensor.type][1] > 1:

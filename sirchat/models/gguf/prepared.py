@@ -1,6 +1,6 @@
-"""Writes what loading a GGUF file made into a prepared file, and makes the model from it again.
+"""Writes the loaded form of a GGUF file into a prepared file, and makes the model from it again.
 
-Weights are mapped as they lay in memory, so that logits are the same to the last bit.
+Weights are mapped as they were in memory, so that logits are the same to the last bit.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PreparedModel(NamedTuple):
 
 
 def map_prepared(path: Path, dtype: torch.dtype) -> PreparedModel:
-    """Map a prepared file and make its module; any exception says that the file is damaged."""
+    """Map a prepared file and make its module; any exception means that the file is damaged."""
     header = read_header(path)
     start = len(header.encode())
     weights_start = start + header.manifest_bytes
@@ -65,7 +65,7 @@ def map_prepared(path: Path, dtype: torch.dtype) -> PreparedModel:
 def write_prepared(
     path: Path, model: Path, values: Mapping[str, Any], tokenizer: Mapping[str, Any], module: Any
 ) -> Thread | None:
-    """Begin to write a prepared file in a thread; None if it has no use."""
+    """Begin to write a prepared file in a thread; None if the file would be of no use."""
     stored = _StoredModule(module)
     manifest = {"values": values, "tokenizer": tokenizer, **stored.manifest}
     if not stored.manifest["layers"]:
@@ -96,7 +96,6 @@ class _PreparedWriter:
         self.stopping, self._lock = Event(), -1
 
     def run(self) -> None:
-        """Write the file once no other process writes one."""
         while (lock := background.lock()) is None:
             if self.stopping.wait(1):
                 return
@@ -106,7 +105,7 @@ class _PreparedWriter:
             self._lock = -1
 
     def go_on_in_background(self) -> None:
-        """Write what was begun in a process that outlives this one, where it can be forked."""
+        """Finish the file in a process that outlives this one, where a fork is possible."""
         if self._lock < 0 or sys.platform != "linux":
             return
         with warnings.catch_warnings(), suppress(OSError):
@@ -123,7 +122,7 @@ class _PreparedWriter:
                 os._exit(0)
 
     def _write(self) -> bool:
-        """Write the file; False if `stopping` was set before it was whole."""
+        """Write the file; returns False if `stopping` was set before the end."""
         path, text = self._path, json.dumps(self._manifest).encode()
         if json.loads(text) != self._manifest:
             return True
@@ -155,7 +154,7 @@ class _PreparedWriter:
 
 
 def _checksum(path: Path, parts: Iterable[Tensor]) -> str:
-    """A checksum of bytes, in parts of whole sums, and of the file's name."""
+    """A checksum of the file's name and the bytes in `parts`."""
     # The sums are a 64th of the bytes, and made at the speed of the memory; to hash all of the
     # bytes takes ten times as long.
     digest = hashlib.sha256(path.name.encode())
@@ -166,9 +165,9 @@ def _checksum(path: Path, parts: Iterable[Tensor]) -> str:
 
 
 class _StoredModule:
-    """The tensors of a module, each once, and how to make the module of them.
+    """The tensors of a module, each once, and a description to make the module from them.
 
-    `parts` are their bytes, each padded to whole sums of `_checksum`; `manifest` is JSON.
+    `parts` has the tensors' bytes, each padded to whole sums of `_checksum`; `manifest` is JSON.
     """
 
     def __init__(self, module: Any) -> None:
@@ -211,7 +210,7 @@ class _StoredModule:
         }
 
     def _number(self, tensor: Tensor) -> int:
-        """The number of a tensor; its bytes are added if they are new."""
+        """The number of a tensor; the bytes of a new tensor are added."""
         flat = tensor.detach().contiguous().view(-1)
         key = (flat.data_ptr(), flat.dtype, tensor.shape)
         if key not in self._numbers or not len(flat):
@@ -229,7 +228,6 @@ class _StoredModule:
 
 
 def _restore_module(manifest: Mapping[str, Any], tensors: list[Tensor], dtype: torch.dtype) -> Any:
-    """Make the module that a manifest describes, of its tensors."""
     module = empty_module(manifest["values"], dtype)
     for name, number in manifest["plain"].items():
         set_weight(module, name, tensors[number])

@@ -39,25 +39,20 @@ _NEUTRAL_VALUES = {
     **dict.fromkeys(("alpha", "yarn_log_multiplier"), (0,)),
     "yarn_ext_factor": (-1,),
 }
-_SCALING_NAMES = ("type", "finetuned", *_NEUTRAL_VALUES, *_PARAMETERS["yarn"])
-SCALING_KEYS = {
-    "rope.scale_linear",
-    *(f"rope.scaling.{name}" for name in _SCALING_NAMES),
-}  # all these keys
+_NAMES = ("type", "finetuned", *_NEUTRAL_VALUES, *_PARAMETERS["yarn"])
+SCALING_KEYS = {"rope.scale_linear", *(f"rope.scaling.{name}" for name in _NAMES)}  # all of them
 
 
 def add_rope_scaling(values: dict[str, Any], file: GgufFile, arch: Architecture) -> None:
-    """Add to a config's `values` how RoPE is scaled; raises ModelError if it can't be so."""
+    """Add RoPE's scaling to a config's `values`; raises ModelError if it isn't supported."""
     is_long = any(key in file.tensors for key in arch.config_tensors)
     scaling = _read_scaling(file, arch, is_long)
     values |= {f"{arch.rope_config}.{name}": one for name, one in scaling.items()}
     size = values.get("head_dim", 0)
     if is_long:
         half = int(size * values.get("partial_rotary_factor", 1)) // 2
-        values |= {
-            name: _read_factors(file, key, half).tolist()
-            for key, name in arch.config_tensors.items()
-        }
+        for key, name in arch.config_tensors.items():
+            values[name] = _read_factors(file, key, half).tolist()
         values[f"{arch.rope_config}.rope_type"] = "longrope"
     if arch.rope_divisors not in file.tensors:
         return
@@ -68,16 +63,16 @@ def add_rope_scaling(values: dict[str, Any], file: GgufFile, arch: Architecture)
     fast = np.clip((8192 / wave - 1) / (4 - 1), 0, 1)
     expected = 1 / ((1 - fast) / max(factor, 1) + fast)
     if scaling or not np.allclose(rope_divisors, expected, rtol=1e-4):
+        problem = f"does not go with its {file.architecture}.rope keys"
         raise ModelError(
-            f"the GGUF file's {arch.rope_divisors} does not go with its "
-            f"{file.architecture}.rope keys",
+            f"the GGUF file's {arch.rope_divisors} {problem}",
             hint="it must be that of Llama 3.1, without another scaling",
         )
     values["rope_parameters"] = {"rope_type": "llama3", "factor": factor, **_LLAMA_3}
 
 
 def add_rotated_fraction(values: dict[str, Any], file: GgufFile, size: int) -> None:
-    """Add which part of a head of `size` numbers rotates, as a tensor of Gemma 4 says."""
+    """Add the fraction of a head of `size` numbers that rotates, which a Gemma 4 tensor states."""
     # The tensor divides the frequencies of the numbers that do not rotate by more than 1e20.
     numbers = _read_factors(file, "rope_freqs.weight", size // 2)
     count = int((numbers == 1).sum())
@@ -87,10 +82,7 @@ def add_rotated_fraction(values: dict[str, Any], file: GgufFile, size: int) -> N
 
 
 def _read_scaling(file: GgufFile, arch: Architecture, is_long: bool) -> dict[str, Any]:
-    """The header's scaling, as parameters of transformers; empty for none.
-
-    `is_long`: there are tensors with factors for long texts.
-    """
+    """The header's scaling for transformers; `is_long`: the file has factors for long texts."""
     settings, can_scale = file.settings, arch.rope_config and not arch.config_tensors
     kinds = ("longrope",) if is_long else ("linear", "none", *(("yarn",) if can_scale else ()))
     kind = settings.get("rope.scaling.type", kinds[0])
@@ -100,14 +92,11 @@ def _read_scaling(file: GgufFile, arch: Architecture, is_long: bool) -> dict[str
     if keys["factor"] not in settings:
         keys["factor"] = "rope.scale_linear"
     for name, neutral in _NEUTRAL_VALUES.items():
-        file.require(
-            name in parameters or settings.get(keys[name], neutral[0]) in neutral, keys[name]
-        )
+        value = settings.get(keys[name], neutral[0])
+        file.require(name in parameters or value in neutral, keys[name])
     # 0 stands for the default.
-    keys_given = {
-        to: keys[name] for name, to in parameters.items() if settings.get(keys[name], 0) != 0
-    }
-    scaling = {to: file.number(key) for to, key in keys_given.items()}
+    given = {to: keys[name] for name, to in parameters.items() if settings.get(keys[name], 0) != 0}
+    scaling = {to: file.number(key) for to, key in given.items()}
     if kind == "none" or (kind == "linear" and scaling.get("factor", 1) == 1):
         return {}
     if kind == "yarn":
@@ -118,7 +107,6 @@ def _read_scaling(file: GgufFile, arch: Architecture, is_long: bool) -> dict[str
 
 
 def _read_factors(file: GgufFile, name: str, count: int) -> NDArray[np.float32]:
-    """The `count` numbers of a tensor by which RoPE's frequencies are divided."""
     tensor = file.tensors.get(name)
     if tensor is None:
         raise ModelError(f"the GGUF file has no {name}")

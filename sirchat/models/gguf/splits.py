@@ -1,4 +1,4 @@
-"""How byte-pair vocabularies cut a text into parts, in which pairs are merged: `splits.toml`."""
+"""How byte-pair vocabularies split a text before pairs are merged, by `splits.toml`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenizers import Regex, pre_tokenizers
 
 @dataclass(frozen=True)
 class Split:
-    """What a name in `tokenizer.ggml.pre` stands for; `splits.toml` describes the fields."""
+    """The rule of one name in `tokenizer.ggml.pre`; `splits.toml` describes the fields."""
 
     names: list[str]
     patterns: list[str]
@@ -22,14 +22,14 @@ class Split:
     composes: bool = False
 
     def pre_tokenizer(self) -> Any:
-        """Cuts a text into parts, and spells them in letters that stand for bytes."""
+        """Make the part of a tokenizer that splits a text, and spells bytes as letters."""
         parts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
         spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         return pre_tokenizers.Sequence([*parts, spell])
 
 
 def find_split(name: object, tokens: Collection[str]) -> Split | None:
-    """The split called `name`, or else that of the family that has these tokens; None if none."""
+    """The split called `name`, or else that of the family with these tokens; None if unknown."""
     listed = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
     splits = {alias: Split(**entry) for entry in listed["splits"] for alias in entry["names"]}
     families = (

@@ -1,6 +1,6 @@
 """Translates a GGUF file to transformers: its config's values, and the names of its tensors.
 
-What changes a number and is not known here is refused by its name; nothing is left out.
+An unknown setting or tensor that would change results is refused by name; nothing is ignored.
 """
 
 from __future__ import annotations
@@ -39,12 +39,8 @@ _EXPERT_KEYS = ("expert_used_count", "expert_count", "expert_feed_forward_length
 
 # Of what a tokenizer's metadata are, by the ends of their keys: texts, or lists of these.
 _TEXT_KEYS = ("ggml.model", "ggml.pre", "chat_template")
-_LIST_ITEM_TYPES: dict[str, Any] = {
-    "tokens": str,
-    "merges": str,
-    "token_type": int,
-    "scores": int | float,
-}
+_ITEM_TYPES: dict[str, Any] = {"tokens": str, "merges": str, "token_type": int}
+_ITEM_TYPES["scores"] = int | float
 
 _SAMPLING_NAMES = {
     "temp": "temperature",
@@ -57,14 +53,14 @@ _SAMPLING_NAMES = {
 
 
 class Target(NamedTuple):
-    """Where a tensor of a GGUF file goes in the transformers model, and how it was changed."""
+    """A GGUF tensor's place in the transformers model, and how the converter changed it."""
 
     name: str  # in transformers; empty for a tensor that is not a weight of the model
     conversion: Conversion | None = None
 
 
 def refuse_unsupported(file: GgufFile) -> None:
-    """Raise ModelError if a setting or a tensor of a GGUF file can't be used; it is named."""
+    """Raise ModelError, which names it, for a setting or a tensor that can't be used."""
     config_values(file)
     for name, tensor in file.tensors.items():
         find_target(name, file)
@@ -76,7 +72,7 @@ def refuse_unsupported(file: GgufFile) -> None:
 
 
 def set_sampling(module: Any, metadata: Mapping[str, Any]) -> None:
-    """Let a module's generation config say how the model draws, if the GGUF file's header does."""
+    """Set a module's sampling defaults in its generation config, if the GGUF header has some."""
     found = ((name, metadata.get(f"{SAMPLING}{key}")) for key, name in _SAMPLING_NAMES.items())
     settings = {
         name: round(value, 6)  # from float32
@@ -97,7 +93,7 @@ def has_blocks(file: GgufFile) -> bool:
 def config_values(file: GgufFile) -> dict[str, Any]:
     """The values of transformers' config for a GGUF file.
 
-    Raises ModelError for a setting that is missing or can't be used; the message names it.
+    Raises ModelError, which names the setting, if one is missing or can't be used.
     """
     arch, settings = _find_architecture(file), file.settings
     _refuse_odd_tokenizer(file.metadata)
@@ -106,11 +102,8 @@ def config_values(file: GgufFile) -> dict[str, Any]:
     has_expert_size = "expert_feed_forward_length" in {**arch.config_names, **settings}
     if arch.has_sizes_by_layer or not has_expert_size:
         file.require("feed_forward_length" in settings, "feed_forward_length")
-    values: dict[str, Any] = {
-        "model_type": arch.model_type,
-        "rope_theta": 10_000.0,
-        **arch.constants,
-    }
+    values: dict[str, Any] = {"model_type": arch.model_type, "rope_theta": 10_000.0}
+    values |= arch.constants
     _add_settings(values, file, arch)
     if arch.has_sizes_by_layer:
         _add_sizes_by_layer(values, file)
@@ -179,7 +172,7 @@ def _refuse_odd_tokenizer(metadata: Mapping[str, Any]) -> None:
     for key, value in metadata.items():
         if not key.startswith("tokenizer."):
             continue
-        item, rule = _LIST_ITEM_TYPES.get(key.removeprefix("tokenizer.ggml.")), ""
+        item, rule = _ITEM_TYPES.get(key.removeprefix("tokenizer.ggml.")), ""
         is_list = isinstance(value, list) and all(isinstance(x, item or str) for x in value[:1])
         if item is not None and not is_list:
             rule = f"a list of {'texts' if item is str else 'numbers'}"
@@ -192,7 +185,7 @@ def _refuse_odd_tokenizer(metadata: Mapping[str, Any]) -> None:
 
 
 def _add_settings(values: dict[str, Any], file: GgufFile, arch: Architecture) -> None:
-    """Add the header's settings to the config's `values`."""
+    layers = _count_layers(file, arch)
     names = {**CONFIG_NAMES, **arch.config_names, **arch.optional_names}
     read_elsewhere = (
         *("attention.value_length", "rope.dimension_count", arch.prediction_layers_key),
@@ -219,11 +212,10 @@ def _add_settings(values: dict[str, Any], file: GgufFile, arch: Architecture) ->
         file.require(rest == 0, dividend, f"a multiple of {divisor}")
     used, experts = (values.get(names.get(key, ""), 0) for key in _EXPERT_KEYS[:2])
     file.require(used <= experts, "expert_used_count", "at most expert_count")
-    values["num_hidden_layers"] = _count_layers(file, arch)
+    values["num_hidden_layers"] = layers
 
 
 def _add_layer_types(values: dict[str, Any], file: GgufFile, arch: Architecture) -> None:
-    """Add the type of each layer, by the key heads that the header lists for each."""
     key, heads = "attention.head_count_kv", file.settings["attention.head_count_kv"]
     is_list = isinstance(heads, list) and len(heads) == _count_layers(file, arch) and any(heads)
     file.require(is_list and all(map(is_count, heads)), key, "a number for each layer")
@@ -233,16 +225,14 @@ def _add_layer_types(values: dict[str, Any], file: GgufFile, arch: Architecture)
 
 def _check_recurrent_layers(file: GgufFile, arch: Architecture) -> None:
     interval, layers = file.number("full_attention_interval"), _count_layers(file, arch)
-    expected = [
-        index < layers and index % interval < interval - 1
-        for index in range(file.settings["block_count"])
-    ]
+    every = range(file.settings["block_count"])
+    expected = [index < layers and index % interval < interval - 1 for index in every]
     key = "attention.recurrent_layers"
     file.require(file.settings[key] == expected, key, "true but for each interval's last layer")
 
 
 def _read_number(file: GgufFile, key: str, may_be_zero: bool) -> float | None:
-    """A setting that is a number; None for one of 0 that switches a feature off."""
+    """A setting that is a number; None if it is 0 and so switches a feature off."""
     number = file.number(key, may_be_zero=may_be_zero)
     if not number and key.endswith(("softcapping", "sliding_window")):
         return None
@@ -254,18 +244,15 @@ def _read_number(file: GgufFile, key: str, may_be_zero: bool) -> float | None:
 
 def _count_layers(file: GgufFile, arch: Architecture) -> int:
     """The number of layers, without those that only predict further tokens."""
-    layers, extra = file.settings["block_count"], file.settings.get(arch.prediction_layers_key, 0)
-    file.require(
-        is_count(layers) and 0 < layers <= len(file.tensors), "block_count", "how many there are"
-    )
-    file.require(
-        is_count(extra) and extra < layers, arch.prediction_layers_key, "less than block_count"
-    )
+    key, layers = arch.prediction_layers_key, file.settings["block_count"]
+    extra, is_valid = file.settings.get(key, 0), is_count(layers) and layers > 0
+    file.require(is_valid and layers <= len(file.tensors), "block_count", "how many there are")
+    file.require(is_count(extra) and extra < layers, key, "less than block_count")
     return int(layers - extra)
 
 
 def _add_head_size(values: dict[str, Any], file: GgufFile, arch: Architecture) -> None:
-    """Add what depends on the size of a head and its rotated part."""
+    """Add the values that depend on the size of a head and of its rotated part."""
     settings, hidden, heads = file.settings, values["hidden_size"], values["num_attention_heads"]
     if "attention.head_count_kv" not in settings:
         values["num_key_value_heads"] = heads
@@ -288,7 +275,6 @@ def _add_head_size(values: dict[str, Any], file: GgufFile, arch: Architecture) -
 
 
 def _add_sizes_by_layer(values: dict[str, Any], file: GgufFile) -> None:
-    """Add Gemma 4's config values for the sizes of each layer."""
     settings, layers = file.settings, values["num_hidden_layers"]
     slides = settings["attention.sliding_window_pattern"]
     is_pattern = isinstance(slides, list) and len(slides) == layers and slides[-1] is False
@@ -310,7 +296,7 @@ def _add_sizes_by_layer(values: dict[str, Any], file: GgufFile) -> None:
 
 
 def _add_mlp_sizes(values: dict[str, Any], file: GgufFile, slides: list[bool]) -> None:
-    """Add the MLP's size: layers that share another's keys may have one of twice the size."""
+    """Add the MLP's size; it may be doubled in layers that share another layer's keys."""
     layers, shared = len(slides), file.settings["attention.shared_kv_layers"]
     can_share = is_count(shared) and set(slides[: max(0, layers - shared)]) == set(slides)
     file.require(can_share, "attention.shared_kv_layers", "less, so that each kind has keys")
@@ -322,7 +308,7 @@ def _add_mlp_sizes(values: dict[str, Any], file: GgufFile, slides: list[bool]) -
 
 
 def _add_key_heads(values: dict[str, Any], file: GgufFile, slides: list[bool]) -> None:
-    """Add the key heads of sliding-window layers and of the others (`global`)."""
+    """Add the number of key heads in sliding-window layers and in the others (`global`)."""
     key = "attention.head_count_kv"
     heads = _numbers_by_layer(values, file, key)
     others = heads[-1]
@@ -335,7 +321,7 @@ def _add_key_heads(values: dict[str, Any], file: GgufFile, slides: list[bool]) -
 
 
 def _numbers_by_layer(values: Mapping[str, Any], file: GgufFile, key: str) -> list[int]:
-    """A setting's number for each layer; one number in the header stands for all layers."""
+    """A setting's number for each layer; a single number in the header holds for all layers."""
     layers = values["num_hidden_layers"]
     setting = file.settings.get(key, values["num_attention_heads"])
     numbers = setting if isinstance(setting, list) else [setting] * layers

@@ -1,4 +1,4 @@
-"""Makes the tokenizer of a GGUF file from its vocabulary, with the ids of the model's own one."""
+"""Makes a GGUF file's tokenizer, with the ids of the original one, from its vocabulary."""
 
 from __future__ import annotations
 
@@ -27,12 +27,7 @@ _PREFIX = "tokenizer.ggml."
 _MERGES_KEY = "sirchat.merges"  # of metadata that `load_tokenizer` prepared
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # types of tokens
 _NO_ID = (None, -1, 2**32 - 1)  # instead of an id
-_ID_NAMES = (
-    "bos",
-    "eos",
-    "unknown",
-    "padding",
-)  # what files call the tokens in `SPECIAL_TOKEN_NAMES`
+_ID_NAMES = ("bos", "eos", "unknown", "padding")  # in files, of the `SPECIAL_TOKEN_NAMES`
 _DEFAULT_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # in a vocabulary of pieces
 
 # Tokens that end a reply are control, whatever a file says.
@@ -49,12 +44,12 @@ _PHI3_KEEPS_BLANKS = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def load_tokenizer(
-    metadata: Mapping[str, Any], prepared_metadata: dict[str, Any] | None = None
+    metadata: Mapping[str, Any], prepared: dict[str, Any] | None = None
 ) -> FastTokenizer:
     """Make the tokenizer of a GGUF file with these `metadata`.
 
-    `prepared_metadata` is filled with metadata that make the same one sooner. Raises ModelError if
-    a part of the vocabulary is missing or broken, or its kind is unknown.
+    `prepared` is filled with metadata that make an equal tokenizer faster. Raises
+    ModelError if a part of the vocabulary is missing or broken, or if its kind is unknown.
     """
     vocabulary = _Vocabulary(metadata)
     special = dict(zip(SPECIAL_TOKEN_NAMES, vocabulary.special, strict=True))
@@ -68,20 +63,18 @@ def load_tokenizer(
     tokenizer.adds_bos, tokenizer.notices = vocabulary.adds_bos, vocabulary.notices
     if images := [key for key in metadata if key.endswith(f".{IMAGE_LAYERS}")]:
         tokenizer.notices.append("the GGUF file's part for images is not read: send text alone")
-    if prepared_metadata is not None:
+    if prepared is not None:
         starts = ("tokenizer.", "general.name", SAMPLING, *images)
-        prepared_metadata.update(
-            {key: value for key, value in metadata.items() if key.startswith(starts)}
-        )
+        prepared.update({key: x for key, x in metadata.items() if key.startswith(starts)})
         for name in ("scores", "merges"):  # to find the pairs takes longest
-            prepared_metadata.pop(f"{_PREFIX}{name}", None)
-        prepared_metadata[f"{_PREFIX}tokens"] = vocabulary.tokens
-        prepared_metadata[_MERGES_KEY] = [part for pair in merges for part in pair]
+            prepared.pop(f"{_PREFIX}{name}", None)
+        prepared[f"{_PREFIX}tokens"] = vocabulary.tokens
+        prepared[_MERGES_KEY] = [part for pair in merges for part in pair]
     return tokenizer
 
 
 def hub_tokenizer(metadata: Mapping[str, Any]) -> Any:
-    """Make a tokenizer of transformers that gives the same ids."""
+    """Make a transformers tokenizer that gives the same ids."""
     from transformers import PreTrainedTokenizerFast
 
     switch_off_bars()
@@ -95,14 +88,14 @@ def hub_tokenizer(metadata: Mapping[str, Any]) -> Any:
 
 
 class _Vocabulary:
-    """The vocabulary of a GGUF file; `special` are the `tokens` named in `SPECIAL_TOKEN_NAMES`."""
+    """The vocabulary of a GGUF file; `special` has the tokens named in `SPECIAL_TOKEN_NAMES`."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = metadata
         self._kind, pre = self._setting("model"), self._setting("pre")
         if self._kind not in (_PIECES, _BYTE_PAIRS, _LETTER_PAIRS):
             kinds = f"{_PIECES}, {_BYTE_PAIRS} and {_LETTER_PAIRS}"
-            raise _vocabulary_error(f"tokenizer is of the kind {self._kind}; sirchat reads {kinds}")
+            raise _error(f"tokenizer is of the kind {self._kind}; sirchat reads {kinds}")
         self.tokens = self._read_list("tokens", 1)
         has_types, count = self._setting("token_type") is not None, len(self.tokens)
         self._types = self._read_list("token_type", count) if has_types else []
@@ -125,7 +118,7 @@ class _Vocabulary:
         self._adds_eos = bool(self._setting("add_eos_token")) and self.special[1] is not None
 
     def backend(self, merges: list[tuple[str, str]]) -> Tokenizer:
-        """The tokenizer itself, with all added tokens."""
+        """Make the tokenizer with all added tokens."""
         split = self._split
         if split is not None:
             options: dict[str, Any] = {"ignore_merges": split.ignore_merges}
@@ -135,7 +128,7 @@ class _Vocabulary:
         try:
             backend = Tokenizer(models.BPE(self._ids, merges, **options))
         except Exception as error:  # the library raises nothing more special
-            raise _vocabulary_error(f"merges do not fit its tokens: {error}") from error
+            raise _error(f"merges do not fit its tokens: {error}") from error
         if split is not None:
             backend.normalizer = normalizers.NFC() if split.composes else None
             backend.pre_tokenizer, backend.decoder = split.pre_tokenizer(), decoders.ByteLevel()
@@ -152,7 +145,7 @@ class _Vocabulary:
         return backend
 
     def _replace_blanks(self, backend: Tokenizer) -> None:
-        """Let `▁` stand for blanks, and for one before a text of pieces of words."""
+        """Let `▁` stand for a blank, and put one before a text if word pieces are used."""
         normalizer: list[Any] = [normalizers.Replace(" ", "▁")]
         decoder: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         if self._kind == _PIECES and self._setting("add_space_prefix", True):
@@ -162,7 +155,7 @@ class _Vocabulary:
         backend.decoder = decoders.Sequence(decoder)
 
     def merges(self) -> list[tuple[str, str]]:
-        """The pairs of tokens that are merged, the first ones first."""
+        """The pairs of tokens to merge, in order of priority."""
         if (prepared := self._metadata.get(_MERGES_KEY)) is not None:
             return list(zip(prepared[::2], prepared[1::2], strict=True))
         merges = self._setting("merges")
@@ -171,7 +164,7 @@ class _Vocabulary:
         if not merges and self._split is not None and "kimi-k2" in self._split.names:
             return self._merges_by_score(itertools.repeat(0))  # so that ids tell the order
         if not merges:
-            raise _vocabulary_error("vocabulary has no merges (tokenizer.ggml.merges)")
+            raise _error("vocabulary has no merges (tokenizer.ggml.merges)")
         flat = " ".join(merges).split(" ")
         if len(flat) == 2 * len(merges):  # at once: a fifth of the time
             return list(zip(flat[::2], flat[1::2], strict=True))
@@ -179,7 +172,7 @@ class _Vocabulary:
         return [(left, right) for left, _, right in parts]
 
     def _merges_by_score(self, scores: Iterable[float]) -> list[tuple[str, str]]:
-        """All pairs of tokens that make a token; those of the highest score come first."""
+        """All pairs of tokens that together are a token, the highest score first."""
         types = self._types or itertools.repeat(_NORMAL)
         scored = [
             (score if kind == _NORMAL else math.inf, token)
@@ -232,21 +225,19 @@ class _Vocabulary:
             return str(self.tokens[number])
         if number not in _NO_ID and key in ("bos", "eos"):
             name = f"tokenizer.ggml.{key}_token_id"
-            raise _vocabulary_error(
-                f"{name} is {number:,}, but its vocabulary has {count:,} tokens"
-            )
+            raise _error(f"{name} is {number:,}, but its vocabulary has {count:,} tokens")
         return None
 
     def _read_list(self, name: str, min_length: int) -> list[Any]:
         values = self._setting(name)
         if not isinstance(values, list) or len(values) < min_length:
             count = f"{len(values):,}" if isinstance(values, list) else "no"
-            raise _vocabulary_error(f"vocabulary has {count} {name} (tokenizer.ggml.{name})")
+            raise _error(f"vocabulary has {count} {name} (tokenizer.ggml.{name})")
         return list(values)
 
     def _setting(self, key: str, default: Any = None) -> Any:
         return self._metadata.get(f"{_PREFIX}{key}", default)
 
 
-def _vocabulary_error(what: str) -> ModelError:
+def _error(what: str) -> ModelError:
     return ModelError(f"the GGUF file's {what}", hint="use another file, or the model's folder")

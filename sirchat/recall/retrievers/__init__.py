@@ -7,6 +7,6 @@ from sirchat.recall.retrievers.base import Retriever
 
 
 def retriever(name: str) -> Retriever:
-    """The retriever called `name`; raises SettingError if there is none."""
+    """The retriever called `name`; raises SettingError for an unknown name."""
     made: Retriever = RETRIEVERS.find(name)()
     return made

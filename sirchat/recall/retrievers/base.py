@@ -20,7 +20,7 @@ _MIN_NORM = 1e-12  # a zero vector stays one where vectors are scaled to length 
 class Retriever(ABC):
     """Scores archived tokens for a turn; those with the highest scores are restored.
 
-    It has no state. The first line of its class's docstring is shown to users as help.
+    A retriever has no state. The first line of its docstring is shown to users as help.
     """
 
     needs_turn: ClassVar[bool] = True  # reads the turn before the search, for its keys and values
@@ -35,9 +35,8 @@ class Retriever(ABC):
 class SimilarityRetriever(Retriever):
     """Scores archived tokens by the similarity of their keys and values to those of the new turn.
 
-    The score is the similarity to the turn's mean, or to its most similar token: the mean of inner
-    products over keys, values and heads, without rotary positions. Equations (1) to (3) of
-    Retrieval-Augmented StreamingLLM.
+    Equations (1) to (3) of Retrieval-Augmented StreamingLLM. The similarity is the mean of inner
+    products over keys, values and heads, without rotary positions.
     """
 
     cosine: ClassVar[bool] = True  # scale vectors to length 1 first
@@ -50,7 +49,7 @@ class SimilarityRetriever(Retriever):
         return torch.stack([self._of_layer(candidates, layer) for layer in layers]).cpu()
 
     def _of_layer(self, candidates: Candidates, layer: int) -> Tensor:
-        """The scores [n] of n archived tokens in layer number `layer`, as float32."""
+        """The float32 scores [n] of n archived tokens in layer number `layer`."""
         import torch
 
         sought = list(candidates.query_pair(layer))
@@ -81,6 +80,5 @@ class PassageRetriever(Retriever):
 
 
 def unit(vectors: Tensor) -> Tensor:
-    """The vectors [..., D], scaled to length 1."""
     length: Tensor = vectors.norm(dim=-1, keepdim=True)
     return vectors / length.clamp_min(_MIN_NORM)
