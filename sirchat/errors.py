@@ -126,7 +126,7 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def panic_as_model_error(what: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
-    """Decorator: raises ModelError, with `what` and the problem, where `tokenizers` panics."""
+    """Decorator: a panic of the Rust library `tokenizers` becomes a ModelError about `what`."""
 
     def decorate(function: Callable[P, Result]) -> Callable[P, Result]:
         @wraps(function)
