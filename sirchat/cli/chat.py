@@ -237,7 +237,7 @@ def ask(
 
 
 def _open_for_question(resume: str | None, flags: dict[str, Any], *, about_text: bool) -> _Opening:
-    """The settings for a question, and its saved chat, if any, which must not be in use."""
+    """The settings for a question, and its saved chat; raises if the last chat is in use."""
     if resume is not None:
         opening = _open_saved_file(resume, flags, _SETTINGS_BEFORE_LOADING)
         if opening.store is not None and opening.passed_over:

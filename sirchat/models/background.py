@@ -22,7 +22,7 @@ _WRITER_LOCK = "background"  # the lock of what writes a prepared file
 
 
 def lock_file(name: str) -> Path:
-    """The file that a background process locks while it works; it may say what the work is."""
+    """The file that a background process locks while it works; its text may name the work."""
     return state_dir() / f"{name}.lock"
 
 

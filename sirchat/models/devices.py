@@ -232,7 +232,7 @@ def cpu_quota(sys: Path = _SYS) -> float | None:
 def describe_threads(device: torch.device, *, was_free: bool = False) -> str:
     """torch's number of CPU threads, such as `2 threads`; empty if `device` is not a CPU.
 
-    `was_free`: no setting chose the number; the text then tells of busy programs.
+    `was_free`: no setting chose the number; cores that other programs keep busy are named.
     """
     if device.type != "cpu":
         return ""

@@ -118,9 +118,9 @@ def load_model(
 ) -> LoadedModel:
     """Load a model by its name: a bundled one, `smollm2`, a folder, a GGUF file or a hub id.
 
-    `for_hub` loads module and tokenizer by transformers, to generate and to be saved. A device map
-    leaves room for a KV cache of `cache_rows` tokens; `compiles` compiles the C++ library
-    meanwhile. Raises ModelError for a model that can't be loaded, or that allows no eviction.
+    `for_hub` loads module and tokenizer by transformers, so that they can generate and be saved. A
+    device map leaves room for a KV cache of `cache_rows` tokens; `compiles` compiles the C++
+    library meanwhile. Raises ModelError for a model that can't be loaded or evicted from.
     """
     target, devices = pick_device(device), None
     if device_map != "off":

@@ -316,7 +316,7 @@ class LoadedModel:
 
     @property
     def encoder_description(self) -> str:
-        """Describe by what recall finds passages that use other words."""
+        """Describe the encoder by which recall finds passages that use other words."""
         own, encoder = self.sentence_encoder, self.encoder
         if own is not None:
             return f"sentence encoder {own.name}, {own.size} numbers"

@@ -47,7 +47,10 @@ def cache_argument(module: Any, kv_cache: Any) -> dict[str, Any]:
 
 
 def refuse_unusable_tokenizer(module: Any, tokenizer: Any, name: str) -> None:
-    """Raise ModelError if the tokenizer has more tokens than the model, or no id that ends text."""
+    """Raise ModelError if the tokenizer has more tokens than the model, without added ones.
+
+    Also raised if the files name no id that ends a text.
+    """
     known, tokens = module.config.get_text_config(decoder=True).vocab_size, tokenizer.vocab_size
     if tokens > known:
         raise ModelError(

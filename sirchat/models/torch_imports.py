@@ -56,7 +56,7 @@ def defer_parts_of_torch() -> None:
 
 
 class _DeferringFinder(MetaPathFinder, Loader):
-    """Puts a stand-in for each of `_DEFERRED_MODULES`; the module itself is imported on demand."""
+    """Imports a stand-in in place of each of `_DEFERRED_MODULES`, and the module on demand."""
 
     def __init__(self) -> None:
         self._deferred = set[str]()

@@ -37,8 +37,8 @@ ReadMessage = Callable[[str, str, str | None, TurnIds | None], Iterable[Event]]
 def matched(conversation: KnownConversation, history: History) -> dict[int, int]:
     """Map messages of `history` that a conversation has read to their numbers in the conversation.
 
-    The last of them is a reply. If names differ and little text matches, only those that both begin
-    with count.
+    The last of them is a reply. If names differ and little text matches, only a beginning that both
+    have in common counts.
     """
     keys, marks = conversation.keys, conversation.marks
     request_marks, pairs = history.marks[:-1], dict[int, int]()

@@ -228,7 +228,8 @@ class SavedConversations:
         return None if saved is None else saved.file.result()
 
     def _read_folder(self) -> list[SavedConversation]:
-        """This model's conversations in the folder, except damaged or open ones, oldest first."""
+        """This model's conversations in the folder, last changed at the end."""
+        # Damaged files, and files that a process has open, are left out.
         entries, model = [], (self._model.precision, model_fingerprint(self._model))
         for path in sorted(self._folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime):
             try:

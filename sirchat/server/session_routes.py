@@ -31,7 +31,7 @@ _Target = Annotated[str | None, Field(min_length=1, max_length=10_000)]  # as `/
 
 
 class MemoryChange(RequestObject):
-    """A request's body that changes a conversation's memory, in the order of the fields."""
+    """The body of a request to change a conversation's memory, in the order of the fields."""
 
     model_config = ConfigDict(extra="forbid")
     policy: str | None = None

@@ -161,9 +161,10 @@ class Template:
         return self._anchored(turn, content)
 
     def followed_by(self, turn: TurnIds, role: str | None) -> TurnIds:
-        """Cut a user's `turn` for a given message of this role, or None for a generated reply.
+        """A user's `turn` as it stands before a given message of `role`; None means a generated
+        reply.
 
-        Given replies may lack the end of the generation prompt, such as a mark of reasoning.
+        The end of the generation prompt, such as a mark of reasoning, may precede no given reply.
         """
         prompt, common = self._prompt
         start, is_user = len(turn.ids) - len(prompt), role in ("user", "tool")
@@ -210,7 +211,7 @@ class Template:
         return marks if source else replace(marks, stop="\nUSER:")
 
     def reply_stream(self, *, in_history: bool = False) -> ReplyStream:
-        """Make what splits a reply's ids into parts; `in_history`: after a history's header."""
+        """A splitter of a reply's ids into parts; `in_history`: the reply is a given one."""
         if in_history:
             marks = replace(self.marks, opens_in_header=False)
             return ReplyStream(self._tokenizer, marks, self._control)
@@ -574,7 +575,7 @@ def _message(role: str, content: str) -> Message:
 
 
 def _replaced(turn: TurnIds, place: tuple[int, int], ids: list[int], role: Role) -> TurnIds:
-    """The turn with `ids`, as its text, in place of those from the start to the end of `place`."""
+    """The turn with `ids` as its text, in place of its ids in the range `place`."""
     start, end = place
     return TurnIds(
         [*turn.ids[:start], *ids, *turn.ids[end:]],

@@ -85,7 +85,7 @@ class CallParser:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the reply must end, because it has the only call that it may have."""
+        """Whether the reply must end, because only one call is allowed and it is complete."""
         return self._single_call and bool(self.calls)
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
@@ -213,7 +213,7 @@ class CallParser:
         return None
 
     def _ends_before_unknown(self) -> bool:
-        """Whether the waiting call has an unknown argument; the known ones are then added."""
+        """Whether the waiting call has an unknown argument; if so, adds the call without it."""
         written = self._waiting.lstrip().removeprefix(CALL_OPEN)
         named = re.match(r'\s*\{"name": "([\w-]+)"', written) if self._known_arguments else None
         if named is None or named[1] not in self._known_arguments:

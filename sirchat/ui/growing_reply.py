@@ -127,7 +127,10 @@ class GrowingReply:
 
 
 class _GrowingPart:
-    """Reasoning or answer, added at its end and taken as rows; `start` tokens are before it."""
+    """Reasoning or answer: text is added at its end, and taken as rows from its beginning.
+
+    `start` is the number of the reply's tokens before it.
+    """
 
     def __init__(self, layout: RowLayout, *, is_reasoning: bool, start: int) -> None:
         self._layout = layout
@@ -159,7 +162,7 @@ class _GrowingPart:
         return final, below[-height:]
 
     def _cut(self, rows: list[str], width: int) -> tuple[str, str] | None:
-        """Cut the text before its middle into two parts, whose rows together are `rows`."""
+        """Cut the text before its middle so that both parts have the same `rows`; else None."""
         text = self.text
         if text.lstrip().startswith("|"):  # the columns of a table depend on all rows
             return None
@@ -214,7 +217,7 @@ class WordWrapper:
         return "".join([self._place(part, width) for part in _WORD_OR_SIGN.findall(text)])
 
     def _place(self, part: str, width: int) -> str:
-        """Part of a word; if it does not fit, the whole word begins the next row."""
+        """What to write for a part of a word; a word that does not fit begins the next row."""
         if part == "\n":
             self._is_code ^= self._line.lstrip(" >").startswith(_FENCES)
             self._line, self._word, self._column = "", "", 0

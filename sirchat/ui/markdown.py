@@ -88,7 +88,7 @@ class MarkdownLayout:
         return rows
 
     def finished_length(self, text: str) -> int:
-        """The number of characters before the last block of all whole lines."""
+        """The number of characters in all blocks but the last, of the text's whole lines."""
         lines = text[: text.rfind("\n") + 1].splitlines(keepends=True)
         blocks = parse_blocks("".join(lines))
         end = (blocks[-1][0].map or [0])[0] if len(blocks) > 1 else 0

@@ -395,6 +395,7 @@ def test_a_model_whose_head_has_the_weights_of_the_embeddings_is_spread(
         ({"": True}, "device true"),
         ({"": "cpu", "model.layers.1.mlp": "disk"}, r"layers\.1\.mlp.* within a layer"),
         ({"": "cpu", "model.layer.3": "disk"}, r"model\.layer\.3.*did you mean model\.layers\.3"),
+        ({"": "cpu", "zzz": "disk"}, r"zzz.*its first layer is model\.layers\.0"),
         ({"model.layers": "cpu"}, "no device for model.embed_tokens"),
     ],
     ids=str,

@@ -60,7 +60,7 @@ class Target(NamedTuple):
 
 
 def refuse_unsupported(file: GgufFile) -> None:
-    """Raise ModelError, which names it, for a setting or a tensor that can't be used."""
+    """Raise ModelError that names the first setting or tensor that can't be used, if any."""
     config_values(file)
     for name, tensor in file.tensors.items():
         find_target(name, file)
@@ -93,7 +93,7 @@ def has_blocks(file: GgufFile) -> bool:
 def config_values(file: GgufFile) -> dict[str, Any]:
     """The values of transformers' config for a GGUF file.
 
-    Raises ModelError, which names the setting, if one is missing or can't be used.
+    Raises ModelError that names the setting if one is missing or can't be used.
     """
     arch, settings = _find_architecture(file), file.settings
     _refuse_odd_tokenizer(file.metadata)
@@ -141,7 +141,7 @@ def find_target(name: str, file: GgufFile) -> Target:
 
 
 def _is_unused(name: str, part: str, layer: int | None, file: GgufFile, arch: Architecture) -> bool:
-    """Whether a tensor is no weight of the model: numbers for its config, or of unused layers."""
+    """Whether a tensor is no weight in use: it has config values, or belongs to an unused layer."""
     if name in arch.config_tensors or name == arch.rope_divisors:
         return True
     if layer is None:
