@@ -137,10 +137,7 @@ def open_private(path: Path, mode: str) -> IO[Any]:
 
 
 def write_private(path: Path, contents: str | bytes, *, replaces: bool) -> None:
-    """Write a file that only its owner can read, wholly or not at all; raises OSError.
-
-    Raises FileExistsError if the file exists, unless `replaces` is true.
-    """
+    """Write a file that only its owner can read, wholly or not at all; OSError if that fails."""
     new = path.with_name(f".sirchat-{secrets.token_hex(4)}.new") if replaces else path
     file = open_private(new, "xb" if isinstance(contents, bytes) else "x")
     try:

@@ -67,10 +67,7 @@ _MAX_PATH_CHARS = 300  # characters of a path in an error
 
 
 class LazyCommand(TyperGroup):
-    """A command, or a group, whose module is imported only when it is used.
-
-    The variable `NAME_app` of the module is the command; NAME is the command's name.
-    """
+    """A command or a group, `NAME_app` of a module that is imported only when it is used."""
 
     def __init__(self, name: str, module: str, help: str) -> None:
         super().__init__(name=name, help=help)
@@ -127,10 +124,8 @@ class _MainGroup(TyperGroup):
             hint = "" if " " in name else did_you_mean(name, self.list_commands(ctx), "sirchat ")
             if name in _OTHER_COMMANDS:
                 hint = f"sirchat {_OTHER_COMMANDS[name]}"
-            hint = (
-                hint or f"sirchat opens a chat; sirchat ask {shlex.quote(name)} asks this question"
-            )
-            raise UsageError(f"there is no command {format_value(name)}", hint=hint)
+            ask = f"sirchat opens a chat; sirchat ask {shlex.quote(name)} asks this question"
+            raise UsageError(f"there is no command {format_value(name)}", hint=hint or ask)
         options: list[Any] = self.params
         takes_value = {name for option in options if not option.is_flag for name in option.opts}
         words_before_name = typed[: len(typed) - len(args)]
@@ -170,8 +165,8 @@ def main() -> None:
         restore_terminal()
 
 
-def _escape_completions_for_bash() -> None:
-    """Escape blanks and other special characters: Bash inserts completions as they are."""
+def _escape_for_bash() -> None:
+    """Bash inserts completions as they are: escape blanks and other special characters."""
     from typer._completion_classes import BashComplete
 
     def escape(self: Any, item: Any) -> str:
@@ -259,23 +254,15 @@ def chat_or_replay(
         if value not in (False, "auto"):
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag} needs a transcript on standard input, not a terminal")
-    open_chat(
-        flags,
-        resume=resume,
-        branch=branch,
-        rebuild=rebuild,
-        trust=trust_remote_code,
-        debug=debug,
-        quiet=quiet,
-        **tool_flags,
-    )
+    options = {"resume": resume, "branch": branch, "rebuild": rebuild, "quiet": quiet}
+    open_chat(flags, trust=trust_remote_code, debug=debug, **options, **tool_flags)
 
 
 def _run() -> None:
     install_exit_handlers()
     debug = "--debug" in sys.argv or bool(os.environ.get("SIRCHAT_DEBUG"))
     if os.environ.get("_SIRCHAT_COMPLETE") == "complete_bash":
-        _escape_completions_for_bash()
+        _escape_for_bash()
     try:
         typed = _complete_resume_flag(_translate_flags(sys.argv[1:]))
         code = app(args=typed, prog_name="sirchat", standalone_mode=False)

@@ -20,11 +20,8 @@ from sirchat import paths
 
 _HOST = "127.0.0.1"
 _PROOF_TIMEOUT_S = 2.0  # within which a server must prove itself
-_TOKEN_HEADER, _CHALLENGE_HEADER, _PROOF_HEADER = (
-    "sirchat-token",
-    "sirchat-challenge",
-    "sirchat-proof",
-)  # headers
+_TOKEN_HEADER, _CHALLENGE_HEADER = "sirchat-token", "sirchat-challenge"
+_PROOF_HEADER = "sirchat-proof"
 
 
 class AskPort(NamedTuple):
@@ -48,9 +45,8 @@ class AskPort(NamedTuple):
                     await send({"type": "http.response.start", "status": 204, "headers": [proof]})
                     await send({"type": "http.response.body"})
                     return
-                if hmac.compare_digest(
-                    headers.get(_TOKEN_HEADER.encode(), b""), self.token.encode()
-                ):
+                token = headers.get(_TOKEN_HEADER.encode(), b"")
+                if hmac.compare_digest(token, self.token.encode()):
                     scope = {**scope, "server": (_HOST, None)}  # `Access` then asks for no key
             await app(scope, receive, send)
 
@@ -83,10 +79,7 @@ def open_ask_port(model: str) -> Iterator[tuple[AskPort, socket.socket] | None]:
 
 
 def connect_to_user_server(model: str) -> tuple[HTTPConnection, dict[str, str]] | None:
-    """An open connection to this user's server for the model, and headers that give access.
-
-    None if there is no such server.
-    """
+    """An open connection to this user's server for the model, with headers that give access."""
     port = _read_port_file(paths.server_port_file(model))
     if port is None:
         return None

@@ -140,7 +140,7 @@ def open_chat(
             screen,
             store=opening.store,
             debug=debug,
-            trusted_policies=trusted,
+            trusted=trusted,
             tools=tool_flags,
         )
     except OSError as error:

@@ -35,10 +35,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 
 def with_setting_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: add a flag for every setting to a command.
-
-    The command gets `flags`, a dictionary of the settings that the user gave, by name.
-    """
+    """Decorator: add a flag for every setting; the command gets these, by name, as `flags`."""
     setting_parameters = _flag_parameters()
 
     def run(**values: Any) -> Any:

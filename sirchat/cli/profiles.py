@@ -68,13 +68,13 @@ def policies_list(context: typer.Context) -> None:
     """List the eviction policies, and what each keeps; with a command, show or check one."""
     if context.invoked_subcommand is not None:
         return
-    from sirchat.ui.lists import ALSO_KEPT_NOTE, draw_policies
+    from sirchat.ui.lists import ALSO_KEPT, draw_policies
     from sirchat.ui.screen import Screen
 
     profile = profile_from_flags({}, loads_model=False)
     screen = Screen(theme=profile.theme)
     screen.show(draw_policies(profile.policy, screen.theme))
-    screen.note(f"*: your default; {ALSO_KEPT_NOTE}; sirchat policies show NAME tells more")
+    screen.note(f"*: your default; {ALSO_KEPT}; sirchat policies show NAME tells more")
 
 
 @policies_app.command("show")

@@ -243,8 +243,8 @@ def _run(
             self.opened_at = time.monotonic()
             if len(self.connections) > max_connections:
                 all_open = [other for other in self.connections if isinstance(other, Connection)]
-                idle = filter(Connection.is_idle, all_open)
-                oldest = min(idle, key=lambda connection: connection.opened_at)
+                waiting = filter(Connection.is_idle, all_open)
+                oldest = min(waiting, key=lambda connection: connection.opened_at)
                 self.connections.discard(oldest)  # uvicorn does so only a little later
                 oldest.transport.abort()
 
@@ -292,13 +292,10 @@ def _run(
 
 
 def _connection_limit() -> int:
-    if sys.platform == "win32":
-        return _MAX_CONNECTIONS
-    import resource
+    if sys.platform != "win32":
+        import resource
 
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return (
-        _MAX_CONNECTIONS
-        if files < 0
-        else min(_MAX_CONNECTIONS, max(files // 4, files - _RESERVED_FILES))
-    )
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if files >= 0:  # else there is no limit
+            return min(_MAX_CONNECTIONS, max(files // 4, files - _RESERVED_FILES))
+    return _MAX_CONNECTIONS

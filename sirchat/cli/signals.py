@@ -46,10 +46,7 @@ def install_exit_handlers() -> None:
 
 
 def restore_terminal() -> None:
-    """Show the cursor, which a bar may have hidden; later signals end the program at once.
-
-    This is the last step of every command, also after an error.
-    """
+    """The last step of a command: show the cursor, and let signals end the program at once."""
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     if "rich.live" in sys.modules:

@@ -32,10 +32,8 @@ from sirchat.memory import policies
 
 _OTHER_VARIABLES = ("PROFILE", "HOME", "DEBUG", "DATA")  # variables that are not settings
 _MISSPELLING_CUTOFF = 0.8  # least similarity of a misspelt variable to a setting's name
-_MAX_PROFILE_BYTES = 2**18  # of a profile
-_PROFILE_HEADER = (
-    "# Remove the # in front of a setting to set it. The values shown are the defaults.\n"
-)
+_MAX_BYTES = 2**18  # of a profile
+_HEADER = "# Remove the # in front of a setting to set it. The values shown are the defaults.\n"
 
 Origin = Callable[[str], str]  # for a setting, the flag, variable or file that set its value
 
@@ -121,10 +119,7 @@ def trusted_policies(flags: Mapping[str, Any]) -> frozenset[str]:
 
 
 def profile_path(name_or_file: str) -> Path:
-    """The path of a profile, by name or path; raises SettingError for an unknown name.
-
-    A path has a slash, or ends in `.yaml` or `.yml`.
-    """
+    """The path of a profile given by its name or path; SettingError for an unknown name."""
     if name_or_file.endswith((".yaml", ".yml")) or os.sep in name_or_file or "/" in name_or_file:
         return Path(os.path.expanduser(name_or_file))
     profiles = _profile_files()
@@ -169,7 +164,7 @@ def init_profile(name: str) -> Path:
     path = paths.user_profiles_dir() / f"{name}.yaml"
     try:
         paths.make_private_dir(path.parent)
-        text = f"{_PROFILE_HEADER}\n{profile_as_yaml(Profile(), mark='#')}"
+        text = f"{_HEADER}\n{profile_as_yaml(Profile(), mark='#')}"
         paths.write_private(path, text, replaces=False)
     except FileExistsError:
         raise SettingError(
@@ -302,11 +297,9 @@ def _profile_description(path: Path) -> str:
 def _load(path: Path, trusted: Collection[str] = ()) -> dict[str, object]:
     try:
         with path.open("rb") as file:
-            data = file.read(_MAX_PROFILE_BYTES + 1).removeprefix(b"\xef\xbb\xbf")
-        if len(data) > _MAX_PROFILE_BYTES:
-            raise SettingError(
-                f"{path} is too long; a profile has at most {_MAX_PROFILE_BYTES:,} bytes"
-            )
+            data = file.read(_MAX_BYTES + 1).removeprefix(b"\xef\xbb\xbf")
+        if len(data) > _MAX_BYTES:
+            raise SettingError(f"{path} is too long; a profile has at most {_MAX_BYTES:,} bytes")
         values = parse_yaml(data.decode("utf-8"), path)
     except OSError as error:
         raise SettingError(f"{path} can't be read: {error.strerror}") from None

@@ -28,7 +28,7 @@ from sirchat.text.times import time_range
 from sirchat.ui.attaching import attach_named_files, describe_size
 from sirchat.ui.erasing import EraseCommand
 from sirchat.ui.exporting import copy_reply, export_chat
-from sirchat.ui.lists import ALSO_KEPT_NOTE, describe_memory, draw_policies, draw_settings
+from sirchat.ui.lists import ALSO_KEPT, describe_memory, draw_policies, draw_settings
 from sirchat.ui.panel import draw_full_panel
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
@@ -43,7 +43,7 @@ from sirchat.ui.why import show_why
 _RECALL_CONTEXT_TOKENS = 12  # that `/recall WORDS` restores before the words, and as many after
 _MAX_COMMAND_CHARS = 40  # shown of an unknown command
 
-_HINTS_FOR_FOREIGN_COMMANDS = {  # commands that other programs have, and what does the same here
+_FOREIGN_COMMANDS = {  # commands that other programs have, and what does the same here
     **dict.fromkeys(("sessions", "chats", "list", "resume"), "/load lists the saved chats"),
     **dict.fromkeys(("delete", "rm"), "sirchat sessions rm ID deletes a saved chat"),
     "find": "/search WORDS finds messages of this chat, and other chats",
@@ -107,17 +107,15 @@ class Commands:
         screen: Screen,
         history: TypedHistory,
         saved_chat: SavedChat,
-        trusted_policies: Collection[str] = (),
+        trusted: Collection[str] = (),
         model_switching: ModelSwitching | None = None,
     ) -> None:
         self._session = session
-        self._model_switching = model_switching or ModelSwitching(
-            screen, saved_chat, trusted_policies
-        )
+        self._models = model_switching or ModelSwitching(screen, saved_chat, trusted)
         self._history = history
         self._saved_chat = saved_chat
         self._screen = screen
-        self._switching = Switching(session, screen, trusted_policies)
+        self._switching = Switching(session, screen, trusted)
         self._erasing = EraseCommand(session, screen, history, saved_chat)
 
     @classmethod
@@ -147,7 +145,7 @@ class Commands:
             self._switching.change_setting(f"/{name}", name, arguments)
         elif (action := command(arguments)) is not None:
             return action
-        self._model_switching.drop_outdated_session(self._session)
+        self._models.drop_outdated(self._session)
         return None
 
     def _resolve_name(self, word: str) -> str:
@@ -157,7 +155,7 @@ class Commands:
             self._screen.note(f"/{word} is now called /{_RENAMED_COMMANDS[word]}")
             return _RENAMED_COMMANDS[word]
         if word not in self.names():
-            hint = _HINTS_FOR_FOREIGN_COMMANDS.get(word) or did_you_mean(word, self.names(), "/")
+            hint = _FOREIGN_COMMANDS.get(word) or did_you_mean(word, self.names(), "/")
             if os.path.isfile(f"/{word}"):
                 hint = "@ before a path sends the file's text"
             raise UsageError(
@@ -177,9 +175,9 @@ class Commands:
 
     def do_model(self, arguments: str) -> Action | None:
         if not arguments:
-            self._model_switching.show(self._session)
+            self._models.show(self._session)
             return None
-        session = self._model_switching.switch(self._session, without_quotes(arguments))
+        session = self._models.switch(self._session, without_quotes(arguments))
         return None if session is None else SwitchSession(session, is_other_chat=False)
 
     def do_policy(self, arguments: str) -> None:
@@ -190,7 +188,7 @@ class Commands:
             current = self._session.profile.policy
             self._screen.page(draw_policies(current, self._screen.theme))
             self._screen.note(
-                f"policy is {displayable_line(current)}; /policy NAME chooses; {ALSO_KEPT_NOTE}"
+                f"policy is {displayable_line(current)}; /policy NAME chooses; {ALSO_KEPT}"
             )
 
     def do_recall(self, arguments: str) -> None:
@@ -212,10 +210,8 @@ class Commands:
         if held:
             more = pluralize(len(held), "more token") if recall.scores else "all of this"
             screen.note(f"held anyway, without recall: {more}")
-        if recall.nothing_restored_reason and not shown:
-            screen.note(
-                f"nothing was restored for your last message: {recall.nothing_restored_reason}"
-            )
+        if (reason := recall.nothing_restored_reason) and not shown:
+            screen.note(f"nothing was restored for your last message: {reason}")
         if recall.by_meaning:
             screen.note(f"sentence encoder: {self._session.model.encoder_description}")
         return bool(shown)
@@ -328,7 +324,7 @@ class Commands:
         show_why(self._session, self._screen, arguments)
 
     def do_undo(self, arguments: str) -> Action | None:
-        session = self._model_switching.restore_previous_session(self._session)
+        session = self._models.go_back(self._session)
         if session is None:
             session = undo(self._session, self._screen, self._saved_chat)
         return None if session is None else SwitchSession(session, is_other_chat=False)
@@ -377,7 +373,7 @@ class Commands:
         session = self._saved_chat.load(name_or_id) if name_or_id else None
         if session is None:
             return None
-        self._model_switching.drop_previous_session()
+        self._models.drop_previous()
         return SwitchSession(session, is_other_chat=True)
 
     def do_search(self, arguments: str) -> None:
@@ -441,13 +437,9 @@ def draw_help(width: int) -> RenderableType:
     num_columns = max(1, min(_MAX_COLUMNS, (width + 2) // _GROUP_CELLS))
     groups = list(_load_help()["groups"])
     column_length = -(-len(groups) // num_columns)
+    columns = [groups[i : i + column_length] for i in range(0, len(groups), column_length)]
     table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_row(
-        *(
-            Group(*map(_draw_group, groups[start : start + column_length]))
-            for start in range(0, len(groups), column_length)
-        )
-    )
+    table.add_row(*(Group(*map(_draw_group, column)) for column in columns))
     return table
 
 

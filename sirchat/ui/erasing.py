@@ -33,10 +33,9 @@ class EraseCommand:
         self._previewed: tuple[str, bool] | None = None
 
     def run(self, rest: str) -> None:
-        """Show what would be erased, or erase it with `--yes`.
+        """Show what would be erased, or erase it with `--yes`, which alone means what was shown.
 
-        `--yes` without a target erases what was shown last. Raises UsageError if nothing is named,
-        or if neither the chat nor the typed lines match.
+        Raises UsageError if nothing is named, or nothing in chat or typed lines matches.
         """
         words = rest.split()
         flags = {word for word in words if word in ("--yes", "--everywhere")}
@@ -143,17 +142,12 @@ class EraseCommand:
             of_this_chat |= self._commands_about_this_chat(pattern)
 
             def is_meant(line: str) -> bool:
-                return (
-                    everywhere or line.strip() in of_this_chat or bool(_ERASE_COMMAND.match(line))
-                )
+                is_here = line.strip() in of_this_chat or _ERASE_COMMAND.match(line)
+                return everywhere or bool(is_here)
 
             return lambda line: is_meant(line) and bool(pattern.search(line))
-        target_turn = turns[turn] if 0 <= turn < len(turns) else None
-        message = (
-            target_turn.text.strip()
-            if target_turn is not None and target_turn.role == "user"
-            else ""
-        )
+        is_message = 0 <= turn < len(turns) and turns[turn].role == "user"
+        message = turns[turn].text.strip() if is_message else ""
         message = self._history.typed_by_message.get(message, message)
         return lambda line: bool(message) and line.strip() in (message, escape_message(message))
 
@@ -170,9 +164,9 @@ class EraseCommand:
             return []
 
     def _count_typed_lines(self, target: str) -> tuple[int, int]:
-        here, anywhere = (
-            self._line_matcher(target, everywhere=everywhere) for everywhere in (False, True)
-        )
+        """The numbers of typed lines that match `target`: of this chat, and of other chats."""
+        here = self._line_matcher(target, everywhere=False)
+        anywhere = self._line_matcher(target, everywhere=True)
         lines = [line for line in self._typed_lines() if not _ERASE_COMMAND.match(line)]
         of_this_chat = sum(map(here, lines))
         return of_this_chat, sum(map(anywhere, lines)) - of_this_chat

@@ -58,10 +58,7 @@ def export_chat(session: Session, screen: Screen, rest: str) -> None:
 
 
 def copy_reply(session: Session, screen: Screen, rest: str) -> None:
-    """Run `/copy`: put a reply on the clipboard, without control characters.
-
-    Raises UsageError if nothing is copied.
-    """
+    """Run `/copy`: put a reply on the clipboard; raises UsageError if nothing is copied."""
     words = rest.split()
     target = " ".join(word for word in words if word != _OSC52_FLAG)
     text = displayable(_text_to_copy(session, target)).strip("\n")
@@ -85,10 +82,7 @@ def copy_reply(session: Session, screen: Screen, rest: str) -> None:
 
 
 def copy_with_tool(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
-    """Put a text on the clipboard by a program such as xclip.
-
-    Returns the program's name, or "" and the reason why that failed.
-    """
+    """Put a text on the clipboard; return by which program, or "" and why by none."""
     is_remote = bool(environ.get("SSH_CONNECTION") or environ.get("SSH_TTY"))
     failures = []
     for tool in _CLIPBOARD_TOOLS:
@@ -127,12 +121,11 @@ _CLIPBOARD_TOOLS = (
 
 def _markdown(session: Session) -> str:
     texts = [(role, displayable(turn.text).strip()) for role, turn in _turns_with_text(session)]
-    return "\n\n".join(
-        # What a tool returned is code: no picture in it is loaded.
-        f"## {_speaker_name(role)}\n\n"
-        + (indent(text, "    ") if role == "tool" else _close_code(text))
-        for role, text in texts
-    )
+    sections = list[str]()
+    for role, text in texts:  # what a tool returned is code: no picture in it is loaded
+        shown = indent(text, "    ") if role == "tool" else _close_code(text)
+        sections.append(f"## {_speaker_name(role)}\n\n{shown}")
+    return "\n\n".join(sections)
 
 
 def _close_code(text: str) -> str:
@@ -144,9 +137,8 @@ def _close_code(text: str) -> str:
 
 
 def _json(session: Session) -> str:
-    messages = [
-        message_record(turn.role, turn.text, turn.thinking) for _, turn in _turns_with_text(session)
-    ]
+    turns = [turn for _, turn in _turns_with_text(session)]
+    messages = [message_record(turn.role, turn.text, turn.thinking) for turn in turns]
     record = {"model": session.model.name, "messages": messages}
     return terminal_safe_json(record, indent=1)
 
@@ -160,13 +152,8 @@ def _html(session: Session) -> str:
     turns = list[tuple[str, str, str | None]]()  # speaker, text, markup if it has any
     for role, turn in _turns_with_text(session):
         text = displayable(turn.text).strip()
-        turns.append(
-            (
-                _speaker_name(role),
-                text,
-                markdown_parser().render(text) if role == "assistant" else None,
-            )
-        )
+        markup = markdown_parser().render(text) if role == "assistant" else None
+        turns.append((_speaker_name(role), text, markup))
     page = Path(__file__).with_name("page.html").read_text("utf-8")
     template = jinja2.Template(page, autoescape=True)
     page_text: str = template.render(model=displayable_line(session.model.name), turns=turns)

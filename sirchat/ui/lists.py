@@ -22,7 +22,7 @@ from sirchat.ui.theme import Theme
 
 if TYPE_CHECKING:  # the prompt needs none of these
     from sirchat.chat.session import Session
-    from sirchat.models.fit import Choice, ModelFit
+    from sirchat.models.fit import ModelFit
     from sirchat.models.listing import FoundModel
     from sirchat.saved.search import SnippetPart
     from sirchat.saved.session_list import SavedSession
@@ -32,12 +32,10 @@ if TYPE_CHECKING:  # the prompt needs none of these
 Fragment = tuple[str, str]
 
 _STYLES = {"match": "bold underline"}
-_MIN_ONE_LINE_COLUMNS = 120  # from this width on, in columns, a chat takes one line instead of two
-_MAX_MODEL_CELLS, _MIN_TEXT_CELLS = 20, 12  # cells
-ALSO_KEPT_NOTE = (
-    "all but window also keep the first tokens (sinks) and pins, most the newest (recent)"
-)
-_UNLIMITED_COLUMNS = 10_000  # columns, where there is no terminal
+_MIN_ONE_LINE_COLUMNS = 120  # from this width on, a chat takes one line instead of two
+_MAX_MODEL_CELLS, _MIN_TEXT_CELLS = 20, 12
+ALSO_KEPT = "all but window also keep the first tokens (sinks) and pins, most the newest (recent)"
+_UNLIMITED_COLUMNS = 10_000  # where there is no terminal
 _COLUMN_GAP = "  "
 _TITLES = ("model", "kind", "on disk", "context", "budget", "KV cache", "fits up to")
 _LEGEND = (
@@ -56,9 +54,8 @@ def draw_policies(current: str, theme: Theme) -> RenderableType:
         kept = class_summary(policy_class, name).removeprefix("Keeps ").removeprefix("the sinks")
         kept = kept.removeprefix(" and").replace(", and the `recent` newest", "")
         marked = Text(f"{'*' if name == current else ' '} {name}", no_wrap=True)
-        table.add_row(
-            marked, Text(kept.lstrip(", "), theme.secondary, no_wrap=True, overflow="ellipsis")
-        )
+        kept = kept.lstrip(", ")
+        table.add_row(marked, Text(kept, theme.secondary, no_wrap=True, overflow="ellipsis"))
     return table
 
 
@@ -71,12 +68,8 @@ def draw_settings(profile: Profile, theme: Theme) -> RenderableType:
         shown = sampling.get(name) or shorten(format_setting(value), 60)
         is_set = name not in sampling or profile.origin(name) != "default"
         mark = "*" if is_set and value != field.default else mark
-        cells = (
-            (mark, ""),
-            (name, "bold"),
-            (shown, ""),
-            (field.description or "", theme.secondary),
-        )
+        meaning = field.description or ""
+        cells = ((mark, ""), (name, "bold"), (shown, ""), (meaning, theme.secondary))
         table.add_row(*(Text(displayable_line(text), style) for text, style in cells))
     legend = "*: not the default; ·: fixed for this conversation; /set NAME VALUE changes a setting"
     table.add_row("", "", "", Text(legend, theme.secondary))
@@ -86,10 +79,7 @@ def draw_settings(profile: Profile, theme: Theme) -> RenderableType:
 class SessionLines:
     """The lines of a list of saved chats, in aligned columns; for 60 columns or more.
 
-    Args:
-        sessions: the chats, in the order in which they are listed.
-        present: the id of the chat that is open now, or "".
-        matches: after a search, the parts of the line that was found, by the id of its chat.
+    `open_id` is the chat that is open now; `matches` are the lines found by a search, by chat id.
     """
 
     def __init__(
@@ -99,17 +89,13 @@ class SessionLines:
         matches: Mapping[str, Sequence[SnippetPart]] = MappingProxyType({}),
     ) -> None:
         self.sessions, self._open_id, self._matches = sessions, open_id, matches
-        self._turns_width = max(
-            (len(pluralize(chat.turns, "message")) for chat in sessions), default=0
-        )
+        turns = (pluralize(session.turns, "message") for session in sessions)
+        self._turns_width = max(map(len, turns), default=0)
         models = (cell_len(displayable_line(session.model)) for session in sessions)
         self._model_width = min(max(models, default=0), _MAX_MODEL_CELLS)
 
     def lines(self, number: int, width: int) -> list[list[Fragment]]:
-        """The line of chat `number` (from 0): id, time of change, turns, model, name and text.
-
-        In narrow windows of `width` columns, name and text are on a second line.
-        """
+        """The line of chat `number` (from 0), or two if `width`, in columns, is small."""
         session = self.sessions[number]
         model = displayable_line(session.model)
         turns = pluralize(session.turns, "message").rjust(self._turns_width)
@@ -125,14 +111,12 @@ class SessionLines:
         return [_cut_fragments([*head, ("dim", f"{model}{padding}"), *self._text(session)], width)]
 
     def _text(self, session: SavedSession) -> list[Fragment]:
-        """The chat's name, and the line that was found, or the user's first or last message."""
-        is_present = session.id == self._open_id
-        whose = "(this chat) " if is_present else "(open) " if session.in_use else ""
-        preview = (
-            session.first_message
-            if cell_len(session.first_message) >= _MIN_TEXT_CELLS
-            else session.last_message
-        )
+        """The chat's name, and the line that was found, or what the user said first, or last."""
+        is_current = session.id == self._open_id
+        whose = "(this chat) " if is_current else "(open) " if session.in_use else ""
+        preview = session.first_message
+        if cell_len(preview) < _MIN_TEXT_CELLS:
+            preview = session.last_message
         parts = self._matches.get(session.id, ())
         name = [("bold", session.name), ("", ": " if preview else "")] if session.name else []
         text = [("match" if part.is_match else "", part.text) for part in parts] or [("", preview)]
@@ -207,37 +191,24 @@ def print_fit(fit: ModelFit, console: Console) -> None:
     found, shape = fit.found, fit.found.shape
     context = _format_count(shape.context_length if shape is not None else None)
     about = f"{shape.kind if shape is not None else '?'}, {fit.weights / 1e6:,.1f} million weights"
-    _print_line(
-        console, displayable_line(f"{found.name}: {about}, context {context} tokens"), "bold"
-    )
-    program = format_bytes(PROGRAM_BYTES)
-    _print_line(
-        console, f"free memory here: {format_bytes(fit.free)}, of which {program} are for sirchat"
-    )
+    title = displayable_line(f"{found.name}: {about}, context {context} tokens")
+    _print_line(console, title, "bold")
+    free, program = format_bytes(fit.free), format_bytes(PROGRAM_BYTES)
+    _print_line(console, f"free memory here: {free}, of which {program} are for sirchat")
     budgets = list(fit.choices[0].caches)
     _print_line(console, "")
-    rows = [
-        ("setting", "weights", "loading", "reading", "archive", "fits up to"),
-        *(
-            (
-                _setting_name(choice),
-                format_bytes(choice.weights),
-                format_bytes(choice.loading),
-                format_bytes(choice.working),
-                format_bytes(choice.archive),
-                _format_largest(choice.largest_budget),
-            )
-            for choice in fit.choices
-        ),
+    rows: list[Sequence[str]] = [
+        ("setting", "weights", "loading", "reading", "archive", "fits up to")
     ]
+    caches = [("KV cache for a budget of", *(f"{budget:,}" for budget in budgets))]
+    for choice in fit.choices:
+        name = choice.setting or f"as set ({choice.precision})"
+        sizes = map(format_bytes, (choice.weights, choice.loading, choice.working, choice.archive))
+        rows.append((name, *sizes, _format_largest(choice.largest_budget)))
+        caches.append((name, *map(format_bytes, choice.caches.values())))
     _print_table(console, rows)
     _print_line(console, "")
-    titles = ("KV cache for a budget of", *(f"{budget:,}" for budget in budgets))
-    caches = (
-        (_setting_name(choice), *map(format_bytes, choice.caches.values()))
-        for choice in fit.choices
-    )
-    _print_table(console, [titles, *caches])
+    _print_table(console, caches)
     _print_line(console, "")
     for line in _LEGEND:
         _print_line(console, line.format(hour=TOKENS_PER_HOUR), "dim")
@@ -288,10 +259,6 @@ def _model_cells(model: ListedModel) -> list[str]:
         _format_largest(model.largest_budget),
     )
     return [displayable_line(cell) for cell in cells]
-
-
-def _setting_name(choice: Choice) -> str:
-    return choice.setting or f"as set ({choice.precision})"
 
 
 def _format_largest(budget: int | None) -> str:

@@ -207,10 +207,8 @@ class LiveView:
     def _region_parts(self) -> list[RenderableType]:
         parts: list[RenderableType] = []
         theme, width = self._screen.theme, self._screen.width
-        if self._reading is not None:
-            parts.append(
-                draw_progress_bar("reading", self._reading.done, self._reading.total, theme, width)
-            )
+        if (reading := self._reading) is not None:
+            parts.append(draw_progress_bar("reading", reading.done, reading.total, theme, width))
         if self._draws_panel:
             snapshot = self._snapshot()
             if self._evicted_positions:

@@ -27,9 +27,8 @@ _FORMULA = re.compile(
     re.DOTALL,
 )
 _FORMULA_ENDS = {"\\[": "\\]", "$$": "$$"}
-_NOT_A_QUOTE = re.compile(
-    r">(?:>>|=|[-+.$€£]?\d)"
-)  # Python's prompt, or a comparison: >= 3, >5, >-1
+# Python's prompt, or a comparison: >= 3, >5, >-1
+_NOT_A_QUOTE = re.compile(r">(?:>>|=|[-+.$€£]?\d)")
 _CELL_ENDS = re.compile(r"(?<!\\)\|")
 _OUTER_BARS = re.compile(r"\A\||\|\Z")
 
@@ -86,10 +85,9 @@ def _emphasis(state: StateInline, silent: bool) -> bool:
     step = 2 if sign == "~" else 1
     for _ in range(length // step):
         state.push("text", "", 0).content = sign * step
-        rule_of_three_length = 0 if sign == "~" else length  # 0: no pair is refused for its lengths
-        state.delimiters.append(
-            Delimiter(ord(sign), rule_of_three_length, len(state.tokens) - 1, -1, opens, closes)
-        )
+        run = 0 if sign == "~" else length  # 0: no pair is refused for the lengths of its runs
+        mark = Delimiter(ord(sign), run, len(state.tokens) - 1, -1, opens, closes)
+        state.delimiters.append(mark)
     if length % step:
         state.push("text", "", 0).content = sign
     state.pos += length
@@ -186,9 +184,8 @@ def _quote(state: StateBlock, start: int, end: int, silent: bool) -> bool:
         return False
     count, last = len(state.tokens), state.lineMax
     lines = takewhile(lambda line: not state.isEmpty(line), range(start + 1, end))
-    state.lineMax = next(
-        (line for line in lines if _NOT_A_QUOTE.match(_line_text(state, line))), last
-    )
+    others = (line for line in lines if _NOT_A_QUOTE.match(_line_text(state, line)))
+    state.lineMax = next(others, last)
     is_quote = blockquote(state, start, min(end, state.lineMax), silent)
     state.lineMax = last
     if not is_quote:

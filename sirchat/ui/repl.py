@@ -51,8 +51,8 @@ _REVIEW_QUESTION = "k or Enter keeps it, e edits, d drops: "
 class Chat:
     """A chat at the prompt, which ends when the user leaves.
 
-    `store` is the file from which the chat was resumed. Unexpected errors are printed; `debug`
-    raises them. Profiles and saved chats may name `trusted_policies` (`module:Class`).
+    `store` is the file from which the chat was resumed. Unexpected errors are printed, and with
+    `debug` raised. `trusted` (`module:Class`) may be named by profiles and saved chats.
     """
 
     def __init__(
@@ -62,17 +62,17 @@ class Chat:
         terminal_input: TerminalInput,
         store: SessionStore | None,
         debug: bool,
-        trusted_policies: Collection[str],
+        trusted: Collection[str],
         tools: ToolFlags | None = None,
     ) -> None:
-        self._trusted_policies = trusted_policies
+        self._trusted = trusted
         self._screen = screen
         self._ctrl_c = terminal_input.ctrl_c
         self._keyboard = terminal_input.keyboard
         self._history = terminal_input.history
         self._prompt = terminal_input.prompt
         self.saved_chat = SavedChat(
-            session, screen, store, debug=debug, trusted_policies=trusted_policies, pick=self._pick
+            session, screen, store, debug=debug, trusted=trusted, pick=self._pick
         )
         self._debug = debug
         self._has_asked_to_leave = False
@@ -84,11 +84,10 @@ class Chat:
             lambda: self._session.profile.tool_timeout,
             self._keyboard.escape_pressed,
         )
-        self._model_switching = ModelSwitching(screen, self.saved_chat, trusted_policies)
+        self._models = ModelSwitching(screen, self.saved_chat, trusted)
         self._switch_to(session)
-        self._prompt.set_completer(
-            SlashCompleter(lambda: self._session), lambda: toolbar_text(self._session, screen.width)
-        )
+        completer = SlashCompleter(lambda: self._session)
+        self._prompt.set_completer(completer, lambda: toolbar_text(self._session, screen.width))
         self._prompt.set_header(self._draw_header)
 
     def run(self, line: InputLine | None = None) -> None:
@@ -146,13 +145,9 @@ class Chat:
 
     def _switch_to(self, session: Session) -> None:
         self._session, session.toolbox = session, self.tools
+        screen, saved_chat = self._screen, self.saved_chat
         self._commands = Commands(
-            session,
-            self._screen,
-            self._history,
-            self.saved_chat,
-            self._trusted_policies,
-            self._model_switching,
+            session, screen, self._history, saved_chat, self._trusted, self._models
         )
         self._screen.use_theme(session.profile.theme)
 
@@ -281,7 +276,8 @@ class Chat:
     def _run_turn(
         self, run: Callable[[Interrupted], Iterator[Event]], is_stopped: bool = False
     ) -> None:
-        self._model_switching.drop_previous_session()
+        """Show the events that `run` yields, until the user stops it."""
+        self._models.drop_previous()
         self.tools.is_stopped, start = False, monotonic()
         self._keyboard.set_bracketed_paste(True)
         try:

@@ -123,7 +123,8 @@ def _replay_events(
         elif turn.role == "system":
             yield from _replay_system(session, turn, options.name)
         elif turn.role == "user":
-            if not has_warned and (command := _leading_command(turn.content)):
+            text = turn.content
+            if not has_warned and (command := _leading_command(text)):
                 has_warned = True
                 yield Notice(
                     f"{command} is sent as a message, as no commands run here; settings are set by "
@@ -132,19 +133,16 @@ def _replay_events(
             has_reply = next_turn is not None and next_turn.role == "assistant"
             with InterruptFlag() as interrupted:
                 if has_reply:
-                    yield from session.read_question(
-                        turn.content, interrupted, next_role="assistant"
-                    )
+                    yield from session.read_question(text, interrupted, next_role="assistant")
                 else:
-                    yield from session.ask(turn.content, interrupted)
+                    yield from session.ask(text, interrupted)
             _raise_if_interrupted(interrupted)
         elif turn.role == "tool" and options.feed:
             call = calls.pop(0) if calls else ToolCall(call_id(turn.line), "tool", "{}")
-            before = next_turn.role if next_turn is not None else None
-            question = session.undoable_message
+            asked, role = session.undoable_message, next_turn.role if next_turn else None
             with InterruptFlag() as interrupted:
                 yield from read_result(
-                    session, call, turn.content, question, interrupted, next_role=before
+                    session, call, turn.content, asked, interrupted, next_role=role
                 )
             _raise_if_interrupted(interrupted)
         elif options.feed:
@@ -188,9 +186,8 @@ def _replay_switch(
     with InterruptFlag() as interrupted:
         events = session.switch(source, interrupted, **settings)
     yield from events
-    same = ", ".join(
-        f"{name} is already {format_setting(value)}" for name, value in settings.items()
-    )
+    values = {name: format_setting(value) for name, value in settings.items()}
+    same = ", ".join(f"{name} is already {value}" for name, value in values.items())
     if not options.json and (change := describe_switch(events, session, same)):
         yield Notice(change)
     _raise_if_interrupted(interrupted)

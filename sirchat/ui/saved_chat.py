@@ -64,12 +64,12 @@ class SavedChat:
         store: SessionStore | None = None,
         *,
         debug: bool = False,
-        trusted_policies: Collection[str] = (),
+        trusted: Collection[str] = (),
         pick: Callable[[int, DrawItem, str], int | None] | None = None,
     ) -> None:
         self._session = session
         self._pick = pick
-        self._trusted_policies = trusted_policies
+        self._trusted = trusted
         self._screen = screen
         self._debug = debug
         self._autosave = Autosave(session, store)
@@ -148,13 +148,11 @@ class SavedChat:
 
         Raises SessionError or SettingError, with the current chat unchanged.
         """
-        if (
-            name_or_id != "last"
-            and find_session(sessions_dir(), name_or_id).stem == self._autosave.id
-        ):
-            self._screen.note(f"session {self._autosave.id} is this chat, which is already open")
+        current = self._autosave.id
+        if name_or_id != "last" and find_session(sessions_dir(), name_or_id).stem == current:
+            self._screen.note(f"session {current} is this chat, which is already open")
             return None
-        store, skipped = open_saved_file(sessions_dir(), name_or_id, own_id=self._autosave.id)
+        store, skipped = open_saved_file(sessions_dir(), name_or_id, own_id=current)
         for error in skipped:
             self._screen.note(f"{error}; loading session {store.name or store.id} instead")
         try:
@@ -209,11 +207,10 @@ class SavedChat:
             is_main = name_or_id == _MAIN_BRANCH and branch.id == self._autosave.family
             if is_main or branch.id == name_or_id or names_match(branch.name, name_or_id):
                 return self.load(branch.id)
+        names = [branch.name or branch.id for branch in branches]
         raise SessionError(
             f"this chat has no branch {format_value(name_or_id)}",
-            hint=did_you_mean(
-                name_or_id, [branch.name or branch.id for branch in branches], "/switch "
-            )
+            hint=did_you_mean(name_or_id, names, "/switch ")
             or "/branches lists the branches; /load opens other chats",
         )
 
@@ -221,13 +218,10 @@ class SavedChat:
         """Print a list of this chat and its branches, the copies made by `/branch`."""
         branches = self._branches()
         if len(branches) > 1:
-            main = self._autosave.family
+            main, current = self._autosave.family, self._autosave.id
             named = [replace(b, name=b.name or _MAIN_BRANCH * (b.id == main)) for b in branches]
-            chats = SessionLines(named, self._autosave.id)
-            self._screen.page(draw_sessions(chats, self._screen.width))
-            here = next(
-                (b.name or b.id for b in named if b.id == self._autosave.id), "a new branch"
-            )
+            self._screen.page(draw_sessions(SessionLines(named, current), self._screen.width))
+            here = next((b.name or b.id for b in named if b.id == current), "a new branch")
             self._screen.note(f"you are on {here}; /switch NAME goes on with another")
         else:
             self._screen.note("this chat has no branches; /branch NAME makes one")
@@ -397,7 +391,7 @@ class SavedChat:
         model, current = self._session.model, self._session.profile
         check_model(store, model)  # first: the settings may be invalid for another model
         kept_names = [name for name in FIXED_SETTINGS if name not in _LOADED_FIXED_SETTINGS]
-        profile = saved_profile(store, (*self._trusted_policies, current.policy))
+        profile = saved_profile(store, (*self._trusted, current.policy))
         kept = {name: getattr(current, name) for name in kept_names}
         session = Session(model, profile.model_copy(update=kept))
         resume_session(session, store)

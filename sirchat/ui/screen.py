@@ -47,14 +47,11 @@ class Screen:
         self.is_quiet = is_quiet
         self._out = _CountingStream(out or sys.stdout)
         self.console = make_console(cast(TextIO, self._out), soft_wrap=True)
-        self.notes_console = make_console(
-            err or sys.stderr, force_terminal=(err or sys.stderr).isatty()
-        )
-        self.notes_console.soft_wrap = (
-            not self.notes_console.is_terminal
-        )  # elsewhere a note stays one line
+        is_terminal = (err := err or sys.stderr).isatty()
+        self.notes_console = make_console(err, force_terminal=is_terminal)
+        self.notes_console.soft_wrap = not is_terminal  # elsewhere a note stays one line
         self._filter = DisplayFilter()
-        self._word_wrapper: WordWrapper | None = None  # that is broken at blanks
+        self._word_wrapper: WordWrapper | None = None  # of the present line of a reply
         self._is_light = False
         self.before_pager: Callable[[], object] = lambda: None
         self.use_theme(theme)
@@ -139,10 +136,7 @@ class Screen:
         self.console.print(drawing, soft_wrap=False)
 
     def page(self, drawing: RenderableType) -> None:
-        """Print a drawing; in the pager, if there is one and the window is too small.
-
-        Every command that may print much uses this method.
-        """
+        """Print a drawing; in the pager, if there is one and the window is too small."""
         with self.console.capture() as captured:
             self.show(drawing)
         text = captured.get()
@@ -171,9 +165,9 @@ class Screen:
             self.note(text)
 
     def error(self, text: str) -> None:
-        self.notes_console.print(
-            Text(displayable_line(f"sirchat: {text}"), style=self._error_style)
-        )
+        """Print the error message `text` to stderr, as one line."""
+        message = displayable_line(f"sirchat: {text}")
+        self.notes_console.print(Text(message, style=self._error_style))
 
     def _write(self, text: str) -> None:
         self._out.write(text)
@@ -217,6 +211,8 @@ def _show_in_pager(text: str) -> bool:
 
 
 class _CountingStream:
+    """Wraps an output stream, and counts the bytes that are written to it."""
+
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self.bytes_written = 0

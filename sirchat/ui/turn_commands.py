@@ -94,9 +94,8 @@ def retry(session: Session, request: Retry, interrupted: Interrupted) -> Iterato
         updates = {"recall": retriever_for_retry(session, request.recall)}
     if updates:
         describe = partial(_describe_retry, as_usual=session.profile, note=note)
-        yield from retry_with_settings(
-            session, {**updates, **request.settings}, describe, interrupted
-        )
+        settings = {**updates, **request.settings}
+        yield from retry_with_settings(session, settings, describe, interrupted)
         return
     if request.full or request.recall is not None:
         yield Notice("everything was held already, so this is a plain /retry")

@@ -28,8 +28,8 @@ from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import loading_bar
 from sirchat.ui.typed_input import (
-    InMemoryTypedHistory,
     Keyboard,
+    MemoryHistory,
     ask_background,
     create_prompt_output,
 )
@@ -103,20 +103,18 @@ def run_tutorial(open_session: OpenSession, screen: Screen, *, waits: bool) -> b
         if keys is None or keyboard is None:
             return _Tutorial(session, screen, _echo(screen), lambda interrupt: interrupt).run()
         keyboard.pass_keys_to_prompt()  # the terminal may have told its background meanwhile
-        output = create_prompt_output(screen)
-        prompt = Prompt(
-            keys, output, history=InMemoryTypedHistory(), has_colours=lambda: screen.has_colours
-        )
+        output, history = create_prompt_output(screen), MemoryHistory()
+        prompt = Prompt(keys, output, history=history, has_colours=lambda: screen.has_colours)
         prompt.set_completer(SlashCompleter(lambda: session), lambda: _TOOLBAR)
 
         def read(suggested: str) -> InputLine | None:
             keyboard.pass_keys_to_prompt()
             return prompt.read(suggested)
 
-        def stop_check_for(interrupt: InterruptFlag) -> Interrupted:
+        def make_check(interrupt: InterruptFlag) -> Interrupted:
             return make_stop_check(interrupt, keyboard, False)
 
-        return _Tutorial(session, screen, read, stop_check_for).run()
+        return _Tutorial(session, screen, read, make_check).run()
 
 
 def _echo(screen: Screen) -> ReadLine:
@@ -131,13 +129,11 @@ def _echo(screen: Screen) -> ReadLine:
 
 class _Tutorial:
     def __init__(
-        self, session: Session, screen: Screen, read: ReadLine, stop_check_for: MakeStopCheck
+        self, session: Session, screen: Screen, read_line: ReadLine, make_check: MakeStopCheck
     ) -> None:
         self._session, self._screen = session, screen
-        self._read_line, self._stop_check_for = read, stop_check_for
-        self._commands = Commands(
-            session, screen, InMemoryTypedHistory(), SavedChat(session, screen)
-        )
+        self._read_line, self._make_check = read_line, make_check
+        self._commands = Commands(session, screen, MemoryHistory(), SavedChat(session, screen))
         self._has_other_lines = False
 
     def run(self) -> bool:
@@ -182,7 +178,7 @@ class _Tutorial:
             if line.is_command:
                 return self._run(line.text)
             with InterruptFlag() as interrupt, LiveView(self._session, self._screen) as view:
-                for event in self._session.ask(line.text, self._stop_check_for(interrupt)):
+                for event in self._session.ask(line.text, self._make_check(interrupt)):
                     view.show(event)
             if interrupt():
                 raise KeyboardInterrupt

@@ -91,7 +91,7 @@ def open_history(warn: Callable[[str], None], *, is_persistent: bool = True) -> 
             paths.open_private(path, "a").close()
     except OSError as error:
         warn(f"the input history is not kept: {error}")
-        return InMemoryTypedHistory()
+        return MemoryHistory()
     history = _PrivateFileHistory(str(path))
     history.is_persistent = is_persistent
     return history
@@ -121,7 +121,7 @@ class TypedHistory(History):
         self.typed_by_message = {message: line for message, line in typed if not matches(line)}
 
 
-class InMemoryTypedHistory(TypedHistory, InMemoryHistory):
+class MemoryHistory(TypedHistory, InMemoryHistory):
     def erase(self, matches: Callable[[str], bool]) -> None:
         self._storage = [line for line in self._storage if not matches(line)]
         super().erase(matches)

@@ -1,7 +1,4 @@
-"""`/why`: says in words whether tokens were held for the last reply, and why they are held or not.
-
-A token is held if it is in the cache.
-"""
+"""`/why`: says whether tokens were held for the last reply, and why they are held or not."""
 
 from __future__ import annotations
 
@@ -112,10 +109,7 @@ def describe_use(
 def explain_state(
     ranks: Sequence[TokenRank], target: str, policy: str, recalled: Sequence[RecalledTurn] = ()
 ) -> str:
-    """Say in one or two sentences why the tokens of `target` are held, or why they are not.
-
-    `recalled` are the turns of which recall restored tokens for this round.
-    """
+    """Say in one or two sentences why the tokens of `target` are held, or why they are not."""
     query_words = {turn.turn: turn.words for turn in recalled if turn.words}
     what, held = _target_name(target, ranks), [rank for rank in ranks if rank.state == "held"]
     best = min(held or ranks, key=lambda rank: (rank.rank is None, rank.rank))
@@ -277,12 +271,8 @@ def _higher_ranked(rank: TokenRank, policy: str) -> str:
 def _restore_hint(ranks: Sequence[TokenRank], target: str) -> str:
     if all(rank.state == "not_stored" for rank in ranks):
         return "The tokens are no longer archived, so they can't be restored."
-    is_rereadable = any(rank.state == "rereadable" for rank in ranks)
-    archived, restores = (
-        ("not all archived", "reads") if is_rereadable else ("archived", "restores")
-    )
     words = displayable_line(without_quotes(target))
     command = "/pin" if turn_of_target(target, ()) is not None else f'/recall "{words}"'
-    return (
-        f"The tokens are {archived}: {command} {restores} them{' again' if is_rereadable else ''}."
-    )
+    if any(rank.state == "rereadable" for rank in ranks):
+        return f"The tokens are not all archived: {command} reads them again."
+    return f"The tokens are archived: {command} restores them."

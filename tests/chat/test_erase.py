@@ -18,7 +18,7 @@ from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session
 from sirchat.saved.store import SessionStore
-from sirchat.ui.typed_input import InMemoryTypedHistory, open_history
+from sirchat.ui.typed_input import MemoryHistory, open_history
 from typed_chat import TypedChat
 
 SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 24}
@@ -141,7 +141,7 @@ def test_no_saved_file_has_erased_words_and_the_chat_resumes(own_home: Path) -> 
 
 @pytest.mark.parametrize("in_a_file", [True, False])
 def test_typed_lines_are_erased(own_home: Path, in_a_file: bool) -> None:
-    history = open_history(print) if in_a_file else InMemoryTypedHistory()
+    history = open_history(print) if in_a_file else MemoryHistory()
     for line in ("one", f"the {SECRET}\nin two lines", "three", f"/erase {SECRET}"):
         history.append_string(line)
     history.erase(lambda line: SECRET in line)

@@ -26,7 +26,7 @@ from sirchat.ui.commands import Commands
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.tables import draw_facts
-from sirchat.ui.typed_input import InMemoryTypedHistory
+from sirchat.ui.typed_input import MemoryHistory
 from statement_telling import FACTS, OTHERS, RULE, telling
 
 CORRECTIONS = [
@@ -131,7 +131,7 @@ def test_a_question_states_nothing_even_if_the_encoder_takes_it_for_a_fact(
 def test_the_command_shows_them_in_a_table() -> None:
     chat, out, notes = chat_of(FACTS[0]), io.StringIO(), io.StringIO()
     screen = Screen(out, notes)
-    commands = Commands(chat, screen, InMemoryTypedHistory(), SavedChat(chat, screen))
+    commands = Commands(chat, screen, MemoryHistory(), SavedChat(chat, screen))
     commands.run("/facts")
     title, line = (text.split() for text in out.getvalue().splitlines())
     assert title == ["when", "is", "you", "said"]

@@ -17,7 +17,7 @@ from sirchat.recall.passage_search import MIN_SCORE
 from sirchat.ui.commands import Commands
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
-from sirchat.ui.typed_input import InMemoryTypedHistory
+from sirchat.ui.typed_input import MemoryHistory
 
 BY_WORDS = ["words", "meaning"]
 TOLD = "Our zebra is called Quixbert."
@@ -195,6 +195,6 @@ def test_what_fits_and_was_held_anyway_is_shown_and_said_to_be() -> None:
     assert one.resident < one.seen
     list(one.read_user("What is the name of Quixbert's species?"))
     screen = Screen(out, notes)
-    Commands(one, screen, InMemoryTypedHistory(), SavedChat(one, screen)).run("/recall")
+    Commands(one, screen, MemoryHistory(), SavedChat(one, screen)).run("/recall")
     assert "Quixbert" in out.getvalue()
     assert "held anyway, without recall: all of this" in notes.getvalue()

@@ -36,7 +36,7 @@ from sirchat.ui.commands import Commands, SwitchSession
 from sirchat.ui.panel import draw_compact_panel, draw_full_panel
 from sirchat.ui.screen import Screen
 from sirchat.ui.tables import draw_token_ranks, draw_tokens
-from sirchat.ui.typed_input import InMemoryTypedHistory
+from sirchat.ui.typed_input import MemoryHistory
 
 SESSIONS = 60
 
@@ -243,7 +243,7 @@ class _RunningSession:
     def _command(self, line: str) -> dict[str, Any]:
         out = io.StringIO()
         screen = Screen(out, out, theme="none")
-        history = InMemoryTypedHistory()
+        history = MemoryHistory()
         saved_chat = SimpleNamespace(
             branches_containing=lambda text: [],
             drop_revealing_name=lambda text, is_whole_turn: False,

@@ -25,7 +25,7 @@ from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.switching import ModelSwitching
-from sirchat.ui.typed_input import InMemoryTypedHistory
+from sirchat.ui.typed_input import MemoryHistory
 
 SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 8, "decay": 0.9}
 SAYINGS = [f"{n} some words and {n * n} more of them" for n in range(5)]
@@ -39,13 +39,13 @@ class Chat:
         self.out = io.StringIO()
         self.screen = Screen(self.out, self.out)
         self.saved_chat = SavedChat(self.session, self.screen)
-        self.history = InMemoryTypedHistory()
+        self.history = MemoryHistory()
         self.models = ModelSwitching(self.screen, self.saved_chat)
         self.commands = self._new_commands()
 
     def say(self, *texts: str) -> None:
         for text in texts:
-            self.models.drop_previous_session()
+            self.models.drop_previous()
             list(self.session.ask(text))
             self.saved_chat.save()
 

@@ -108,11 +108,11 @@ def test_no_cache_of_the_process_keeps_what_was_drawn_and_erased(chat: Chat) -> 
     ("broken", "named"),
     [
         (
-            ["sirchat.ui.typed_input.InMemoryTypedHistory.erase"],
+            ["sirchat.ui.typed_input.MemoryHistory.erase"],
             "the typed lines could not be erased from",
         ),
         (
-            [f"sirchat.ui.typed_input.InMemoryTypedHistory.{name}" for name in ("lines", "erase")],
+            [f"sirchat.ui.typed_input.MemoryHistory.{name}" for name in ("lines", "erase")],
             "the typed lines could not be erased from",
         ),
         (["sirchat.saved.autosave.Autosave.save"], ".sqlite"),
