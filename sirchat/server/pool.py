@@ -65,7 +65,9 @@ class ConversationPool:
             full = named.history_with_earlier(history, len(matched(named, history)))
             if full is not history:  # it has the messages before, too
                 named.is_retry, named.full_history = named.has_answered(full), full
-                if full.keys[0] != named.keys[0]:  # with another system prompt, or other tools
+                if (
+                    full.prompt_mark != named.prompt_mark
+                ):  # with another system prompt, or other tools
                     earlier = min(len(named.marks), len(full.marks) - 1)
                     named.reused, named.is_edited = {index: index for index in range(earlier)}, True
                 return self._begin_use(named)
@@ -228,7 +230,7 @@ class ConversationPool:
         best, reused = None, dict[int, int]()
         for each in self._newest_first:
             pairs = matched(each, history) if history.may_use(each.name) else {}
-            chars = unread(history, pairs, each.keys[0] == history.keys[0])
+            chars = unread(history, pairs, each.prompt_mark == history.prompt_mark)
             session = each.session if isinstance(each, ServedConversation) else None
             if not pairs or chars >= max_chars:
                 continue
@@ -260,10 +262,10 @@ class ConversationPool:
             profile = profile.model_copy(update={"system": history.system})
         exact = (each for each in reversed(self._in_memory) if each.has_exact_prompt)
         idle = (each for each in exact if each.roles and not each.reused)
-        source = next((each for each in idle if each.keys[0] == history.keys[0]), None)
+        source = next((each for each in idle if each.prompt_mark == history.prompt_mark), None)
         source = source or self._load_same_prompt(history)
         session = Session(self.model, history.profile or profile)
-        new = ServedConversation(session=session, keys=[history.keys[0]], roles=[])
+        new = ServedConversation(session=session, prompt_mark=history.prompt_mark)
         if source is not None and history.profile is None:  # it begins with the same
             new.least_budget, is_pinned = source.least_budget, source.settings.get("pin_system")
             new.settings = {} if is_pinned is None else {"pin_system": is_pinned}
@@ -280,7 +282,7 @@ class ConversationPool:
         if self._disk is None or not (has_room and is_long):
             return None
         for saved in reversed(self._disk.entries):
-            is_exact = saved.keys[0] == history.keys[0] and not saved.is_edited
+            is_exact = saved.prompt_mark == history.prompt_mark and not saved.is_edited
             if is_exact and saved.has_keys_and_values():
                 return self._load(saved)
         return None
