@@ -105,7 +105,7 @@ def test_recalled_words_are_listed(chat: Chat) -> None:
     assert "holds" in chat.do("/set recall_n 30")
     chat.say("Is my name Anna?")
     shown = chat.do("/recall").splitlines()
-    assert shown[0].split() == ["said", "tokens", "by", "the", "words", "recalled", "text"]
+    assert shown[0].split() == ["said", "tokens", "by", "the", "words", "text"]
     assert any(re.search(r" Anna +My name is Anna\.$", line) for line in shown)
     counts = [int(re.split(" {2,}", line)[1]) for line in itertools.takewhile(_is_row, shown[1:])]
     assert 0 < sum(counts) <= 30
