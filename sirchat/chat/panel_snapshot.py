@@ -15,7 +15,6 @@ from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger, Role
-from sirchat.memory.policies.base import ScorePolicy
 from sirchat.recall import RecalledTurn
 from sirchat.text.detokenizer import Texts
 
@@ -69,7 +68,6 @@ class Snapshot:
     slots: tuple[int, ...]  # index of each of `rows` among all held tokens
     turns: tuple[HeldShare, ...]  # all turns of the chat
     histogram: Histogram | None  # null in a short snapshot
-    unit: str = ""  # of the scores, such as "nats"; empty for a plain number
     # Some words of `evicted_next`, most surprising first, and the role that wrote each.
     leaving_words: Mapping[str, str] = field(default_factory=dict)
     recalled_turns: tuple[RecalledTurn, ...] = ()  # of the tokens that recall restored
@@ -102,7 +100,7 @@ def take_snapshot(
     With `strongest`, it is a short one: with the `strongest` tokens of the highest scores outside
     the chat template, and with neither a histogram nor the turns' mean surprisals.
     """
-    ledger, policy = engine.ledger, engine.settings.policy
+    ledger = engine.ledger
     held = ledger.held_positions
     leaving = engine.evictor.next_evicted(in_round=in_round)
     scores = policy_scores(engine, held)
@@ -123,7 +121,6 @@ def take_snapshot(
         recalled=len(engine.store.placement.recalled),
         speed=speed,
         threshold=_threshold(engine, scores, held, leaving),
-        unit=policy.unit if isinstance(policy, ScorePolicy) else "",
         evicted_next=tuple(leaving.tolist()),
         rows=token_rows(engine, held[slots], texts, profile.sinks, slot_scores, roles),
         slots=tuple(slots.tolist()),

@@ -1,7 +1,7 @@
 """A conversation on the server: its session, and which messages of a client it has read.
 
-A client sends all messages of a chat with each request. Each prefix of them, the first n, has a
-hash as its key; a conversation knows the keys of the prefixes that its session has read.
+A client sends all messages of a chat with each request. Each message has a hash, its mark; a
+conversation knows the marks of the messages that its session has read.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from sirchat.config.profile import Profile
 from sirchat.errors import UndoError
 from sirchat.saved.autosave import AUTO_KV_BYTES, Autosave
 from sirchat.saved.store import SavedTurn
+from sirchat.text.reply_marks import prefix_length
 from sirchat.text.text_file import without_surrogates
 
 _PREVIEW_CHARS = 80  # characters
@@ -34,8 +35,8 @@ class History:
 
     system: str | None
     messages: tuple[tuple[str, str], ...]  # role and text, as `ChatRequest.turns` has them
-    keys: tuple[bytes, ...]  # keys[n]: the hash of system prompt, tools and the first n messages
-    marks: tuple[bytes, ...] = ()  # marks[n]: the hash of message n alone
+    prompt_mark: bytes  # the hash of system prompt and tools
+    marks: tuple[bytes, ...]  # marks[n]: the hash of message n
     tools: str = ""  # JSON
     profile: Profile | None = None  # of a session that answers this alone; None: the server's
     name: str = ""  # of the conversation which the client continues, if it says one
@@ -48,17 +49,12 @@ class History:
         tools: str = "",
         name: str = "",
     ) -> History:
-        """Make a history with computed keys from these messages; replaces lone surrogates."""
+        """Make a history with computed marks from these messages; replaces lone surrogates."""
         system = None if system is None else without_surrogates(system)
         read = tuple((role, without_surrogates(text)) for role, text in messages)
         tools = without_surrogates(tools)
-        keys = [sha256(b"" if system is None else b"system" + system.encode()).digest()]
-        if tools:
-            keys = [key_after(keys[0], "tools", tools)]
-        for role, text in read:
-            keys.append(key_after(keys[-1], role, text))
-        marks = tuple(key_after(b"", role, text) for role, text in read)
-        return cls(system, read, tuple(keys), marks, tools, name=name)
+        marks = tuple(mark_of(role, text) for role, text in read)
+        return cls(system, read, _prompt_mark(system, tools), marks, tools, name=name)
 
     def may_use(self, name: str) -> bool:
         """Whether a conversation named `name` may continue with this; "" means no name."""
@@ -66,16 +62,22 @@ class History:
 
     @classmethod
     def of_single_message(cls, text: str, profile: Profile) -> History:
-        """A history of one message without a conversation; its random keys match no others."""
-        keys = secrets.token_bytes(), secrets.token_bytes()
-        return cls(None, (("user", without_surrogates(text)),), keys, profile=profile)
+        """A history of one message without a conversation; its random marks match no others."""
+        prompt_mark, mark = secrets.token_bytes(), secrets.token_bytes()
+        messages = (("user", without_surrogates(text)),)
+        return cls(None, messages, prompt_mark, (mark,), profile=profile)
 
 
-def key_after(key: bytes, role: str, text: str) -> bytes:
-    """The key (hash) of a list of messages; `key` is that of all messages but the last."""
+def mark_of(role: str, text: str) -> bytes:
+    """The mark (hash) of a message."""
     if role == "assistant":  # clients often remove blanks around it
         text = text.strip()
-    return sha256(key + role.encode() + b"\n" + text.encode()).digest()
+    return sha256(role.encode() + b"\n" + text.encode()).digest()
+
+
+def _prompt_mark(system: str | None, tools: str) -> bytes:
+    mark = sha256(b"" if system is None else b"system" + system.encode()).digest()
+    return sha256(mark + b"tools\n" + tools.encode()).digest() if tools else mark
 
 
 @dataclass(eq=False, kw_only=True)
@@ -86,9 +88,9 @@ class KnownConversation:
 
     # By which clients refer to it; nobody can guess it.
     id: str = field(default_factory=lambda: secrets.token_hex(12))
-    keys: list[bytes]  # of the messages that the session has read, as in `History`
-    roles: list[str]  # of these messages
-    marks: list[bytes] = field(default_factory=list)  # of each, as in `History`
+    prompt_mark: bytes  # as in `History`
+    roles: list[str] = field(default_factory=list)  # of the messages that the session has read
+    marks: list[bytes] = field(default_factory=list)  # of these, as in `History`
     # Those that were changed for this conversation alone, such as its policy.
     settings: dict[str, Any] = field(default_factory=dict)
     # The smallest under which system prompt and tools can be pinned, if more than the server's.
@@ -109,14 +111,18 @@ class KnownConversation:
         """How many user messages can be undone."""
         return 0
 
+    def prefix_length(self, history: History) -> int:
+        """How many messages `history` and this begin with in common, after the same prompt."""
+        if self.prompt_mark != history.prompt_mark:
+            return 0
+        return prefix_length(self.marks, history.marks)
+
     def count_shared_messages(self, history: History) -> int:
         """How many messages of `history` need not be read again; the last one is always read.
 
         Undo goes back to just before a user message, so this may be fewer than the equal messages.
         """
-        keys, roles = self.keys, self.roles
-        limit = min(len(keys), len(history.keys) - 1)
-        count = next((n for n in reversed(range(limit)) if keys[n] == history.keys[n]), 0)
+        roles, count = self.roles, min(self.prefix_length(history), len(history.marks) - 1)
         while count and count < len(roles) and roles[count] != "user":
             count -= 1
         return count if roles[count:].count("user") <= self.undoable else 0
@@ -127,11 +133,11 @@ class ServedConversation(KnownConversation):
     session: Session
     autosave: Autosave | None = None  # None if it has no file yet
     is_busy: bool = False  # whether it is being answered or saved
-    # Whether the session has read the messages of `keys` and nothing else; else it is dropped.
+    # Whether the session has read the messages of `marks` and nothing else; else it is dropped.
     is_exact: bool = True
     is_outdated: bool = False  # whether the file lacks the newest part: writing it failed
     # Of the next request, the messages that were read already though they now follow others, and
-    # their numbers here; empty if it goes on with all of `keys`.
+    # their numbers here; empty if it goes on with all of `marks`.
     reused: dict[int, int] = field(default_factory=dict)
     is_retry: bool = False  # whether that asks for another reply to the last message here
     reasoning: str = ""  # the setting under which this message was read
@@ -139,8 +145,7 @@ class ServedConversation(KnownConversation):
     full_history: History | None = None  # of the next request, if it sends only the newest messages
 
     def add(self, role: str, text: str) -> None:
-        self.keys.append(key_after(self.keys[-1], role, text))
-        self.marks.append(key_after(b"", role, text))
+        self.marks.append(mark_of(role, text))
         self.roles.append("user" if role == "tool" else role)  # undo can go back to before it
 
     def reset(self) -> None:
@@ -150,11 +155,11 @@ class ServedConversation(KnownConversation):
         self.session.template = template
         self.id = self.origin = secrets.token_hex(12)
         self.is_edited, self.has_exact_prompt = False, True
-        del self.keys[1:], self.roles[:], self.marks[:]
+        self.roles, self.marks = [], []
 
     def set_messages(self, history: History, count: int) -> None:
         """Note that the session has read only the first `count` messages of `history`."""
-        self.keys, self.marks = [*history.keys[: count + 1]], [*history.marks[:count]]
+        self.prompt_mark, self.marks = history.prompt_mark, [*history.marks[:count]]
         roles = (role for role, _ in history.messages[:count])
         self.roles = ["user" if role == "tool" else role for role in roles]
 
@@ -194,25 +199,22 @@ class ServedConversation(KnownConversation):
         texts = (self.session.turns[at].text for at in self.turn_numbers)
         messages = (*zip(roles, texts, strict=False), *messages[overlap:])
         has_prompt = history.system is not None or history.tools
-        is_new = has_prompt and history.keys[0] != self.keys[0] and can_edit(self.session)
-        if history.system is None:  # the one before stays
-            history = replace(history, system=self.session.profile.system)
-        first = History.of(history.system, (), history.tools).keys
-        keys = [*first] if is_new and first[0] != self.keys[0] else self.keys[: end + 1]
-        for role, text in messages[len(keys) - 1 :]:
-            keys.append(key_after(keys[-1], role, text))
+        is_new = has_prompt and history.prompt_mark != self.prompt_mark and can_edit(self.session)
+        # Without a system prompt, the one before stays.
+        system = self.session.profile.system if history.system is None else history.system
+        prompt_mark = _prompt_mark(system, history.tools) if is_new else self.prompt_mark
         marks = (*self.marks[:end], *marks[overlap:])
-        return replace(history, messages=messages, keys=tuple(keys), marks=marks)
+        return replace(
+            history, system=system, messages=messages, prompt_mark=prompt_mark, marks=marks
+        )
 
     def has_same_question(self, history: History) -> bool:
         """Whether `history` differs from this conversation only after its last user message."""
-        end = 1 + self._last_question
-        return len(history.keys) > end and history.keys[end] == self.keys[end]
+        return self.prefix_length(history) > self._last_question
 
     def has_answered(self, history: History) -> bool:
         """Whether this conversation ends with the last message of `history` and a reply to it."""
-        size = len(history.keys)
-        return len(self.keys) == size + 1 and self.keys[size - 1] == history.keys[-1]
+        return self.prefix_length(history) == len(history.marks) == len(self.marks) - 1
 
     def copy(self) -> ServedConversation | None:
         """A copy with its session; None if keys and values take more than `AUTO_KV_BYTES`."""
@@ -240,7 +242,7 @@ class ServedConversation(KnownConversation):
                 self.reset()
             self.is_exact = False
             return False
-        del self.roles[-1], self.marks[-1], self.keys[-1]
+        del self.roles[-1], self.marks[-1]
         return True
 
     def undo_last_question(self) -> None:
@@ -256,7 +258,7 @@ class ServedConversation(KnownConversation):
             for _ in range(turns):
                 self.session.undo(keep_pins=True)
                 last = self._last_question
-                del self.roles[last:], self.marks[last:], self.keys[last + 1 :]
+                del self.roles[last:], self.marks[last:]
         except UndoError:
             return False
         return True

@@ -40,12 +40,11 @@ def matched(conversation: KnownConversation, history: History) -> dict[int, int]
     The last of them is a reply. If names differ and little text matches, only a beginning that both
     have in common counts.
     """
-    keys, marks = conversation.keys, conversation.marks
-    request_marks, pairs = history.marks[:-1], dict[int, int]()
-    if len(keys) != len(marks) + 1 or not set(marks) & set(request_marks):
+    marks, request_marks, pairs = conversation.marks, history.marks[:-1], dict[int, int]()
+    if not set(marks) & set(request_marks):
         return pairs
     prefix = prefix_length(marks, request_marks)
-    pairs |= zip(range(prefix), range(prefix), strict=True)
+    pairs |= {number: number for number in range(prefix)}
     matcher = SequenceMatcher(None, marks[prefix:], request_marks[prefix:])
     for old, new, size in matcher.get_matching_blocks():
         numbers = range(prefix + new, prefix + new + size)
@@ -53,13 +52,13 @@ def matched(conversation: KnownConversation, history: History) -> dict[int, int]
     _cut_to_last_reply(pairs, history)
     missing = set(range(len(marks))) - set(pairs.values())
     is_named = history.name == conversation.name != ""
-    has_all = keys[0] == history.keys[0] and not missing
+    has_all = conversation.prompt_mark == history.prompt_mark and not missing
     first_missing = min(missing, default=0)
     after = {history.messages[new] for new, old in pairs.items() if old >= first_missing}
     chars = sum(len(text) for role, text in after if role != "calls")
     if not (is_named or has_all) and chars < MIN_SHARED_CHARS:  # then what both begin with
-        common = range(prefix_length(keys, history.keys[:-1]) - 1)
-        pairs = dict(zip(common, common, strict=True))
+        common = min(prefix, conversation.prefix_length(history))
+        pairs = {number: number for number in range(common)}
         _cut_to_last_reply(pairs, history)
     return pairs if len(pairs) > 1 else {}
 
@@ -148,7 +147,7 @@ class _Edit:
         if role in ("user", "tool") and self._old_roles[old + 1] != role_after:
             return None
         is_moved = self._old_roles[old - 1] != role_before
-        is_moved |= number == 0 and self._history.keys[0] != self._conversation.keys[0]
+        is_moved |= number == 0 and self._history.prompt_mark != self._conversation.prompt_mark
         is_erased = self._flags[rows] & np.uint8(Flag.ERASED) != 0
         if not is_moved or is_erased.any():  # what was erased is not read again
             return rows
@@ -174,7 +173,7 @@ class _Edit:
         session, ids = self._session, self._system_ids
         has_prompt = bool(session.turns) and session.turns[0].role == "system"
         rows = session.ledger.of_turn(0) if has_prompt else np.zeros(0, np.int64)
-        if self._history.keys[0] == self._conversation.keys[0]:
+        if self._history.prompt_mark == self._conversation.prompt_mark:
             return [KeptTurn(0, rows)] if has_prompt else []
         session.note_profile(session.profile.model_copy(update={"system": self._history.system}))
         if ids is None:

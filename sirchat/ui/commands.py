@@ -208,8 +208,8 @@ class Commands:
             rows, turns = self._session.tokens(list(shown)), recall.turns or held_turns
             screen.page(draw_recalled_turns(rows, turns, self._session.state.roles, theme))
         if held:
-            more = pluralize(len(held), "more token") if recall.scores else "all of this"
-            screen.note(f"held anyway, without recall: {more}")
+            more = f"{pluralize(len(held), 'more token')} fit, but needed no recall: they were held"
+            screen.note(more if recall.scores else "nothing was restored: all of this was held")
         if (reason := recall.nothing_restored_reason) and not shown:
             screen.note(f"nothing was restored for your last message: {reason}")
         if recall.by_meaning:

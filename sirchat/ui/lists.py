@@ -220,12 +220,15 @@ def describe_memory(session: Session) -> str:
     A token counts in the tier of its archived keys and values, even if the cache holds it, too.
     """
     kinds = {"weights": "weights", "cache": "KV cache", "archive": "archive"}
-    tiers = session.engine.store.archive.tier_sizes()
+    stored = session.engine.store.archive
+    tiers = stored.tier_sizes()
     parts = [
         f"{pluralize(tokens, 'token')} {f'in {bits} bits' if bits else 'exact'}"
         f" ({format_bytes(size)})"
         for bits, (tokens, size) in sorted(tiers.items(), key=lambda tier: -(tier[0] or 99))
     ]
+    if also_held := int(stored.has(session.ledger.held_positions).sum()):
+        parts.append(f"{also_held:,} of these are held, too")
     if lost := session.ledger.rereadable_count:
         parts.append(f"{pluralize(lost, 'token')} as text alone")
     devices = list[str]()

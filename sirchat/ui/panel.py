@@ -347,43 +347,49 @@ def _legend(theme: Theme, width: int, *, has_recalled: bool) -> list[Text]:
 
 
 def _held_text(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
-    """Lines with the text of all held tokens: one block for each turn that has some."""
+    """Lines with the text of all held tokens: one block for each turn that has some.
+
+    Turns without any, one after another, have one line with the number of their tokens.
+    """
+    ends = [0, *accumulate(turn.tokens for turn in snapshot.turns)]  # by turn, of the one before
+    roles = [turn.role for turn in snapshot.turns]
     lines: list[Text] = []
-    roles = {turn.index: turn.role for turn in snapshot.turns}
-    *evicted_before, evicted_last = _evicted_between(snapshot)
-    last_mark = _gap_mark(evicted_last, 0, "", theme)
-    rows = zip(snapshot.rows, evicted_before, strict=True)
-    blocks = [
-        (turn, is_prompt, list(block))
-        for (turn, is_prompt), block in groupby(
-            rows, lambda row: (row[0].turn, row[0].position < snapshot.prompt)
-        )
-    ]
-    for number, (turn, is_prompt, block) in enumerate(blocks, 1):
-        runs = list(_turn_runs(block, theme))
-        if number == len(blocks):
-            runs += last_mark
-        label = _turn_label(turn, "system" if is_prompt else roles.get(turn, ""), theme)
+
+    def add(label: Text, runs: Iterable[StyledRun]) -> None:
         blank = Text(" " * label.cell_len, no_wrap=True, overflow="ignore")
         for index, line in enumerate(wrap_runs(runs, width - _LABEL_COLUMNS)):
             lines.append((blank if index else label).copy().append_text(line))
-    return lines or [join_runs([StyledRun("nothing held", theme.secondary), *last_mark])]
+
+    def add_evicted(first: int, end: int) -> None:
+        if count := ends[end] - ends[first]:
+            name = str(first) if end == first + 1 else f"{first}–{end - 1}"
+            role = roles[first] if end == first + 1 else ""
+            add(_turn_label(name, role, theme), _gap_mark(count, 0, "", theme))
+
+    next_turn = position = 0  # of what follows the block before
+    for turn, rows in groupby(snapshot.rows, lambda row: row.turn):
+        add_evicted(next_turn, turn)
+        next_turn, position = turn + 1, max(position, ends[turn])
+        blocks = [
+            list(block) for _, block in groupby(rows, lambda row: row.position < snapshot.prompt)
+        ]
+        for number, block in enumerate(blocks, 1):
+            runs = list(_turn_runs(block, position, theme))
+            position = block[-1].position + 1
+            if number == len(blocks):
+                runs += _gap_mark(ends[turn + 1] - position, 0, "", theme)
+            role = "system" if block[0].position < snapshot.prompt else roles[turn]
+            add(_turn_label(str(turn), role, theme), runs)
+    add_evicted(next_turn, len(roles))
+    return lines or [join_runs([StyledRun("nothing held", theme.secondary)])]
 
 
-def _evicted_between(snapshot: Snapshot) -> list[int]:
-    """The number of evicted tokens before each held token, and after the last one."""
-    positions = [-1, *(row.position for row in snapshot.rows), snapshot.seen]
-    slots = [-1, *snapshot.slots, snapshot.resident]
-    # As many tokens are evicted before a held one as its position is ahead of its slot.
-    evicted = [position - slot for position, slot in zip(positions, slots, strict=True)]
-    return [after - before for before, after in pairwise(evicted)]
-
-
-def _turn_runs(rows: Sequence[tuple[TokenRow, int]], theme: Theme) -> Iterator[StyledRun]:
-    """One turn's held tokens in their styles; each comes with the evicted count before it."""
+def _turn_runs(rows: Sequence[TokenRow], position: int, theme: Theme) -> Iterator[StyledRun]:
+    """Held tokens of one turn in their styles, and what was evicted from `position` on."""
     opened: tuple[str, str] | None = None
-    for row, evicted in rows:
+    for row in rows:
         brackets = next((pair for flag, pair in _BRACKETS.items() if flag in row.flags), None)
+        evicted = row.position - position
         if opened and (brackets != opened or evicted):
             yield StyledRun(opened[1], theme.bracket)
             opened = None
@@ -393,11 +399,12 @@ def _turn_runs(rows: Sequence[tuple[TokenRow, int]], theme: Theme) -> Iterator[S
             yield StyledRun(brackets[0], theme.bracket)
         opened = brackets
         yield StyledRun(text, theme.token_style(row))
+        position = row.position + 1
     if opened:
         yield StyledRun(opened[1], theme.bracket)
 
 
-def _turn_label(turn: int, role: str, theme: Theme) -> Text:
+def _turn_label(turn: str, role: str, theme: Theme) -> Text:
     name = cut(known_width_line(ROLE_NAMES.get(role, role)), _LABEL_COLUMNS - 6)
     runs = [StyledRun(cut(f"{turn:>4} ", 6), theme.secondary)]
     label = join_runs([*runs, StyledRun(name, theme.role_style(role))])
@@ -408,8 +415,6 @@ def _turn_label(turn: int, role: str, theme: Theme) -> Text:
 def _statistics(snapshot: Snapshot, theme: Theme, width: int) -> list[RenderableType]:
     sections: list[RenderableType] = []
     if snapshot.histogram is not None:
-        threshold = snapshot.threshold if snapshot.unit == "nats" else None
-        bars_width = min(width, _MAX_HISTOGRAM_COLUMNS)
-        bars = draw_histogram(snapshot.histogram, threshold, theme, bars_width)
+        bars = draw_histogram(snapshot.histogram, theme, min(width, _MAX_HISTOGRAM_COLUMNS))
         sections += [section_title("surprise", theme, width), *bars, Text()]
     return [*sections, section_title("turns", theme, width), draw_turns(snapshot.turns, theme)]

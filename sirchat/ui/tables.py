@@ -34,7 +34,7 @@ _TEXT_COLUMNS: Final[dict[str, dict[str, Any]]] = {
     "token": {"min_width": 8},
     "flags": {},
     "by the words": {"min_width": 12},
-    "recalled text": {"ratio": 1},
+    "text": {"ratio": 1},
     "words that were evicted": {"ratio": 1},
     "you said": {"ratio": 1},
 }
@@ -107,7 +107,7 @@ def draw_recalled_turns(
     if any(turn.bits for turn in turns):
         columns["restored from"] = [f"{turn.bits} bits" if turn.bits else "" for turn in turns]
     texts = (turn.text or _text_with_gaps(rows, turn.turn) for turn in turns)
-    columns["recalled text"] = list(map(displayable_line, texts))
+    columns["text"] = list(map(displayable_line, texts))
     return _table(theme, columns)
 
 
@@ -157,34 +157,19 @@ def draw_evicted(turns: Sequence[EvictedTurn], theme: Theme, width: int) -> Rend
     return _table(theme, columns, width=width)
 
 
-def draw_histogram(
-    histogram: Histogram, threshold: float | None, theme: Theme, width: int
-) -> list[Text]:
-    """A bar for each bin of surprisal: thick for held tokens, then thin for evicted ones.
-
-    A mark shows the `threshold`: the score, in nats, from which on tokens are held.
-    """
+def draw_histogram(histogram: Histogram, theme: Theme, width: int) -> list[Text]:
+    """A bar for each bin of surprisal: thick for held tokens, then thin for evicted ones."""
     header = _histogram_cells("", "held", "evicted")
-    bins = list(pairwise(SURPRISAL_EDGES))
     counts = list(zip(histogram.held, histogram.evicted, strict=True))
-    marks = [
-        f" ◂ held from {threshold:.2f} nats on"
-        if threshold is not None and low <= threshold < high
-        else ""
-        for low, high in bins
-    ]
     room = width - cell_len(header) - 2  # two cells for rounding up
-    scale = min(
-        (room - len(mark)) / max(1, sum(pair)) for mark, pair in zip(marks, counts, strict=True)
-    )
+    scale = room / max(1, *map(sum, counts))
     lines = [join_runs([StyledRun(header, theme.secondary)])]
-    for (low, high), (held, evicted), mark in zip(bins, counts, marks, strict=True):
+    for (low, high), (held, evicted) in zip(pairwise(SURPRISAL_EDGES), counts, strict=True):
         cells = _histogram_cells(bin_label(low, high), f"{held:,}", f"{evicted:,}")
         runs = [
             StyledRun(cells, Style.null()),
             StyledRun("━" * _bar_length(held * scale), theme.filled),
             StyledRun("─" * _bar_length(evicted * scale), theme.empty),
-            StyledRun(mark, theme.bracket),
         ]
         lines.append(join_runs(runs))
     return lines

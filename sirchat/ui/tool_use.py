@@ -142,7 +142,8 @@ class ToolUse(Toolbox):
         tools = self._list_tools(server)
         matching = {tool.name: tool for tool in tools if self._matches(pattern, tool.name, tool)}
         if not matching:
-            raise UsageError(f"server {server} has no tool {format_value(pattern)}")
+            tools_named = "tools" if pattern == "*" else f"tool {format_value(pattern)}"
+            raise UsageError(f"server {server} has no {tools_named}")
         return matching
 
     def _print_tools(self, name: str) -> None:

@@ -197,4 +197,4 @@ def test_what_fits_and_was_held_anyway_is_shown_and_said_to_be() -> None:
     screen = Screen(out, notes)
     Commands(one, screen, MemoryHistory(), SavedChat(one, screen)).run("/recall")
     assert "Quixbert" in out.getvalue()
-    assert "held anyway, without recall: all of this" in notes.getvalue()
+    assert "nothing was restored: all of this was held" in notes.getvalue()

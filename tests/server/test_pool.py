@@ -231,7 +231,7 @@ def test_under_policy_full_a_history_longer_than_the_context_is_an_error() -> No
         assert cached(server.ask([*messages[:2], user(NAME)])) == first["sirchat"]["seen"]
 
 
-def test_the_key_of_a_message_does_not_depend_on_where_texts_are_divided() -> None:
+def test_the_marks_of_messages_do_not_depend_on_where_texts_are_divided() -> None:
     histories = [
         History.of(None, [("user", "a"), ("user", "b")]),
         History.of(None, [("user", "ab"), ("user", "")]),
@@ -239,7 +239,7 @@ def test_the_key_of_a_message_does_not_depend_on_where_texts_are_divided() -> No
         History.of("", [("user", "a"), ("user", "b")]),
         History.of(None, [("user", "a"), ("assistant", "b")]),
     ]
-    assert len({history.keys[-1] for history in histories}) == len(histories)
+    assert len({(each.prompt_mark, each.marks) for each in histories}) == len(histories)
 
 
 def test_conversations_that_begin_alike_are_kept_apart(server: Served) -> None:

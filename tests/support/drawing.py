@@ -127,7 +127,6 @@ def snapshot_folder(tokens: list[tuple[TokenRow, bool]], roles: list[str]) -> Sn
         recalled=0,
         speed=0.0,
         threshold=max((row.rank_key for row in leaving), default=None),
-        unit="nats",
         evicted_next=tuple(row.position for row in leaving),
         rows=held,
         slots=tuple(range(len(held))),

@@ -298,7 +298,7 @@ class Talk:
         """`/recall`, `/facts` and the panel, as they are now."""
         session, facts = self.chat.session, self.facts()
         shown = self.do("/recall")
-        is_told = "recalled text" in shown or "held anyway" in shown
+        is_told = "by the words" in shown
         self.claim(is_told or not self.recalled, shown)
         if session.profile.recall == "off" and not self.recalled:
             self.claim(shown == "recall is off\n", shown)

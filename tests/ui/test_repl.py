@@ -105,7 +105,7 @@ def test_recalled_words_are_listed(chat: Chat) -> None:
     assert "holds" in chat.do("/set recall_n 30")
     chat.say("Is my name Anna?")
     shown = chat.do("/recall").splitlines()
-    assert shown[0].split() == ["said", "tokens", "by", "the", "words", "recalled", "text"]
+    assert shown[0].split() == ["said", "tokens", "by", "the", "words", "text"]
     assert any(re.search(r" Anna +My name is Anna\.$", line) for line in shown)
     counts = [int(re.split(" {2,}", line)[1]) for line in itertools.takewhile(_is_row, shown[1:])]
     assert 0 < sum(counts) <= 30
@@ -247,6 +247,21 @@ def test_stats_count_and_a_reset_evicts_and_keeps_the_settings(chat: Chat) -> No
     assert chat.do("/reset") == "the conversation is empty now; the settings stay\n"
     assert chat.session.seen == 0
     assert chat.do("/budget") == "budget is 512\n"
+
+
+def test_stats_say_how_many_archived_tokens_are_held_too(own_home: Path) -> None:
+    chat = Chat(tiny(), budget=64, recent=16, max_new_tokens=20, save=False)
+    chat.say("My name is Anna and I live in Rome.", "My dog is called Bella.", "I drive a red car.")
+
+    def counted(pattern: str) -> int:
+        found = re.search(pattern, chat.do("/stats").replace("\n", " "))
+        return int(found[1]) if found else 0
+
+    assert counted(r"archive: (\d+) tokens exact") == counted(r"(\d+) evicted;") > 0
+    chat.do("/budget 96")  # some return
+    also_held = counted(r", (\d+) of these are held, too")
+    assert also_held > 0
+    assert counted(r"archive: (\d+) tokens exact") == counted(r"(\d+) evicted;") + also_held
 
 
 def test_a_profile_keeps_what_holds_for_the_conversation_and_says_so(

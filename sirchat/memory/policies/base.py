@@ -67,7 +67,6 @@ class ScorePolicy(Policy):
     """A policy that keeps the rows with the highest scores; of equal scores, the newest rows."""
 
     log_scale: ClassVar[bool] = False  # `score` is a natural log; its exponential is shown
-    unit: ClassVar[str] = ""  # of the shown score, such as "nats"
 
     @abstractmethod
     def score(self, rows: HeldRows) -> Tensor:

@@ -23,7 +23,6 @@ class Entropy(RecentScorePolicy):
     source: ClassVar[str] = "SirLLM, arXiv:2405.12528"
     uses: ClassVar[tuple[str, ...]] = ("budget", "sinks", "decay")
     log_scale: ClassVar[bool] = True
-    unit: ClassVar[str] = "nats"
 
     def score(self, rows: HeldRows) -> Tensor:
         return rows.log_decayed_surprisal

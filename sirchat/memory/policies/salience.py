@@ -33,7 +33,6 @@ class Salience(RecentScorePolicy):
     source: ClassVar[str] = "ours"
     uses: ClassVar[tuple[str, ...]] = ("budget", "sinks", "decay")
     log_scale: ClassVar[bool] = True
-    unit: ClassVar[str] = "nats"
 
     whole_words: bool = field(
         default=True, metadata={"help": "give each token the total surprisal of its word"}
