@@ -141,8 +141,9 @@ def load_server(
         with interruptible_imports():
             policy_class(profile.policy)
             from sirchat.models.new_thread import call_in_new_thread
-            from sirchat.server.app import Limits, open_server
-        return open_server(
+            from sirchat.server.app import ChatServer
+            from sirchat.server.pool import Limits
+        return ChatServer(
             call_in_new_thread(lambda: load_profile_model(profile, trust, report)),
             profile,
             Limits(**limits),

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -39,7 +39,7 @@ from sirchat.server.formats import reply_format
 from sirchat.server.model_routes import ModelRoutes
 from sirchat.server.ollama import OllamaRequest, OllamaSerializer
 from sirchat.server.parts import ReplyOptions
-from sirchat.server.pool import ConversationPool
+from sirchat.server.pool import ConversationPool, Limits
 from sirchat.server.reply_thread import ReplyThread
 from sirchat.server.requests import (
     MAX_NAME_CHARS,
@@ -49,7 +49,6 @@ from sirchat.server.requests import (
     ignored_parts_notes,
 )
 from sirchat.server.responses import ResponsesRequest, ResponsesSerializer
-from sirchat.server.saved_conversations import SavedConversations
 from sirchat.server.session_routes import SessionRoutes
 from sirchat.server.streaming import (
     EventStream,
@@ -85,71 +84,39 @@ _MODEL_SETTINGS = tuple(
 )
 
 
-class Limits(BaseModel):
-    """How many conversations a server keeps in memory and on disk, and how many requests may wait.
-
-    `reuse` says what is not read again: `messages` that a conversation has read, wherever they
-    stand now, or `exact`: only messages before which nothing has changed.
-    """
-
-    model_config = ConfigDict(frozen=True)
-
-    conversations: int = Field(default=8, ge=1, le=1000)
-    saved: int = Field(default=100, ge=1, le=10000)
-    queue: int = Field(default=256, ge=0, le=10000)
-    reuse: Literal["exact", "messages"] = "messages"
-
-
-def open_server(
-    model: LoadedModel,
-    profile: Profile,
-    limits: Limits,
-    *,
-    folder: Path,
-    host: str,
-    key: str | None,
-    cors: Sequence[str] = (),
-) -> ChatServer:
-    """Make the server of a loaded model; it continues the conversations saved in `folder`.
-
-    `profile` has the settings of all conversations. Web pages of the origins `cors` may send
-    requests. Raises SettingError if a setting does not work on a server.
-    """
-    profile = with_model_defaults(profile, model)
-    check_profile(profile, model)
-    disk = SavedConversations(model, profile, limits.saved, folder) if profile.save else None
-    conversations = ConversationPool(model, profile, limits.conversations, disk, limits.reuse)
-    return ChatServer(conversations, queue=limits.queue, host=host, key=key, cors=cors)
-
-
 class ChatServer:
     """The HTTP server of one model; `app` is an ASGI application with all endpoints.
 
-    Requests need the API key `key`, unless it is None. `model` is its name for clients. The thread
-    `replies` generates the replies; `queue` requests may wait for a free conversation. Web pages of
-    the origins `cors` may send requests, too.
+    It continues the conversations saved in `folder`; `profile` has the settings of all. Requests
+    need the API key `key`, unless it is None; web pages of the origins `cors` may send them, too.
+    `model` is its name for clients. The thread `replies` generates the replies. Raises SettingError
+    if a setting does not work on a server.
     """
 
     def __init__(
         self,
-        conversations: ConversationPool,
+        model: LoadedModel,
+        profile: Profile,
+        limits: Limits,
         *,
-        queue: int,
+        folder: Path,
         host: str,
         key: str | None,
         cors: Sequence[str] = (),
     ) -> None:
-        self.replies = ReplyThread(conversations, conversations.limit + queue)
-        self._model, self._profile = conversations.model, conversations.profile
-        names = model_names(conversations.model.name)
+        self._model, self._profile = model, with_model_defaults(profile, model)
+        check_profile(self._profile, model)
+        self.conversations = ConversationPool(model, self._profile, limits, folder)
+        self.replies = ReplyThread(self.conversations, limits.conversations + limits.queue)
+        names = model_names(model.name)
         self.model = names[-1]
-        self._model_routes = ModelRoutes(conversations.model, names, self.replies)
+        self._model_routes = ModelRoutes(model, names, self.replies)
         self._logged_notes = set[str]()
         self._formats = ModelFormats()
         routes = [
             Route("/health", self._health),
             *self._model_routes.routes,
-            *SessionRoutes(self.replies, conversations).routes,
+            *SessionRoutes(self.replies, self.conversations).routes,
             *(Route(p, partial(self._reply, p), methods=["POST"]) for p in REPLY_ENDPOINTS),
             Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
         ]

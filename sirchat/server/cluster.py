@@ -29,8 +29,9 @@ from sirchat.models.load import load_model_of
 from sirchat.models.new_thread import call_in_new_thread
 from sirchat.paths import archives_dir, served_dir
 from sirchat.server.access import read_body, show_error
-from sirchat.server.app import REPLY_ENDPOINTS, Limits, open_server
+from sirchat.server.app import REPLY_ENDPOINTS, ChatServer
 from sirchat.server.fields import RequestError, parse_request
+from sirchat.server.pool import Limits
 from sirchat.server.requests import MAX_NAME_CHARS
 
 _SCOPE_KEYS = ("type", "asgi", "http_version", "method", "scheme", "path", "query_string")
@@ -56,7 +57,7 @@ class Replica:
     def __init__(self, profile: Profile, limits: Limits, folder: Path, key: str) -> None:
         remove_stale_folders(archives_dir())  # removes archives of replicas that were killed
         model = call_in_new_thread(lambda: load_model_of(profile))
-        self._server = open_server(model, profile, limits, folder=folder, host="0.0.0.0", key=key)
+        self._server = ChatServer(model, profile, limits, folder=folder, host="0.0.0.0", key=key)
 
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[dict[str, Any]]:
         """Answer a request, given by its ASGI scope and body; yields the ASGI messages."""

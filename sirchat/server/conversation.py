@@ -111,14 +111,18 @@ class KnownConversation:
         """How many user messages can be undone."""
         return 0
 
+    def prefix_length(self, history: History) -> int:
+        """How many messages `history` and this begin with in common, after the same prompt."""
+        if self.prompt_mark != history.prompt_mark:
+            return 0
+        return prefix_length(self.marks, history.marks)
+
     def count_shared_messages(self, history: History) -> int:
         """How many messages of `history` need not be read again; the last one is always read.
 
         Undo goes back to just before a user message, so this may be fewer than the equal messages.
         """
-        roles, count = self.roles, 0
-        if self.prompt_mark == history.prompt_mark:
-            count = prefix_length(self.marks, history.marks[:-1])
+        roles, count = self.roles, min(self.prefix_length(history), len(history.marks) - 1)
         while count and count < len(roles) and roles[count] != "user":
             count -= 1
         return count if roles[count:].count("user") <= self.undoable else 0
@@ -206,13 +210,11 @@ class ServedConversation(KnownConversation):
 
     def has_same_question(self, history: History) -> bool:
         """Whether `history` differs from this conversation only after its last user message."""
-        is_same_prompt = history.prompt_mark == self.prompt_mark
-        return is_same_prompt and prefix_length(self.marks, history.marks) > self._last_question
+        return self.prefix_length(history) > self._last_question
 
     def has_answered(self, history: History) -> bool:
         """Whether this conversation ends with the last message of `history` and a reply to it."""
-        is_same_prompt = history.prompt_mark == self.prompt_mark
-        return is_same_prompt and bool(self.marks) and (*self.marks[:-1],) == history.marks
+        return self.prefix_length(history) == len(history.marks) == len(self.marks) - 1
 
     def copy(self) -> ServedConversation | None:
         """A copy with its session; None if keys and values take more than `AUTO_KV_BYTES`."""

@@ -52,13 +52,13 @@ def matched(conversation: KnownConversation, history: History) -> dict[int, int]
     _cut_to_last_reply(pairs, history)
     missing = set(range(len(marks))) - set(pairs.values())
     is_named = history.name == conversation.name != ""
-    is_same_prompt = conversation.prompt_mark == history.prompt_mark
-    has_all = is_same_prompt and not missing
+    has_all = conversation.prompt_mark == history.prompt_mark and not missing
     first_missing = min(missing, default=0)
     after = {history.messages[new] for new, old in pairs.items() if old >= first_missing}
     chars = sum(len(text) for role, text in after if role != "calls")
     if not (is_named or has_all) and chars < MIN_SHARED_CHARS:  # then what both begin with
-        pairs = {number: number for number in range(prefix if is_same_prompt else 0)}
+        common = min(prefix, conversation.prefix_length(history))
+        pairs = {number: number for number in range(common)}
         _cut_to_last_reply(pairs, history)
     return pairs if len(pairs) > 1 else {}
 

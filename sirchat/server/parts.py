@@ -73,14 +73,11 @@ class StopStrings:
         if ends:
             _, start, self.complete_stop = min(ends)
             return self.held_back[:start]
-        held_chars = min(len(self.held_back), max(map(len, self._stops), default=1) - 1)
-        sent_chars = len(self.held_back) - held_chars
-        while sent_chars < len(self.held_back) and not any(
-            stop.startswith(self.held_back[sent_chars:]) for stop in self._stops
-        ):
-            sent_chars += 1
-        sent, self.held_back = self.held_back[:sent_chars], self.held_back[sent_chars:]
-        return sent
+        held = self.held_back
+        tails = (n for n in range(len(held)) if any(s.startswith(held[n:]) for s in self._stops))
+        end = next(tails, len(held))
+        self.held_back = held[end:]
+        return held[:end]
 
 
 class ReplySplitter:

@@ -8,7 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from sirchat.chat.editing import can_edit
 from sirchat.chat.events import Event
@@ -29,26 +32,33 @@ class BusyError(Exception):
     """A conversation is in use, or memory has no room for another; the client may try again."""
 
 
-class ConversationPool:
-    """The conversations of one model; at most `limit` of them are in memory.
+class Limits(BaseModel):
+    """How many conversations a server keeps in memory and on disk, and how many requests may wait.
 
-    If room is needed, or if all take more than half of the memory that was free, the conversation
-    used longest ago leaves memory, for `disk` if there is one. `profile` has the settings of new
-    conversations; `reuse` is as in `Limits`.
+    `reuse` says what is not read again: `messages` that a conversation has read, wherever they
+    stand now, or `exact`: only messages before which nothing has changed.
     """
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        profile: Profile,
-        limit: int,
-        disk: SavedConversations | None = None,
-        reuse: str = "messages",
-    ) -> None:
-        self.model = model
-        self.profile = profile
-        self.limit = limit
-        self._disk, self._reuse = disk, reuse
+    model_config = ConfigDict(frozen=True)
+
+    conversations: int = Field(default=8, ge=1, le=1000)
+    saved: int = Field(default=100, ge=1, le=10000)
+    queue: int = Field(default=256, ge=0, le=10000)
+    reuse: Literal["exact", "messages"] = "messages"
+
+
+class ConversationPool:
+    """The conversations of one model, in memory and in `folder`.
+
+    If room is needed, or if all take more than half of the memory that was free, the conversation
+    used longest ago leaves memory, for the disk unless the setting `save` is off. `profile` has the
+    settings of new conversations.
+    """
+
+    def __init__(self, model: LoadedModel, profile: Profile, limits: Limits, folder: Path) -> None:
+        self.model, self._profile, self._limits = model, profile, limits
+        saved = SavedConversations(model, profile, limits.saved, folder) if profile.save else None
+        self._disk = saved
         free = free_memory()
         self._max_bytes = math.inf if free is None else free // 2
         self._in_memory: list[ServedConversation] = []  # by last use, the latest at the end
@@ -80,7 +90,7 @@ class ConversationPool:
 
     def _take_by_messages(self, history: History) -> ServedConversation:
         """As `take`, for the conversation that shares most messages."""
-        is_exact = self._reuse == "exact"
+        is_exact = self._limits.reuse == "exact"
         usable = (each for each in self._newest_first if history.may_use(each.name))
         candidates = (each for each in usable if not (is_exact and each.is_edited))
         best = max(candidates, key=partial(_match_quality, history), default=None)
@@ -252,12 +262,12 @@ class ConversationPool:
 
     @cached_property
     def _can_edit(self) -> bool:
-        return can_edit(Session(self.model, self.profile))
+        return can_edit(Session(self.model, self._profile))
 
     def _create(self, history: History) -> ServedConversation:
         if not self._make_room():
             raise BusyError
-        profile = self.profile
+        profile = self._profile
         if history.system is not None or not history.name:
             profile = profile.model_copy(update={"system": history.system})
         exact = (each for each in reversed(self._in_memory) if each.has_exact_prompt)
@@ -277,7 +287,7 @@ class ConversationPool:
 
     def _load_same_prompt(self, history: History) -> ServedConversation | None:
         """Load a conversation with this system prompt and tools, if that is faster than reading."""
-        has_room = len(self._in_memory) + 1 < self.limit
+        has_room = len(self._in_memory) + 1 < self._limits.conversations
         is_long = len(history.system or "") + len(history.tools) >= _MIN_CHARS_TO_LOAD
         if self._disk is None or not (has_room and is_long):
             return None
@@ -310,7 +320,7 @@ class ConversationPool:
 
     def _make_room(self, besides: ServedConversation | None = None) -> bool:
         """Unload an idle conversation, but not `besides`, if memory is full; False if none can."""
-        return len(self._in_memory) < self.limit or self._unload_oldest(besides)
+        return len(self._in_memory) < self._limits.conversations or self._unload_oldest(besides)
 
     def _unload_oldest(self, besides: ServedConversation | None = None) -> bool:
         """Unload the conversation used longest ago; returns False if all are in use."""

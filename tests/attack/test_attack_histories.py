@@ -49,8 +49,7 @@ def changed(draw: Random, before: list[Message]) -> list[Message]:
 
 
 def check(server: Served, messages: list[Message], reply: Any) -> None:
-    assert server.pool is not None
-    session = server.pool.find(reply["sirchat"]["id"]).session
+    session = server.server.conversations.find(reply["sirchat"]["id"]).session
     turns = [turn for turn in session.turns if turn.role != "system" and not turn.is_left_out]
     sent = " ".join(one["content"] for one in messages if one["role"] != "system")
     assert " ".join(sent.split()) == " ".join(" ".join(one.text for one in turns[:-1]).split())

@@ -48,7 +48,7 @@ def test_the_model_is_loaded_in_a_thread_that_ends(monkeypatch: pytest.MonkeyPat
         found.append(threading.current_thread())
 
     monkeypatch.setattr("sirchat.cli.serve.load_profile_model", load)
-    monkeypatch.setattr("sirchat.server.app.open_server", lambda *args, **named: None)
+    monkeypatch.setattr("sirchat.server.app.ChatServer", lambda *args, **named: None)
     load_server(Profile(model="tiny"), False, {}, "127.0.0.1", None)
     found[0].join(60)
     assert not found[0].is_alive()

@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,13 @@ from sirchat.engine.sampling import ForcedPrefixSampler, Sampling
 from sirchat.server.conversation import History, ServedConversation
 from sirchat.server.fields import make_request
 from sirchat.server.parts import ReplyOptions
-from sirchat.server.pool import ConversationPool
+from sirchat.server.pool import ConversationPool, Limits
 from sirchat.server.replies import ReplyGenerator
 from sirchat.server.requests import ChatRequest
 from template_shapes import WEATHER, tool_tiny
 
 MANY = int(os.environ.get("SIRCHAT_ATTACK", "2"))
-PROFILE = Profile(policy="full", decay=0.9, max_new_tokens=20)
+PROFILE = Profile(policy="full", decay=0.9, max_new_tokens=20, save=False)
 REPLY = "I see."
 
 Message = dict[str, Any]
@@ -130,12 +131,12 @@ def rows(conversation: ServedConversation) -> list[tuple[Any, ...]]:
 def test_a_session_is_that_of_a_client_who_sent_only_these_messages(
     asked: list[tuple[list[Message], int | None]],
 ) -> None:
-    pool = ConversationPool(tool_tiny(), PROFILE, limit=3)
+    pool = ConversationPool(tool_tiny(), PROFILE, Limits(conversations=3), Path())
     for messages, leaves in asked:
         conversation = ask(pool, messages, leaves)
         if leaves is not None:
             continue
-        fresh = ask(ConversationPool(tool_tiny(), PROFILE, limit=1), messages)
+        fresh = ask(ConversationPool(tool_tiny(), PROFILE, Limits(), Path()), messages)
         assert rows(conversation) == rows(fresh)
         assert ids_before_reply(fresh) == whole(messages)
 

@@ -19,8 +19,8 @@ from serving import CHAT, URL, Message, assistant, cached, said, system, user
 from sirchat.config.profile import Profile
 from sirchat.errors import UsageError
 from sirchat.server import cluster
-from sirchat.server.app import Limits
 from sirchat.server.cluster import Replica, Router, conversation_key, replica_of
+from sirchat.server.pool import Limits
 
 NAMES = ("Anna", "Tom", "Eva", "Kim", "Leo", "Mia")
 ASKED = "What is my name?"

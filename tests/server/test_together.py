@@ -80,9 +80,9 @@ def replies(
 
 def surprisals(server: Served, end: SentPart) -> list[float]:
     """Those of all tokens in the conversation of a reply, if it has ended well."""
-    if not isinstance(end, ReplyEnd) or server.pool is None:
+    if not isinstance(end, ReplyEnd):
         return []
-    find = partial(server.pool.find, end.memory["id"])
+    find = partial(server.server.conversations.find, end.memory["id"])
     ledger = server.server.replies.call(find).result().session.ledger
     numbers: list[float] = ledger.column("surprisal").tolist()
     return numbers
@@ -259,8 +259,7 @@ def test_a_reply_that_waits_is_tried_again_before_one_that_comes_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with served(babbler(), budget=64) as server:
-        assert server.pool is not None
-        thread, take, tried = server.server.replies, server.pool.take, list[str]()
+        thread, take, tried = server.server.replies, server.server.conversations.take, list[str]()
         is_free, waits, ends = threading.Event(), threading.Event(), SimpleQueue[SentPart]()
 
         def busy(history: History) -> Any:
@@ -270,7 +269,7 @@ def test_a_reply_that_waits_is_tried_again_before_one_that_comes_later(
                 raise BusyError
             return take(history)
 
-        monkeypatch.setattr(server.pool, "take", busy)
+        monkeypatch.setattr(server.server.conversations, "take", busy)
 
         def submit(text: str) -> None:
             options = ReplyOptions({"max_new_tokens": 2})

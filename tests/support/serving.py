@@ -17,14 +17,16 @@ import uvicorn
 from starlette.testclient import TestClient
 
 from chatting import answer, session, tiny
+from sirchat.chat.model_defaults import SAMPLING_PARAMETERS
 from sirchat.config.profile import Profile
 from sirchat.models.model import LoadedModel
 from sirchat.server.app import ChatServer
-from sirchat.server.pool import ConversationPool
-from sirchat.server.saved_conversations import SavedConversations
+from sirchat.server.pool import Limits
 from warm_python import warm_python
 
 Message = dict[str, str]
+# Settings whose defaults depend on the model.
+_MODEL_DEFAULTS = (*SAMPLING_PARAMETERS, "budget", "recall")
 URL, CHAT = "http://127.0.0.1:8080", "/v1/chat/completions"
 
 
@@ -69,10 +71,10 @@ def refusal(response: Any, status: int = 400) -> Any:
 
 
 class Served:
-    """A running server, its only client, and its conversations, if they are given."""
+    """A running server, and its only client."""
 
-    def __init__(self, server: ChatServer, pool: ConversationPool | None = None) -> None:
-        self.server, self.pool = server, pool
+    def __init__(self, server: ChatServer) -> None:
+        self.server = server
         self.client = TestClient(server.app, base_url=URL, raise_server_exceptions=False)
 
     def post(self, messages: Sequence[Message], **fields: Any) -> Any:
@@ -108,27 +110,32 @@ class Served:
 def served(
     model: LoadedModel | None = None,
     *,
-    conversations: int = 8,
-    queue: int = 16,
     host: str = "127.0.0.1",
     key: str | None = None,
     folder: Path | None = None,
-    saved: int = 100,
     name: str = "tiny",
     cors: Sequence[str] = (),
-    reuse: str = "messages",
     **settings: Any,
 ) -> Iterator[Served]:
     """Context manager: a server with some settings changed; it saves in `folder`, if given.
 
-    `name` is the setting `model`.
+    `name` is the setting `model`; `settings` may have fields of `Limits`, too. What they lack is as
+    built in, also for a model with other defaults.
     """
-    profile, model = Profile(model=name, **settings), model or tiny()
-    disk = SavedConversations(model, profile, saved, folder) if folder else None
-    kept = ConversationPool(model, profile, conversations, disk, reuse)
-    server = ChatServer(kept, queue=queue, host=host, key=key, cors=cors)
+    limits = {field: settings.pop(field) for field in Limits.model_fields if field in settings}
+    built_in = {name: getattr(Profile(), name) for name in _MODEL_DEFAULTS}
+    profile = Profile(model=name, save=folder is not None, **built_in | settings)
+    server = ChatServer(
+        model or tiny(),
+        profile,
+        Limits(**{"queue": 16, **limits}),
+        folder=folder or Path(),
+        host=host,
+        key=key,
+        cors=cors,
+    )
     try:
-        yield Served(server, kept)
+        yield Served(server)
     finally:
         server.replies.end()
         server.replies.join()
