@@ -49,7 +49,7 @@ class History:
         tools: str = "",
         name: str = "",
     ) -> History:
-        """Make a history with computed marks from these messages; replaces lone surrogates."""
+        """A history of these messages, a mark (hash) for each; lone surrogates are replaced."""
         system = None if system is None else without_surrogates(system)
         read = tuple((role, without_surrogates(text)) for role, text in messages)
         tools = without_surrogates(tools)
