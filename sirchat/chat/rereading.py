@@ -288,7 +288,7 @@ def _profile_at(session: Session, start: int) -> Profile:
 
 @dataclass(frozen=True, eq=False)
 class _SpelledTurn:
-    """One turn's tokens, without the template and reasoning, and its text, both without blanks."""
+    """A turn's tokens, without those of template and reasoning, beside its text; no whitespace."""
 
     positions: Positions  # [n] of the tokens
     bounds: Positions  # [n + 1], where each token begins in `spelled`, and its length

@@ -111,7 +111,7 @@ def go_on(session: Session, interrupted: Interrupted = never) -> Iterator[Event]
     try:
         first = next(events)
     except LookupError:  # a resumed chat, for example: the model generates the reply again
-        text, attempt, said = session.undoable_message, session.state.attempt, len(reply.ids)
+        text, attempt, length = session.undoable_message, session.state.attempt, len(reply.ids)
     else:
         yield first
         yield from events
@@ -120,13 +120,13 @@ def go_on(session: Session, interrupted: Interrupted = never) -> Iterator[Event]
 
     def stops() -> bool:
         is_begun = session.turns[-1].role == "assistant"
-        return is_begun and session.state.last_reply_stats.tokens_out >= said and interrupted()
+        return is_begun and session.state.last_reply_stats.tokens_out >= length and interrupted()
 
     for event in session.ask(text, stops, attempt=attempt, reply=replace(reply, finish=None)):
         written = session.state.last_reply_stats.tokens_out
-        if isinstance(event, Delta) and written <= said:
-            yield Reading(written, said)
-        elif not isinstance(event, Notice | TurnDone) or written > said:
+        if isinstance(event, Delta) and written <= length:
+            yield Reading(written, length)
+        elif not isinstance(event, Notice | TurnDone) or written > length:
             yield event
 
 

@@ -121,12 +121,12 @@ class Session(Conversation):
         self.state.attempt = attempt
         yield from answer_with_tools(self, box, text, interrupted, reply, allowed)
 
-    def _tell_tools(self, told: str) -> list[Event]:
+    def _tell_tools(self, tools_json: str) -> list[Event]:
         """Let the model read the tools `told`, in place of the tools that it was told before."""
-        is_new = told != self.state.tools_json
-        template = self.template_with(told or None) if told or is_new else self.template
+        is_new = tools_json != self.state.tools_json
+        template = self.template_with(tools_json or None) if tools_json or is_new else self.template
         events = self.switch("tools", never, template) if self.seen and is_new else []
-        self.state.tools_json = told
+        self.state.tools_json = tools_json
         self.template = template
         return events
 
@@ -345,7 +345,7 @@ class Session(Conversation):
         )
 
     def opening_events(self) -> list[Event]:
-        """The event `Started`, then a notice for each setting that does not suit this model."""
+        """The event `Started`, then notices of what does not suit the model, and what it lacks."""
         return self._events.started(self.model, self.profile, self.template)
 
     def closing_event(self) -> Ended:

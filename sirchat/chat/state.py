@@ -135,12 +135,15 @@ class ConversationState:
         return [at for at in own if self.turns[at].finish != "read"]
 
     def user_turns_at(self, asked: TimeRange | None, before: int | None = None) -> list[int]:
-        """User turns in the time `asked`, before turn `before`; oldest or newest first as asked."""
-        said = [at for at, turn in enumerate(self.turns[:before]) if turn.role == "user"]
-        if asked is None or not said:
+        """User turns in the time range `asked`, before turn `before`.
+
+        The newest comes first, or the oldest if the range asks for the first one.
+        """
+        user_turns = [at for at, turn in enumerate(self.turns[:before]) if turn.role == "user"]
+        if asked is None or not user_turns:
             return []
-        found = asked.turns([self.turns[at].time for at in said]).nonzero()[0].tolist()
-        return [said[at] for at in (found if asked.place == "first" else reversed(found))]
+        found = asked.turns([self.turns[at].time for at in user_turns]).nonzero()[0].tolist()
+        return [user_turns[at] for at in (found if asked.place == "first" else reversed(found))]
 
     def begin(self, role: str) -> TurnStats:
         """Append an empty turn of `role`; returns its counts, which the caller increases."""

@@ -161,9 +161,9 @@ class ReplyThread:
             raise _ending_error()
         if reply.is_cancelled:
             raise RequestError("the request was cancelled", status=499)
-        reply.conversation = conversation = self._conversations.take(reply.history)
-        history, options = reply.history, reply.options
-        generator = ReplyGenerator(conversation, history, options, lambda: reply.is_cancelled)
+        continuation = self._conversations.take(reply.history)
+        reply.conversation = continuation.conversation
+        generator = ReplyGenerator(continuation, reply.options, lambda: reply.is_cancelled)
         reply.parts = generator.parts()
         self._running.append(reply)
 

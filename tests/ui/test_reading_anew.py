@@ -170,7 +170,7 @@ TORN = "I am allergic to sesame seeds. My brother Quixbert bakes bread."
 def told(session: Session) -> str:
     """All that recall may find, what `/facts` lists, and a summary."""
     session.recall.update()
-    found = session.recall.search.passages.texts(session.ledger)
+    found = session.recall.passage_search.passages.texts(session.ledger)
     stated = session.facts()
     return "\n".join([*found, *(fact.text for fact in stated), make_summary(session, stated)])
 
