@@ -80,6 +80,7 @@ class OpenTurn:
         done = 0  # ids of the turn
         end = len(turn.ids)
         self._note_pending(turn, done, after)
+        yield Reading(done, end)
         while done < end:
             ids, roles = turn.ids[done:], turn.roles[done:]
             records = self.engine.prefill(ids, roles, self.ref, pinned=pinned)

@@ -250,7 +250,7 @@ class ServedConversation(KnownConversation):
             return False
         try:
             for _ in range(turns):
-                self.session.undo(keep_pins=True)
+                self.session.undo(to_ask_again=True)
                 last = self._last_question
                 del self.roles[last:], self.marks[last:]
         except UndoError:
