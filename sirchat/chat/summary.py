@@ -81,7 +81,7 @@ def _messages(session: Session) -> list[_Message]:
     """All messages but summaries, without reasoning and sentences with erased words."""
     rows: dict[int, list[TokenRow]] = {}
     session.recall.update()
-    torn = session.recall.search.passages.torn
+    torn = session.recall.passage_search.passages.torn
     left_out = {"erased", "thinking"}
     skipped = {index + step for index in summary_turns(session) for step in (0, 1)}
     for row in session.tokens(range(session.seen)):
@@ -139,12 +139,12 @@ def _extract(session: Session, messages: list[_Message], facts: list[StatedFact]
     return ""
 
 
-def _repeats(role: str, has: list[str], said: list[str], words: set[str], gone: set[str]) -> bool:
+def _repeats(role: str, has: list[str], old: list[str], words: set[str], lost: set[str]) -> bool:
     """Whether a sentence of the words `has` is a corrected fact, or repeats one."""
     # The correction took the words `gone` from the fact's `words`. A sentence of the model repeats
     # the fact if it has one of `gone` and, if these are several, another of `words`.
-    is_near = has == said if role == "user" else len(words.intersection(has)) >= min(2, len(gone))
-    return is_near and not gone.isdisjoint(has)
+    is_near = has == old if role == "user" else len(words.intersection(has)) >= min(2, len(lost))
+    return is_near and not lost.isdisjoint(has)
 
 
 def _sentences(message: _Message) -> Iterator[_Sentence]:

@@ -27,7 +27,7 @@ from warm_python import warm_python
 
 Message = dict[str, str]
 # Settings whose defaults depend on the model.
-_MODEL_DEFAULTS = (*SAMPLING_PARAMETERS, "budget", "recall")
+_MODEL_DEFAULTS = (*SAMPLING_PARAMETERS, "recall")
 URL, CHAT = "http://127.0.0.1:8080", "/v1/chat/completions"
 
 
