@@ -10,8 +10,8 @@ import pytest
 from chatting import session
 from fake_terminal import FakeTerminal
 from saved_chats import Chat, refusal
-from sirchat.chat.evicted_text import evicted_words
 from sirchat.chat.events import Delta
+from sirchat.chat.evicted_text import evicted_words
 from sirchat.chat.pinned_summary import last_user_message, pin_summary, undo_summaries
 from sirchat.ui.commands import Edit
 from typed_chat import TypedChat
