@@ -320,7 +320,7 @@ class Conversation:
         if point is None or last.seen != self.seen or not self.undo_points:
             raise LookupError("the state of the last reply is not known")
         self.engine.undo(point[0].checkpoint, keep_pins=True)
-        self.state = point[0].restored_state(self.state, keep_pins=True)
+        self.state = point[0].restored_state(self.state)
         self.ledger.token_vectors = point[1]
         start = self.undo_points[-1].checkpoint.cache.seen
         self.recall.passage_search.truncate(start)

@@ -80,7 +80,7 @@ def retry_with_settings(
     text, attempt = session.undoable_message, session.state.attempt
     updated_profile(session.profile, session.model, "/retry", updates)
     before = last_generated_reply(session.ledger, session.turns)
-    yield from session.undo(keep_pins=True)
+    yield from session.undo(to_ask_again=True)
     try:
         with trial(session, "/retry", updates):
             for event in session.ask(text, interrupted, attempt=attempt + 1):
@@ -116,7 +116,7 @@ def go_on(session: Session, interrupted: Interrupted = never) -> Iterator[Event]
         yield first
         yield from events
         return
-    yield from session.undo(keep_pins=True)
+    yield from session.undo(to_ask_again=True)
 
     def stops() -> bool:
         is_begun = session.turns[-1].role == "assistant"
@@ -141,7 +141,7 @@ def trial(session: Session, source: str, updates: dict[str, Any]) -> Iterator[No
             yield
         finally:
             session.profile, session.undo_points = profile, points
-            session.state = start.restored_state(session.state)
+            session.state = start.restored_state(session.state, to_ask_again=True)
     session.recall.undo()
 
 

@@ -185,19 +185,21 @@ class UndoPoint:
         return UndoPoint(checkpoint, state, len(now.turns), text, pin_system, budget)
 
     def restored_state(
-        self, now: ConversationState, *, keep_pins: bool = False
+        self, now: ConversationState, *, to_ask_again: bool = False
     ) -> ConversationState:
         """The conversation's state at this point, with the first turns of `now`.
 
-        Tokens that the user has restored since then stay requested; with `keep_pins`, sentences
-        that the user unpinned stay unpinned.
+        Tokens that the user has restored since then stay requested, and sentences that the user
+        unpinned stay unpinned; those of later turns only `to_ask_again`.
         """
-        seen, unpinned = self.checkpoint.cache.seen, self.state.unpinned_sentences
+        seen, unpinned = self.checkpoint.cache.seen, now.unpinned_sentences
+        if not to_ask_again:
+            unpinned = frozenset(one for one in unpinned if one[0] < self.turns)
         restored = {position for position in now.restored_by_user if position < seen}
         return replace(
             self.state,
             turns=now.turns[: self.turns],
             saved_turns=min(now.saved_turns, self.turns),
-            unpinned_sentences=now.unpinned_sentences if keep_pins else unpinned,
+            unpinned_sentences=unpinned,
             restored_by_user=sorted(restored.union(self.state.restored_by_user)),
         )

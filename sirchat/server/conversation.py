@@ -62,10 +62,9 @@ class History:
 
     @classmethod
     def of_single_message(cls, text: str, profile: Profile) -> History:
-        """A history of one message without a conversation; its random marks match no others."""
-        prompt_mark, mark = secrets.token_bytes(), secrets.token_bytes()
-        messages = (("user", without_surrogates(text)),)
-        return cls(None, messages, prompt_mark, (mark,), profile=profile)
+        """A history of one message without a conversation; its random mark matches no others."""
+        history = cls.of(None, [("user", text)])
+        return replace(history, prompt_mark=secrets.token_bytes(), profile=profile)
 
 
 def mark_of(role: str, text: str) -> bytes:
@@ -251,7 +250,7 @@ class ServedConversation(KnownConversation):
             return False
         try:
             for _ in range(turns):
-                self.session.undo(keep_pins=True)
+                self.session.undo(to_ask_again=True)
                 last = self._last_question
                 del self.roles[last:], self.marks[last:]
         except UndoError:

@@ -217,14 +217,13 @@ class ConversationPool:
 
     def _find_answered(self, history: History) -> ServedConversation | None:
         """A conversation whose only message is that of `history`, for another reply to it."""
-        for conversation in reversed(self._in_memory):
-            has_own_settings = conversation.settings.keys() - {"pin_system"}
-            is_other = conversation.name != history.name or conversation.is_edited
-            if conversation.is_busy or has_own_settings or is_other:
-                continue
-            if conversation.has_answered(history):
-                return conversation
-        return None
+        usable = (
+            each
+            for each in reversed(self._in_memory)
+            if not (each.is_busy or each.is_edited or each.settings.keys() - {"pin_system"})
+        )
+        answered = (each for each in usable if each.has_answered(history))
+        return next((each for each in answered if each.name == history.name), None)
 
     def _branch(self, conversation: ServedConversation) -> ServedConversation:
         """Copy a conversation so that both can be continued; the original may move to disk."""

@@ -39,9 +39,9 @@ _MIN_BUDGET_RATIO = 1.25  # to the size of system prompt and tools that are not 
 _CUT_REASONS = ("length", "loop", "context")  # reasons of an end that cuts a reply
 
 
-Part = ReplyText | ReplyEnd | None
 # A part of the reply; or the reply being generated, whose next `StepResult` is to be sent back.
-Parts = Generator[Part | Generation, StepResult | None]
+Part = ReplyText | Generation | None
+Parts = Generator[Part, StepResult | None, ReplyEnd | None]  # returns None if the client has left
 
 
 class ReplyGenerator:
@@ -88,7 +88,8 @@ class ReplyGenerator:
                 cached = yield from self._go_back(is_retry=is_retry)
                 options.headers["X-Sirchat-Reused"] = str(cached)
                 if (yield from self._read_all_but_last()):
-                    yield from self._reply(cached, allowed, is_retry=is_retry)
+                    return (yield from self._reply(cached, allowed, is_retry=is_retry))
+                return None
             except (ContextFullError, SettingError, RequestError):
                 # Most of these errors are raised before anything of the message is read.
                 conversation.is_exact = session.seen == self._complete_tokens
@@ -180,11 +181,11 @@ class ReplyGenerator:
             end.memory["quote"] = plain.quote
             end.memory["notes"] = [*notes, *options.notes, *splitter.notes]
         stop = splitter.stops.complete_stop
-        yield replace(end, stopped_by=stop, finish=_finish_reason(done, calls))
+        return replace(end, stopped_by=stop, finish=_finish_reason(done, calls))
 
     def _generate(
         self, splitter: ReplySplitter, allowed: TokenFilter | None
-    ) -> Generator[Part | Generation, StepResult | None, TurnDone]:
+    ) -> Generator[Part, StepResult | None, TurnDone]:
         def stops() -> bool:
             return self._is_cancelled() or splitter.has_ended
 

@@ -193,8 +193,10 @@ class ReplyThread:
         while True:
             try:
                 part, result = reply.parts.send(result), None
-            except StopIteration:
+            except StopIteration as ended:
                 self._finish(reply)
+                if ended.value is not None:
+                    reply.send(ended.value)
                 return
             except Exception as error:  # whatever a model raises
                 self._finish(reply)
@@ -203,11 +205,7 @@ class ReplyThread:
             if part is None or isinstance(part, Generation):
                 reply.next = part
                 return
-            if isinstance(part, ReplyEnd):
-                self._finish(reply)
             reply.send(part)
-            if isinstance(part, ReplyEnd):
-                return
 
     def _finish(self, reply: WaitingReply) -> None:
         if reply.parts is not None:

@@ -67,12 +67,12 @@ def test_what_was_streamed_is_the_document_rendered_at_once(
 
 
 _WORDS = ["the", "harbour", "**is", "very**", "old", "and", "`deep`", "so", "boats", ""]
-_CODE = "".join(f"def f{n}():\n    return {n}  # so\n" for n in range(25))
+_CODE = "".join(f"def f{n}():\n    return {n}  # so\n" for n in range(16))
 _IN_ITEM = "1. Do:\n\n   ```python\n" + indent(_CODE, "   ") + "   ```\n2. Go on."
 _NESTED = "- Boats\n" + "".join(f"  - Boat **{n}**, and so on\n" for n in range(25)) + "\nEnd"
 _SET_OUT = {
-    "prose": " ".join(_WORDS * 40),
-    "list": "\n".join(f"{n}. **Boat {n}**: {' '.join(_WORDS * 3)}\n   - of oak" for n in range(12)),
+    "prose": " ".join(_WORDS * 30),
+    "list": "\n".join(f"{n}. **Boat {n}**: {' '.join(_WORDS * 3)}\n   - of oak" for n in range(9)),
     "python": f"```python\n{_CODE}```\nso",
     "plaintext": f"```plaintext\n{_CODE}```\nso",
     "a name": f"~~~ boat-yard.py\n{_CODE}~~~\nso",
