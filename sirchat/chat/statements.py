@@ -293,12 +293,12 @@ def _classify(
     stated = [at for at, text in enumerate(said) if tells(text) and not is_rule(text)]
     forms = torch.tensor([hash(statement_form(text)) for text in said])
     newer = corrects.nonzero()[:, 0]
-    is_near = (forms[stated][:, None] == forms[newer]).numpy()
+    is_newer: NDArray[np.bool_] = (forms[stated][:, None] == forms[newer]).numpy()
     for column, one in enumerate(newer.tolist()):
         if denied_words(said[one]):
             is_denied = (denies(said[fact], said[one]) for fact in stated)
-            is_near[:, column] |= np.fromiter(is_denied, np.bool_)
-    return stated, newer.numpy(), is_near
+            is_newer[:, column] |= np.fromiter(is_denied, np.bool_)
+    return stated, newer.numpy(), is_newer
 
 
 def _held_text(ledger: Ledger, texts: Texts, at: Positions, is_held: NDArray[np.bool_]) -> str:
