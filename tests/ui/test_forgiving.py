@@ -83,10 +83,21 @@ def test_words_that_are_nearly_those_of_the_chat_are_told(chat: Chat) -> None:
     assert "did you mean" not in refusal(chat, "/pin grey Pelican")
 
 
+def test_pin_alone_lists_what_is_pinned_by_message_and_writer(chat: Chat) -> None:
+    assert chat.do("/pin") == "nothing is pinned; /pin TEXT keeps words\n"
+    reply = chat.session.turns[1].text.strip()
+    for words in ("Pelican", "grey", reply):
+        chat.do(f"/pin {words}")
+    yours, models, total = chat.do("/pin").splitlines()
+    assert re.fullmatch(r"turn 0, of yours, \d+ tokens: “Pelican … grey”", yours)
+    assert models.startswith("turn 1, of the model's, ")
+    assert models.endswith(f"{reply.split()[-1]}”")
+    assert total.endswith(" tokens pinned; /unpin TEXT lets go")
+
+
 @pytest.mark.parametrize(
     ("command", "needs"),
     [
-        ("/pin", "TEXT|last|turn N (for example: /pin my sister Mia lives in Oslo)"),
         ("/unpin", "TEXT|last|turn N (for example: /unpin last)"),
         ("/export", "md|html|json FILE [--force] (for example: /export md talk.md)"),
         *((command, "") for command in ("/erase", "/read", "/branch", "/search")),
