@@ -101,11 +101,11 @@ class Autosave:
         is_cut = extent != size
         if is_longer or is_cut or flags or not _is_same_state(record, self._record):
             store.append(turns, saved.rows, record, passages, extent, flags)
+            self._record = record
         else:  # saved keys and values stay valid
             store.check_not_removed()
         if start < size.rows:
             self._rescan_archive()
-        self._record = record
         _mark_as_saved(session)
 
     def save_kv(self) -> bool:
@@ -113,6 +113,9 @@ class Autosave:
         mode = self._session.profile.save_kv
         if self._store is None or mode == "off" or not self._session.seen:
             return False
+        former = self._record.fields.get("kv") if self._record else ""
+        if former and self._store.kv.load(former) is not None:  # a chat that was only looked at
+            return True
         limit = AUTO_KV_BYTES if mode == "auto" else None
         rows = self._session.engine.store.copy_key_values(limit, self._store.segments.written)
         if rows is None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from saved_chats import SAYINGS, Chat, completions, refusal, resumed
+from saved_chats import SAYINGS, Chat, completions, refusal, resumed, saved
 from sirchat.saved.session_list import list_sessions
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -118,3 +119,23 @@ def test_where_the_branch_can_not_be_written_the_chat_goes_on(
     chat.say(SAYINGS[1])
     (saved,) = list_sessions(folder).sessions
     assert saved.turns == 4
+
+
+def test_a_chat_that_is_only_looked_at_is_no_newer_and_not_the_last(folder: Path) -> None:
+    saved(folder, "looked at")
+    saved(folder, "written to")
+    for path in folder.iterdir():
+        os.utime(path, (10**9, 10**9))
+    last, first = sorted(list_sessions(folder).sessions, key=lambda chat: chat.name, reverse=True)
+    os.utime(last.path, (10**9 + 60, 10**9 + 60))
+    chat = Chat()
+    chat.do("/load looked at")
+    chat.saved_chat.close()
+    assert list_sessions(folder).sessions[0].name == "written to"
+    assert first.path.stat().st_mtime == 10**9
+    assert resumed(folder, first.id)[1], "keys and values are still those of its state"
+    chat = Chat()
+    chat.do("/load looked at")
+    chat.say(SAYINGS[2])
+    chat.saved_chat.close()
+    assert list_sessions(folder).sessions[0].name == "looked at"
