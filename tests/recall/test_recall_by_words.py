@@ -225,3 +225,15 @@ def test_what_the_user_said_and_its_newest_correction_come_before_the_models_wor
     places = [texts.index(one) for one in texts if told in one or corrected in one]
     assert len(places) == 2
     assert all("Tromso" not in one for one in texts[: max(places)]), texts
+
+
+def test_what_shares_no_word_is_said_to_be_found_by_words_beside_it() -> None:
+    one, out = roomy(), io.StringIO()
+    tell(one, "Hello there.", TOLD, *CHAT * 16)
+    came = recalled(one, "What is our zebra called?")
+    beside = [each for each in came.turns if not each.words]
+    assert beside
+    assert {each.text for each in beside} <= {"Hello there.", "Fine, thank you.", *CHAT}
+    screen = Screen(out, out)
+    Commands(one, screen, MemoryHistory(), SavedChat(one, screen)).run("/recall")
+    assert out.getvalue().count("(words beside it)") == len(beside)
