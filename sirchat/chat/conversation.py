@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from sirchat.chat.event_builder import EventBuilder
-from sirchat.chat.events import Event
+from sirchat.chat.events import Event, Reading
 from sirchat.chat.formats import ModelFormats
 from sirchat.chat.reply import OpenReply, ReplyCheckpoints, state_now
 from sirchat.chat.settings import build_cache_settings, build_engine, build_sampler, check_profile
@@ -166,7 +166,8 @@ class Conversation:
         if ids.header:  # without the given reply, there would be an empty one
             after = [*self.template.assistant_turn("", ids.header).ids, *self.template.closing]
         with self.engine.evictor.ending_recall_on_error():
-            yield from turn.recall(self.recall, ids)
+            yield Reading(0, len(ids.ids))  # as the search of recall may read them, too
+            yield from turn.restore_fitting(self.recall, ids)
             yield from turn.read(ids, interrupted, after=after)
             yield turn.finish(text)
             self.mark_torn(state.last_turn, torn)
@@ -319,10 +320,10 @@ class Conversation:
         if point is None or last.seen != self.seen or not self.undo_points:
             raise LookupError("the state of the last reply is not known")
         self.engine.undo(point[0].checkpoint, keep_pins=True)
-        self.state = point[0].restored_state(self.state, keep_pins=True)
+        self.state = point[0].restored_state(self.state)
         self.ledger.token_vectors = point[1]
         start = self.undo_points[-1].checkpoint.cache.seen
-        self.recall.search.truncate(start)
+        self.recall.passage_search.truncate(start)
         self.ledger.saved = min(self.ledger.saved, start)  # whose passages become others
 
     def score_continuations(self, replies: Sequence[str]) -> tuple[ContinuationScore, ...]:

@@ -136,7 +136,7 @@ def _arrange(
     is_changed |= not np.array_equal(order, np.arange(session.seen))
     columns = (np.arange(len(placed)), np.asarray(rounds, np.int64))
     rank = session.engine.reorder(order, *(np.repeat(column, sizes) for column in columns))
-    session.recall.search.reorder(session.ledger, rank)
+    session.recall.passage_search.reorder(session.ledger, rank)
     session.recall.undo()
     bounds = [0, *accumulate(sizes)]
     number_of = {id(turn): number for number, turn in enumerate(turns)}

@@ -132,15 +132,15 @@ class EventBuilder:
             **{field.name: getattr(stats, field.name) for field in fields(stats)},
         )
 
-    def ended(self, now: ConversationState) -> Ended:
+    def ended(self, state: ConversationState) -> Ended:
         """The event that ends a session, with the totals of the conversation."""
         return Ended(
-            turns=len(now.turns),
+            turns=len(state.turns),
             seen=self.engine.ledger.seen,
             resident=self.engine.resident,
-            tokens_out=now.totals.tokens_out,
-            seconds_prefill=now.totals.seconds_prefill,
-            seconds_decode=now.totals.seconds_decode,
+            tokens_out=state.totals.tokens_out,
+            seconds_prefill=state.totals.seconds_prefill,
+            seconds_decode=state.totals.seconds_decode,
         )
 
     def switched(

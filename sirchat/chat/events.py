@@ -158,7 +158,7 @@ class Switched(Event):
 
 @dataclass(frozen=True)
 class Pinned(Event):
-    """The user pinned `tokens` tokens, or unpinned them if `pinned` is false."""
+    """So many `tokens` were pinned, or unpinned if `pinned` is false: by the user, or as a rule."""
 
     kind: ClassVar[str] = "pin"
     tokens: int

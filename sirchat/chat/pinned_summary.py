@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 
 from sirchat.chat.events import Event, Notice, TurnDone
 from sirchat.chat.session import Session
 from sirchat.chat.state import UndoPoint
-from sirchat.errors import UndoError, UsageError
+from sirchat.errors import UndoError
 
 PREFIX = "Summary of our conversation so far, by the assistant: "  # begins every summary
 _ANSWER = "Noted."  # the reply to a summary
@@ -18,6 +17,16 @@ def summary_size(session: Session, text: str) -> int:
     """Number of pinned tokens in the cache that a summary with this text takes."""
     start, end = session.template.user_turn(PREFIX + text).content
     return end - start
+
+
+def summary_cost(session: Session, text: str) -> tuple[int, int]:
+    """Number of tokens that a kept summary adds, and of those that are evicted for it."""
+    template = session.template
+    asked = template.followed_by(template.user_turn(PREFIX + text), "assistant")
+    said = template.assistant_turn(_ANSWER, asked.header)
+    closing = template.closing if said.closing is None else said.closing
+    added = len(session.state.pending_ids) + len(asked.ids) + len(said.ids) + len(closing)
+    return added, max(0, session.resident + added - session.budget)
 
 
 def summary_turns(session: Session) -> list[int]:
@@ -63,17 +72,10 @@ def last_user_message(session: Session) -> str:
 
 
 def undo_summaries(session: Session) -> None:
-    """Undo the summaries after the user's last message, and pin the one before it again.
-
-    Raises UndoError if the user wrote no message.
-    """
+    """Undo the summaries after the user's last message; UndoError if the user wrote no message."""
     last_user_message(session)
-    before = len(session.turns)
     while session.undo_points and _is_of_summary(session, session.undo_points[-1]):
-        session.undo(keep_pins=True)
-    if len(session.turns) < before and (left := summary_turns(session)):
-        with suppress(UsageError):  # it is no longer archived, or other pins take the room
-            session.pin(f"turn {left[-1]}")
+        session.undo()
 
 
 def _is_of_summary(session: Session, point: UndoPoint) -> bool:

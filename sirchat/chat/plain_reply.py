@@ -110,8 +110,8 @@ def raise_budget_for(session: Session, text: str) -> None:
     The new budget is at most the model's context, and its KV cache takes at most half of the free
     memory.
     """
-    told = session.toolbox.tools_json
-    template = session.template_with(told) if told else session.template
+    tools_json = session.toolbox.tools_json
+    template = session.template_with(tools_json) if tools_json else session.template
     head, turn = template.opening(text, session.profile.system)
     pins = len(head.ids) if head is not None else 0
     needed = pins + len(turn.ids) + session.profile.max_new_tokens

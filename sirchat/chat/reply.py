@@ -69,8 +69,8 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         self._is_done = False
         self._failure: ContextFullError | None = None
         self.checkpoints = ReplyCheckpoints()
-        self._at, self._said = self._continued()
-        turn.now.last_reply_stats, turn.now.pending_ids = turn.stats, list(closing)
+        self._at, self._pieces = self._continued()
+        turn.state.last_reply_stats, turn.state.pending_ids = turn.stats, list(closing)
         turn.stats.finish = "interrupt"  # not changed if the caller takes no more events
 
     def __enter__(self) -> OpenReply:
@@ -84,7 +84,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
     def __exit__(self, *error: object) -> None:
         self.generation.close()
         if not self._is_done:  # the caller took no more events, or the model failed
-            self._turn.now.finish(self._turn.stats, *_answer_and_reasoning(self._said))
+            self._turn.state.finish(self._turn.stats, *_answer_and_reasoning(self._pieces))
             self._turn.flag_thinking(self._parts, self._at)
             self._turn.engine.evictor.end_recall()
 
@@ -112,7 +112,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
                 stats.tokens_out += 1
                 self._at.append(record.position)
                 new = self._parts.push_id(record.id)
-                self._said += new
+                self._pieces += new
                 if self._loops is not None:
                     self._loops.push(_joined(new))
                 events += starmap(Delta, new)
@@ -132,14 +132,14 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         self.generation.close()
         self._set_finish()
         if stats.finish in UNFINISHED and self._can_go_on:
-            self.checkpoints.cut = state_now(turn.now, turn.engine)
+            self.checkpoints.cut = state_now(turn.state, turn.engine)
         new = [] if self._failure else self._parts.flush()
-        self._said += new
-        said = [] if self._failure or new else [Delta("")]
+        self._pieces += new
+        empty_reply = [] if self._failure or new else [Delta("")]
         ids = turn.engine.ledger.column("token_id")[np.asarray(self._at, np.int64)].tolist()
         unread = _unread_closing(self._closing, ids, self._end_ids)
-        events = [*said, *starmap(Delta, new), *turn.close(unread, self._parts, self._at)]
-        text, thinking = _answer_and_reasoning(self._said)
+        events = [*empty_reply, *starmap(Delta, new), *turn.close(unread, self._parts, self._at)]
+        text, thinking = _answer_and_reasoning(self._pieces)
         events.append(turn.finish(text, thinking))
         self._is_done = True
         self.checkpoints.placement, self.checkpoints.seen = turn.placement, turn.engine.ledger.seen
@@ -165,16 +165,16 @@ class OpenReply(AbstractContextManager["OpenReply"]):
 
     def _continued(self) -> tuple[list[int], list[Piece]]:
         """The positions and pieces of the text that a continued reply has already."""
-        ledger, said = self._turn.engine.ledger, list[Piece]()
+        ledger, pieces = self._turn.engine.ledger, list[Piece]()
         is_said = ledger.column("turn") == self._turn.ref.turn
         at = np.flatnonzero(is_said & (ledger.column("role") == Role.ASSISTANT)).tolist()
         for token_id in ledger.column("token_id")[at].tolist():
-            said += self._parts.push_id(token_id)
+            pieces += self._parts.push_id(token_id)
         if self._loops is not None:
-            self._loops.push(_joined(said))
+            self._loops.push(_joined(pieces))
             if self._loops.found:  # the user has let it go on
                 self._loops.reset()
-        return at, said
+        return at, pieces
 
     def _explain_empty(self, thinking: str) -> Iterator[Notice]:
         stop_id = None if self._stopped is None else self._stopped.stop_id
@@ -196,14 +196,14 @@ class OpenReply(AbstractContextManager["OpenReply"]):
 def _unread_closing(closing: Sequence[int], ids: list[int], ends: Collection[int]) -> Sequence[int]:
     """The rest of `closing` to be read, if the reply's ids end with its beginning."""
     end = next((at for at, token_id in enumerate(closing) if token_id in ends), 0)
-    said = (size for size in range(end, 0, -1) if ids[-size:] == list(closing[:size]))
-    return closing[next(said, 0) :]
+    overlaps = (size for size in range(end, 0, -1) if ids[-size:] == list(closing[:size]))
+    return closing[next(overlaps, 0) :]
 
 
 def _joined(pieces: Sequence[Piece]) -> str:
     return "".join(piece.text for piece in pieces)
 
 
-def _answer_and_reasoning(said: Sequence[Piece]) -> tuple[str, str]:
-    thinking = "".join(piece.text for piece in said if piece.part == "thinking")
-    return "".join(piece.text for piece in said if piece.part != "thinking"), thinking
+def _answer_and_reasoning(pieces: Sequence[Piece]) -> tuple[str, str]:
+    thinking = "".join(piece.text for piece in pieces if piece.part == "thinking")
+    return "".join(piece.text for piece in pieces if piece.part != "thinking"), thinking

@@ -94,7 +94,7 @@ def read_again(
     for new, old in zip(session.turns, turns, strict=False):
         new.time = old.time
     session.state.repinned = len(_user_pins(session)), lost
-    session.state.unpinned_sentences = unpinned
+    session.state.unpinned_sentences = frozenset(one for one in unpinned if one[0] < len(turns))
 
 
 def reread_session(session: Session, progress: Progress | None = None) -> Session:
@@ -109,13 +109,9 @@ def reread_session(session: Session, progress: Progress | None = None) -> Sessio
 def reread_before_last_message(session: Session, progress: Progress | None = None) -> Session:
     """A new session that has read all turns before the last user turn; UndoError without one."""
     start = check_rewind(session, 1)[-1]
-    point = session.undo_points[-1].checkpoint.cache if session.undo_points else None
-    pinned = _user_pins(session)
-    if point is not None:  # pins that were made since then are taken back
-        pinned = np.intersect1d(pinned, point.pinned)
     again = Session(session.model, _profile_at(session, start))
-    pins = pinned_text(session, pinned)
-    read_again(again, session.turns[:start], pins, session.state.unpinned_sentences, progress)
+    unpinned = session.state.unpinned_sentences
+    read_again(again, session.turns[:start], pinned_text(session), unpinned, progress)
     return again
 
 
@@ -292,7 +288,7 @@ def _profile_at(session: Session, start: int) -> Profile:
 
 @dataclass(frozen=True, eq=False)
 class _SpelledTurn:
-    """One turn's tokens, without the template and reasoning, and its text, both without blanks."""
+    """A turn's tokens, without those of template and reasoning, beside its text; no whitespace."""
 
     positions: Positions  # [n] of the tokens
     bounds: Positions  # [n + 1], where each token begins in `spelled`, and its length

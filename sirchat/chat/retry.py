@@ -80,7 +80,7 @@ def retry_with_settings(
     text, attempt = session.undoable_message, session.state.attempt
     updated_profile(session.profile, session.model, "/retry", updates)
     before = last_generated_reply(session.ledger, session.turns)
-    yield from session.undo(keep_pins=True)
+    yield from session.undo(to_ask_again=True)
     try:
         with trial(session, "/retry", updates):
             for event in session.ask(text, interrupted, attempt=attempt + 1):
@@ -111,22 +111,22 @@ def go_on(session: Session, interrupted: Interrupted = never) -> Iterator[Event]
     try:
         first = next(events)
     except LookupError:  # a resumed chat, for example: the model generates the reply again
-        text, attempt, said = session.undoable_message, session.state.attempt, len(reply.ids)
+        text, attempt, length = session.undoable_message, session.state.attempt, len(reply.ids)
     else:
         yield first
         yield from events
         return
-    yield from session.undo(keep_pins=True)
+    yield from session.undo(to_ask_again=True)
 
     def stops() -> bool:
         is_begun = session.turns[-1].role == "assistant"
-        return is_begun and session.state.last_reply_stats.tokens_out >= said and interrupted()
+        return is_begun and session.state.last_reply_stats.tokens_out >= length and interrupted()
 
     for event in session.ask(text, stops, attempt=attempt, reply=replace(reply, finish=None)):
         written = session.state.last_reply_stats.tokens_out
-        if isinstance(event, Delta) and written <= said:
-            yield Reading(written, said)
-        elif not isinstance(event, Notice | TurnDone) or written > said:
+        if isinstance(event, Delta) and written <= length:
+            yield Reading(written, length)
+        elif not isinstance(event, Notice | TurnDone) or written > length:
             yield event
 
 
@@ -141,7 +141,7 @@ def trial(session: Session, source: str, updates: dict[str, Any]) -> Iterator[No
             yield
         finally:
             session.profile, session.undo_points = profile, points
-            session.state = start.restored_state(session.state)
+            session.state = start.restored_state(session.state, to_ask_again=True)
     session.recall.undo()
 
 

@@ -7,7 +7,7 @@ the events. Other methods work at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +46,7 @@ from sirchat.config.profile import Profile
 from sirchat.engine.budget import smallest_budget_for
 from sirchat.engine.sampling import TokenFilter
 from sirchat.engine.types import EngineState, RestoredRows
-from sirchat.errors import UndoError
+from sirchat.errors import SettingError, UndoError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.key_value_store import HeldKeysValues
 from sirchat.memory.key_values import KeyValues, Positions
@@ -121,12 +121,12 @@ class Session(Conversation):
         self.state.attempt = attempt
         yield from answer_with_tools(self, box, text, interrupted, reply, allowed)
 
-    def _tell_tools(self, told: str) -> list[Event]:
+    def _tell_tools(self, tools_json: str) -> list[Event]:
         """Let the model read the tools `told`, in place of the tools that it was told before."""
-        is_new = told != self.state.tools_json
-        template = self.template_with(told or None) if told or is_new else self.template
+        is_new = tools_json != self.state.tools_json
+        template = self.template_with(tools_json or None) if tools_json or is_new else self.template
         events = self.switch("tools", never, template) if self.seen and is_new else []
-        self.state.tools_json = told
+        self.state.tools_json = tools_json
         self.template = template
         return events
 
@@ -151,14 +151,15 @@ class Session(Conversation):
             text = self.undoable_message
             attempt = self.state.attempt + 1
         yield from reply_format(self, self.toolbox)  # it may be refused
-        yield from self.undo(keep_pins=True)
+        yield from self.undo(to_ask_again=True)
         yield from self.ask(text, interrupted, attempt=attempt)
 
-    def undo(self, *, keep_pins: bool = False) -> list[Event]:
-        """Undo the last user turn, and all reading, generating and pinning since it began.
+    def undo(self, *, to_ask_again: bool = False) -> list[Event]:
+        """Undo the last user turn, and all reading and generating since it began.
 
-        The settings except the system prompt stay; with `keep_pins`, all pins stay. Raises
-        UndoError, changing nothing, if there is no such turn, or if a token is no longer archived.
+        Settings except the system prompt, and pins of earlier turns, stay; `to_ask_again` also
+        keeps the turn's own pins, for the same text. Raises UndoError, changing nothing, if there
+        is no such turn, or if a token is no longer archived.
         """
         text = self.undoable_message
         point = self.undo_points[-1]
@@ -167,17 +168,22 @@ class Session(Conversation):
         pins = self.ledger.pins_except_rules(0)
         own = np.isin(self.ledger.of_turn(turn, Role.USER), pins).nonzero()[0]
         try:
-            self.engine.undo(point.checkpoint, keep_pins=keep_pins)
+            self.engine.undo(point.checkpoint, keep_pins=True)
         except LookupError:
             why = "tokens that it evicted are no longer archived"
             raise UndoError(f"this message can't be undone: {why}") from None
         self.undo_points.pop()
         self.recall.undo()
         torn = [text for turn in self.turns[point.turns :] for text in turn.torn]
-        self.state = point.restored_state(self.state, keep_pins=keep_pins)
+        if self.turns[turn].is_summary:  # those that the summary replaced are pinned again
+            former = [index for index, one in enumerate(self.turns[:turn]) if one.is_summary]
+            replaced = np.isin(self.ledger.column("turn")[point.checkpoint.cache.pinned], former)
+            with suppress(SettingError):  # other pins take the room
+                self.engine.evictor.pin_held(point.checkpoint.cache.pinned[replaced])
+        self.state = point.restored_state(self.state, to_ask_again=to_ask_again)
         # Set in both cases: the state at the point may be that of an answer given again.
         kept = RetriedMessage(text, tuple(own.tolist()), tuple(torn))
-        self.state.retried = kept if keep_pins else RetriedMessage()
+        self.state.retried = kept if to_ask_again else RetriedMessage()
         prompt, profile = self.state.system.text, self.profile
         is_other = prompt != profile.system or point.pin_system != profile.pin_system
         if is_other and self.seen:
@@ -339,7 +345,7 @@ class Session(Conversation):
         )
 
     def opening_events(self) -> list[Event]:
-        """The event `Started`, then a notice for each setting that does not suit this model."""
+        """The event `Started`, then notices of what does not suit the model, and what it lacks."""
         return self._events.started(self.model, self.profile, self.template)
 
     def closing_event(self) -> Ended:

@@ -74,7 +74,7 @@ def has_effect(profile: Profile, setting: str) -> bool:
 
 
 def build_cache_settings(profile: Profile, folder: Path | None = None) -> CacheSettings:
-    """The engine's settings by a profile; `folder` is for an archive on disk."""
+    """What of a profile the engine and its KV cache need; `folder` is for an archive on disk."""
     return CacheSettings(
         policy=build_policy(profile),
         budget=profile.budget,

@@ -135,12 +135,15 @@ class ConversationState:
         return [at for at in own if self.turns[at].finish != "read"]
 
     def user_turns_at(self, asked: TimeRange | None, before: int | None = None) -> list[int]:
-        """User turns in the time `asked`, before turn `before`; oldest or newest first as asked."""
-        said = [at for at, turn in enumerate(self.turns[:before]) if turn.role == "user"]
-        if asked is None or not said:
+        """User turns in the time range `asked`, before turn `before`.
+
+        The newest comes first, or the oldest if the range asks for the first one.
+        """
+        user_turns = [at for at, turn in enumerate(self.turns[:before]) if turn.role == "user"]
+        if asked is None or not user_turns:
             return []
-        found = asked.turns([self.turns[at].time for at in said]).nonzero()[0].tolist()
-        return [said[at] for at in (found if asked.place == "first" else reversed(found))]
+        found = asked.turns([self.turns[at].time for at in user_turns]).nonzero()[0].tolist()
+        return [user_turns[at] for at in (found if asked.place == "first" else reversed(found))]
 
     def begin(self, role: str) -> TurnStats:
         """Append an empty turn of `role`; returns its counts, which the caller increases."""
@@ -182,19 +185,21 @@ class UndoPoint:
         return UndoPoint(checkpoint, state, len(now.turns), text, pin_system, budget)
 
     def restored_state(
-        self, now: ConversationState, *, keep_pins: bool = False
+        self, now: ConversationState, *, to_ask_again: bool = False
     ) -> ConversationState:
         """The conversation's state at this point, with the first turns of `now`.
 
-        Tokens that the user has restored since then stay requested; with `keep_pins`, sentences
-        that the user unpinned stay unpinned.
+        Tokens that the user has restored since then stay requested, and sentences that the user
+        unpinned stay unpinned; those of later turns only `to_ask_again`.
         """
-        seen, unpinned = self.checkpoint.cache.seen, self.state.unpinned_sentences
+        seen, unpinned = self.checkpoint.cache.seen, now.unpinned_sentences
+        if not to_ask_again:
+            unpinned = frozenset(one for one in unpinned if one[0] < self.turns)
         restored = {position for position in now.restored_by_user if position < seen}
         return replace(
             self.state,
             turns=now.turns[: self.turns],
             saved_turns=min(now.saved_turns, self.turns),
-            unpinned_sentences=now.unpinned_sentences if keep_pins else unpinned,
+            unpinned_sentences=unpinned,
             restored_by_user=sorted(restored.union(self.state.restored_by_user)),
         )

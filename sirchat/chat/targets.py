@@ -53,14 +53,14 @@ def positions_of(
 
 
 def tokens_to_erase(
-    target: str, engine: Engine, texts: Texts, now: ConversationState, system: str | None
+    target: str, engine: Engine, texts: Texts, state: ConversationState, system: str | None
 ) -> Positions:
     """Positions of the tokens, held or evicted, that `target` names; `system` is the system prompt.
 
     Empty if the model has not read the text, in an interrupted turn or an unread system prompt.
     Raises UsageError if nothing matches, or only text that the chat template adds to each chat.
     """
-    ledger, roles = engine.ledger, now.roles
+    ledger, roles = engine.ledger, state.roles
     try:
         at = positions_of(target, ledger, texts, roles, np.arange(ledger.seen))
         own = template_prompt(ledger, texts)[0]
@@ -71,14 +71,19 @@ def tokens_to_erase(
         return np.setdiff1d(at, own)
     except UsageError:
         pattern = whole_words(without_quotes(target))
-        unread = [system or "", *(f"{turn.text}\n{turn.thinking}" for turn in now.turns)]
+        unread = [system or "", *(f"{turn.text}\n{turn.thinking}" for turn in state.turns)]
         if turn_of_target(target, roles) is not None or not any(map(pattern.search, unread)):
             raise
         return np.zeros(0, np.int64)
 
 
 def tokens_to_restore(
-    target: Target, engine: Engine, texts: Texts, now: ConversationState, near: int, recall: Recall
+    target: Target,
+    engine: Engine,
+    texts: Texts,
+    state: ConversationState,
+    near: int,
+    recall: Recall,
 ) -> Positions:
     """Positions of the tokens to hold for the next reply, with those requested before.
 
@@ -88,50 +93,50 @@ def tokens_to_restore(
     """
     among = engine.store.recallable()
     try:
-        at = positions_of(target, engine.ledger, texts, now.roles, among, near)
+        at = positions_of(target, engine.ledger, texts, state.roles, among, near)
     except UsageError:
-        if not isinstance(target, str) or turn_of_target(target, now.roles) is not None:
+        if not isinstance(target, str) or turn_of_target(target, state.roles) is not None:
             raise
         passages = recall.passages_containing(target)
         whole = [one for one in passages if np.isin(one, among).all()]
         if not whole:
             raise
         at = np.unique(np.concatenate(whole))
-    at, room = without_generated(at, engine.ledger, now), engine.evictor.free_budget() // 2
+    at, room = without_generated(at, engine.ledger, state), engine.evictor.free_budget() // 2
     if not len(at) or room < 1:
         raise UsageError("nothing is restored: it is no longer archived, or pins leave no room")
-    both = np.union1d(np.intersect1d(np.asarray(now.restored_by_user, np.int64), among), at)
+    both = np.union1d(np.intersect1d(np.asarray(state.restored_by_user, np.int64), among), at)
     return both if len(both) <= room else at[max(0, len(at) - room) :]
 
 
-def without_generated(positions: Positions, ledger: Ledger, now: ConversationState) -> Positions:
+def without_generated(positions: Positions, ledger: Ledger, state: ConversationState) -> Positions:
     """The positions of tokens that the model did not write; all if it wrote all of them."""
-    told = positions[~np.isin(ledger.column("turn")[positions], now.generated)]
-    return told if len(told) else positions
+    not_generated = positions[~np.isin(ledger.column("turn")[positions], state.generated)]
+    return not_generated if len(not_generated) else positions
 
 
 def erase_target(
-    target: str, engine: Engine, texts: Texts, now: ConversationState, system: str | None
+    target: str, engine: Engine, texts: Texts, state: ConversationState, system: str | None
 ) -> tuple[int, str | None]:
     """Erase the tokens that `target` names, and their words or turn in the turns' texts.
 
     Also erases words of the system prompt `system`. Returns the number of tokens, and the rest of
     the prompt, or None. Raises UsageError if nothing matches.
     """
-    positions = tokens_to_erase(target, engine, texts, now, system)
+    positions = tokens_to_erase(target, engine, texts, state, system)
     turns = np.unique(engine.ledger.column("turn")[positions]).tolist()
     said = (at for turn in turns for at, _ in sentences_of(engine.ledger, texts, turn))
     ends = np.fromiter((at[-1] for at in said), np.int64)
     engine.erase(positions)
     engine.ledger.flag(Flag.ANCHOR, np.intersect1d(ends, positions), True)  # they ended one
-    index = turn_of_target(target, now.roles)
+    index = turn_of_target(target, state.roles)
     if index is not None:
-        turn = now.turns[index]
+        turn = state.turns[index]
         in_force = turn.role == "system" and turn.text == system
         turn.text, turn.thinking, turn.torn = "", "", ()
         return len(positions), None if in_force else system
     pattern = whole_words(without_quotes(target))
-    for turn in now.turns:
+    for turn in state.turns:
         marked = pattern.sub(lambda found: _ERASED * len(found[0]), turn.text)
         parts = (marked[start:end].strip() for start, end in pairwise(sentence_bounds(turn.text)))
         torn = (text for text in parts if _ERASED in text or text.startswith(turn.torn))
@@ -209,12 +214,12 @@ def _matches(
     return said, said[ledger.column("turn")[said] == turn]
 
 
-def _occurrences(text: str, ledger: Ledger, texts: Texts, said: Positions) -> Positions:
+def _occurrences(text: str, ledger: Ledger, texts: Texts, among: Positions) -> Positions:
     """Positions of the tokens of every occurrence of `text` whose tokens are all in `said`."""
     if not text:
         raise UsageError("expected text, last, or turn N", hint="some words of the chat")
-    pattern, runs = whole_words(text), _runs(ledger, texts, said)
-    found: Positions = said[np.concatenate([tokens_matching(pattern, run) for run in runs])]
+    pattern, runs = whole_words(text), _runs(ledger, texts, among)
+    found: Positions = among[np.concatenate([tokens_matching(pattern, run) for run in runs])]
     return found
 
 

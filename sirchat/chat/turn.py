@@ -40,19 +40,19 @@ class OpenTurn:
 
     def __init__(
         self,
-        now: ConversationState,
+        state: ConversationState,
         engine: Engine,
         events: EventBuilder,
         stats: TurnStats,
         evicts_thinking: bool = False,
     ) -> None:
-        self.now = now
+        self.state = state
         self.engine = engine
         self.events = events
         self._evicts_thinking = evicts_thinking
         self._placement_in_round: Placement | None = None  # at its end, if recall had moved tokens
         self.stats = stats
-        self.ref = TurnRef(stats.index, now.round)
+        self.ref = TurnRef(stats.index, state.round)
 
     @property
     def placement(self) -> Placement:
@@ -80,6 +80,7 @@ class OpenTurn:
         done = 0  # ids of the turn
         end = len(turn.ids)
         self._note_pending(turn, done, after)
+        yield Reading(done, end)
         while done < end:
             ids, roles = turn.ids[done:], turn.roles[done:]
             records = self.engine.prefill(ids, roles, self.ref, pinned=pinned)
@@ -103,26 +104,26 @@ class OpenTurn:
                 done = turn.content[1]
                 self.stats.finish = "interrupt"
 
-    def recall(self, recall: Recall, ids: TurnIds) -> Iterator[Event]:
+    def restore_fitting(self, recall: Recall, ids: TurnIds) -> Iterator[Event]:
         """Restore tokens that fit the message `ids`, before this turn is answered.
 
         Nothing is restored from calls of tools. If this turn is a tool's result, nothing is
         restored from the message that led to the call either.
         """
-        now, before = self.now, self.stats.index
+        state, before = self.state, self.stats.index
         # After a million tokens, making these lists takes a noticeable part of the search's time.
-        out = [at - 1 for at, turn in enumerate(now.turns) if turn.role == "tool"]
-        out = [at for at in out if now.turns[at].role == "assistant"]
+        out = [at - 1 for at, turn in enumerate(state.turns) if turn.role == "tool"]
+        out = [at for at in out if state.turns[at].role == "assistant"]
         result = -1
-        if now.turns[before].role == "tool":
+        if state.turns[before].role == "tool":
             result = before
-            out += [at for at in range(before) if now.turns[at].role == "user"][-1:]
+            out += [at for at in range(before) if state.turns[at].role == "user"][-1:]
 
         def turns_at(text: str) -> list[int]:
-            return now.user_turns_at(time_range(text, time.time()), before)
+            return state.user_turns_at(time_range(text, time.time()), before)
 
-        turn = NewTurn(ids.ids, ids.roles, now.generated, turns_at, tuple(out), result)
-        recollection = recall.restore_for_turn(turn, self.ref, now.restored_by_user)
+        turn = NewTurn(ids.ids, ids.roles, state.generated, turns_at, tuple(out), result)
+        recollection = recall.restore_for_turn(turn, self.ref, state.restored_by_user)
         if recollection is not None:
             self.stats.seconds_prefill += recollection.seconds
             yield from self.events.recalled(self.stats.index, recollection)
@@ -145,7 +146,7 @@ class OpenTurn:
         end = turn.content[1]
         for first, last in pairwise(sorted({0, head, end, len(turn.ids)})):
             if first == end:
-                yield from self.recall(recall, sought)
+                yield from self.restore_fitting(recall, sought)
             content = (0, 0)  # where the text is in this part
             if first < end:
                 content = (max(turn.content[0], first) - first, min(end, last) - first)
@@ -162,9 +163,9 @@ class OpenTurn:
         events = [*self.read(_template_ids(closing)), *self._end_round()]
         tokens = self.flag_thinking(stream, at)
         dropped = stream.tokens_not_in_history()
-        self.engine.ledger.pin(np.asarray(self.now.result_pins, np.int64), False)
-        self.now.result_pins = []
-        self.now.restored_by_user = []
+        self.engine.ledger.pin(np.asarray(self.state.result_pins, np.int64), False)
+        self.state.result_pins = []
+        self.state.restored_by_user = []
         excluded = tokens[stream.tokens("end")]
         if self._evicts_thinking and len(dropped):  # with what the header has of it
             header = np.arange(at[0] - stream.unkept_header, at[0])
@@ -182,18 +183,18 @@ class OpenTurn:
 
     def read_pending(self) -> list[Event]:
         """Read the pending ids, which must follow a turn that was cut off; returns the events."""
-        events = list(self.read(_template_ids(self.now.pending_ids)))
-        return [*events, *self._end_round()] if self.now.in_round else events
+        events = list(self.read(_template_ids(self.state.pending_ids)))
+        return [*events, *self._end_round()] if self.state.in_round else events
 
     def finish(self, text: str, thinking: str = "") -> TurnDone:
         """End the turn, whose message is `text` after `thinking`; returns the event for it."""
-        self.now.finish(self.stats, text, thinking)
+        self.state.finish(self.stats, text, thinking)
         recalled = len(self.placement.recalled)
         return self.events.done(self.stats, text, thinking, recalled)
 
     def _note_pending(self, turn: TurnIds, done: int, after: Sequence[int]) -> None:
         """Set the pending ids: the unread ones after the text of `turn`, then those `after` it."""
-        self.now.pending_ids = [*turn.ids[max(done, turn.content[1]) :], *after]
+        self.state.pending_ids = [*turn.ids[max(done, turn.content[1]) :], *after]
 
     def evicted(self, record: EvictedRows) -> Event:
         self.stats.evicted += len(record.positions)
@@ -201,11 +202,11 @@ class OpenTurn:
 
     def _end_round(self) -> list[Event]:
         """End recall, and let surprisal and attention decay; the next user turn begins a round."""
-        now = self.engine.store.placement
-        self._placement_in_round = now if now.has_recall else None
+        placement = self.engine.store.placement
+        self._placement_in_round = placement if placement.has_recall else None
         events = [self.evicted(record) for record in self.engine.evictor.end_recall()]
         self.engine.decay_at_round_end()
-        self.now.in_round = False
+        self.state.in_round = False
         return events
 
 

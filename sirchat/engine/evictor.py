@@ -104,7 +104,7 @@ class Evictor:
             return evicted
         if not self._store.has_recall:
             rows = self.view_tokens(self._ledger.held_positions, self.round, division)
-            evicted += self._keep(rows, division.hard_bound - count)
+            evicted += self._evict_all_but(rows, division.hard_bound - count)
         elif (placement := self._reduced_placement(excess)) is not None:
             self._place(placement)
         else:
@@ -126,7 +126,7 @@ class Evictor:
         max_kept = division.total - (0 if between_turns else expected_tokens)
         num_keep = max(max_kept, int(rows.protected.sum()))
         if num_keep < len(rows):
-            evicted += self._keep(rows, num_keep)
+            evicted += self._evict_all_but(rows, num_keep)
         if between_turns:
             self._cache.grow_to(min(division.hard_bound, self._cache.length + expected_tokens))
         else:
@@ -175,7 +175,7 @@ class Evictor:
             candidates, is_required = held[is_near], is_required[is_near]
         elif self.settings.evict != "between-turns":  # which lets the turn exceed the budget
             max_kept -= max(incoming, self._expected_tokens)
-        kept = self._keep_with_required(candidates, is_required, max_kept)
+        kept = self._choose_with_required(candidates, is_required, max_kept)
         aside = np.setdiff1d(held, kept, assume_unique=True)
         self.reread(restored)
         wanted = chosen if scores is None else chosen[np.argsort(scores, kind="stable")]
@@ -208,7 +208,7 @@ class Evictor:
         if not placement.has_recall:
             return placement.held
         most = self.divide_budget().hard_bound - count
-        return self._keep_at_most(placement.policy_positions, most)
+        return self._choose_at_most(placement.policy_positions, most)
 
     @contextmanager
     def temporary_placement(self, placement: Placement) -> Iterator[None]:
@@ -345,7 +345,7 @@ class Evictor:
     def hold(self, positions: Positions) -> None:
         """Restore the tokens at these positions; if not all tokens fit, the policy chooses."""
         held = np.union1d(self._ledger.held_positions, positions)
-        self._place(Placement(self._keep_at_most(held, self.divide_budget().hard_bound)))
+        self._place(Placement(self._choose_at_most(held, self.divide_budget().hard_bound)))
 
     def check_pins(self, new_pins: int, positions: Positions | None = None) -> None:
         """Raise SettingError if `new_pins` more pins would leave too little room.
@@ -467,7 +467,7 @@ class Evictor:
             moves.append(RestoredRows(restored, self._cache.length, self._ledger.seen))
         return moves
 
-    def _keep(self, rows: HeldRows, num_keep: int) -> list[EvictedRows]:
+    def _evict_all_but(self, rows: HeldRows, num_keep: int) -> list[EvictedRows]:
         """Evict all held `rows` but the `num_keep` that the policy chooses."""
         kept = self._choose_rows(rows, num_keep).numpy()
         moves = self._place(Placement(self._ledger.held_positions[kept]))
@@ -480,7 +480,7 @@ class Evictor:
         is_current = self._ledger.column("round")[own] == self.round
         is_fixed = self.view_tokens(own).protected.numpy() | is_current
         is_required = is_fixed | np.isin(own, wanted)
-        kept = self._keep_with_required(own, is_required, len(own) - excess)
+        kept = self._choose_with_required(own, is_required, len(own) - excess)
         excess -= len(own) - len(kept)
         leaving = wanted[~np.isin(wanted, own[is_fixed])][: max(0, excess)]
         if excess > len(leaving):
@@ -490,7 +490,7 @@ class Evictor:
         aside = np.union1d(placement.aside, np.setdiff1d(own, held, assume_unique=True))
         return Placement(held, recalled, aside, wanted[~np.isin(wanted, leaving)])
 
-    def _keep_with_required(
+    def _choose_with_required(
         self, positions: Positions, is_required: NDArray[np.bool_], max_kept: int
     ) -> Positions:
         """The required tokens at `positions` [n], and others up to `max_kept` in all."""
@@ -501,7 +501,7 @@ class Evictor:
         kept: Positions = positions[self._choose_rows(rows, num_keep).numpy()]
         return kept
 
-    def _keep_at_most(self, positions: Positions, max_kept: int) -> Positions:
+    def _choose_at_most(self, positions: Positions, max_kept: int) -> Positions:
         """The tokens at these positions; if more than `max_kept`, those that the policy keeps."""
         if len(positions) <= max_kept:
             return positions

@@ -111,7 +111,7 @@ class PackedLinear(nn.Module, ABC):
 
     @classmethod
     def join_layers(cls, parts: Sequence[Self], empty: Empty = torch.empty) -> Self:
-        """Make one layer without bias from the rows of all `parts`; `empty` makes its tensors."""
+        """Make one layer without bias of the rows of all `parts`, in tensors that `empty` makes."""
         joined = list[Tensor]()
         for name, dim in cls.row_dims.items():
             each = [getattr(part, name) for part in parts]

@@ -96,7 +96,7 @@ class Recall:
         self.turns: tuple[RecalledTurn, ...] = ()
         self.found: FoundPassages | None = None  # by the last search for passages
         self.nothing_restored_reason = ""  # for the user's last message; empty if that was not so
-        self.search = PassageSearch(texts, model.tokenizer)
+        self.passage_search = PassageSearch(texts, model.tokenizer)
 
     @property
     def by_meaning(self) -> bool:
@@ -112,11 +112,11 @@ class Recall:
     def undo(self) -> None:
         """Forget the last recall and the passages read since, because the turn was undone."""
         self.scores, self.turns, self.found, self.nothing_restored_reason = {}, (), None, ""
-        self.search.truncate(self._engine.ledger.seen)
+        self.passage_search.truncate(self._engine.ledger.seen)
 
     def erase_words(self) -> None:
         """Drop the words and vectors of erased tokens; the next search reads the texts again."""
-        self.search.erase(self._engine.ledger)
+        self.passage_search.erase(self._engine.ledger)
         self.undo()
 
     def update(self) -> None:
@@ -131,7 +131,7 @@ class Recall:
             mean = ledger.token_vectors.mean(start, end)
             return None if mean is None else encoder.unit_vectors(mean.cpu())
 
-        self.search.update(ledger, vector_of, self._engine.settings.recall is not None)
+        self.passage_search.update(ledger, vector_of, self._engine.settings.recall is not None)
         ledger.token_vectors.drop_before(ledger.seen)
 
     def restore_for_turn(
@@ -195,8 +195,8 @@ class Recall:
             result = search(engine, self._model, turn.ids, turn.roles, at)
             if result is not None:
                 room = engine.evictor.recall_room(len(turn.ids)) - len(requested)
-                result = best_tokens(result, room, self.search.passages.torn)
-        elif recall and len(self.search.passages) and (self._focus() or not is_all_held):
+                result = best_tokens(result, room, self.passage_search.passages.torn)
+        elif recall and len(self.passage_search.passages) and (self._focus() or not is_all_held):
             room = engine.evictor.recall_room(len(turn.ids)) - len(requested)
             found = self.find(turn, max(0, room))
             self.found = None if len(requested) else found
@@ -213,14 +213,14 @@ class Recall:
         encoder = self._model.encoder
         query = replace(self.query_of(turn.ids, turn.roles), excluded_turns=turn.excluded_turns)
         generated = np.fromiter(turn.generated_turns, np.int64)  # once, as there may be very many
-        by_words = self.search.by_words(query.sentences)
+        by_words = self.passage_search.by_words(query.sentences)
         asks, focus = self._asks_back(query), self._focus()
         has_mark = any(mark in query.text for mark in QUESTION_MARKS)
         at_time: Sequence[int] = ()
         # Without an encoder that tells, a message without a question mark does not ask.
         if asks and (len(encoder.question) or has_mark):
             at_time = turn.turns_at(query.text)
-        scores = self._fits(query, generated, by_words, turn.tool_result_turn, at_time)
+        scores = self._passage_scores(query, generated, by_words, turn.tool_result_turn, at_time)
         best = scores.max(initial=0.0)
         is_told = query.model_vector is not None and len(encoder.question) > 0
         is_near = best >= DISCOUNT * MIN_SCORE
@@ -236,12 +236,12 @@ class Recall:
         if is_auto and asks and not at_time:
             further = np.where(scores < near * best, 0, scores)
             if chosen and by_words[first := next(iter(chosen))]:
-                again = self.search.second_hop_scores(ledger, first, query, generated)
+                again = self.passage_search.second_hop_scores(ledger, first, query, generated)
                 further = np.maximum(further, np.where(again < near * again.max(), 0, again))
             further[list(chosen)] = -np.inf
             left = room - sum(len(rows) for rows, _ in chosen.values())
             chosen |= self._take(further, DISCOUNT * MIN_SCORE, left, whole=bool(chosen))
-        at, turns = list(chosen), self.search.passages.rows["turn"]
+        at, turns = list(chosen), self.passage_search.passages.rows["turn"]
         is_second = is_auto & (scores[at] < DISCOUNT * MIN_SCORE)
         reasons = np.select(
             [np.isin(turns[at], at_time), is_second, by_words[at] > 0],
@@ -251,7 +251,7 @@ class Recall:
         found = _result_of(chosen), tuple(chosen), query, float(best), is_question
         return FoundPassages(*found, tuple(reasons.tolist()))
 
-    def _fits(
+    def _passage_scores(
         self,
         query: PassageQuery,
         generated: Positions,
@@ -260,11 +260,11 @@ class Recall:
         at_time: Sequence[int],
     ) -> Scores:
         """The score [n] of each passage, raised for a tool's turn `returned` and for `at_time`."""
-        scores = self.search.scores(query, generated, by_words)
-        turns = self.search.passages.rows["turn"]
+        scores = self.passage_search.scores(query, generated, by_words)
+        turns = self.passage_search.passages.rows["turn"]
         of_result = turns == returned
         if of_result.any():
-            scores[of_result] += self.search.tool_result_scores(query.sentences, of_result)
+            scores[of_result] += self.passage_search.tool_result_scores(query.sentences, of_result)
         for rank, number in enumerate(at_time):
             of_turn = turns == number
             scores[of_turn] = np.maximum(scores[of_turn], 0) + MIN_SCORE + 1 / (1 + rank)
@@ -276,7 +276,7 @@ class Recall:
         If no passage has all words, the best passages that have them together.
         """
         self.update()
-        search, ledger = self.search, self._engine.ledger
+        search, ledger = self.passage_search, self._engine.ledger
         search.update(ledger)  # with the words, as recall may be off
         wanted = set(search.index.informative_words(text) or words_of(text))
         having = [wanted & set(words_of(one)) for one in search.passages.texts(ledger)]
@@ -320,7 +320,9 @@ class Recall:
         pieces = self._texts([ids[at] for at in said], said)
         spans = query_spans(pieces)
         sentences = tuple("".join(pieces[start:end]) for start, end in spans)
-        if not self.search.index.informative_words("".join(sentences)):  # such as "Would there?"
+        if not self.passage_search.index.informative_words(
+            "".join(sentences)
+        ):  # such as "Would there?"
             return PassageQuery(())
         if not self.by_meaning:
             return PassageQuery(sentences)
@@ -337,7 +339,7 @@ class Recall:
     ) -> dict[int, tuple[Positions, float]]:
         """The best passages that fit into `room`: tokens and score, by passage number."""
         taken = dict[int, tuple[Positions, float]]()
-        passages = self.search.passages.rows
+        passages = self.passage_search.passages.rows
         for number in best_first(scores, floor, passages["turn"]).tolist():
             rows = self._can_be_held(rows_of(passages[number : number + 1]))
             # Of the first passage, the beginning is taken if the whole does not fit.
@@ -354,7 +356,7 @@ class Recall:
         """The positions in `rows` whose tokens are held or may be restored."""
         flags = self._engine.ledger.column("flags")[rows]
         is_there = flags & np.uint8(Flag.EXCLUDED | Flag.ERASED) == 0
-        there: Positions = rows[is_there & ~self.search.passages.torn[rows]]
+        there: Positions = rows[is_there & ~self.passage_search.passages.torn[rows]]
         return there
 
     def _describe(self, restored: Positions) -> tuple[RecalledTurn, ...]:
@@ -363,10 +365,10 @@ class Recall:
         turns, counts = np.unique(of_tokens, return_counts=True)
         best = dict[int, tuple[tuple[str, ...], str, str]]()
         if self.found is not None:
-            rows, ledger = self.search.passages.rows, self._engine.ledger
+            rows, ledger = self.passage_search.passages.rows, self._engine.ledger
             for number, why in zip(self.found.passages, self.found.reasons, strict=True):
-                text = self.search.passages.texts(ledger, number, number + 1)[0]
-                words = self.search.index.shared_words(text, self.found.query.text)
+                text = self.passage_search.passages.texts(ledger, number, number + 1)[0]
+                words = self.passage_search.index.shared_words(text, self.found.query.text)
                 reason = "" if words else why
                 best.setdefault(int(rows["turn"][number]), (words, " ".join(text.split()), reason))
         rounded = self._engine.store.archive.bits(restored)

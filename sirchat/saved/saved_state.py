@@ -107,7 +107,7 @@ def make_state_record(saved: EngineState, session: Session, stamp: str = "") -> 
         "round": saved.round,
         "pins": [astuple(text) for text in pinned_text(session)],
         "kv": stamp,
-        "passages": int(session.recall.search.passages.state()["until"][0]),
+        "passages": int(session.recall.passage_search.passages.state()["until"][0]),
         "encoder": session.model.passage_encoder.checksum,
         "conversation": {
             **{name: getattr(conversation, field) for name, field in _COPIED_FIELDS.items()},
@@ -179,7 +179,7 @@ def new_passages(session: Session, saved: int = 0) -> tuple[SavedPassages, int]:
     Also returns the end of the passages before them. There are none if no passage has a vector.
     """
     session.recall.update()
-    passages = session.recall.search.passages
+    passages = session.recall.passage_search.passages
     if not passages.vectors.shape[1]:
         return SavedPassages(), 0
     count = int(passages.rows["end"].searchsorted(saved, side="right"))
@@ -203,7 +203,7 @@ def load_passages(session: Session, store: SessionStore, state: SavedState) -> N
         )
         until = np.array([state.passages])
         passages = {"rows": saved.rows, "vectors": saved.vectors, "until": until}
-        session.recall.search.passages.load(passages)
+        session.recall.passage_search.passages.load(passages)
 
 
 def saved_profile(store: SessionStore, trusted: Collection[str] = ()) -> Profile:

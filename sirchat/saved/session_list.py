@@ -262,9 +262,10 @@ def export_session(path: Path, stream: BinaryIO) -> None:
 
 
 def read_summary(path: Path) -> SavedSession:
-    """The list entry of a session's file; only name and time if the file can't be read.
+    """The list entry of a session's file; raises DamagedSessionError.
 
-    A locked file, or one with an interrupted commit, is read without locks.
+    A locked file, or one with an interrupted commit, is read without locks; if that fails, too, the
+    entry has only what the file's name and its time tell.
     """
     with as_damage_errors(path):
         try:

@@ -49,7 +49,7 @@ class History:
         tools: str = "",
         name: str = "",
     ) -> History:
-        """Make a history with computed marks from these messages; replaces lone surrogates."""
+        """A history of these messages, a mark (hash) for each; lone surrogates are replaced."""
         system = None if system is None else without_surrogates(system)
         read = tuple((role, without_surrogates(text)) for role, text in messages)
         tools = without_surrogates(tools)
@@ -62,10 +62,9 @@ class History:
 
     @classmethod
     def of_single_message(cls, text: str, profile: Profile) -> History:
-        """A history of one message without a conversation; its random marks match no others."""
-        prompt_mark, mark = secrets.token_bytes(), secrets.token_bytes()
-        messages = (("user", without_surrogates(text)),)
-        return cls(None, messages, prompt_mark, (mark,), profile=profile)
+        """A history of one message without a conversation; its random mark matches no others."""
+        history = cls.of(None, [("user", text)])
+        return replace(history, prompt_mark=secrets.token_bytes(), profile=profile)
 
 
 def mark_of(role: str, text: str) -> bytes:
@@ -136,13 +135,8 @@ class ServedConversation(KnownConversation):
     # Whether the session has read the messages of `marks` and nothing else; else it is dropped.
     is_exact: bool = True
     is_outdated: bool = False  # whether the file lacks the newest part: writing it failed
-    # Of the next request, the messages that were read already though they now follow others, and
-    # their numbers here; empty if it goes on with all of `marks`.
-    reused: dict[int, int] = field(default_factory=dict)
-    is_retry: bool = False  # whether that asks for another reply to the last message here
     reasoning: str = ""  # the setting under which this message was read
     has_exact_prompt: bool = True  # whether no part of the system prompt was changed before another
-    full_history: History | None = None  # of the next request, if it sends only the newest messages
 
     def add(self, role: str, text: str) -> None:
         self.marks.append(mark_of(role, text))
@@ -256,7 +250,7 @@ class ServedConversation(KnownConversation):
             return False
         try:
             for _ in range(turns):
-                self.session.undo(keep_pins=True)
+                self.session.undo(to_ask_again=True)
                 last = self._last_question
                 del self.roles[last:], self.marks[last:]
         except UndoError:
@@ -277,6 +271,18 @@ class ServedConversation(KnownConversation):
     @property
     def _last_question(self) -> int:
         return len(self.roles) - 1 - self.roles[::-1].index("user")
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """How a request goes on in a conversation."""
+
+    conversation: ServedConversation
+    history: History  # also with the messages before, if the client sends only the newest
+    # The messages that were read already though they now follow others, and their numbers in the
+    # conversation; empty if it goes on with all that it has read.
+    reused: dict[int, int] = field(default_factory=dict)
+    is_retry: bool = False  # whether it asks for another reply to the last message
 
 
 def preview(turns: Iterable[Turn | SavedTurn]) -> str:

@@ -20,7 +20,12 @@ from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.models.model import LoadedModel
 from sirchat.models.shape import free_memory
-from sirchat.server.conversation import History, KnownConversation, ServedConversation
+from sirchat.server.conversation import (
+    Continuation,
+    History,
+    KnownConversation,
+    ServedConversation,
+)
 from sirchat.server.fields import RequestError
 from sirchat.server.matching import matched, unread
 from sirchat.server.saved_conversations import SavedConversation, SavedConversations
@@ -63,8 +68,8 @@ class ConversationPool:
         self._max_bytes = math.inf if free is None else free // 2
         self._in_memory: list[ServedConversation] = []  # by last use, the latest at the end
 
-    def take(self, history: History) -> ServedConversation:
-        """The conversation in which to answer `history`, marked busy; it may be new, or a copy.
+    def take(self, history: History) -> Continuation:
+        """How to answer `history` in a conversation, marked busy; it may be new, or a copy.
 
         Raises BusyError if the best match is busy, or if memory has no room for another.
         """
@@ -74,21 +79,21 @@ class ConversationPool:
         if named is not None:
             full = named.history_with_earlier(history, len(matched(named, history)))
             if full is not history:  # it has the messages before, too
-                named.is_retry, named.full_history = named.has_answered(full), full
-                if (
-                    full.prompt_mark != named.prompt_mark
-                ):  # with another system prompt, or other tools
-                    earlier = min(len(named.marks), len(full.marks) - 1)
-                    named.reused, named.is_edited = {index: index for index in range(earlier)}, True
-                return self._begin_use(named)
-        conversation = self._begin_use(self._take_by_messages(history))
+                is_edit = full.prompt_mark != named.prompt_mark  # or other tools
+                named.is_edited |= is_edit
+                earlier = min(len(named.marks), len(full.marks) - 1) if is_edit else 0
+                reused = {number: number for number in range(earlier)}
+                self._begin_use(named)
+                return Continuation(named, full, reused, named.has_answered(full))
+        found = self._take_by_messages(history)
+        self._begin_use(found.conversation)
         if history.name:
             if named is not None:
                 named.name = ""
-            conversation.name = history.name
-        return conversation
+            found.conversation.name = history.name
+        return found
 
-    def _take_by_messages(self, history: History) -> ServedConversation:
+    def _take_by_messages(self, history: History) -> Continuation:
         """As `take`, for the conversation that shares most messages."""
         is_exact = self._limits.reuse == "exact"
         usable = (each for each in self._newest_first if history.may_use(each.name))
@@ -104,10 +109,14 @@ class ConversationPool:
             if edited is not None:
                 return edited
         if not (shared and isinstance(best, ServedConversation)):
-            return self._find_retry(history) or self._create(history)
+            if (answered := self._find_answered(history)) is not None:
+                return Continuation(answered, history, is_retry=True)
+            return Continuation(self._create(history), history)
         if best.is_busy:
             raise BusyError
-        return self._rewind(best, history, shared) or self._create(history)
+        if shared < len(best.roles) and best.has_answered(history):
+            return Continuation(best, history, is_retry=True)
+        return Continuation(self._rewind(best, history, shared) or self._create(history), history)
 
     def find(self, ident: str) -> ServedConversation:
         """The conversation with this id, loaded if it is only on disk.
@@ -175,9 +184,6 @@ class ConversationPool:
             conversation.is_busy = False
             then()
 
-        conversation.reused, conversation.full_history = {}, None  # of a request that was refused
-        conversation.is_retry = False
-
         if not conversation.is_exact or not conversation.roles:
             self._remove(conversation)
             if self._disk is not None:
@@ -201,29 +207,23 @@ class ConversationPool:
         self, conversation: ServedConversation, history: History, shared: int
     ) -> ServedConversation | None:
         """A conversation with only the first `shared` messages of `history`; None if impossible."""
-        # Further messages are undone in a copy, so that both branches can be continued; for another
-        # reply, in `conversation` itself.
+        # Further messages are undone in a copy, so that both branches can be continued.
         if shared == len(conversation.roles):
             conversation.is_branch = False
-            return conversation
-        if conversation.has_answered(history):
-            conversation.is_retry = True
             return conversation
         if not conversation.has_same_question(history):
             conversation = self._branch(conversation)
         return conversation if conversation.undo_to(shared) else None
 
-    def _find_retry(self, history: History) -> ServedConversation | None:
+    def _find_answered(self, history: History) -> ServedConversation | None:
         """A conversation whose only message is that of `history`, for another reply to it."""
-        for conversation in reversed(self._in_memory):
-            has_own_settings = conversation.settings.keys() - {"pin_system"}
-            is_other = conversation.name != history.name or conversation.is_edited
-            if conversation.is_busy or has_own_settings or is_other:
-                continue
-            if conversation.has_answered(history):
-                conversation.is_retry = True
-                return conversation
-        return None
+        usable = (
+            each
+            for each in reversed(self._in_memory)
+            if not (each.is_busy or each.is_edited or each.settings.keys() - {"pin_system"})
+        )
+        answered = (each for each in usable if each.has_answered(history))
+        return next((each for each in answered if each.name == history.name), None)
 
     def _branch(self, conversation: ServedConversation) -> ServedConversation:
         """Copy a conversation so that both can be continued; the original may move to disk."""
@@ -234,7 +234,7 @@ class ConversationPool:
             copy = conversation.with_session(conversation.session)
         return copy or conversation
 
-    def _find_editable(self, history: History, max_chars: int) -> ServedConversation | None:
+    def _find_editable(self, history: History, max_chars: int) -> Continuation | None:
         """A conversation to edit for `history`, with at most `max_chars` left to read, or None."""
         # A copy if the client goes on from before the last question, perhaps with both.
         best, reused = None, dict[int, int]()
@@ -257,8 +257,8 @@ class ConversationPool:
         is_retry = ends_with_question and best.roles[end:].count("user") == 1
         is_branch = end < len(best.marks)
         best = self._branch(best) if is_branch and not is_retry else best
-        best.is_edited, best.reused, best.is_branch = True, reused, end < len(best.marks)
-        return best
+        best.is_edited, best.is_branch = True, end < len(best.marks)
+        return Continuation(best, history, reused)
 
     @cached_property
     def _can_edit(self) -> bool:
@@ -271,8 +271,8 @@ class ConversationPool:
         if history.system is not None or not history.name:
             profile = profile.model_copy(update={"system": history.system})
         exact = (each for each in reversed(self._in_memory) if each.has_exact_prompt)
-        idle = (each for each in exact if each.roles and not each.reused)
-        source = next((each for each in idle if each.prompt_mark == history.prompt_mark), None)
+        read = (each for each in exact if each.roles)
+        source = next((each for each in read if each.prompt_mark == history.prompt_mark), None)
         source = source or self._load_same_prompt(history)
         session = Session(self.model, history.profile or profile)
         new = ServedConversation(session=session, prompt_mark=history.prompt_mark)
@@ -297,7 +297,7 @@ class ConversationPool:
                 return self._load(saved)
         return None
 
-    def _begin_use(self, conversation: ServedConversation) -> ServedConversation:
+    def _begin_use(self, conversation: ServedConversation) -> None:
         self._remove(conversation)
         self._in_memory.append(conversation)
         conversation.is_busy = True
@@ -306,7 +306,6 @@ class ConversationPool:
                 if not self._unload_oldest():
                     break
             self._disk.prune(self._in_memory)
-        return conversation
 
     def _load(self, saved: SavedConversation) -> ServedConversation | None:
         """Load from disk; None if the file can't be used; raises BusyError if memory is full."""

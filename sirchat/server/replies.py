@@ -19,7 +19,7 @@ from sirchat.engine.generation import Generation, StepResult
 from sirchat.engine.sampling import TokenFilter
 from sirchat.errors import ContextFullError, ModelError, SettingError
 from sirchat.memory.ledger import Flag
-from sirchat.server.conversation import History, ServedConversation
+from sirchat.server.conversation import Continuation, History, ServedConversation
 from sirchat.server.fields import RequestError
 from sirchat.server.matching import edited
 from sirchat.server.parts import ReplyEnd, ReplyOptions, ReplySplitter, ReplyText
@@ -39,13 +39,13 @@ _MIN_BUDGET_RATIO = 1.25  # to the size of system prompt and tools that are not 
 _CUT_REASONS = ("length", "loop", "context")  # reasons of an end that cuts a reply
 
 
-Part = ReplyText | ReplyEnd | None
 # A part of the reply; or the reply being generated, whose next `StepResult` is to be sent back.
-Parts = Generator[Part | Generation, StepResult | None]
+Part = ReplyText | Generation | None
+Parts = Generator[Part, StepResult | None, ReplyEnd | None]  # returns None if the client has left
 
 
 class ReplyGenerator:
-    """Answers one request, which has the messages of `history`, in its conversation.
+    """Answers one request in its conversation.
 
     When `is_cancelled()` becomes true, the client has left: the reply ends and its text is kept; a
     message that is not completely read is undone.
@@ -53,13 +53,13 @@ class ReplyGenerator:
 
     def __init__(
         self,
-        conversation: ServedConversation,
-        history: History,
+        continuation: Continuation,
         options: ReplyOptions,
         is_cancelled: Interrupted,
     ) -> None:
-        self._conversation, self._session = conversation, conversation.session
-        self._history = conversation.full_history or history
+        self._conversation, self._history = continuation.conversation, continuation.history
+        self._reused, self._is_retry = continuation.reused, continuation.is_retry
+        self._session = self._conversation.session
         self._options, self._is_cancelled = options, is_cancelled
         self._complete_tokens = self._session.seen  # number of tokens of whole messages
 
@@ -75,7 +75,7 @@ class ReplyGenerator:
                 _set_template(session, self._history, options)
                 options.notes.extend(_reasoning_notes(session, options))
                 is_chat = not options.is_for_ask
-                if is_chat and (conversation.reused or not conversation.roles):
+                if is_chat and (self._reused or not conversation.roles):
                     _raise_budget(conversation, self._history)
                 if is_chat and conversation.least_budget == session.budget:
                     pinning = "" if session.profile.pin_system else ", which are not pinned"
@@ -84,11 +84,12 @@ class ReplyGenerator:
                 allowed = None if options.format is None else options.format(session)
                 if not conversation.roles and session.seen:
                     _check_beginning(conversation, self._history)
-                is_retry = conversation.is_retry and conversation.undo_reply()
+                is_retry = self._is_retry and conversation.undo_reply()
                 cached = yield from self._go_back(is_retry=is_retry)
                 options.headers["X-Sirchat-Reused"] = str(cached)
                 if (yield from self._read_all_but_last()):
-                    yield from self._reply(cached, allowed, is_retry=is_retry)
+                    return (yield from self._reply(cached, allowed, is_retry=is_retry))
+                return None
             except (ContextFullError, SettingError, RequestError):
                 # Most of these errors are raised before anything of the message is read.
                 conversation.is_exact = session.seen == self._complete_tokens
@@ -98,14 +99,15 @@ class ReplyGenerator:
         """Keep only messages that the request has; returns how many tokens are not read again."""
         # New messages between them are read; if no message can stay, the conversation begins anew.
         conversation, session, history = self._conversation, self._session, self._history
-        goes_back = conversation.full_history is not None and not is_retry
-        if goes_back and not conversation.undo_to(len(history.messages) - 1):
+        is_edit = bool(self._reused)
+        if not (is_edit or is_retry or conversation.undo_to(len(history.messages) - 1)):
             self._begin_anew()
         self._complete_tokens = cached = session.seen
-        if conversation.reused:
+        if is_edit:
             self._complete_tokens = -1  # a failure within leaves a part of this
             read = partial(_read_message, session, never)
-            parts = edited(conversation, history, conversation.reused, read)
+            parts = edited(conversation, history, self._reused, read)
+            conversation.prompt_mark = b""  # meanwhile, no other may copy the system prompt
             cached = sum(len(part.rows) for part in parts if isinstance(part, KeptTurn))
             try:
                 if parts:
@@ -113,7 +115,6 @@ class ReplyGenerator:
             except (SettingError, ContextFullError):  # it may fit without what was pinned or left
                 parts = []
             if parts:
-                conversation.reused = {}
                 conversation.set_messages(history, len(conversation.turn_numbers))
             else:
                 self._begin_anew()
@@ -127,7 +128,6 @@ class ReplyGenerator:
         session.note_profile(profile)
         conversation.reset()
         conversation.set_messages(self._history, 0)
-        conversation.reused = {}
 
     def _read_all_but_last(self) -> Generator[None, None, bool]:
         """Read the messages before the last one; returns False once the client has left."""
@@ -181,11 +181,11 @@ class ReplyGenerator:
             end.memory["quote"] = plain.quote
             end.memory["notes"] = [*notes, *options.notes, *splitter.notes]
         stop = splitter.stops.complete_stop
-        yield replace(end, stopped_by=stop, finish=_finish_reason(done, calls))
+        return replace(end, stopped_by=stop, finish=_finish_reason(done, calls))
 
     def _generate(
         self, splitter: ReplySplitter, allowed: TokenFilter | None
-    ) -> Generator[Part | Generation, StepResult | None, TurnDone]:
+    ) -> Generator[Part, StepResult | None, TurnDone]:
         def stops() -> bool:
             return self._is_cancelled() or splitter.has_ended
 

@@ -161,9 +161,9 @@ class ReplyThread:
             raise _ending_error()
         if reply.is_cancelled:
             raise RequestError("the request was cancelled", status=499)
-        reply.conversation = conversation = self._conversations.take(reply.history)
-        history, options = reply.history, reply.options
-        generator = ReplyGenerator(conversation, history, options, lambda: reply.is_cancelled)
+        continuation = self._conversations.take(reply.history)
+        reply.conversation = continuation.conversation
+        generator = ReplyGenerator(continuation, reply.options, lambda: reply.is_cancelled)
         reply.parts = generator.parts()
         self._running.append(reply)
 
@@ -193,8 +193,10 @@ class ReplyThread:
         while True:
             try:
                 part, result = reply.parts.send(result), None
-            except StopIteration:
+            except StopIteration as ended:
                 self._finish(reply)
+                if ended.value is not None:
+                    reply.send(ended.value)
                 return
             except Exception as error:  # whatever a model raises
                 self._finish(reply)
@@ -203,11 +205,7 @@ class ReplyThread:
             if part is None or isinstance(part, Generation):
                 reply.next = part
                 return
-            if isinstance(part, ReplyEnd):
-                self._finish(reply)
             reply.send(part)
-            if isinstance(part, ReplyEnd):
-                return
 
     def _finish(self, reply: WaitingReply) -> None:
         if reply.parts is not None:

@@ -227,7 +227,7 @@ class Template:
         """The ids that stop generation, including those `declared` by the model's settings."""
         # After a token that begins a turn, the model would write the next speaker's text.
         anchor = None if self._anchors is None else self._anchors.token_id
-        others = self._openers | self._unused_controls
+        others = self._openers | self._never_in_replies
         return self.end_ids(declared) | others - self._in_replies - {anchor}
 
     def end_ids(self, declared: int | list[int] | None) -> frozenset[int]:
@@ -356,7 +356,7 @@ class Template:
         return {i for i in openers if i is not None}
 
     @property
-    def _unused_controls(self) -> set[int]:
+    def _never_in_replies(self) -> set[int]:
         """Control tokens that templates use nowhere, or only at the start: useless in replies."""
         used = {
             *self._render(STUB_HISTORY, prompt=False),

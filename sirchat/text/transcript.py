@@ -179,7 +179,7 @@ def _parse_detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptItem
 
 
 def parse_json(text: str, name: str, line: int = 1) -> Any:
-    """Parse JSON that begins in this line of a file; raises TranscriptError if it is invalid."""
+    """Parse the JSON that begins at `line` of the file `name`; raises TranscriptError with both."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:

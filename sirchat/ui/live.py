@@ -82,7 +82,8 @@ class LiveView:
             case Reading():
                 self._reading = event if event.done < event.total else None
                 if self._reading or self._draws_panel:
-                    self._draw_when_due()
+                    # One pass may read the whole message, so the first frame can't wait.
+                    self._draw_when_due(at_once=not event.done)
             case Evicted():
                 self._evicted_in_round.update(event.positions)
                 if self._draws_panel:
@@ -173,8 +174,8 @@ class LiveView:
         else:
             self._notes.append(text)
 
-    def _draw_when_due(self) -> None:
-        if self._is_due() and not self._screen.is_plain and not self._is_streaming:
+    def _draw_when_due(self, *, at_once: bool = False) -> None:
+        if (at_once or self._is_due()) and not (self._screen.is_plain or self._is_streaming):
             self._draw_frame()
 
     def _is_due(self) -> bool:

@@ -41,11 +41,11 @@ class PastedAtSigns:
             indices |= {index for index, char in enumerate(inserted, start) if char == "@"}
         elif len(inserted) > 1:  # more than a key types
             mentions = _MENTION.finditer(inserted)
-            indices |= {start + word.start() for word in mentions if self._was_pasted(word[0])}
+            indices |= {start + word.start() for word in mentions if self._matches_pasted(word[0])}
         self._text, self.indices = text, frozenset(indices)
         return len(inserted) + old_end - start
 
-    def _was_pasted(self, word: str) -> bool:
+    def _matches_pasted(self, word: str) -> bool:
         """Whether a pasted word equals `word`, begins with it, or is its beginning."""
         pasted_words = self._pasted_mentions
         return any(word.startswith(known) or known.startswith(word) for known in pasted_words)

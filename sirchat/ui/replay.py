@@ -82,6 +82,7 @@ def print_reply(
                 report(f"reading {event.total:,} tokens", event.done, event.total)
             return
         bar.close()
+        report = None
         if as_json:
             screen.json(event)
             return

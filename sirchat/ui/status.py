@@ -95,7 +95,7 @@ def describe_recalled(recall: Recall, seen: int) -> str:
     rest = len(found.passages if found.is_question else turns) - 1  # a turn may have several
     if found.is_question:
         tokens = f"answered from {pluralize(rest + 1, 'passage')}, found in {seen:,} tokens"
-    best_first = recall.search.passages.rows["turn"][list(found.passages)].tolist()
+    best_first = recall.passage_search.passages.rows["turn"][list(found.passages)].tolist()
     best = min(turns, key=lambda turn: [*best_first, turn.turn].index(turn.turn))
     more = f" and {rest:,} more" if rest else ""
     return f'{tokens}: "{shorten(displayable_line(best.text), _MAX_QUOTED_CHARS)}"{more}'

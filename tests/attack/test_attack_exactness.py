@@ -157,7 +157,7 @@ class Talk:
             self.reply = last_generated_reply(self.chat.ledger, self.chat.turns)
             return
         text = text or self.chat.undoable_message
-        self.chat.undo(keep_pins=True)
+        self.chat.undo(to_ask_again=True)
         self.ask(text, attempt=attempt)
 
     def retry_with_settings(self, updates: dict[str, Any]) -> None:

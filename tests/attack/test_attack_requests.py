@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from attacking import attack, mutated, odd_text
-from serving import Served, assistant, served, system, user
+from serving import Served, assistant, server_of_module, system, user
 
 pytestmark = pytest.mark.slow
 
@@ -198,10 +198,7 @@ def check(path: str, response: Any) -> None:
         raise ValueError(f"status {status}: {text[:300]}")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served(max_new_tokens=4, temperature=0) as one:
-        yield one
+server = server_of_module(max_new_tokens=4, temperature=0)
 
 
 def test_a_changed_request_has_a_reply_or_an_error_in_the_shape_of_its_api(

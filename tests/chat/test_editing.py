@@ -181,14 +181,14 @@ def test_passages_of_what_stays_are_found_and_no_others() -> None:
     parts.insert(2, ReadTurns(partial(read, chat, new, "user")))
     list(edit(chat, parts))
     chat.recall.update()
-    passages, ledger = chat.recall.search.passages, chat.ledger
+    passages, ledger = chat.recall.passage_search.passages, chat.ledger
     fresh = told([*messages[:2], *new, *messages[4:]], policy="full", recall="words")
     fresh.recall.update()
-    assert (passages.rows == fresh.recall.search.passages.rows).all()
-    assert passages.texts(ledger) == fresh.recall.search.passages.texts(fresh.ledger)
+    assert (passages.rows == fresh.recall.passage_search.passages.rows).all()
+    assert passages.texts(ledger) == fresh.recall.passage_search.passages.texts(fresh.ledger)
     for words in ("lake marble", "tower thimble", "bakery copper"):
-        assert chat.recall.search.by_words((words,)).tolist() == pytest.approx(
-            fresh.recall.search.by_words((words,)).tolist()
+        assert chat.recall.passage_search.by_words((words,)).tolist() == pytest.approx(
+            fresh.recall.passage_search.by_words((words,)).tolist()
         )
 
 

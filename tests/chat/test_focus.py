@@ -128,7 +128,7 @@ def test_passages_that_fit_much_less_than_the_best_are_left_out() -> None:
     chat.recall.update()
     turn = chat.template.user_turn(ASKED)
     found = chat.recall.find(NewTurn(turn.ids, turn.roles), 1000)
-    scores = chat.recall.search.scores(found.query)
+    scores = chat.recall.passage_search.scores(found.query)
     near = {
         number
         for number, score in enumerate(scores)

@@ -98,12 +98,12 @@ def test_undo_and_retry_tell_the_users_pins_from_rules() -> None:
     (rule,) = chat.ledger.rules()
     chat.pin(f'"{RULE}"', pinned=False)
     chat.undo()
-    assert [at.tolist() for at in chat.ledger.rules()] == [rule.tolist()]
+    assert not pinned(chat)
     ask(chat, "I see.")
     chat.pin(f'"{RULE}"')  # now it is the user's choice
     chat.undo()
-    assert [at.tolist() for at in chat.ledger.rules()] == [rule.tolist()]
-    assert not chat.ledger.pins_except_rules(0).size
+    assert not chat.ledger.rules()
+    assert set(rule) <= set(chat.ledger.pins_except_rules(0))
     chat.pin("last")
     before = chat.ledger.pins_except_rules(0).tolist()
     list(chat.retry())

@@ -72,26 +72,28 @@ def test_pins_take_half_the_budget_at_most_and_a_refusal_changes_nothing() -> No
     assert chat.snapshot() == before
 
 
-def test_undo_takes_back_the_pins_made_since() -> None:
+def test_undo_leaves_pins_of_what_remains_as_the_user_has_set_them() -> None:
     chat = full_of_talk()
+    chat.pin("code is")
+    list(chat.ask("one more " * 4))
+    chat.pin("7351")
+    chat.pin("code is", pinned=False)
+    chat.pin("last")
+    for _ in range(3):
+        chat.undo()
+        assert pinned_text(chat) == "7351"
+        assert "7351" in held_text(chat)
+
+
+def test_undo_restores_the_same_memory_if_the_pins_are_the_same_again() -> None:
+    chat = full_of_talk()
+    chat.pin("code is")
     before = chat.snapshot(), chat.why(FACT)
     list(chat.ask("one more " * 4))
     chat.pin("7351")
-    assert "7351" in held_text(chat)
-    chat.undo()
-    assert (chat.snapshot(), chat.why(FACT)) == before
-    assert not any("pinned" in token.row.flags for token in chat.why("7351"))
-
-
-def test_undo_pins_again_what_was_unpinned_since() -> None:
-    chat = full_of_talk()
-    chat.pin("code is")
-    chat.pin("7351")
-    before = chat.snapshot()
-    list(chat.ask("one more " * 4))
     chat.pin("7351", pinned=False)
     chat.undo()
-    assert chat.snapshot() == before
+    assert (chat.snapshot(), chat.why(FACT)) == before
 
 
 OSLO = "I live in Oslo."

@@ -72,9 +72,14 @@ def test_a_reader_that_leaves_ends_it(tmp_path: Path) -> None:
     assert done.stderr == b""
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 @pytest.mark.parametrize(
-    "line", ["$COLD policies", "$SIRCHAT --help-settings", "$SIRCHAT ask 'Say é → 你'"]
+    ("line", "encoding"),
+    [
+        ("$COLD policies", "ascii"),
+        ("$SIRCHAT --help-settings", "ascii"),
+        ("$SIRCHAT ask 'Say é → 你'", "ascii"),
+        ("$SIRCHAT ask 'Say é → 你'", "latin-1"),
+    ],
 )
 def test_any_locale_will_do(tmp_path: Path, line: str, encoding: str) -> None:
     done = shell(tmp_path, line, PYTHONIOENCODING=encoding)

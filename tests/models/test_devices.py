@@ -128,7 +128,7 @@ RECALLS: tuple[dict[str, Any], ...] = (
 def talk(model: LoadedModel) -> list[Any]:
     """A chat that uses everything that moves rows; returns what it holds after each step."""
     chat = session(
-        model, budget=48, recent=8, max_new_tokens=3, policy="salience", attention="on", recall_n=8
+        model, budget=48, recent=8, max_new_tokens=2, policy="salience", attention="on", recall_n=8
     )
     told: list[Any] = []
 

@@ -31,7 +31,7 @@ def chat_of_days(model: LoadedModel, recall: str) -> Session:
 def found(chat: Session, text: str) -> list[str]:
     """The passages that are found for a message, which is then undone; best first."""
     list(chat.read_user(text))
-    search, found = chat.recall.search.passages, chat.recall.found
+    search, found = chat.recall.passage_search.passages, chat.recall.found
     assert found is not None
     texts = [search.texts(chat.ledger, number, number + 1)[0] for number in found.passages]
     chat.undo()

@@ -40,7 +40,7 @@ def test_passages_and_messages_have_the_vectors_of_their_text(
     chat = session(replace(model, sentence_encoder=own), max_new_tokens=8, recall="meaning")
     for text in ("I drive a red car. My sister lives in Rome.", "Which vehicle is mine?"):
         list(chat.ask(text))
-    passages = chat.recall.search.passages
+    passages = chat.recall.passage_search.passages
     chat.recall.update()
     texts = passages.texts(chat.ledger)
     assert "I drive a red car." in texts[0]
@@ -63,7 +63,7 @@ def test_a_resumed_chat_never_compares_vectors_of_another_encoder(own: SentenceE
     list(chat.ask("My name is Anna. I live in Rome."))
     again = saved_and_resumed(chat, session(other, recall="meaning"))
     again.recall.update()
-    passages = again.recall.search.passages
+    passages = again.recall.passage_search.passages
     expected = own.vectors(passages.texts(again.ledger)).numpy()
     np.testing.assert_allclose(passages.vectors.astype(np.float32), expected, atol=1e-3)
 
@@ -77,7 +77,7 @@ def test_a_chat_resumed_with_its_first_encoder_finds_old_passages_by_words() -> 
     again = saved_and_resumed(chat, learned)
     list(again.ask("It rains."))
     again.recall.update()
-    passages = again.recall.search.passages
+    passages = again.recall.passage_search.passages
     has_vector = np.isfinite(passages.vectors).all(1)
     assert has_vector.tolist() == (passages.rows["turn"] > 1).tolist()
     turn = again.template.opening("Where does my sister live?")[1]

@@ -220,7 +220,7 @@ def test_what_the_user_said_and_its_newest_correction_come_before_the_models_wor
     tell(one, *CHAT * 8)
     recalled(one, asked)
     assert one.recall.found is not None
-    search, ledger = one.recall.search, one.engine.ledger
+    search, ledger = one.recall.passage_search, one.engine.ledger
     texts = [search.passages.texts(ledger, at, at + 1)[0] for at in one.recall.found.passages]
     places = [texts.index(one) for one in texts if told in one or corrected in one]
     assert len(places) == 2

@@ -135,7 +135,7 @@ def test_what_is_pinned_while_recalled_stays_after_an_undo_that_keeps_pins() -> 
     recalled = np.asarray(list(chat.recall.scores))
     list(chat.ask("A zebra?"))
     chat.pin(recalled)
-    chat.undo(keep_pins=True)
+    chat.undo(to_ask_again=True)
     assert_held_for_two_turns(chat, recalled)
 
 

@@ -110,7 +110,7 @@ def resumed(saving: Autosave, model: LoadedModel) -> Session:
 
 
 def found(chat: Session) -> tuple[list[Any], NDArray[np.float16]]:
-    passages = chat.recall.search.passages
+    passages = chat.recall.passage_search.passages
     return passages.rows.tolist(), passages.vectors
 
 

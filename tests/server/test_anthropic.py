@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import pytest
 
-from serving import URL, Served, served, system, user
+from serving import URL, Served, served, server_of_module, system, user
 from sirchat.server.anthropic import MessagesRequest
 from sirchat.server.fields import parse_request
 from template_shapes import WEATHER, script, tool_tiny
@@ -45,10 +44,7 @@ CALLED: list[Any] = [
 NO_INPUT = {name: value for name, value in USE.items() if name != "input"}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served(tool_tiny(), policy="full", max_new_tokens=90) as one:
-        yield one
+server = server_of_module(tool_tiny, policy="full", max_new_tokens=90)
 
 
 def body(messages: list[Any] = ASKED, **fields: Any) -> dict[str, Any]:

@@ -104,11 +104,11 @@ def ask(
     """Send the messages, as a request does; the client may leave early."""
     request = make_request(ChatRequest, {"messages": list(messages), "tools": [WEATHER]})
     history = History.of(request.system, request.turns, json.dumps([WEATHER]))
-    conversation = pool.take(history)
-    assert conversation is not None
+    continuation = pool.take(history)
+    conversation = continuation.conversation
     asked = count(1)
     gone = (lambda: False) if leaves is None else (lambda: next(asked) >= leaves)
-    parts, done = ReplyGenerator(conversation, history, ReplyOptions(), gone).parts(), None
+    parts, done = ReplyGenerator(continuation, ReplyOptions(), gone).parts(), None
     with suppress(StopIteration):
         while True:
             part = parts.send(done)

@@ -7,7 +7,6 @@ import os
 import random
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from transformers import AutoTokenizer
 from chatting import session, smallest
 from json_replies import PERSON, check_person
 from real_tokenizers import unpacked
-from serving import Served, assistant, refusal, said, served, told, user
+from serving import Served, assistant, refusal, said, served, server_of_module, told, user
 from sirchat.chat.formats import ModelFormats
 from sirchat.engine.sampling import Sampler, Sampling, TokenFilter
 from sirchat.server.fields import RequestError, make_request
@@ -38,10 +37,7 @@ def by_schema(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served(policy="full", max_new_tokens=90) as one:
-        yield one
+server = server_of_module(policy="full", max_new_tokens=90)
 
 
 def test_a_reply_is_as_the_schema_says_whole_or_in_a_stream(server: Served) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import struct
 from base64 import b64decode
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 from torch.nn import functional as F
 
 from chatting import tiny
-from serving import CHAT, Served, refusal, served, user
+from serving import CHAT, Served, refusal, served, server_of_module, user
 from sirchat.models.encoder import Encoder
 from sirchat.models.load import load_model
 from sirchat.paths import tiny_model_dir
@@ -25,10 +24,7 @@ from sirchat.paths import tiny_model_dir
 ANNA = "My name is Anna."
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served(policy="full", max_new_tokens=12) as one:
-        yield one
+server = server_of_module(policy="full", max_new_tokens=12)
 
 
 def last_states(text: str) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from serving import Served, assistant, cached, refusal, served, system, told, user
+from serving import Served, assistant, cached, refusal, served, server_of_module, system, told, user
 from sirchat.server.responses import ResponsesRequest
 from template_shapes import WEATHER, script, tool_tiny
 
@@ -16,10 +16,7 @@ RESPONSES = "/v1/responses"
 ANNA, NAME = "My name is Anna.", "What is my name?"
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served(policy="full", max_new_tokens=12) as one:
-        yield one
+server = server_of_module(policy="full", max_new_tokens=12)
 
 
 @pytest.fixture(scope="module")

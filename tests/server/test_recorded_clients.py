@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from serving import Served, served
+from serving import Served, server_of_module
 from template_shapes import WEATHER, script, tool_tiny
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 FUNCTION: Any = WEATHER["function"]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served(tool_tiny(), policy="sink", budget=1024, max_new_tokens=60) as one:
-        yield one
+server = server_of_module(tool_tiny, policy="sink", budget=1024, max_new_tokens=60)
 
 
 def lines(server: Served, path: str, body: dict[str, Any]) -> list[Any]:

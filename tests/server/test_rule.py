@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from serving import Served, assistant, refusal, served, user
+from serving import Served, assistant, refusal, served, server_of_module, user
 from template_shapes import WEATHER, tool_tiny
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -24,10 +23,7 @@ HOSTED = {"type": "web_search"}
 FUNCTION = {"type": "function", **WEATHER["function"]}  # type: ignore[dict-item]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served(tool_tiny(), policy="full", max_new_tokens=20) as one:
-        yield one
+server = server_of_module(tool_tiny, policy="full", max_new_tokens=20)
 
 
 @pytest.fixture(scope="module")

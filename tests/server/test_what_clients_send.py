@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving import Served, assistant, refusal, served, system, user
+from serving import Served, assistant, refusal, server_of_module, system, user
 from sirchat.server.fields import RequestError, make_request
 from sirchat.server.requests import ChatRequest
 from sirchat.text.tool_calls import CallParser
@@ -31,10 +30,7 @@ NONE = ("tool", "no result")
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served(tool_tiny(), policy="full", max_new_tokens=90) as one:
-        yield one
+server = server_of_module(tool_tiny, policy="full", max_new_tokens=90)
 
 
 def turns(*messages: dict[str, Any]) -> list[tuple[str, str]]:

@@ -26,7 +26,6 @@ from tokenizers import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from gguf_file import add_sizes
 from template_shapes import WEATHER, byte_level, template
 
 Message = dict[str, Any]
@@ -455,20 +454,16 @@ def save_gguf(path: Path, shape: Shape, model: Any) -> Path:
     """Save the model as a GGUF file, by the conventions of llama.cpp; returns the path."""
     import gguf
 
-    from gguf_models import tensors_of
+    from gguf_models import add_settings, finish, tensors_of
 
     made = json.loads(tokenizer(shape).backend_tokenizer.to_str())
     writer = gguf.GGUFWriter(path, shape.architecture)
-    add_sizes(writer, model.config)
+    add_settings(writer, model, shape.architecture)
     _add_vocabulary(writer, shape, made)
     writer.add_chat_template(shape.source)
     for name, weight in tensors_of(model, shape.architecture).items():
         writer.add_tensor(name, weight.float().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer, path)
 
 
 def _add_vocabulary(writer: Any, shape: Shape, made: Any) -> None:

@@ -19,40 +19,20 @@ def write_gguf(path: Path, model: LoadedModel, kind: str = "F32") -> Path:
     """
     import gguf
 
-    from gguf_models import tensors_of
+    from gguf_models import add_settings, finish, tensors_of
 
-    config = model.module.config
-    writer = gguf.GGUFWriter(path, config.model_type)
-    add_sizes(writer, config)
+    architecture = model.module.config.model_type
+    writer = gguf.GGUFWriter(path, architecture)
+    add_settings(writer, model.module, architecture)
     _add_tokenizer(writer, model.tokenizer)
-    for name, weight in tensors_of(model.module, config.model_type).items():
+    for name, weight in tensors_of(model.module, architecture).items():
         values = weight.float().contiguous().numpy()
         if kind == "F32" or weight.ndim < 2:
             writer.add_tensor(name, values)
             continue
         stored = gguf.GGMLQuantizationType["Q8_0" if name == "token_embd.weight" else kind]
         writer.add_tensor(name, gguf.quants.quantize(values, stored), raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def add_sizes(writer: Any, config: Any) -> None:
-    """Write the sizes of a model into the header of a GGUF file."""
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
-    if config.model_type == "qwen3":
-        writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
+    return finish(writer, path)
 
 
 def write_first_layers(path: Path, whole: Path, count: int) -> Path:

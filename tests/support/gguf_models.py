@@ -104,6 +104,11 @@ def write_model(
         flat[piece.places] = stored.view(values.shape) - piece.added
     for name, factors in rotation_factors(module):
         writer.add_tensor(name, np.array(factors, np.float32))
+    return finish(writer, path)
+
+
+def finish(writer: Any, path: Path) -> Path:
+    """Write all that was added; returns the path."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

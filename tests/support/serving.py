@@ -7,12 +7,13 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import uvicorn
 from starlette.testclient import TestClient
 
@@ -26,7 +27,7 @@ from warm_python import warm_python
 
 Message = dict[str, str]
 # Settings whose defaults depend on the model.
-_MODEL_DEFAULTS = (*SAMPLING_PARAMETERS, "budget", "recall")
+_MODEL_DEFAULTS = (*SAMPLING_PARAMETERS, "recall")
 URL, CHAT = "http://127.0.0.1:8080", "/v1/chat/completions"
 
 
@@ -155,6 +156,17 @@ def _told(messages: tuple[tuple[str, str], ...], settings: tuple[tuple[str, Any]
     for role, text in before:
         list(one.read_user(text) if role == "user" else one.read_reply(text))
     return answer(list(one.ask(question)))
+
+
+def server_of_module(model: Callable[[], LoadedModel] = tiny, **settings: Any) -> Any:
+    """A fixture `server`: one server for all tests of a module."""
+
+    @pytest.fixture(scope="module", name="server")
+    def server() -> Iterator[Served]:
+        with served(model(), **settings) as one:
+            yield one
+
+    return server
 
 
 @contextmanager

@@ -6,11 +6,13 @@ import re
 import unicodedata
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from chatting import answer, babbler, session
 from fake_terminal import FakeTerminal, show_reply
+from sirchat.recall.recall import Recall
 from sirchat.ui.live import FramePacer
 from sirchat.ui.text import displayable
 from terminal import Terminal, everything_on
@@ -72,6 +74,22 @@ def test_answers_go_to_standard_output_and_the_rest_to_the_terminal(
     out = (tmp_path / "out").read_text(encoding="utf-8")
     assert "".join(out.split()) == "".join(_reply().split())
     assert "\x1b" not in out
+
+
+@pytest.mark.parametrize("panel", ["off", "live"])
+def test_a_line_says_that_a_message_is_read_until_the_first_token_comes(
+    terminal: FakeTerminal, own_home: Path, monkeypatch: pytest.MonkeyPatch, panel: str
+) -> None:
+    searched, restore = list[str](), Recall.restore_for_turn
+
+    def restore_for_turn(*given: Any, **named: Any) -> Any:  # from here on the model computes
+        searched.append(everything_on(terminal.screen))
+        return restore(*given, **named)
+
+    monkeypatch.setattr(Recall, "restore_for_turn", restore_for_turn)
+    with TypedChat(terminal, babbler(), panel=panel, save=False) as chat:
+        assert "reading" not in chat.ask("Go on.")
+    assert re.search(r"reading +0 of \d+ tokens", searched[0])
 
 
 def test_quiet_leaves_status_out_and_answers_commands(

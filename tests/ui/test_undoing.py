@@ -1,4 +1,4 @@
-"""`/undo` at the prompt: pins made since go, too, and after a resume the chat is read anew."""
+"""`/undo` at the prompt: pins stay, and after a resume the chat is read anew."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from fake_terminal import FakeTerminal
 from saved_chats import SAYINGS, Chat, refusal, resumed
+from sirchat.chat.session import Session
 from sirchat.errors import SirchatError, UndoError
 from sirchat.saved.session_list import list_sessions
 from sirchat.ui.turn_commands import Retry, make_undoable, parse_sampling_settings, retry
@@ -63,6 +64,22 @@ def test_undo_of_nothing_is_refused_and_what_was_erased_is_not_read_anew() -> No
     assert chat.texts == ["The code is ."]
     chat.do("/undo")
     assert "no message to undo" in refusal(chat, "/undo")
+
+
+def _pinned(session: Session) -> str:
+    return "".join(row.text for row in session.snapshot().rows if "pinned" in row.flags).strip()
+
+
+def test_words_pinned_since_stay_pinned_and_are_so_in_the_saved_chat(folder: Path) -> None:
+    chat = Chat(policy="sink")
+    chat.say("The code is 7351.", *SAYINGS)
+    for line in ("/pin 7351", "/pin last", "/undo", "/undo"):
+        chat.do(line)
+    assert _pinned(chat.session) == "7351"
+    chat.do("/save pins")
+    chat.saved_chat.close()
+    again, _ = resumed(folder, "pins")
+    assert _pinned(again) == "7351"
 
 
 # --- /edit and /retry

@@ -342,7 +342,8 @@ def test_the_table_fits_80_columns_with_whole_numbers_whatever_the_settings_are_
 
 def test_the_table_comes_first_and_of_a_long_text_the_beginning_unless_all_is_wanted() -> None:
     looping = "The heron came. It is grey, and it is grey, and grey. " * 40
-    comparison = compare(tiny(), BRIEF, transcript([(looping, looping)]))
+    comparison = compare(tiny(), BRIEF, transcript([("Hello.", "Hi.")]))
+    comparison = replace(comparison, transcript=transcript([(looping, looping)]))
     for result in comparison.settings:
         answer = replace(result.rounds[0].answer, text=looping)
         object.__setattr__(result, "rounds", (replace(result.rounds[0], answer=answer),))
@@ -352,7 +353,7 @@ def test_the_table_comes_first_and_of_a_long_text_the_beginning_unless_all_is_wa
             console.print(part)
     lines = captured.get().splitlines()
     assert re.match("setting +held +of ", lines[0])
-    assert len(lines) < 24
+    assert len(lines) <= 24  # a small window
     assert captured.get().count("The heron came.") == 4 * 2  # message, two answers, given reply
     assert "--whole shows all of them" in captured.get()
     with console.capture() as captured:
