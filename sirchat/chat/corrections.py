@@ -25,6 +25,7 @@ CORRECTION_WORDS = re.compile(
     r"moved|new|no longer|not|now|put off|quit|shifted|so|sold|sorry|switched|that|then|these days|"
     r"those|went up|wrong)\b"
 )
+_DENIED = re.compile(r"(?i)[,;:–—-] *(?:and |but )?not ([^.,;:!?]+)")  # "in June, not in March"
 _CLAUSE_END = re.compile(r"(?i)[,;] |\b(?:and|but)\b")
 _PRONOUNS = re.compile(r"\b(?:he|her|him|it|she|them|they)\b", re.IGNORECASE)
 # What tells a fact where no encoder can say so
@@ -34,6 +35,17 @@ FIRST_PERSON_STATEMENT = re.compile(r"(?i)\b(?:i|my|we|our)\b(?:\W+\w+){2}")
 def statement_form(text: str) -> tuple[str, ...]:
     """All words of a statement but the last one, without words that mark a correction."""
     return tuple(words_of(CORRECTION_WORDS.sub("", text))[:-1])
+
+
+def denied_words(text: str) -> set[str]:
+    """The words that a statement denies after a comma: `march` in `June, not in March`."""
+    return {*words_of(" ".join(_DENIED.findall(text)))} - STOP_WORDS
+
+
+def denies(older: str, newer: str) -> bool:
+    """Whether `newer` denies a word of `older`, and has another one of its words."""
+    words, denied = {*words_of(older)} - STOP_WORDS, denied_words(newer)
+    return not words.isdisjoint(denied) and bool(words & {*words_of(newer)} - denied)
 
 
 def may_replace(older: str, newer: str) -> bool:

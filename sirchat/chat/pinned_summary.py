@@ -19,6 +19,16 @@ def summary_size(session: Session, text: str) -> int:
     return end - start
 
 
+def summary_cost(session: Session, text: str) -> tuple[int, int]:
+    """Number of tokens that a kept summary adds, and of those that are evicted for it."""
+    template = session.template
+    asked = template.followed_by(template.user_turn(PREFIX + text), "assistant")
+    said = template.assistant_turn(_ANSWER, asked.header)
+    closing = template.closing if said.closing is None else said.closing
+    added = len(session.state.pending_ids) + len(asked.ids) + len(said.ids) + len(closing)
+    return added, max(0, session.resident + added - session.budget)
+
+
 def summary_turns(session: Session) -> list[int]:
     return [index for index, turn in enumerate(session.turns) if turn.is_summary]
 

@@ -16,6 +16,8 @@ from sirchat.chat.corrections import (
     CORRECTION_WORDS,
     FIRST_PERSON_STATEMENT,
     SAME_SUBJECT_COSINE,
+    denied_words,
+    denies,
     has_more_clauses,
     may_replace,
     statement_form,
@@ -291,7 +293,12 @@ def _classify(
     stated = [at for at, text in enumerate(said) if tells(text) and not is_rule(text)]
     forms = torch.tensor([hash(statement_form(text)) for text in said])
     newer = corrects.nonzero()[:, 0]
-    return stated, newer.numpy(), (forms[stated][:, None] == forms[newer]).numpy()
+    is_newer: NDArray[np.bool_] = (forms[stated][:, None] == forms[newer]).numpy()
+    for column, one in enumerate(newer.tolist()):
+        if denied_words(said[one]):
+            is_denied = (denies(said[fact], said[one]) for fact in stated)
+            is_newer[:, column] |= np.fromiter(is_denied, np.bool_)
+    return stated, newer.numpy(), is_newer
 
 
 def _held_text(ledger: Ledger, texts: Texts, at: Positions, is_held: NDArray[np.bool_]) -> str:

@@ -1,4 +1,4 @@
-"""Makes a summary of the whole chat: its most informative sentences, as they were said."""
+"""Makes a summary of the whole chat: its most informative statements, as they were said."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from heapq import heapify, heappop, heappush, nlargest
 
 import numpy as np
 
+from sirchat.chat.corrections import denied_words
 from sirchat.chat.events import Notice, TokenRow
 from sirchat.chat.pinned_summary import summary_size, summary_turns
 from sirchat.chat.session import Session
@@ -28,7 +29,7 @@ _SENTENCE = re.compile(
 )
 _SCORED_WORDS = 3  # number of a sentence's most surprising words that make its score
 # Factors of a sentence's score, chosen on seed 1 of the study
-_REPEATED_WEIGHT, _QUESTION_WEIGHT, _USER_WEIGHT, _NUMBER_WEIGHT = 0.3, 0.5, 1.5, 2.0
+_REPEATED_WEIGHT, _USER_WEIGHT, _NUMBER_WEIGHT = 0.3, 1.5, 2.0
 _MAX_NAMED_FACTS = 6  # most facts that are named as left out, the newest ones
 _EXTRA_LENGTH = 4  # tokens that are added to a sentence's length
 
@@ -109,7 +110,11 @@ class _Sentence:
 def _extract(session: Session, messages: list[_Message], facts: list[StatedFact], most: int) -> str:
     """The sentences with the highest scores, in the chat's order, in at most `most` tokens."""
     distinct = dict[str, _Sentence]()
-    pairs = [(words_of(one.text), {*words_of(one.newer_text)}) for one in facts if one.newer_text]
+    pairs = [
+        (words_of(one.text), {*words_of(one.newer_text)} - denied_words(one.newer_text))
+        for one in facts
+        if one.newer_text
+    ]
     corrected = [(said, {*said} - STOP_WORDS, {*said} - STOP_WORDS - now) for said, now in pairs]
     for message in messages:
         for sentence in _sentences(message):
@@ -150,6 +155,8 @@ def _repeats(role: str, has: list[str], old: list[str], words: set[str], lost: s
 def _sentences(message: _Message) -> Iterator[_Sentence]:
     ends = np.cumsum([len(row.text) for row in message.rows], dtype=np.int64)
     for match in _SENTENCE.finditer(message.text):
+        if "?" in match[0] or "？" in match[0]:  # a question tells nothing
+            continue
         rows = message.rows[tokens_spelling(ends, match.start(), match.end())]
         words = dict[str, float]()
         for word in split_words(rows):
@@ -158,6 +165,4 @@ def _sentences(message: _Message) -> Iterator[_Sentence]:
                 nats = math.fsum(row.surprisal or 0.0 for row in word)
                 words[name] = nats * (_NUMBER_WEIGHT if any(map(str.isdigit, name)) else 1)
         weight = _USER_WEIGHT if message.role == "user" else 1.0
-        if match[0].endswith(("?", "？", '?"')):
-            weight *= _QUESTION_WEIGHT
         yield _Sentence(match[0], len(rows), weight, words)

@@ -7,7 +7,12 @@ from dataclasses import replace
 from time import monotonic
 
 from sirchat.chat.events import Delta, Event, TurnDone
-from sirchat.chat.pinned_summary import last_user_message, pin_summary, undo_summaries
+from sirchat.chat.pinned_summary import (
+    last_user_message,
+    pin_summary,
+    summary_cost,
+    undo_summaries,
+)
 from sirchat.chat.retry import go_on
 from sirchat.chat.session import Interrupted, Session
 from sirchat.chat.summary import make_summary, omitted_facts
@@ -45,7 +50,7 @@ from sirchat.ui.typed_input import Keyboard, TerminalInput
 _EXIT_WORDS = ("exit", "quit", "q", ":q", "bye")
 
 _MIN_WINDOW_ROWS = 24  # for the panel above the prompt
-_REVIEW_QUESTION = "k or Enter keeps it, e edits, d drops: "
+_REVIEW_QUESTION = "takes {:,} tokens, evicts {:,}: k or Enter keeps it, e edits, d drops: "
 
 
 class Chat:
@@ -251,9 +256,10 @@ class Chat:
 
     def _let_user_review(self, text: str) -> str:
         """The summary, perhaps edited; "" if the user drops it."""
+        question = _REVIEW_QUESTION.format(*summary_cost(self._session, text))
         while True:
             try:
-                key = self._ask_for_key(_REVIEW_QUESTION, "k\red\x1b")
+                key = self._ask_for_key(question, "k\red\x1b")
             except KeyboardInterrupt:
                 return ""
             if key != "e":

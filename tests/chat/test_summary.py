@@ -10,7 +10,13 @@ import pytest
 
 from chatting import babbler, notices, session, tiny
 from sirchat.chat.events import Notice
-from sirchat.chat.pinned_summary import PREFIX, last_user_message, pin_summary, undo_summaries
+from sirchat.chat.pinned_summary import (
+    PREFIX,
+    last_user_message,
+    pin_summary,
+    summary_cost,
+    undo_summaries,
+)
 from sirchat.chat.rereading import reread_session
 from sirchat.chat.session import Session
 from sirchat.chat.state import last_generated_reply
@@ -193,6 +199,31 @@ def test_what_was_corrected_is_not_summed_up_and_what_is_left_out_is_named() -> 
         2 * len(chat.facts())
     ]
     assert not list(omitted_facts(chat.facts(), " ".join(fact.text for fact in chat.facts())))
+
+
+def test_a_summary_quotes_no_question_and_nothing_that_a_later_statement_denies() -> None:
+    chat = session(babbler(), budget=1024)
+    for text in (
+        "In March I am moving to Valparaiso.",
+        "What is my job?",
+        "My job is to repair violins.",
+        "Correction: I'm moving in June, not in March.",
+    ):
+        list(chat.read_user(text))
+        list(chat.read_reply("So you are moving in March. Can I help?"))
+    text = make_summary(chat, chat.facts())
+    assert text == "My job is to repair violins. Correction: I'm moving in June, not in March."
+
+
+@pytest.mark.parametrize(("policy", "budget"), [("sink", 192), ("entropy", 192), ("sink", 1024)])
+def test_what_a_summary_costs_is_known_before_it_is_kept(policy: str, budget: int) -> None:
+    chat = told(policy=policy, budget=budget)
+    text = make_summary(chat, chat.facts())
+    added, evicted = summary_cost(chat, text)
+    seen, held = chat.seen, chat.resident
+    list(pin_summary(chat, text))
+    assert added == chat.seen - seen
+    assert evicted == added - (chat.resident - held)
 
 
 MEETING = ("My meeting is on Monday at ten.", "The meeting moved to Tuesday.")

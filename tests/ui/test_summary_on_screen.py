@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,7 @@ def test_a_summary_is_shown_before_it_is_read_and_kept_edited_or_dropped(
         shown = chat.press(f"/summarize\r{keys}")
         assert TOLD in shown
         assert QUESTION in terminal.getvalue()
+        assert re.search(r"takes \d+ tokens, evicts 0: k or", terminal.getvalue())
         assert QUESTION not in shown
         assert ((DROPPED in shown), (KEPT in shown)) == (not kept, bool(kept))
         assert (chat.session.seen > seen) == bool(kept)
