@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Sequence
 from itertools import pairwise
@@ -46,7 +47,9 @@ def positions_of(
     said, positions = _matches(target, ledger, texts, roles, among)
     if not len(positions):
         evicted = _matches(target, ledger, texts, roles, np.arange(ledger.seen))[1]
-        raise UsageError(_why_nothing(target, roles, is_evicted=len(evicted) > 0))
+        is_text = turn_of_target(target, roles) is None and not len(evicted)
+        hint = _similar_words(target, _runs(ledger, texts, said)) if is_text else ""
+        raise UsageError(_why_nothing(target, roles, is_evicted=len(evicted) > 0), hint=hint)
     turns = ledger.column("turn")
     near = (positions[:, None] + np.arange(-around, around + 1)).clip(0, ledger.seen - 1)
     return np.intersect1d(near[turns[near] == turns[positions][:, None]], said)
@@ -235,6 +238,19 @@ def _why_nothing(target: str, roles: Sequence[str], *, is_evicted: bool) -> str:
         return f"turn {turn} was erased, or not read"
     beside = " side by side" if " " in what else ""
     return f"{format_value(what)}: these words are not in this chat{beside}"
+
+
+def _similar_words(target: str, runs: Sequence[Sequence[str]]) -> str:
+    """The hint `did you mean X?`: similar words that the chat has side by side; "" without any."""
+    said, asked = "\n".join(map("".join, runs)), without_quotes(target)
+    words = {word.casefold(): word for word in re.findall(r"\w{3,}", said)}
+
+    def nearest(found: re.Match[str]) -> str:
+        near = difflib.get_close_matches(found[0].casefold(), words, n=1, cutoff=0.75)
+        return words[near[0]] if near else found[0]
+
+    similar = re.sub(r"\w{3,}", nearest, asked)
+    return f"did you mean {similar}?" if whole_words(similar).search(said) else ""
 
 
 def _runs(ledger: Ledger, texts: Texts, said: Positions) -> list[list[str]]:

@@ -291,7 +291,10 @@ class Commands:
         run_tools_command(self._session, arguments)
 
     def do_pin(self, arguments: str) -> None:
-        self._switching.pin(arguments)
+        if arguments:
+            self._switching.pin(arguments)
+        else:
+            self._switching.show_pins()
 
     def do_unpin(self, arguments: str) -> None:
         self._switching.unpin(arguments)

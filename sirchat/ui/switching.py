@@ -50,6 +50,7 @@ _CACHE_SETTINGS = {
 }
 
 _MAX_PINNED_CHARS = 300  # shown of what was pinned or restored
+_WHOSE = {"user": "of yours", "assistant": "of the model's", "system": "of the system"}
 # Settings that `/model` changes to the new model's defaults, if they have the old one's.
 _SETTINGS_OF_MODEL = ("budget", *SAMPLING_PARAMETERS)
 
@@ -135,18 +136,21 @@ class Switching:
         text = " … ".join(text.strip(" \n\ufffd") for text in texts)  # half a character
         return shorten(text, _MAX_PINNED_CHARS)
 
-    def _describe_messages(self, positions: Sequence[int]) -> str:
-        """Say from how many messages, and whose, the tokens at these positions are."""
+    def _by_message(self, positions: Sequence[int]) -> dict[tuple[int, str], list[int]]:
+        """The positions of each message, by the index and the role of its turn."""
         session, turns = self._session, self._session.ledger.column("turn")[positions].tolist()
         prompt_end = session.snapshot(strongest=0).prompt  # of what the chat template adds
-        messages = {
-            (turn, "system" if position < prompt_end else session.state.roles[turn])
-            for position, turn in zip(positions, turns, strict=True)
-        }
-        counts = Counter(role for _, role in sorted(messages))
-        whose = {"user": "of yours", "assistant": "of the model's", "system": "of the system"}
+        messages = dict[tuple[int, str], list[int]]()
+        for position, turn in zip(positions, turns, strict=True):
+            role = "system" if position < prompt_end else session.state.roles[turn]
+            messages.setdefault((turn, role), []).append(position)
+        return messages
+
+    def _describe_messages(self, positions: Sequence[int]) -> str:
+        """Say from how many messages, and whose, the tokens at these positions are."""
+        counts = Counter(role for _, role in sorted(self._by_message(positions)))
         return " and ".join(
-            f"{pluralize(count, 'message')} {whose.get(role, f'({role})')}"
+            f"{pluralize(count, 'message')} {_WHOSE.get(role, f'({role})')}"
             for role, count in counts.items()
         )
 
@@ -167,6 +171,15 @@ class Switching:
         if num_evicted:
             parts.append(f"{num_evicted:,} evicted to make room")
         self._screen.note("; ".join([*parts, _describe_held(self._session)]))
+
+    def show_pins(self) -> None:
+        """List the pinned text by messages, and its tokens."""
+        pinned = self._session.ledger.pinned_positions.tolist()
+        for (turn, role), at in self._by_message(pinned).items():
+            message = f"turn {turn}, {_WHOSE.get(role, role)}, {pluralize(len(at), 'token')}"
+            self._screen.note(f"{message}: “{self._text_of(at)}”")
+        total = f"{pluralize(len(pinned), 'token')} pinned; /unpin TEXT lets go"
+        self._screen.note(total if pinned else "nothing is pinned; /pin TEXT keeps words")
 
     def unpin(self, target: Target) -> None:
         """Unpin the tokens of `target` (words, or a turn), and say what this has changed."""

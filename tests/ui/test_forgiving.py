@@ -10,6 +10,7 @@ import pytest
 from chatting import session
 from fake_terminal import FakeTerminal
 from saved_chats import Chat, refusal
+from sirchat.chat.events import Delta
 from sirchat.chat.evicted_text import evicted_words
 from sirchat.chat.pinned_summary import last_user_message, pin_summary, undo_summaries
 from sirchat.ui.commands import Edit
@@ -32,6 +33,17 @@ def test_recall_takes_words_without_quotes(chat: Chat) -> None:
     rows = {rank.row.position: rank for rank in chat.session.why("Pelican")}
     assert all(rank.state == "held" for rank in rows.values())
     assert chat.session.profile.recall == "off"
+
+
+@pytest.mark.parametrize("line", ["/policy window", "/budget 64", "/pin red", "/set sinks 2"])
+def test_what_was_recalled_is_held_for_the_reply_whatever_is_set_meanwhile(
+    chat: Chat, line: str
+) -> None:
+    chat.do("/recall Pelican")
+    chat.do(line)
+    events = chat.session.ask("Hello.")
+    assert any(isinstance(event, Delta) for event in events)  # the reply has begun
+    assert all(rank.state == "held" for rank in chat.session.why("Pelican"))
 
 
 def test_recall_still_knows_its_retrievers_and_what_is_like_one(chat: Chat) -> None:
@@ -63,10 +75,29 @@ def test_words_that_are_not_side_by_side_find_the_sentences_that_have_them(chat:
         assert line in refusal(chat, f"{command} green Pelican")
 
 
+def test_words_that_are_nearly_those_of_the_chat_are_told(chat: Chat) -> None:
+    for command in ("/pin", "/unpin", "/erase", "/recall", "/why"):
+        told = refusal(chat, f"{command} pelicans")
+        assert told == '"pelicans": these words are not in this chat (did you mean Pelican?)'
+    assert "(did you mean The Pelican is grey?)" in refusal(chat, "/pin The Pelicann is gray")
+    assert "did you mean" not in refusal(chat, "/pin grey Pelican")
+
+
+def test_pin_alone_lists_what_is_pinned_by_message_and_writer(chat: Chat) -> None:
+    assert chat.do("/pin") == "nothing is pinned; /pin TEXT keeps words\n"
+    reply = chat.session.turns[1].text.strip()
+    for words in ("Pelican", "grey", reply):
+        chat.do(f"/pin {words}")
+    yours, models, total = chat.do("/pin").splitlines()
+    assert re.fullmatch(r"turn 0, of yours, \d+ tokens: “Pelican … grey”", yours)
+    assert models.startswith("turn 1, of the model's, ")
+    assert models.endswith(f"{reply.split()[-1]}”")
+    assert total.endswith(" tokens pinned; /unpin TEXT lets go")
+
+
 @pytest.mark.parametrize(
     ("command", "needs"),
     [
-        ("/pin", "TEXT|last|turn N (for example: /pin my sister Mia lives in Oslo)"),
         ("/unpin", "TEXT|last|turn N (for example: /unpin last)"),
         ("/export", "md|html|json FILE [--force] (for example: /export md talk.md)"),
         *((command, "") for command in ("/erase", "/read", "/branch", "/search")),

@@ -159,7 +159,7 @@ class _Recall(NamedTuple):
 
     turns: list[RecalledTurn]
     found: Any
-    search: Any = SimpleNamespace(
+    passage_search: Any = SimpleNamespace(
         passages=SimpleNamespace(rows={"turn": np.array([4] * 7 + [0, 4, 0])})
     )
 
