@@ -151,6 +151,7 @@ class Recall:
         start, result, problem = time.perf_counter(), None, ""
         released = np.fromiter(self.scores, np.int64)
         is_all_held = engine.resident == engine.ledger.seen
+        has_room = engine.evictor.recall_room(len(turn.ids)) > 0
         try:
             result = self._search(turn, at, requested)
         except LookupError as error:
@@ -169,7 +170,8 @@ class Recall:
         self.scores = dict(zip(restored.tolist(), scores, strict=True))
         self.turns = self._describe(restored)
         if turn.tool_result_turn < 0:  # a reason is kept for the user's messages alone
-            reason = problem or "nothing evicted fits it, or there was no room"
+            unfit = "nothing evicted fits it" if has_room else "there was no room beside it"
+            reason = problem or unfit
             reason = "all was held" if is_all_held else reason
             self.nothing_restored_reason = reason if recall and not len(restored) else ""
         seconds = time.perf_counter() - start
