@@ -35,6 +35,8 @@ _NUMBERS = [*_ONES, *(ten + one for ten in _TENS for one in _BELOW_TEN), "one-hu
 # What stands around a file's text, and questions
 _NO_STATEMENT = re.compile(r"""```|.*[?\uff1f]["'”’»]*$""", re.DOTALL)
 _CONFIRMS = re.compile(r"\W*(?:yes|no|true|false|correct|right|sure|indeed)\b", re.IGNORECASE)
+# English endings, so that "move" and "moving" are one word
+_ENDING = re.compile(r"(?<=\w{3})(?:ing|ed|es|e|s)$")
 _NUMBER = re.compile(rf"\b(?:{'|'.join(reversed(_NUMBERS)).replace('-', '[- ]')})\b", re.IGNORECASE)
 
 
@@ -165,17 +167,23 @@ def last_round(turns: Sequence[Turn]) -> tuple[int, int] | None:
 def related_turn(turns: Sequence[Turn], asked: int) -> tuple[int, tuple[str, ...]] | None:
     """The turn before turn `asked` that shares most words with it, and these words, rarest first.
 
-    Rare words count more, and the words of a question half. None if no turn shares a word.
+    Words count in any form, rare ones more, those of a question or of the model half. None if no
+    turn shares a word.
     """
-    texts = [_telling_words(turn.text) for turn in turns[:asked]]
-    query = _telling_words(turns[asked].text)
+    forms = {_ENDING.sub("", word): word for word in sorted(_telling_words(turns[asked].text))}
+    texts = [
+        {forms.get(_ENDING.sub("", word), "") for word in _telling_words(turn.text)}
+        for turn in turns[:asked]
+    ]
+    query = set(forms.values())
     count = Counter(word for words in texts for word in words & query)
     rarity = {word: math.log(1 + asked / n) for word, n in count.items()}
     best: tuple[float, int, tuple[str, ...]] = (0.0, -1, ())
     for index, words in enumerate(texts):
         common = query & words
         is_question = turns[index].text.rstrip().endswith("?")
-        score = sum(rarity[word] for word in sorted(common)) * (0.5 if is_question else 1.0)
+        score = sum(rarity[word] for word in sorted(common)) * (DISCOUNT if is_question else 1.0)
+        score *= DISCOUNT if turns[index].role == "assistant" else 1.0
         if score > 0 and score >= best[0]:
             best = score, index, tuple(sorted(common, key=lambda word: (-rarity[word], word)))
     return (best[1], best[2]) if best[2] else None

@@ -274,7 +274,7 @@ class Profile(BaseModel):
     def _require_consistent_settings(self) -> Profile:
         least = self.sinks + _MIN_EVICTABLE
         if self.budget < least:
-            rule = f"budget ({self.budget}) must be at least sinks + {_MIN_EVICTABLE} ({least})"
+            rule = f"budget ({self.budget}) must be at least {least} (sinks + {_MIN_EVICTABLE})"
             raise _conflict(rule, "budget", "sinks")
         if self.recent > self.budget:
             rule = f"recent ({self.recent}) must be at most the budget ({self.budget})"

@@ -20,6 +20,7 @@ from sirchat.engine.extra_passes import recompute_rows
 from sirchat.engine.reader import Reader
 from sirchat.engine.types import CacheSettings, EvictedRows, RestoredRows, TurnRef
 from sirchat.errors import SettingError
+from sirchat.memory.held_rows import Role
 from sirchat.memory.key_value_store import CacheCheckpoint, KeyValueStore
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, HeldRows
@@ -362,8 +363,18 @@ class Evictor:
             raise SettingError(
                 f"{pins} tokens would be pinned, but budget {division.total} allows only "
                 f"{division.max_pins}",
-                hint="raise the budget, unpin something, turn off tools, or set pin_system false",
+                hint=f"raise the budget, {self._unpinning_hint(positions)}",
             )
+
+    def _unpinning_hint(self, positions: Positions) -> str:
+        """How the user can unpin most: the turn with most pins, if that is no system prompt."""
+        pinned = positions[pinned_mask(self.settings, self._ledger, positions)]
+        roles = self._ledger.column("role")[pinned]
+        of_turn = self._ledger.column("turn")[pinned[roles != Role.SYSTEM]]
+        if not len(of_turn) or 2 * len(of_turn) < len(pinned):
+            return "unpin something, turn off tools, or set pin_system false"
+        turn = int(np.bincount(of_turn).argmax())
+        return f"or unpin something: /unpin turn {turn} lets go of {(of_turn == turn).sum()}"
 
     def undo(self, to: CacheCheckpoint, round: int, *, keep_pins: bool) -> CacheUpdate:
         """Return to the checkpoint `to`, in `round`; `keep_pins` keeps the current pins.

@@ -14,3 +14,4 @@ class RecalledTurn:
     words: tuple[str, ...] = ()  # that both turns have, rarest first; empty if not compared
     text: str = ""  # of its passage that fits best; empty if not compared
     bits: int = 0  # the fewest, 8 or 4, to which numbers of the tokens were rounded; 0 if exact
+    reason: str = ""  # why its passage was found without common words, such as `its meaning`

@@ -121,7 +121,10 @@ class PassageSearch:
             cosines = np.nan_to_num(cosines, nan=usual)
             fits = np.maximum(_z_scores(cosines, usual, MIN_COSINE_DEVIATION), 0)
             scores = scores + self.index.with_block(fits)
-        return self._discounted(scores, generated, query.excluded_turns)
+        counted = self._discounted(scores, generated, query.excluded_turns)
+        if query.vector is not None:
+            return counted
+        return self._with_told(counted, scores, generated, query)
 
     def second_hop_scores(
         self, ledger: Ledger, first: int, query: PassageQuery, generated: Numbers = ()
@@ -132,6 +135,33 @@ class PassageSearch:
         scores = self.by_words((new,))
         scores[first] = 0
         return self._discounted(scores, generated, query.excluded_turns)
+
+    def _with_told(
+        self, scores: Scores, by_words: Scores, generated: Numbers, query: PassageQuery
+    ) -> Scores:
+        """Raise the newest that the user told with each word that the best statement shares.
+
+        If the model wrote that statement itself, what the user told comes before all else.
+        """
+        # Words alone do not tell a correction from other text, so it comes with what it corrects.
+        rows, top = self.passages.rows, scores.max(initial=0.0)
+        stated = ~np.array(self.index.asks, bool) & ~np.isin(rows["turn"], query.excluded_turns)
+        having = [self.index.with_word(word) for word in self.index.informative_words(query.text)]
+        if top <= 0 or not having:
+            return scores
+        fits: Scores = np.where(np.any(having, axis=0) & stated, by_words, 0)
+        if not fits.any():
+            return scores
+        best, raised = int(np.argmax(fits)), scores.copy()
+        told = [each & stated & (rows["role"] == Role.USER) for each in having if each[best]]
+        is_own = rows["role"][best] == Role.ASSISTANT and rows["turn"][best] in generated
+        level = np.nextafter(top, np.inf) if is_own else np.nextafter(scores[best], 0)
+        for one in told:
+            newest = np.flatnonzero(one)[-1:]
+            raised[newest] = np.maximum(raised[newest], level)
+        if is_own and (either := np.any(told, axis=0)).any():
+            raised[np.argmax(np.where(either, scores, -np.inf))] = np.nextafter(level, np.inf)
+        return raised
 
     def _discounted(self, scores: Scores, generated: Numbers, excluded: Sequence[int]) -> Scores:
         """Lower the scores of the model's own text, and drop it if other text fits better."""

@@ -83,6 +83,7 @@ class FoundPassages:
     query: PassageQuery
     best_score: float  # the highest of any passage, in standard deviations
     is_question: bool  # whether the message is answered from these passages alone
+    reasons: tuple[str, ...]  # why each was found, if not by its own words
 
 
 class Recall:
@@ -150,6 +151,7 @@ class Recall:
         start, result, problem = time.perf_counter(), None, ""
         released = np.fromiter(self.scores, np.int64)
         is_all_held = engine.resident == engine.ledger.seen
+        has_room = engine.evictor.recall_room(len(turn.ids)) > 0
         try:
             result = self._search(turn, at, requested)
         except LookupError as error:
@@ -168,7 +170,8 @@ class Recall:
         self.scores = dict(zip(restored.tolist(), scores, strict=True))
         self.turns = self._describe(restored)
         if turn.tool_result_turn < 0:  # a reason is kept for the user's messages alone
-            reason = problem or "nothing evicted fits it, or there was no room"
+            unfit = "nothing evicted fits it" if has_room else "there was no room beside it"
+            reason = problem or unfit
             reason = "all was held" if is_all_held else reason
             self.nothing_restored_reason = reason if recall and not len(restored) else ""
         seconds = time.perf_counter() - start
@@ -240,7 +243,15 @@ class Recall:
             further[list(chosen)] = -np.inf
             left = room - sum(len(rows) for rows, _ in chosen.values())
             chosen |= self._take(further, DISCOUNT * MIN_SCORE, left, whole=bool(chosen))
-        return FoundPassages(_result_of(chosen), tuple(chosen), query, float(best), is_question)
+        at, turns = list(chosen), self.passage_search.passages.rows["turn"]
+        is_second = is_auto & (scores[at] < DISCOUNT * MIN_SCORE)
+        reasons = np.select(
+            [np.isin(turns[at], at_time), is_second, by_words[at] > 0],
+            ["its time", "words of the best", "words beside it"],
+            "its meaning" if query.vector is not None else "",
+        )
+        found = _result_of(chosen), tuple(chosen), query, float(best), is_question
+        return FoundPassages(*found, tuple(reasons.tolist()))
 
     def _passage_scores(
         self,
@@ -354,19 +365,21 @@ class Recall:
         """The turns of found tokens, with the text and shared words of each turn's best passage."""
         of_tokens = self._engine.ledger.column("turn")[restored]
         turns, counts = np.unique(of_tokens, return_counts=True)
-        best = dict[int, tuple[tuple[str, ...], str]]()
+        best = dict[int, tuple[tuple[str, ...], str, str]]()
         if self.found is not None:
             rows, ledger = self.passage_search.passages.rows, self._engine.ledger
-            for number in self.found.passages:
+            for number, why in zip(self.found.passages, self.found.reasons, strict=True):
                 text = self.passage_search.passages.texts(ledger, number, number + 1)[0]
                 words = self.passage_search.index.shared_words(text, self.found.query.text)
-                best.setdefault(int(rows["turn"][number]), (words, " ".join(text.split())))
+                reason = "" if words else why
+                best.setdefault(int(rows["turn"][number]), (words, " ".join(text.split()), reason))
         rounded = self._engine.store.archive.bits(restored)
         bits = [min(set(rounded[of_tokens == turn].tolist()) - {0}, default=0) for turn in turns]
-        return tuple(
-            RecalledTurn(turn, count, *best.get(turn, ((), "")), fewest)
-            for turn, count, fewest in zip(turns.tolist(), counts.tolist(), bits, strict=True)
-        )
+        described = list[RecalledTurn]()
+        for turn, count, fewest in zip(turns.tolist(), counts.tolist(), bits, strict=True):
+            words, text, reason = best.get(turn, ((), "", ""))
+            described.append(RecalledTurn(turn, count, words, text, fewest, reason))
+        return tuple(described)
 
 
 def search(

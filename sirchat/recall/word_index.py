@@ -168,6 +168,16 @@ class WordIndex:
                 rarity[word] = min(common)
         return tuple(sorted(rarity, key=rarity.__getitem__)[:_MAX_SHARED_WORDS])
 
+    def with_word(self, word: str) -> NDArray[np.bool_]:
+        """Mask [n] of the passages that have a word in some form."""
+        groups = letter_groups(word)
+        numbers = [np.zeros(0, np.int32)]
+        for term in {*groups} & self._postings.keys():
+            numbers.append(np.frombuffer(self._postings[term][0], np.int32))
+        having = np.bincount(np.concatenate(numbers), minlength=len(self))
+        most: NDArray[np.bool_] = 2 * having > len(groups)
+        return most
+
     def _weighted_terms(self, words: Sequence[str]) -> dict[str, float]:
         """The weights of those terms of the words that occur in the chat; the rarest terms only."""
         weights = dict[str, float]()

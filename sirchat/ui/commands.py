@@ -46,6 +46,7 @@ _MAX_COMMAND_CHARS = 40  # shown of an unknown command
 _FOREIGN_COMMANDS = {  # commands that other programs have, and what does the same here
     **dict.fromkeys(("sessions", "chats", "list", "resume"), "/load lists the saved chats"),
     **dict.fromkeys(("delete", "rm"), "sirchat sessions rm ID deletes a saved chat"),
+    "new": "did you mean /reset?",
     "find": "/search WORDS finds messages of this chat, and other chats",
 }
 _ALIASES = {"?": "help", "quit": "exit", "bye": "exit", "regen": "retry"}

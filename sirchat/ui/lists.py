@@ -194,7 +194,7 @@ def print_fit(fit: ModelFit, console: Console) -> None:
     title = displayable_line(f"{found.name}: {about}, context {context} tokens")
     _print_line(console, title, "bold")
     free, program = format_bytes(fit.free), format_bytes(PROGRAM_BYTES)
-    _print_line(console, f"free memory here: {free}, of which {program} are for sirchat")
+    _print_line(console, f"free memory here: {free}; sirchat itself takes {program} of it")
     budgets = list(fit.choices[0].caches)
     _print_line(console, "")
     rows: list[Sequence[str]] = [

@@ -102,7 +102,10 @@ def draw_recalled_turns(
             f"{ROLE_NAMES[roles[turn.turn]]}, {messages_ago(turn.turn, roles)}" for turn in turns
         ],
         "tokens": [f"{turn.tokens:,}" for turn in turns],
-        "by the words": [displayable_line(", ".join(turn.words)) for turn in turns],
+        "by the words": [
+            displayable_line(", ".join(turn.words)) or (turn.reason and f"({turn.reason})")
+            for turn in turns
+        ],
     }
     if any(turn.bits for turn in turns):
         columns["restored from"] = [f"{turn.bits} bits" if turn.bits else "" for turn in turns]

@@ -49,10 +49,14 @@ def show_why(session: Session, screen: Screen, rest: str) -> None:
     """
     target = _ALL_FLAG.sub("", rest).strip()
     question, reply = last_round(session.turns) or (0, None)
-    paid = session.attention_paid(reply) if reply is not None else None
+    is_empty = reply is not None and not session.turns[reply].text + session.turns[reply].thinking
+    paid = None if reply is None or is_empty else session.attention_paid(reply)
     if target:
         ranks = session.why(target)
         lines = _explain_target(session, ranks, target, paid)
+    elif is_empty:
+        ranks = session.why(f"turn {question}")
+        lines = ["The last reply has no words, so it used nothing; /retry draws another."]
     elif paid is None:
         raise UsageError("there is no reply yet", hint="/why TEXT tells why words are held or not")
     elif related := related_turn(session.turns, question):

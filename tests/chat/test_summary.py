@@ -226,6 +226,15 @@ def test_what_a_summary_costs_is_known_before_it_is_kept(policy: str, budget: in
     assert evicted == added - (chat.resident - held)
 
 
+def test_a_budget_too_small_for_a_kept_summary_names_the_summary() -> None:
+    chat = told(budget=320)
+    turn = len(chat.turns)
+    list(pin_summary(chat, make_summary(chat, chat.facts())))
+    count = pinned(chat, turn)
+    with pytest.raises(SettingError, match=rf"/unpin turn {turn} lets go of {count}\)"):
+        list(chat.switch("/budget", budget=2 * count - 2))
+
+
 MEETING = ("My meeting is on Monday at ten.", "The meeting moved to Tuesday.")
 CAT = ("My cat is called Zebedee.", "Actually, my cat is called Momo.")
 

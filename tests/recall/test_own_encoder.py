@@ -98,7 +98,7 @@ def test_a_missing_encoder_is_named_before_the_model_is_loaded(own: SentenceEnco
 
 
 def test_without_an_encoder_recall_is_said_to_go_by_words() -> None:
-    by_words = "meaning (by words: no encoder for this model yet)"
+    by_words = "meaning, for now by words (this model has no encoder yet)"
     chat = Chat(recall="off", save=False)
     assert f"recall: off -> {by_words}\n" in chat.do("/recall on")
     assert chat.do("/recall") == f"recall is {by_words}\n"

@@ -198,3 +198,42 @@ def test_what_fits_and_was_held_anyway_is_shown_and_said_to_be() -> None:
     Commands(one, screen, MemoryHistory(), SavedChat(one, screen)).run("/recall")
     assert "Quixbert" in out.getvalue()
     assert "nothing was restored: all of this was held" in notes.getvalue()
+
+
+CHAT = ["What a rainy day it is.", "Tell me a joke."]
+
+
+@pytest.mark.parametrize("asked", ["In which month am I moving?", "Which city am I moving to?"])
+@pytest.mark.parametrize("own", [True, False])
+def test_what_the_user_said_and_its_newest_correction_come_before_the_models_words(
+    asked: str, own: bool
+) -> None:
+    one = roomy()
+    told = "In March I am moving to Valparaiso, my new city."
+    corrected = "Correction: I'm moving in June, not in March."
+    tell(one, "Hello there.", f"{told} My sister paints.", *CHAT * 5, f"{corrected} It is late.")
+    tell(one, *CHAT * 4)
+    if own:
+        list(one.read_user("And so on."))
+        list(one.read_reply("I am currently moving to a city, Tromso, in a month: moving in May."))
+        one.turns[-1].finish = "stop"  # as if it had been generated
+    tell(one, *CHAT * 8)
+    recalled(one, asked)
+    assert one.recall.found is not None
+    search, ledger = one.recall.passage_search, one.engine.ledger
+    texts = [search.passages.texts(ledger, at, at + 1)[0] for at in one.recall.found.passages]
+    places = [texts.index(one) for one in texts if told in one or corrected in one]
+    assert len(places) == 2
+    assert all("Tromso" not in one for one in texts[: max(places)]), texts
+
+
+def test_what_shares_no_word_is_said_to_be_found_by_words_beside_it() -> None:
+    one, out = roomy(), io.StringIO()
+    tell(one, "Hello there.", TOLD, *CHAT * 16)
+    came = recalled(one, "What is our zebra called?")
+    beside = [each for each in came.turns if not each.words]
+    assert beside
+    assert {each.text for each in beside} <= {"Hello there.", "Fine, thank you.", *CHAT}
+    screen = Screen(out, out)
+    Commands(one, screen, MemoryHistory(), SavedChat(one, screen)).run("/recall")
+    assert out.getvalue().count("(words beside it)") == len(beside)

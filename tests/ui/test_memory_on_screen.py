@@ -159,7 +159,7 @@ class _Recall(NamedTuple):
 
     turns: list[RecalledTurn]
     found: Any
-    search: Any = SimpleNamespace(
+    passage_search: Any = SimpleNamespace(
         passages=SimpleNamespace(rows={"turn": np.array([4] * 7 + [0, 4, 0])})
     )
 
@@ -244,10 +244,9 @@ def test_recall_says_why_nothing_was_restored() -> None:
     chat.say("My name is Anna.")
     assert chat.do("/recall") == f"{said}all was held\nrecall is words\n"
     chat.say(*["Tell me a joke."] * 3, "Which zebra?")
-    assert (
-        chat.do("/recall")
-        == f"{said}nothing evicted fits it, or there was no room\nrecall is words\n"
-    )
+    assert chat.do("/recall") == f"{said}nothing evicted fits it\nrecall is words\n"
+    chat.say("Tell me a joke " + "and a story " * 20)
+    assert chat.do("/recall") == f"{said}there was no room beside it\nrecall is words\n"
     chat.do("/undo")
     assert said not in chat.do("/recall")
 

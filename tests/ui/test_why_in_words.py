@@ -231,3 +231,26 @@ def test_the_attention_is_that_of_the_models_own_weights() -> None:
     assert shares is not None
     assert list(shares) == at
     assert list(shares.values()) == pytest.approx(expected.tolist(), rel=1e-4)
+
+
+def test_why_alone_finds_other_forms_of_a_word_and_what_you_said_before_what_the_model_said() -> (
+    None
+):
+    chat = session(tiny(), policy="sink", budget=256, max_new_tokens=8)
+    list(chat.read_user("In June I am moving to Valparaiso."))
+    list(chat.read_reply("That sounds like a great move!"))
+    for text in ("Tell me a joke.", "Which city do I move to?"):
+        list(chat.ask(text))
+    said = "Your “In June I am moving to Valparaiso.”, 6 messages ago, which shares “move” with"
+    assert _shown(chat)[0].startswith(said)
+
+
+def test_of_a_reply_without_words_nothing_is_said_to_be_used() -> None:
+    chat = session(tiny(), policy="sink", budget=64)
+    list(chat.ask("My dog is called Rex."))
+    list(chat.read_user("A dog is what?"))
+    list(chat.read_reply(""))
+    assert _shown(chat) == [
+        "The last reply has no words, so it used nothing; /retry draws another."
+    ]
+    assert len(_shown(chat, "Rex")) == 1
