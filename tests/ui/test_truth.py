@@ -72,21 +72,31 @@ def _numbers(lines: list[str]) -> list[int]:
 
 
 def _held_text(count: Count) -> str:
-    """The expected text of the panel, without blanks: held tokens, and gaps before each."""
-    text, before = "", -1
-    for position in count.held:
-        gap = position - before - 1
-        text += (f"⋯{gap}" if gap else "") + count.tokens[position].text
-        before = position
-    gap = count.ends[-1] - before - 1
-    return "".join((text + (f"⋯{gap}" if gap else "")).split())
+    """The expected text of the panel, without blanks: held tokens, and gaps where they are.
+
+    A gap ends with its turn; turns of which nothing is held, one after another, have one gap.
+    """
+    text, wholly_evicted = "", 0
+    for start, end in zip([0, *count.ends], count.ends, strict=False):
+        held = [position for position in count.held if start <= position < end]
+        if not held:
+            wholly_evicted += end - start
+            continue
+        text += f"⋯{wholly_evicted}" if wholly_evicted else ""
+        wholly_evicted, before = 0, start - 1
+        for position in held:
+            gap = position - before - 1
+            text += (f"⋯{gap}" if gap else "") + count.tokens[position].text
+            before = position
+        text += f"⋯{end - before - 1}" if end - before > 1 else ""
+    return "".join((text + (f"⋯{wholly_evicted}" if wholly_evicted else "")).split())
 
 
 def _body(lines: list[str]) -> str:
     """The held text as drawn, without labels, brackets and blanks."""
     start = next(i for i, line in enumerate(lines) if "template" in line) + 1
     end = lines.index("surprise")
-    body = [re.sub(r"^ *\d+ (system|you|model) ", "", line) for line in lines[start:end]]
+    body = [re.sub(r"^ *\d+(–\d+|) +(system|you|model|) *", "", line) for line in lines[start:end]]
     return re.sub(r"[⟨⟩⟦⟧\s]", "", "".join(body))
 
 
