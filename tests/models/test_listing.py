@@ -158,7 +158,11 @@ def test_files_that_are_none_are_named(places: Path) -> None:
     (folder / "no-weights").mkdir()
     (folder / "no-weights" / "config.json").write_text("{}")
     data = write_gguf(folder / "good.gguf", babbler()).read_bytes()
-    for key in (b"attention.key_", b"rope.dim"):  # without these, the heads tell a row's size
+    for key in (
+        b"attention.key_",
+        b"attention.value_",
+        b"rope.dim",
+    ):  # else these tell a row's size
         data = data.replace(b"llama." + key, b"other." + key)
     heads = b"llama.attention.head_count" + struct.pack("<I", 4)  # the type of the number behind it
     at = data.index(heads) + len(heads)
