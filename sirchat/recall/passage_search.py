@@ -124,7 +124,7 @@ class PassageSearch:
         counted = self._discounted(scores, generated, query.excluded_turns)
         if query.vector is not None:
             return counted
-        return self._with_told(counted, scores, generated, query)
+        return self._with_newest_statements(counted, scores, generated, query)
 
     def second_hop_scores(
         self, ledger: Ledger, first: int, query: PassageQuery, generated: Numbers = ()
@@ -136,7 +136,7 @@ class PassageSearch:
         scores[first] = 0
         return self._discounted(scores, generated, query.excluded_turns)
 
-    def _with_told(
+    def _with_newest_statements(
         self, scores: Scores, by_words: Scores, generated: Numbers, query: PassageQuery
     ) -> Scores:
         """Raise the newest that the user told with each word that the best statement shares.
@@ -153,13 +153,13 @@ class PassageSearch:
         if not fits.any():
             return scores
         best, raised = int(np.argmax(fits)), scores.copy()
-        told = [each & stated & (rows["role"] == Role.USER) for each in having if each[best]]
-        is_own = rows["role"][best] == Role.ASSISTANT and rows["turn"][best] in generated
-        level = np.nextafter(top, np.inf) if is_own else np.nextafter(scores[best], 0)
-        for one in told:
-            newest = np.flatnonzero(one)[-1:]
+        by_user = [each & stated & (rows["role"] == Role.USER) for each in having if each[best]]
+        is_generated = rows["role"][best] == Role.ASSISTANT and rows["turn"][best] in generated
+        level = np.nextafter(top, np.inf) if is_generated else np.nextafter(scores[best], 0)
+        for is_match in by_user:
+            newest = np.flatnonzero(is_match)[-1:]
             raised[newest] = np.maximum(raised[newest], level)
-        if is_own and (either := np.any(told, axis=0)).any():
+        if is_generated and (either := np.any(by_user, axis=0)).any():
             raised[np.argmax(np.where(either, scores, -np.inf))] = np.nextafter(level, np.inf)
         return raised
 
@@ -172,21 +172,21 @@ class PassageSearch:
         if excluded:
             scores = np.where(np.isin(turns, excluded), -np.inf, scores)
         written = np.bincount(np.asarray(generated, np.int64), minlength=count + 1) > 0
-        is_own = written[turns] & (roles == Role.ASSISTANT)
-        if not is_own.any():
+        is_generated = written[turns] & (roles == Role.ASSISTANT)
+        if not is_generated.any():
             return scores
-        is_asked = np.array(self.index.asks, bool) & ~is_own & written[turns + 1]
-        is_reply = is_own & np.isin(turns - 1, turns[is_asked])
-        told = np.where(is_own | is_asked, -np.inf, scores)
+        is_asked = np.array(self.index.asks, bool) & ~is_generated & written[turns + 1]
+        is_reply = is_generated & np.isin(turns - 1, turns[is_asked])
+        told = np.where(is_generated | is_asked, -np.inf, scores)
         best_by_turn = np.full(count + 1, -np.inf)  # place 0: no turn
         np.maximum.at(best_by_turn, turns + 1, told)
         order = np.argsort(-best_by_turn)[:2]
         best, second = best_by_turn[order[0]], best_by_turn[order[-1]]
         # Place t + 1 is turn t: the one before.
         elsewhere = np.where(turns == order[0], second, best)
-        counted = np.where(is_own, DISCOUNT * scores, scores)
+        counted = np.where(is_generated, DISCOUNT * scores, scores)
         least = np.where(is_asked | is_reply, DISCOUNT**2, DISCOUNT) * scores
-        is_worse = (is_own | is_asked) & (least <= elsewhere)
+        is_worse = (is_generated | is_asked) & (least <= elsewhere)
         return np.where(is_worse, -np.inf, counted)
 
 

@@ -322,9 +322,8 @@ class Recall:
         pieces = self._texts([ids[at] for at in said], said)
         spans = query_spans(pieces)
         sentences = tuple("".join(pieces[start:end]) for start, end in spans)
-        if not self.passage_search.index.informative_words(
-            "".join(sentences)
-        ):  # such as "Would there?"
+        index = self.passage_search.index
+        if not index.informative_words("".join(sentences)):  # such as "Would there?"
             return PassageQuery(())
         if not self.by_meaning:
             return PassageQuery(sentences)
