@@ -18,7 +18,7 @@ from torch import Tensor
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import RecallSettings, TurnRef
 from sirchat.memory.key_values import Positions
-from sirchat.memory.ledger import Flag, Role
+from sirchat.memory.ledger import Flag, Role, State
 from sirchat.models.model import LoadedModel
 from sirchat.recall import RecalledTurn
 from sirchat.recall.candidates import Candidates
@@ -34,7 +34,7 @@ from sirchat.recall.passage_search import (
 from sirchat.recall.retrievers import retriever
 from sirchat.recall.retrievers.base import PassageRetriever
 from sirchat.recall.word_index import DISCOUNT, words_of
-from sirchat.text.detokenizer import QUESTION_MARKS, Texts
+from sirchat.text.detokenizer import QUESTION_MARKS, Texts, text_with_gaps
 
 # Most tokens from which a question is answered under `focus: auto`. With SmolLM2 and half of the
 # questions of `facts-in-dialogue`, 64 find less, and 128 nothing more.
@@ -168,7 +168,7 @@ class Recall:
             restored = result.positions
         scores = _scores_of(restored, result)
         self.scores = dict(zip(restored.tolist(), scores, strict=True))
-        self.turns = self._describe(restored)
+        self.turns = self._describe(restored, with_gaps=True)
         if turn.tool_result_turn < 0:  # a reason is kept for the user's messages alone
             unfit = "nothing evicted fits it" if has_room else "there was no room beside it"
             reason = problem or unfit
@@ -360,8 +360,13 @@ class Recall:
         there: Positions = rows[is_there & ~self.passage_search.passages.torn[rows]]
         return there
 
-    def _describe(self, restored: Positions) -> tuple[RecalledTurn, ...]:
-        """The turns of found tokens, with the text and shared words of each turn's best passage."""
+    def _describe(
+        self, restored: Positions, *, with_gaps: bool = False
+    ) -> tuple[RecalledTurn, ...]:
+        """The turns of found tokens, with the text and shared words of each turn's best passage.
+
+        `with_gaps`: with … for what is not held now.
+        """
         of_tokens = self._engine.ledger.column("turn")[restored]
         turns, counts = np.unique(of_tokens, return_counts=True)
         best = dict[int, tuple[tuple[str, ...], str, str]]()
@@ -371,7 +376,11 @@ class Recall:
                 text = self.passage_search.passages.texts(ledger, number, number + 1)[0]
                 words = self.passage_search.index.shared_words(text, self.found.query.text)
                 reason = "" if words else why
-                best.setdefault(int(rows["turn"][number]), (words, " ".join(text.split()), reason))
+                at = rows_of(rows[number : number + 1])
+                pieces = self._texts(ledger.column("token_id")[at].tolist(), at.tolist())
+                is_held = ledger.column("state")[at] == State.HELD
+                text = text_with_gaps(pieces, is_held | (not with_gaps))
+                best.setdefault(int(rows["turn"][number]), (words, text, reason))
         rounded = self._engine.store.archive.bits(restored)
         bits = [min(set(rounded[of_tokens == turn].tolist()) - {0}, default=0) for turn in turns]
         described = list[RecalledTurn]()
