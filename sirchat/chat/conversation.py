@@ -165,7 +165,7 @@ class Conversation:
         after = self.template.closing if ids.header is None else []
         if ids.header:  # without the given reply, there would be an empty one
             after = [*self.template.assistant_turn("", ids.header).ids, *self.template.closing]
-        with self.engine.evictor.ending_recall_on_error():
+        with self.engine.recalled.ending_on_error():
             yield Reading(0, len(ids.ids))  # as the search of recall may read them, too
             yield from turn.restore_fitting(self.recall, ids)
             yield from turn.read(ids, interrupted, after=after)
@@ -210,11 +210,11 @@ class Conversation:
         before anything is read, if both can't fit.
         """
         state, closing = self.state, self.template.closing
-        moves = self.engine.evictor.end_recall()  # of a turn that was not answered
+        moves = self.engine.recalled.end()  # of a turn that was not answered
         yield from self._events.moved(state.last_turn, moves)
         before = len(system.ids) if system is not None else 0
         if system is not None and self.profile.pin_system:
-            self.engine.evictor.check_pins(before)
+            self.engine.choice.check_pins(before)
         self.engine.require_room(len(state.pending_ids) + before + len(ids.ids) + len(closing))
         if said is not None:
             self._note_undo_point(said)
@@ -251,7 +251,7 @@ class Conversation:
         self.engine.require_room(len(ids.ids) + len(closing))
         turn = self._open_turn("assistant")
         positions = range(self.seen, self.seen + len(ids.ids))
-        with self.engine.evictor.ending_recall_on_error():
+        with self.engine.recalled.ending_on_error():
             yield from turn.read(ids, interrupted, after=closing)
             stream = self.template.reply_stream(in_history=True)
             stream.push_ids(ids.ids if self.seen == positions.stop else ())

@@ -43,7 +43,7 @@ def pin_summary(session: Session, text: str) -> Iterator[Event]:
     former = {row.turn for row in held if "pinned" in row.flags} & set(summary_turns(session))
     freed = sum(row.turn in former and "pinned" in row.flags for row in held)
     more = summary_size(session, text) - freed
-    session.engine.evictor.check_pins(more, session.ledger.held_positions)
+    session.engine.choice.check_pins(more, session.ledger.held_positions)
     yield from _unshown(session.read_user(PREFIX + text, next_role="assistant"))
     session.turns[index].is_summary = True
     session.recall.nothing_restored_reason = ""  # it is about the user's messages

@@ -15,10 +15,10 @@ from sirchat.chat.state import UNFINISHED, ConversationState, UndoPoint
 from sirchat.chat.turn import OpenTurn
 from sirchat.engine.engine import Engine
 from sirchat.engine.generation import Generation, StepResult, step
-from sirchat.engine.types import EvictedRows, GeneratedToken, Stopped
+from sirchat.engine.types import GeneratedToken, Stopped
 from sirchat.errors import ContextFullError
 from sirchat.memory.ledger import Role
-from sirchat.memory.placement import Placement
+from sirchat.memory.placement import EvictedRows, Placement
 from sirchat.memory.token_vectors import TokenVectors
 from sirchat.text.loops import LoopCheck
 from sirchat.text.reply_parts import Piece, ReplyStream
@@ -86,7 +86,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         if not self._is_done:  # the caller took no more events, or the model failed
             self._turn.state.finish(self._turn.stats, *_answer_and_reasoning(self._pieces))
             self._turn.flag_thinking(self._parts, self._at)
-            self._turn.engine.evictor.end_recall()
+            self._turn.engine.recalled.end()
 
     def events(self) -> Iterator[Event]:
         with self:

@@ -43,14 +43,14 @@ from sirchat.chat.tool_loop import ChatTool, Toolbox, answer_with_tools, reply_f
 from sirchat.chat.turn import Interrupted, never
 from sirchat.chat.why import AttentionPaid, TokenRank, attention_paid, token_ranks
 from sirchat.config.profile import Profile
-from sirchat.engine.budget import smallest_budget_for
 from sirchat.engine.sampling import TokenFilter
-from sirchat.engine.types import EngineState, RestoredRows
+from sirchat.engine.types import EngineState
 from sirchat.errors import SettingError, UndoError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.key_value_store import HeldKeysValues
 from sirchat.memory.key_values import KeyValues, Positions
-from sirchat.memory.ledger import Role
+from sirchat.memory.ledger import Flag, Role
+from sirchat.memory.placement import RestoredRows
 from sirchat.models.devices import DeviceMemory, memory_by_device
 from sirchat.models.model import LoadedModel
 from sirchat.text.template import Template
@@ -91,11 +91,6 @@ class Session(Conversation):
             hint = "more messages can be undone with /set archive ram" if is_off else ""
             raise UndoError("there is no message to undo", hint=hint)
         return self.undo_points[-1].text
-
-    def smallest_budget_for(self, tokens: int) -> int | None:
-        """The smallest budget that holds a message of `tokens` tokens; None if none is enough."""
-        settings, context = self.engine.settings, self.model.context_length
-        return smallest_budget_for(tokens, settings, self.ledger, context)
 
     def ask(
         self,
@@ -179,7 +174,7 @@ class Session(Conversation):
             former = [index for index, one in enumerate(self.turns[:turn]) if one.is_summary]
             replaced = np.isin(self.ledger.column("turn")[point.checkpoint.cache.pinned], former)
             with suppress(SettingError):  # other pins take the room
-                self.engine.evictor.pin_held(point.checkpoint.cache.pinned[replaced])
+                self.engine.switcher.pin_held(point.checkpoint.cache.pinned[replaced])
         self.state = point.restored_state(self.state, to_ask_again=to_ask_again)
         # Set in both cases: the state at the point may be that of an answer given again.
         kept = RetriedMessage(text, tuple(own.tolist()), tuple(torn))
@@ -189,7 +184,7 @@ class Session(Conversation):
         if is_other and self.seen:
             self.profile = profile.model_copy(update={"system": prompt})
             self.ledger.pin(self.state.system.positions, profile.pin_system)
-            self.engine.evictor.exclude(np.asarray(self.state.system.positions), excluded=False)
+            self.ledger.flag(Flag.EXCLUDED, self.state.system.positions, False)
         return [Undone(len(self.turns), text, self.resident, self.seen)]
 
     def switch(
@@ -219,7 +214,7 @@ class Session(Conversation):
             events = unpin_excess_rules(self.engine, self._texts, settings)
             if is_replaced or profile.pin_system != before.pin_system:
                 self.ledger.pin(state.system.positions, profile.pin_system and not is_replaced)
-            moves = self.engine.evictor.switch(settings, size if profile.pin_system else 0)
+            moves = self.engine.switcher.switch(settings, size if profile.pin_system else 0)
             if is_replaced:
                 moves += self.engine.evictor.exclude(np.asarray(state.system.positions))
             self.engine.require_room(size)
@@ -256,7 +251,7 @@ class Session(Conversation):
         Raises UsageError if `target` names no token.
         """
         asked = tokens_to_restore(target, self.engine, self._texts, self.state, around, self.recall)
-        moves = self.engine.evictor.begin_recall(asked, incoming=0)
+        moves = self.engine.recalled.begin(asked, incoming=0)
         self.state.restored_by_user = asked.tolist()
         return [*self._events.moved(self.state.last_turn, moves), *self._events.take_problems()]
 
@@ -269,7 +264,7 @@ class Session(Conversation):
         positions = self._positions_of(target, self.engine.store.recallable())
         if pinned and isinstance(target, str):  # all tokens of a turn are of one writer
             positions = without_generated(positions, self.ledger, self.state)
-        moves = self.engine.evictor.pin(positions, pinned)
+        moves = self.engine.switcher.pin(positions, pinned)
         self.ledger.release_rules(positions)  # from now on they are the user's choice
         said = sentences_at(self.ledger, self._texts, positions)
         before = self.state.unpinned_sentences
@@ -339,7 +334,7 @@ class Session(Conversation):
             self.state.roles,
             model=self.model.name,
             speed=self.speed,
-            in_round=self.state.in_round,
+            round=self.engine.choice.round if self.state.in_round else None,
             strongest=strongest,
             recalled_turns=self.recall.turns,
         )

@@ -233,7 +233,7 @@ def all_or_nothing(engine: Engine) -> Iterator[None]:
         yield
     except Exception:  # a policy of the user's own may raise anything
         engine.ledger.pin_only(pinned)
-        engine.evictor.switch(settings)
+        engine.switcher.switch(settings)
         raise
 
 
@@ -248,7 +248,7 @@ def undone_at_end(engine: Engine) -> Iterator[EngineCheckpoint]:
         try:
             yield checkpoint
         finally:
-            engine.evictor.switch(settings)
+            engine.switcher.switch(settings)
             engine.undo(checkpoint)
 
 

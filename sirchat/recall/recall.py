@@ -151,7 +151,7 @@ class Recall:
         start, result, problem = time.perf_counter(), None, ""
         released = np.fromiter(self.scores, np.int64)
         is_all_held = engine.resident == engine.ledger.seen
-        has_room = engine.evictor.recall_room(len(turn.ids)) > 0
+        has_room = engine.recalled.room(len(turn.ids)) > 0
         try:
             result = self._search(turn, at, requested)
         except LookupError as error:
@@ -162,7 +162,7 @@ class Recall:
         if result is not None:
             found, fits = result.positions, result.scores.numpy()
             incoming = len(turn.ids)
-            engine.evictor.begin_recall(found, incoming=incoming, focused=is_focused, scores=fits)
+            engine.recalled.begin(found, incoming=incoming, focused=is_focused, scores=fits)
         restored = engine.store.placement.recalled
         if result is not None and is_focused:
             restored = result.positions
@@ -184,7 +184,7 @@ class Recall:
         if not len(asked):
             return _NO_POSITIONS
         positions: Positions = np.intersect1d(asked, self._engine.store.recallable())
-        room = self._engine.evictor.free_budget(incoming) // 2
+        room = self._engine.choice.free_budget(incoming) // 2
         return positions[max(0, len(positions) - room) :]
 
     def _search(self, turn: NewTurn, at: TurnRef, requested: Positions) -> SearchResult | None:
@@ -196,10 +196,10 @@ class Recall:
             # This reads the turn first, which may evict tokens, so the room is known after it.
             result = search(engine, self._model, turn.ids, turn.roles, at)
             if result is not None:
-                room = engine.evictor.recall_room(len(turn.ids)) - len(requested)
+                room = engine.recalled.room(len(turn.ids)) - len(requested)
                 result = best_tokens(result, room, self.passage_search.passages.torn)
         elif recall and len(self.passage_search.passages) and (self._focus() or not is_all_held):
-            room = engine.evictor.recall_room(len(turn.ids)) - len(requested)
+            room = engine.recalled.room(len(turn.ids)) - len(requested)
             found = self.find(turn, max(0, room))
             self.found = None if len(requested) else found
             result = found.result
@@ -389,7 +389,7 @@ def search(
     Returns None if no token can be restored.
     """
     recall, start = engine.settings.recall, engine.ledger.seen
-    room = engine.evictor.recall_room(len(ids))
+    room = engine.recalled.room(len(ids))
     if recall is None or not room:
         return None
     needs = retriever(recall.retriever)
