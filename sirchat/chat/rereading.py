@@ -157,7 +157,7 @@ def copy_session(session: Session, limit: int | None = None) -> Session | None:
     rows = session.engine.store.copy_key_values(limit)
     if rows is None:
         return None
-    points = [replace(point, state=deepcopy(point.state)) for point in session.undo_points]
+    points = [replace(point, state=deepcopy(point.state)) for point in session.history.messages]
     attention = session.ledger.attention.checkpoint(rows.positions)
     copy.load(session.engine.save(), deepcopy(session.state), rows, attention, points)
     return copy

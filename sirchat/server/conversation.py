@@ -165,7 +165,7 @@ class ServedConversation(KnownConversation):
 
     @property
     def undoable(self) -> int:
-        return len(self.session.undo_points)
+        return len(self.session.history.messages)
 
     def history_with_earlier(self, history: History, matched_count: int) -> History:
         """Complete the history of a request that names this conversation by earlier messages.
@@ -229,7 +229,7 @@ class ServedConversation(KnownConversation):
         try:
             if self.session.profile.reasoning != self.reasoning:
                 raise LookupError
-            self.session.undo_reply()
+            self.session.return_to(self.session.history.before_reply)
         except LookupError:
             self.undo_last_question()
             if not self.is_exact:

@@ -133,7 +133,7 @@ def test_a_message_before_which_a_token_was_held_that_is_lost_is_not_undone_with
     None
 ):
     chat = told(archive_limit="40KiB")
-    point = chat.undo_points[-1].checkpoint
+    point = chat.history.messages[-1].checkpoint
     lost = np.intersect1d(lost_of(chat), point.cache.placement.held)
     assert len(lost)
     chat.engine.recalled.reread(lost)
