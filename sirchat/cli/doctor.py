@@ -11,7 +11,7 @@ import typer
 
 from sirchat import __version__, paths
 from sirchat.cli.flags import complete_model, without_garbage_collection
-from sirchat.cli.registry import EXAMPLES, groups
+from sirchat.cli.registry import EXAMPLES, commands
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve
 from sirchat.errors import UsageError
@@ -155,10 +155,9 @@ def _manual_lines() -> Iterator[str]:
         *map(_escape_roff, textwrap.wrap(_DESCRIPTION, 78)),
         ".SH COMMANDS",
     )
-    for commands in groups().values():
-        for name, meaning in commands.items():
-            yield from (".TP", f".B {name}", _escape_roff(f"{meaning}; for example:"), ".br")
-            yield _escape_roff(EXAMPLES[name])
+    for name, meaning in commands().items():
+        yield from (".TP", f".B {name}", _escape_roff(f"{meaning}; for example:"), ".br")
+        yield _escape_roff(EXAMPLES[name])
     yield ".SH SETTINGS"
     yield "Set them by flags, lines of a profile, variables SIRCHAT_NAME, or /set in a chat."
     for name, field in Profile.model_fields.items():

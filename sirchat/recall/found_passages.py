@@ -10,8 +10,10 @@ from torch import Tensor
 
 from sirchat.engine.engine import Engine
 from sirchat.memory.key_values import Positions
+from sirchat.memory.ledger import State
 from sirchat.recall import RecalledTurn
-from sirchat.recall.passage_search import PassageQuery, PassageSearch
+from sirchat.recall.passage_search import PassageQuery, PassageSearch, rows_of
+from sirchat.text.detokenizer import text_with_gaps
 
 
 @dataclass(frozen=True)
@@ -47,19 +49,32 @@ class FoundPassages:
 
 
 def describe_turns(
-    engine: Engine, search: PassageSearch, found: FoundPassages | None, restored: Positions
+    engine: Engine,
+    search: PassageSearch,
+    found: FoundPassages | None,
+    restored: Positions,
+    *,
+    with_gaps: bool = False,
 ) -> tuple[RecalledTurn, ...]:
-    """The turns of restored tokens, with the text and shared words of each turn's best passage."""
-    of_tokens = engine.ledger.column("turn")[restored]
+    """The turns of restored tokens, with the text and shared words of each turn's best passage.
+
+    `with_gaps`: with … for what is not held now.
+    """
+    ledger, passages = engine.ledger, search.passages
+    of_tokens = ledger.column("turn")[restored]
     bits = engine.store.archive.bits(restored)
     best = dict[int, tuple[tuple[str, ...], str, str]]()
     for index, number in enumerate(found.passages if found else ()):
         assert found is not None
-        turn = int(search.passages.rows["turn"][number])
-        text = search.passages.texts(engine.ledger, number, number + 1)[0]
+        turn = int(passages.rows["turn"][number])
+        text = passages.texts(ledger, number, number + 1)[0]
         words = search.index.shared_words(text, found.query.text)
         reason = "" if words else found.reason(index, turn)
-        best.setdefault(turn, (words, " ".join(text.split()), reason))
+        rows = rows_of(passages.rows[number : number + 1])
+        ids = ledger.column("token_id")[rows]
+        pieces = passages.token_texts(ids.tolist(), rows.tolist())
+        is_held = ledger.column("state")[rows] == State.HELD
+        best.setdefault(turn, (words, text_with_gaps(pieces, is_held | (not with_gaps)), reason))
     described = list[RecalledTurn]()
     for turn in np.unique(of_tokens).tolist():
         own = bits[of_tokens == turn]

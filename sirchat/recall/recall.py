@@ -157,7 +157,8 @@ class Recall:
             restored = result.positions
         scores = _scores_of(restored, result)
         self.scores = dict(zip(restored.tolist(), scores, strict=True))
-        self.turns = describe_turns(self._engine, self.passage_search, self.found, restored)
+        search = self.passage_search
+        self.turns = describe_turns(engine, search, self.found, restored, with_gaps=True)
         if turn.tool_result_turn < 0:  # a reason is kept for the user's messages alone
             unfit = "nothing evicted fits it" if has_room else "there was no room beside it"
             reason = problem or unfit

@@ -247,6 +247,8 @@ def test_html_references_and_wide_tables_are_shown_as_written() -> None:
     wide = [f"|{row}|", "|" + "---|" * 8, f"|{row}|"]
     shown = "\n".join(_rows("\n".join(wide), 80))
     assert shown.split() == "\n".join(wide).split()
+    in_item = _rows("- so\n  " + "\n  ".join(wide), 80)
+    assert "\n".join(in_item).split() == ["-", "so", *shown.split()]
 
 
 def test_in_a_cell_a_backslash_before_a_bar_is_no_sign_of_the_text() -> None:
