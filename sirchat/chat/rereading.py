@@ -212,6 +212,28 @@ def pinned_text(session: Session, pinned: Positions | None = None) -> list[Pinne
     return parts
 
 
+def carry_pins(
+    session: Session, before: Sequence[PinnedText], other: Session
+) -> tuple[int, int, int]:
+    """Pin and unpin in `other` what was pinned and unpinned in `session` since it had `before`.
+
+    Both have the same turns. Returns how many tokens of `other` are pinned by it, unpinned, lost.
+    """
+    now = pinned_text(session)
+    added, removed = ([one for one in a if one not in b] for a, b in ((now, before), (before, now)))
+    if not added and not removed:
+        return 0, 0, 0
+    spelled = {one.turn: _SpelledTurn.of(other, one.turn) for one in (*added, *removed)}
+    gone, come = (
+        np.unique([at for one in parts for at in spelled[one.turn].positions_of(one)]).astype(int)
+        for parts in (removed, added)
+    )
+    first = _user_pins(other)
+    lost = _pin_newest(other, np.union1d(np.setdiff1d(first, gone), come))
+    pinned = _user_pins(other)
+    return len(np.intersect1d(come, pinned)), len(np.setdiff1d(gone, pinned)), lost
+
+
 def repinned_note(session: Session) -> str:
     """A line that says how many tokens are pinned again after a rereading; "" without pins."""
     again, lost = session.state.repinned
