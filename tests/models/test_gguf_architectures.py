@@ -74,7 +74,7 @@ def check_size(path: Path, model: LoadedModel, count: int) -> None:
     assert shape.stays_packed
     assert shape.context_length == model.context_length
     assert shape.row_elements is not None
-    assert shape.row_elements * 2 == model.row_bytes  # float16
+    assert shape.row_elements * 2 == model.row_bytes()  # float16
     assert stored_weights(path).count == pytest.approx(count, abs=20)  # factors of a rotation
     said = compute_fit(find_model(str(path)), Profile(device="cpu"), None).choices[0].weights
     tables = [one for one in model.module.modules() if isinstance(one, SharedEmbedding)]
