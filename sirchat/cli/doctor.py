@@ -5,12 +5,11 @@ import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from sirchat import __version__, paths
-from sirchat.cli.flags import complete_model, without_garbage_collection
+from sirchat.cli.flags import declared, with_flags, without_garbage_collection
 from sirchat.cli.registry import EXAMPLES, commands
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve
@@ -19,6 +18,7 @@ from sirchat.models.hub import require_available
 from sirchat.ui.lists import format_bytes
 from sirchat.ui.text import displayable, pluralize
 
+_FLAGS = declared(__file__, "app")
 _SHELLS = ("bash", "zsh", "fish")
 
 _SUMMARY = "endless chat with local language models, under a budget of memory"
@@ -32,21 +32,8 @@ file or a pipe, sirchat replays it as a transcript.
 _EXIT_CODES = (("0", "fine"), ("1", "failure"), ("2", "wrong usage"), ("130", "interrupted"))
 
 
-def doctor(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            help="The model to check; if left out, the one that a chat uses.",
-            autocompletion=complete_model,
-        ),
-    ] = None,
-    device_map: Annotated[
-        str, typer.Option(metavar="auto|balanced|FILE", help="Spread the model over devices.")
-    ] = "off",
-    json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
-) -> None:
+@with_flags(_FLAGS["doctor"])
+def doctor(model: str | None = None, device_map: str = "off", json: bool = False) -> None:
     """Check versions, machine, folders and a model, and print the results for a bug report.
 
     The results contain nothing of your chats. The exit code is 1 if there is a problem.
@@ -98,23 +85,8 @@ def show_paths() -> None:
     )
 
 
-def completion(
-    shell: Annotated[
-        str,
-        typer.Argument(
-            help="The shell: bash, zsh or fish.",
-            metavar="|".join(_SHELLS),
-            autocompletion=lambda: list(_SHELLS),
-        ),
-    ],
-    install: Annotated[
-        bool,
-        typer.Option(
-            "--install",
-            help="Install the completion script for your user account instead of printing it.",
-        ),
-    ] = False,
-) -> None:
+@with_flags(_FLAGS["completion"])
+def completion(shell: str, install: bool = False) -> None:
     """Print a script by which the shell completes commands, settings, models and saved chats."""
     from typer.completion import get_completion_script  # type: ignore[attr-defined]
     from typer.completion import install as install_script  # type: ignore[attr-defined]

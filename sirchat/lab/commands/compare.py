@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sirchat.cli.flags import (
-    Debug,
     Trust,
+    declared,
     load_profile_model,
     profile_from_flags,
+    with_flags,
     with_setting_flags,
 )
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile, trusted_policies
 from sirchat.config.values import format_setting, parse_value
 from sirchat.errors import TranscriptError, UsageError
-from sirchat.lab.commands.declared_flags import declared, with_flags
 from sirchat.lab.commands.study_flags import command_line, settings_of
 from sirchat.paths import make_private_dir, open_private
 from sirchat.ui.text import displayable, displayable_line
@@ -44,7 +44,7 @@ until then are shown.
 
 @compare_app.command()
 @with_setting_flags
-@with_flags({"help": _HELP, "flags": declared("common")["compare"]})
+@with_flags(declared(__file__, "common")["compare"], _HELP)
 def compare(
     file: Annotated[Path, typer.Argument(help="The transcript; - is standard input.")],
     flags: dict[str, Any],
@@ -59,7 +59,6 @@ def compare(
     html: Path | None,
     out: Path | None,
     trust_remote_code: Trust = False,
-    debug: Debug = False,
 ) -> None:
     profile = profile_from_flags(flags)
     settings = _settings(profile, policies, budgets, decays, sweep or [])

@@ -5,7 +5,7 @@
 
 import typer
 
-from sirchat.lab.commands.declared_flags import declared
+from sirchat.cli.flags import declared
 from sirchat.lab.commands.study_flags import add_study
 
 eval_app = typer.Typer(
@@ -14,5 +14,5 @@ eval_app = typer.Typer(
     no_args_is_help=True,
 )
 
-for _name, _declaration in declared("eval").items():
+for _name, _declaration in declared(__file__, "eval").items():
     add_study(eval_app, _name, **_declaration)
