@@ -19,8 +19,10 @@ from __future__ import annotations
 import difflib
 import errno
 import json
+import os
 import re
 import reprlib
+import sys
 from collections.abc import Callable, Iterable
 from functools import wraps
 from pathlib import Path
@@ -113,6 +115,11 @@ def format_value(value: object) -> str:
     text = text.encode(errors="backslashreplace").decode()
     text = _CONTROL_CHARS.sub(_escape, text)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def shows_tracebacks() -> bool:
+    """Whether `--debug` or SIRCHAT_DEBUG asks for the traceback of an unexpected error."""
+    return "--debug" in sys.argv or bool(os.environ.get("SIRCHAT_DEBUG"))
 
 
 def on_one_line(text: str) -> str:

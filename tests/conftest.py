@@ -33,7 +33,7 @@ settings.register_profile(
     deadline=None,
     database=None,
     derandomize=True,
-    max_examples=int(os.environ.get("SIRCHAT_ATTACK", "50")),
+    max_examples=int(os.environ.get("SIRCHAT_ATTACK", "20")),
 )
 settings.load_profile("sirchat")
 

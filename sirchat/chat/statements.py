@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from sirchat.chat.corrections import (
 from sirchat.chat.events import Event, Notice, Pinned
 from sirchat.chat.rule_forms import is_rule, preference_in
 from sirchat.chat.state import ConversationState, RetriedMessage, Turn
+from sirchat.chat.words import is_punctuation, words_missing
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import CacheSettings
 from sirchat.errors import SettingError, format_value
@@ -34,7 +36,13 @@ from sirchat.models.encoder import Encoder
 from sirchat.models.model import LoadedModel
 from sirchat.recall.passages import sentences_of
 from sirchat.recall.word_index import words_of
-from sirchat.text.detokenizer import QUESTION_MARKS, Texts, sentence_bounds, tokens_spelling
+from sirchat.text.detokenizer import (
+    QUESTION_MARKS,
+    Texts,
+    sentence_bounds,
+    text_with_gaps,
+    tokens_spelling,
+)
 from sirchat.text.template import Template
 
 _MAX_SENTENCES = 12  # a message with more is a text, and its rules are not for the model
@@ -57,7 +65,15 @@ class StatedFact:
     newer: int | None = None  # index of a later message that states the same thing anew
     newer_text: str = ""
     left: str = ""  # of a text that is held in part: what is held, with … for what is not
+    missing: tuple[str, ...] = ()  # its words of which something is evicted, in order
     is_rule: bool = False  # a rule for replies, or a preference, that was pinned when it was said
+
+    @property
+    def state(self) -> str:
+        """`held`, `partly held` or `evicted`, as its words are: punctuation does not count."""
+        if not self.held or (self.left and is_punctuation(self.left)):
+            return "evicted"
+        return "partly held" if self.missing else "held"
 
     @property
     def is_newer_in_part(self) -> bool:
@@ -88,13 +104,13 @@ def pin_rules(
     quarter of the budget; the oldest are unpinned. Must be called while the ledger has the turn's
     token vectors.
     """
-    turn, evictor, ledger = state.last_turn, engine.evictor, engine.ledger
+    turn, switcher, ledger = state.last_turn, engine.switcher, engine.ledger
     retried, state.retried = state.retried, RetriedMessage()
     if retried.pinned_tokens and retried.text == state.turns[turn].text:
         at = ledger.of_turn(turn, Role.USER)
         try:
             asked = at[np.isin(np.arange(len(at)), retried.pinned_tokens)]
-            if gone := len(asked) - evictor.pin_held(asked):
+            if gone := len(asked) - switcher.pin_held(asked):
                 of = f"{gone:,} of the tokens that you had pinned in this message"
                 yield Notice(f"evicted, and not pinned again: {of}")
         except SettingError as error:  # older rules that had been let go may have the room again
@@ -114,7 +130,7 @@ def pin_rules(
         try:
             _check_rule_size(engine, positions)
             old = _rules_to_unpin(ledger, engine.settings, count)
-            evictor.pin_held(positions, pins_released=sum(map(len, old)))
+            switcher.pin_held(positions, pins_released=sum(map(len, old)))
             ledger.flag(Flag.RULE, positions, True)
             yield from _unpin_rules(engine, texts, old)
             yield Pinned(count, True, engine.cache.length)
@@ -137,10 +153,10 @@ def _pinned_rules(
         pieces = _pieces(ledger, texts, run)
         for start, end in pairwise(sentence_bounds(pieces)):
             text, at = "".join(pieces[start:end]).strip(), run[start:end]
-            turn, held = int(ledger.column("turn")[at[0]]), int((states[at] == State.HELD).sum())
+            turn = int(ledger.column("turn")[at[0]])
             if text and set(words_of(words)) <= set(words_of(text)):
-                when = turns[turn].time
-                found.append(StatedFact(turn, text, when, len(at), held, is_rule=True))
+                held = _describe_held(pieces[start:end], states[at] == _HELD)
+                found.append(StatedFact(turn, text, turns[turn].time, **held, is_rule=True))
     return found
 
 
@@ -168,7 +184,7 @@ def _rules_to_unpin(ledger: Ledger, settings: CacheSettings, count: int) -> list
 
 def _unpin_rules(engine: Engine, texts: Texts, rules: Sequence[Positions]) -> Iterator[Event]:
     for at in rules:
-        engine.evictor.unpin_held(at)
+        engine.switcher.unpin_held(at)
         text = format_value("".join(_pieces(engine.ledger, texts, at)).strip())
         yield Pinned(len(at), False, engine.cache.length)
         yield Notice(f"{text} is no longer pinned, as instructions have a quarter of the budget")
@@ -268,13 +284,11 @@ def _find_facts(
         index, text, at = said[number]
         if not wanted <= set(words_of(text)) or (flags[at] & _OF_RULE == _OF_RULE).any():
             continue
-        is_held = states[at] == _HELD
+        held = _describe_held(_pieces(ledger, texts, at), states[at] == _HELD)
         last = newest[number]
         newer_turn, newer_text = (None, "") if last is None else said[last][:2]
-        left = _held_text(ledger, texts, at, is_held) if 0 < is_held.sum() < len(at) else ""
-        held = int(is_held.sum())
-        when, size = turns[index].time, len(at)
-        found.append(StatedFact(index, text, when, size, held, newer_turn, newer_text, left))
+        when = turns[index].time
+        found.append(StatedFact(index, text, when, newer=newer_turn, newer_text=newer_text, **held))
     return found
 
 
@@ -301,12 +315,13 @@ def _classify(
     return stated, newer.numpy(), is_newer
 
 
-def _held_text(ledger: Ledger, texts: Texts, at: Positions, is_held: NDArray[np.bool_]) -> str:
-    """The text of the tokens at these positions, with … for evicted ones."""
-    pieces = _pieces(ledger, texts, at)
-    runs = groupby(zip(pieces, is_held.tolist(), strict=True), key=lambda piece: piece[1])
-    parts = ["".join(text for text, _ in run) if held else " … " for held, run in runs]
-    return " ".join("".join(parts).split())
+def _describe_held(pieces: Sequence[str], is_held: NDArray[np.bool_]) -> dict[str, Any]:
+    """Of a fact with these tokens: how many are held, what is left of the text, and what is not."""
+    described = {"tokens": len(pieces), "held": int(is_held.sum())}
+    if not 0 < described["held"] < len(pieces):
+        return described
+    left, missing = text_with_gaps(pieces, is_held), words_missing(pieces, is_held)
+    return {**described, "left": left, "missing": missing}
 
 
 def _user_sentences(ledger: Ledger, texts: Texts, turn: int) -> Iterator[tuple[str, Positions]]:

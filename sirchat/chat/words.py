@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
 import string
 from collections.abc import Collection, Iterator, Sequence
 from unicodedata import east_asian_width
 
-from sirchat.chat.events import TokenRow
+import numpy as np
+from numpy.typing import NDArray
 
-PUNCTUATION = string.punctuation + string.whitespace + "…“”‘’«»–—"
+from sirchat.chat.events import TokenRow
+from sirchat.recall.word_index import FIRST_CJK
+
+PUNCTUATION = string.punctuation + string.whitespace + "…“”‘’«»–—。、，！？：；「」（）¿¡"
 
 _OPENING = {")": "(", "]": "[", "}": "{"}  # by the closing one
+_SPELLED = re.compile(rf"[^\s{FIRST_CJK}-\U0010ffff]+|[{FIRST_CJK}-\U0010ffff]+")
 _MAX_WORD_TOKENS = 16  # then it is cut, as some scripts have no blanks between words
 _NEIGHBOURS = 5  # tokens that are read on each side of a token, to find its whole word
 
@@ -74,6 +80,27 @@ def words_at(
             nats = max(-math.inf if row.surprisal is None else row.surprisal for row in word)
             surprisal[text] = max(surprisal.get(text, -math.inf), nats)
     return tuple(sorted(surprisal, key=lambda text: -surprisal[text]))
+
+
+def words_missing(pieces: Sequence[str], is_there: NDArray[np.bool_]) -> tuple[str, ...]:
+    """The words of a text with a token that is not there, in order; punctuation is never missed.
+
+    `is_there` is a mask of its tokens `pieces`. Of a run of CJK characters, those that are missing.
+    """
+    ends = np.cumsum([0, *map(len, pieces)])
+    text, is_missing = "".join(pieces), np.zeros(ends[-1] + 1, bool)
+    for at in np.flatnonzero(~is_there):  # a token without text is a part of the next character
+        is_missing[ends[at] : max(ends[at] + 1, ends[at + 1])] = True
+    is_missing[[at for at, char in enumerate(text) if char in PUNCTUATION]] = False
+    found = list[str]()
+    for match in _SPELLED.finditer(text):
+        start, end = match.span()
+        if text[start] >= FIRST_CJK:
+            marked = "".join(text[at] if is_missing[at] else " " for at in range(start, end))
+            found += marked.split()
+        elif is_missing[start:end].any():
+            found.append(match[0].strip(PUNCTUATION))
+    return tuple(found)
 
 
 def near_positions(positions: Collection[int], seen: int) -> list[int]:

@@ -9,9 +9,9 @@ import re
 import shlex
 import sys
 from contextlib import suppress
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import import_module
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,25 +20,19 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from sirchat import __version__
-from sirchat.cli.chat import (
-    Continue,
-    Feed,
-    Format,
-    Json,
-    JsonTokens,
-    Quiet,
-    ToolsAllow,
-    ToolsFile,
-    ask,
-    open_chat,
-    replay,
-    tutorial,
-)
+from sirchat.cli.chat import ask, open_chat, replay, tutorial
 from sirchat.cli.doctor import completion, doctor, man, show_paths
-from sirchat.cli.flags import Debug, Trust, complete_session, with_setting_flags
+from sirchat.cli.flags import Trust, with_flags, with_setting_flags
 from sirchat.cli.registry import add_example, command_modules, commands, overview
 from sirchat.cli.signals import exit_while_loading, install_exit_handlers, restore_terminal
-from sirchat.errors import SirchatError, UsageError, did_you_mean, format_value
+from sirchat.errors import (
+    SirchatError,
+    UsageError,
+    did_you_mean,
+    format_value,
+    shows_tracebacks,
+)
+from sirchat.paths import read_yaml
 from sirchat.ui.text import displayable_line
 
 # For a command of Ollama, llm or llama.cpp: the command of sirchat that does the same.
@@ -63,6 +57,7 @@ _OTHER_FLAGS = {
     "--repeat-last-n": "--repetition-window",
     "--conversation": "--resume",
 }
+_FLAGS = read_yaml(__file__, "app")
 _MAX_PATH_CHARS = 300  # characters of a path in an error
 
 
@@ -78,8 +73,8 @@ class LazyCommand(TyperGroup):
         command: Any = get_command(getattr(import_module(self._module), f"{self.name}_app"))
         command.name = self.name
         for name, subcommand in getattr(command, "commands", {}).items():
-            add_example(subcommand, f"{self.name} {name}")
-        return add_example(command, str(self.name))
+            _completed(subcommand, f"{self.name} {name}")
+        return _completed(command, str(self.name))
 
     def make_context(self, *args: Any, **options: Any) -> Any:
         return self._command.make_context(*args, **options)
@@ -99,6 +94,7 @@ class _MainGroup(TyperGroup):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        self.params.append(_debug_flag())
         descriptions = commands()
         for name, module in command_modules().items():
             self.add_command(LazyCommand(name, module, descriptions[name]))
@@ -112,7 +108,7 @@ class _MainGroup(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         command = super().get_command(ctx, cmd_name)
-        return command if command is None else add_example(command, cmd_name)
+        return command if command is None else _completed(command, cmd_name)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta["typed"] = [*args]
@@ -126,15 +122,28 @@ class _MainGroup(TyperGroup):
                 hint = f"sirchat {_OTHER_COMMANDS[name]}"
             ask = f"sirchat opens a chat; sirchat ask {shlex.quote(name)} asks this question"
             raise UsageError(f"there is no command {format_value(name)}", hint=hint or ask)
-        options: list[Any] = self.params
-        takes_value = {name for option in options if not option.is_flag for name in option.opts}
         words_before_name = typed[: len(typed) - len(args)]
-        flags = [
-            word
-            for previous, word in pairwise(["", *words_before_name])
-            if word != "--debug" or previous in takes_value  # not every command has --debug
-        ]
-        return super().resolve_command(ctx, [name, *flags, *args[1:]])
+        return super().resolve_command(ctx, [name, *words_before_name, *args[1:]])
+
+
+def _completed(command: Any, name: str) -> Any:
+    """The command, with its example in its help, and with `--debug`, which all commands take."""
+    if _debug_flag() not in command.params:
+        command.params.append(_debug_flag())
+    return add_example(command, name)
+
+
+@cache
+def _debug_flag() -> Any:
+    made = typer.Typer(add_completion=False)
+
+    @made.command()
+    @with_flags(_FLAGS["every"])
+    def command(debug: bool = False) -> None: ...
+
+    flag = get_command(made).params[0]
+    flag.expose_value = False  # `shows_tracebacks` tells it
+    return flag
 
 
 app = typer.Typer(
@@ -192,37 +201,22 @@ def _show_settings(context: typer.Context, is_given: bool) -> None:
 
 @app.callback(invoke_without_command=True)
 @with_setting_flags
+@with_flags(_FLAGS["chat_or_replay"])
 def chat_or_replay(
     context: typer.Context,
     flags: dict[str, Any],
-    feed: Feed = False,
-    format: Format = "auto",
-    json: Json = False,
-    json_tokens: JsonTokens = False,
-    quiet: Quiet = False,
+    feed: bool = False,
+    format: str = "auto",
+    json: bool = False,
+    json_tokens: bool = False,
+    quiet: bool = False,
     trust_remote_code: Trust = False,
-    resume: Annotated[
-        str | None,
-        typer.Option(
-            help="Continue a saved chat: the last one, or the one with this id or name.",
-            autocompletion=complete_session,
-            metavar="[ID|NAME|last]",
-        ),
-    ] = None,
-    is_last: Continue = False,
-    branch: Annotated[
-        str | None,
-        typer.Option(
-            help="With --resume: go on in a copy of the chat, which may be open elsewhere.",
-            metavar="NAME",
-        ),
-    ] = None,
-    rebuild: Annotated[
-        bool, typer.Option("--rebuild", help="With --resume: let the model read the chat again.")
-    ] = False,
-    tools: ToolsFile = None,
-    tools_allow: ToolsAllow = None,
-    debug: Debug = False,
+    resume: str | None = None,
+    is_last: bool = False,
+    branch: str | None = None,
+    rebuild: bool = False,
+    tools: str | None = None,
+    tools_allow: list[str] | None = None,
     version: Annotated[
         bool,
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
@@ -255,12 +249,11 @@ def chat_or_replay(
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag} needs a transcript on standard input, not a terminal")
     options = {"resume": resume, "branch": branch, "rebuild": rebuild, "quiet": quiet}
-    open_chat(flags, trust=trust_remote_code, debug=debug, **options, **tool_flags)
+    open_chat(flags, trust=trust_remote_code, **options, **tool_flags)
 
 
 def _run() -> None:
     install_exit_handlers()
-    debug = "--debug" in sys.argv or bool(os.environ.get("SIRCHAT_DEBUG"))
     if os.environ.get("_SIRCHAT_COMPLETE") == "complete_bash":
         _escape_for_bash()
     try:
@@ -278,7 +271,7 @@ def _run() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:
-        if debug:
+        if shows_tracebacks():
             raise
         _exit_with_error(*_message_and_exit_code(error))
 

@@ -7,16 +7,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import typer
 
 from sirchat.cli.flags import (
-    Debug,
     Trust,
-    complete_session,
     open_session,
     profile_from_flags,
+    with_flags,
     with_setting_flags,
     without_garbage_collection,
 )
@@ -26,7 +25,7 @@ from sirchat.config.profile_files import changed_profile, load_profile, resolve,
 from sirchat.config.values import parse_value
 from sirchat.errors import SessionError, SirchatError, TranscriptError, UsageError, is_output_closed
 from sirchat.memory.policies import import_typed
-from sirchat.paths import sessions_dir
+from sirchat.paths import read_yaml, sessions_dir
 from sirchat.text.json_schema import load_schema
 from sirchat.ui.interrupt import interruptible_imports
 from sirchat.ui.text import displayable_line
@@ -38,47 +37,13 @@ if TYPE_CHECKING:
     from sirchat.text.transcript import TranscriptItem
     from sirchat.ui.screen import Screen
 
+_FLAGS = read_yaml(__file__, "app")
 # Settings that flags change before a saved chat is loaded; others change after that.
 _SETTINGS_BEFORE_LOADING = {
     *("model", "device", "device_map", "dtype", "quantize", "unpack_dtype", "cache_dtype"),
     *("compile", "learn_encoder", "save", "save_kv"),
 }
 _DISPLAY_SETTINGS = {"panel", "theme", "markdown", "thinking"}  # those of a chat, likewise
-
-Json = Annotated[bool, typer.Option("--json", help="Print events as JSON, one object per line.")]
-Feed = Annotated[
-    bool, typer.Option("--feed", help="Read the transcript's replies instead of generating them.")
-]
-Format = Annotated[
-    str, typer.Option(help="Format of the transcript.", metavar="auto|jsonl|sharegpt|text|lines")
-]
-JsonTokens = Annotated[
-    bool,
-    typer.Option(
-        "--json-tokens",
-        help="Like --json; also list the tokens evicted, restored, and held after each turn.",
-    ),
-]
-Continue = Annotated[
-    bool, typer.Option("--continue", "-c", help="Go on in the last chat: as --resume last.")
-]
-ToolsFile = Annotated[
-    str | None,
-    typer.Option(
-        "--tools",
-        help="Tools for the model: a JSON file of MCP servers, as other programs have.",
-        metavar="FILE",
-    ),
-]
-ToolsAllow = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--tools-allow",
-        help="Turn on these tools, and call them without asking, such as time__*; can be repeated.",
-        metavar="PATTERN",
-    ),
-]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only replies and errors.")]
 
 
 class _Opening(NamedTuple):
@@ -97,7 +62,6 @@ def open_chat(
     branch: str | None,
     rebuild: bool,
     trust: bool,
-    debug: bool,
     quiet: bool,
     tools: str | None = None,
     tools_allow: list[str] | None = None,
@@ -139,7 +103,6 @@ def open_chat(
             opening.profile,
             screen,
             store=opening.store,
-            debug=debug,
             trusted=trusted,
             tools=tool_flags,
         )
@@ -150,40 +113,19 @@ def open_chat(
 
 
 @with_setting_flags
+@with_flags(_FLAGS["ask"])
 def ask(
     flags: dict[str, Any],
-    question: Annotated[
-        list[str] | None,
-        typer.Argument(help="The question; text from a pipe is put before it. - is that alone."),
-    ] = None,
-    file: Annotated[
-        list[str] | None,
-        typer.Option("--file", "-f", help="Put this file, or a folder's, first; can be repeated."),
-    ] = None,
-    no_input: Annotated[
-        bool, typer.Option("--no-input", help="Do not read standard input.")
-    ] = False,
-    resume: Annotated[
-        str | None,
-        typer.Option(
-            help="Ask the question in this saved chat, and add the reply to the chat.",
-            autocompletion=complete_session,
-            metavar="ID|NAME|last",
-        ),
-    ] = None,
-    is_last: Continue = False,
-    json: Json = False,
-    server: Annotated[
-        str,
-        typer.Option(
-            help="auto: a running sirchat serve answers, if it has this model; off; or its URL.",
-            metavar="auto|off|URL",
-        ),
-    ] = "auto",
-    tools: ToolsFile = None,
-    tools_allow: ToolsAllow = None,
+    question: list[str] | None = None,
+    file: list[str] | None = None,
+    no_input: bool = False,
+    resume: str | None = None,
+    is_last: bool = False,
+    json: bool = False,
+    server: str = "auto",
+    tools: str | None = None,
+    tools_allow: list[str] | None = None,
     trust_remote_code: Trust = False,
-    debug: Debug = False,
 ) -> None:
     """Ask one question and print only the reply; text from a pipe is put before the question.
 
@@ -267,18 +209,18 @@ def _within_saved_chat(session: "Session", screen: "Screen", opening: _Opening) 
         saved_chat.close()
 
 
+@with_flags(_FLAGS["replay"])
 def replay(
-    file: Annotated[Path, typer.Argument(help="The transcript; - is standard input.")],
+    file: Path,
     flags: dict[str, Any],
-    feed: Feed = False,
-    format: Format = "auto",
-    json: Json = False,
-    json_tokens: JsonTokens = False,
-    quiet: Quiet = False,
-    tools: ToolsFile = None,
-    tools_allow: ToolsAllow = None,
+    feed: bool = False,
+    format: str = "auto",
+    json: bool = False,
+    json_tokens: bool = False,
+    quiet: bool = False,
+    tools: str | None = None,
+    tools_allow: list[str] | None = None,
     trust_remote_code: Trust = False,
-    debug: Debug = False,
 ) -> None:
     """Replay a transcript: JSONL, ShareGPT, USER:/ASSISTANT: text, or plain lines.
 
@@ -339,12 +281,8 @@ def _is_regular_file(stream: BinaryIO) -> bool:
     return False
 
 
-def tutorial(
-    auto: Annotated[
-        bool, typer.Option("--auto", help="Run all steps without waiting for Enter.")
-    ] = False,
-    debug: Debug = False,
-) -> None:
+@with_flags(_FLAGS["tutorial"])
+def tutorial(auto: bool = False) -> None:
     """See what a chat evicts and restores, in three minutes, with the bundled model.
 
     Nothing is saved. If input or output is no terminal, the tutorial does not wait for Enter.

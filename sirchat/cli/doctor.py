@@ -5,20 +5,21 @@ import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from sirchat import __version__, paths
-from sirchat.cli.flags import complete_model, without_garbage_collection
-from sirchat.cli.registry import EXAMPLES, groups
+from sirchat.cli.flags import with_flags, without_garbage_collection
+from sirchat.cli.registry import EXAMPLES, commands
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve
 from sirchat.errors import UsageError
 from sirchat.models.hub import require_available
+from sirchat.paths import read_yaml
 from sirchat.ui.lists import format_bytes
 from sirchat.ui.text import displayable, pluralize
 
+_FLAGS = read_yaml(__file__, "app")
 _SHELLS = ("bash", "zsh", "fish")
 
 _SUMMARY = "endless chat with local language models, under a budget of memory"
@@ -32,21 +33,8 @@ file or a pipe, sirchat replays it as a transcript.
 _EXIT_CODES = (("0", "fine"), ("1", "failure"), ("2", "wrong usage"), ("130", "interrupted"))
 
 
-def doctor(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            help="The model to check; if left out, the one that a chat uses.",
-            autocompletion=complete_model,
-        ),
-    ] = None,
-    device_map: Annotated[
-        str, typer.Option(metavar="auto|balanced|FILE", help="Spread the model over devices.")
-    ] = "off",
-    json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
-) -> None:
+@with_flags(_FLAGS["doctor"])
+def doctor(model: str | None = None, device_map: str = "off", json: bool = False) -> None:
     """Check versions, machine, folders and a model, and print the results for a bug report.
 
     The results contain nothing of your chats. The exit code is 1 if there is a problem.
@@ -98,23 +86,8 @@ def show_paths() -> None:
     )
 
 
-def completion(
-    shell: Annotated[
-        str,
-        typer.Argument(
-            help="The shell: bash, zsh or fish.",
-            metavar="|".join(_SHELLS),
-            autocompletion=lambda: list(_SHELLS),
-        ),
-    ],
-    install: Annotated[
-        bool,
-        typer.Option(
-            "--install",
-            help="Install the completion script for your user account instead of printing it.",
-        ),
-    ] = False,
-) -> None:
+@with_flags(_FLAGS["completion"])
+def completion(shell: str, install: bool = False) -> None:
     """Print a script by which the shell completes commands, settings, models and saved chats."""
     from typer.completion import get_completion_script  # type: ignore[attr-defined]
     from typer.completion import install as install_script  # type: ignore[attr-defined]
@@ -155,10 +128,9 @@ def _manual_lines() -> Iterator[str]:
         *map(_escape_roff, textwrap.wrap(_DESCRIPTION, 78)),
         ".SH COMMANDS",
     )
-    for commands in groups().values():
-        for name, meaning in commands.items():
-            yield from (".TP", f".B {name}", _escape_roff(f"{meaning}; for example:"), ".br")
-            yield _escape_roff(EXAMPLES[name])
+    for name, meaning in commands().items():
+        yield from (".TP", f".B {name}", _escape_roff(f"{meaning}; for example:"), ".br")
+        yield _escape_roff(EXAMPLES[name])
     yield ".SH SETTINGS"
     yield "Set them by flags, lines of a profile, variables SIRCHAT_NAME, or /set in a chat."
     for name, field in Profile.model_fields.items():

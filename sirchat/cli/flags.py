@@ -1,12 +1,18 @@
-"""A command-line flag for each setting; makes a profile, a model or a session from flags."""
+"""The flags of commands, and one for each setting; a profile, a model or a session from flags.
+
+A YAML file declares the flags and arguments of commands. An entry has the `help`, and may have a
+`metavar`, `min`, `max`, `envvar`, other names (`option`), what completes it, and `argument`. Its
+type and default are those of the command's parameter, or else `type` and `default`.
+"""
 
 import gc
-import inspect
 import os
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import Parameter, Signature, signature
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,7 +22,7 @@ from sirchat.config.profile_files import list_profiles, resolve
 from sirchat.memory.policies import ALIASES, policy_class, policy_names
 from sirchat.memory.registry import BEST_RETRIEVER
 from sirchat.models.hub import require_available
-from sirchat.paths import archives_dir, sessions_dir
+from sirchat.paths import archives_dir, read_yaml, sessions_dir
 from sirchat.text.json_schema import load_schema
 from sirchat.ui.interrupt import interruptible_imports
 
@@ -28,15 +34,63 @@ if TYPE_CHECKING:
 _SETTINGS_WITHOUT_FLAG = ("description", "policy_options")
 _NUMBER_METAVARS = {int: "INT", float: "FLOAT"}
 
+_TYPES: dict[str, Any] = {
+    "text": str | None,
+    "texts": list[str] | None,
+    "switch": bool | None,
+    "whole number": int | None,
+    "number": float | None,
+    "path": Path | None,
+    "paths": list[Path] | None,
+}
+
 Trust = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def with_flags(
+    flags: Mapping[str, Mapping[str, Any]], help: str | None = None
+) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator: a command gets the declared flags, and `help`, if given, in place of its own."""
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        own = {name: one for name, one in signature(command).parameters.items() if name != "given"}
+        made = parameters_of(flags, own)
+        parameters = {name: one for name, one in made.items() if name not in own} | own | made
+        command.__signature__ = Signature(  # type: ignore[attr-defined]
+            [one.replace(kind=Parameter.KEYWORD_ONLY) for one in parameters.values()]
+        )
+        command.__doc__ = help or command.__doc__
+        return command
+
+    return add
+
+
+def parameters_of(
+    flags: Mapping[str, Mapping[str, Any]], own: Mapping[str, Parameter] | None = None
+) -> dict[str, Parameter]:
+    """The parameters of a command for declared flags, by name; `own` are those that it has."""
+    return {name: _parameter(name, flag, (own or {}).get(name)) for name, flag in flags.items()}
+
+
+def _parameter(name: str, flag: Mapping[str, Any], own: Parameter | None) -> Parameter:
+    default = flag.get("default", Parameter.empty if own is None else own.default)
+    kind: Any = type(default) if "default" in flag else str if own is None else own.annotation
+    names = flag.get("option", "").split()
+    if default is False and not names:
+        names = [f"--{name.replace('_', '-')}"]
+    about = {key: flag.get(key) for key in ("help", "metavar", "min", "max", "envvar")}
+    about |= {"rich_help_panel": flag.get("panel"), "show_default": "panel" not in flag}
+    about["autocompletion"] = _completer(flag.get("complete", ""), flag.get("metavar") or "")
+    make: Any = typer.Argument if flag.get("argument") else typer.Option
+    annotation: Any = Annotated[_TYPES.get(flag.get("type", ""), kind), make(*names, **about)]
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def with_setting_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: add a flag for every setting; the command gets these, by name, as `flags`."""
-    setting_parameters = _flag_parameters()
+    setting_parameters = _setting_flags()
 
     def run(**values: Any) -> Any:
         settings = {name: values.pop(name) for name in setting_parameters}
@@ -45,29 +99,13 @@ def with_setting_flags(command: Callable[..., Any]) -> Callable[..., Any]:
             flags["policy_options"] = ",".join(options)
         return command(flags=flags, **values)
 
-    parameters = [*inspect.signature(command).parameters.values(), *setting_parameters.values()]
+    parameters = [*signature(command).parameters.values(), *setting_parameters.values()]
     parameters = [parameter for parameter in parameters if parameter.name != "flags"]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__doc__ = command.__doc__
     run.__name__ = command.__name__
     return run
-
-
-def complete_model(incomplete: str) -> list[str]:
-    """For the shell's completion: names of usable models that begin with the typed text."""
-    from sirchat.models.listing import model_names
-
-    return _completer(model_names)(incomplete)
-
-
-def complete_session(incomplete: str) -> list[str]:
-    """For the shell's completion: names and ids of saved chats that begin with the typed text."""
-    from sirchat.saved.session_list import MAX_LISTED, list_sessions
-
-    saved = list_sessions(sessions_dir(), MAX_LISTED).sessions
-    names = ["last", *(chat.name for chat in saved if chat.name), *(chat.id for chat in saved)]
-    return _completer(lambda: names)(incomplete)
 
 
 def profile_from_flags(flags: dict[str, Any], *, loads_model: bool = True) -> Profile:
@@ -134,71 +172,23 @@ def load_profile_model(
     return load_model_of(profile, trust_remote_code=trust, progress=report, for_hub=for_hub)
 
 
-def _flag_parameters() -> dict[str, inspect.Parameter]:
-    flags: dict[str, tuple[type, Any]] = {
-        "profile": (
-            str,
-            _settings_option(
-                "--profile",
-                "-p",
-                help="A profile's name, or a YAML file.",
-                autocompletion=_completer(lambda: [profile.name for profile in list_profiles()]),
-            ),
-        ),
-        "option": (
-            list[str],
-            _settings_option(
-                "--option",
-                "-o",
-                metavar="KEY=VALUE",
-                help="An option of the policy; can be repeated.",
-            ),
-        ),
-        "trust_policy": (
-            list[str],
-            _settings_option(
-                "--trust-policy",
-                metavar="MODULE:CLASS",
-                help="Let a profile or a saved chat use this policy, whose code then runs.",
-            ),
-        ),
-    }
+def _setting_flags() -> dict[str, Parameter]:
+    flags = dict(read_yaml(__file__, "app")["settings"])
     for name, field in Profile.model_fields.items():
         if name not in _SETTINGS_WITHOUT_FLAG:  # the profile parses and checks a text later
-            flags[name] = (bool if field.annotation is bool else str, _setting_option(name, field))
-    return {
-        name: inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[kind | None, option],
-        )
-        for name, (kind, option) in flags.items()
-    }
-
-
-def _setting_option(name: str, field: Any) -> Any:
-    names = [f"--{name.replace('_', '-')}"]
-    if field.annotation is bool:
-        names[0] += names[0].replace("--", "/--no-")
-    if name == "model":
-        names.append("-m")
-    metavar = _metavar(field.annotation)
-    complete: Callable[[str], list[str]] | None = None
-    if metavar and "|" in metavar:
-        words = [word for word in metavar.split("|") if word.islower()]
-        complete = _completer(lambda: words)
-    elif name == "policy":
-        complete = _completer(lambda: [*policy_names(), *ALIASES])
-    elif name == "model":
-        complete = complete_model
-    default = "none" if field.default is None else str(field.default).lower()
-    help_text = f"{field.description} [default: {default}]"
-    return _settings_option(*names, help=help_text, autocompletion=complete, metavar=metavar)
-
-
-def _settings_option(*names: str, **options: Any) -> Any:
-    return typer.Option(*names, show_default=False, rich_help_panel="Settings", **options)
+            option = f"--{name.replace('_', '-')}"
+            default = "none" if field.default is None else str(field.default).lower()
+            flags[name] = {
+                "type": "switch" if field.annotation is bool else "text",
+                "option": f"{option}/--no-{option[2:]}" if field.annotation is bool else option,
+                "metavar": _metavar(field.annotation),
+                "complete": name,
+                "help": f"{field.description} [default: {default}]",
+            }
+    flags["model"]["option"] += " -m"
+    return parameters_of(
+        {name: {"default": None, "panel": "Settings", **flags[name]} for name in flags}
+    )
 
 
 def _metavar(annotation: Any) -> str | None:
@@ -213,8 +203,33 @@ def _metavar(annotation: Any) -> str | None:
     return None if bool in kinds else _NUMBER_METAVARS.get(kinds[0], "TEXT")
 
 
-def _completer(names: Callable[[], list[str]]) -> Callable[[str], list[str]]:
+def _completer(name: str, metavar: str) -> Callable[[str], list[str]] | None:
+    """For the shell's completion: what it completes by, or else the words of the metavar."""
+    names: dict[str, Callable[[], list[str]]] = {
+        "model": _model_names,
+        "session": _session_names,
+        "profile": lambda: [profile.name for profile in list_profiles()],
+        "policy": lambda: [*policy_names(), *ALIASES],
+    }
+    words = [word for word in metavar.split("|") if word.islower() and "|" in metavar]
+    if name not in names and not words:
+        return None
+
     def complete(incomplete: str) -> list[str]:
-        return [name for name in names() if name.startswith(incomplete)]
+        known = names[name]() if name in names else words
+        return [word for word in known if word.startswith(incomplete)]
 
     return complete
+
+
+def _model_names() -> list[str]:
+    from sirchat.models.listing import model_names
+
+    return model_names()
+
+
+def _session_names() -> list[str]:
+    from sirchat.saved.session_list import MAX_LISTED, list_sessions
+
+    saved = list_sessions(sessions_dir(), MAX_LISTED).sessions
+    return ["last", *(chat.name for chat in saved if chat.name), *(chat.id for chat in saved)]

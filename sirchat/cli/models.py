@@ -5,17 +5,18 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from sirchat import paths
-from sirchat.cli.flags import Debug, complete_model
+from sirchat.cli.flags import with_flags
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve, write_default_setting
 from sirchat.errors import ModelError, UsageError
 from sirchat.models.hub import require_available
 from sirchat.models.listing import FoundModel
+from sirchat.paths import read_yaml
 from sirchat.ui.text import displayable_line
 
 if TYPE_CHECKING:
@@ -24,28 +25,17 @@ if TYPE_CHECKING:
     from sirchat.models.fit import Choice
     from sirchat.ui.lists import ListedModel
 
+_FLAGS = read_yaml(__file__, "models")
 models_app = typer.Typer(add_completion=False, invoke_without_command=True)
-
-Folders = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--in", metavar="FOLDER", help="Also list models in this folder; can be repeated."
-    ),
-]
-Budget = Annotated[
-    str | None,
-    typer.Option(help="Show the size of the KV cache for this budget, in tokens.", metavar="INT"),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the list as JSON.")]
 
 
 @models_app.callback()
+@with_flags(_FLAGS["models"])
 def models(
     context: typer.Context,
-    folders: Folders = None,
-    budget: Budget = None,
-    json: Json = False,
-    debug: Debug = False,
+    folders: list[Path] | None = None,
+    budget: str | None = None,
+    json: bool = False,
 ) -> None:
     """List the models on this machine; with a command, download or choose a model."""
     if context.invoked_subcommand is None:
@@ -58,8 +48,9 @@ def models(
 
 
 @models_app.command("list")
+@with_flags(_FLAGS["models_list"])
 def models_list(
-    folders: Folders = None, budget: Budget = None, json: Json = False, debug: Debug = False
+    folders: list[Path] | None = None, budget: str | None = None, json: bool = False
 ) -> None:
     """List the models that --model can name.
 
@@ -101,18 +92,8 @@ def models_list(
 
 
 @models_app.command("fit")
-def models_fit(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME|FILE",
-            help="A model on this machine, as for --model.",
-            autocompletion=complete_model,
-        ),
-    ],
-    json: Annotated[bool, typer.Option("--json", help="Print the sizes as JSON.")] = False,
-    debug: Debug = False,
-) -> None:
+@with_flags(_FLAGS["models_fit"])
+def models_fit(name: str, json: bool = False) -> None:
     """Show how much memory a model takes, and the largest budget that fits.
 
     Only headers and config files are read. The first row is for your settings, the others for other
@@ -141,16 +122,8 @@ def models_fit(
 
 
 @models_app.command("default")
-def models_default(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            help="The new default model; if left out, the present one is shown.",
-            autocompletion=complete_model,
-        ),
-    ] = None,
-    debug: Debug = False,
-) -> None:
+@with_flags(_FLAGS["models_default"])
+def models_default(name: str | None = None) -> None:
     """Show or choose the default model, which a chat uses if you name none."""
     if name is None:
         typer.echo(displayable_line(resolve(None, {}, os.environ).model))
@@ -163,18 +136,8 @@ def models_default(
 
 
 @models_app.command("pull")
-def models_pull(
-    name: Annotated[str, typer.Argument(help="The model's name on the Hugging Face hub.")],
-    file: Annotated[
-        str | None,
-        typer.Option(
-            "--file",
-            metavar="NAME.gguf",
-            help="If there are several GGUF files, download this one.",
-        ),
-    ] = None,
-    debug: Debug = False,
-) -> None:
+@with_flags(_FLAGS["models_pull"])
+def models_pull(name: str, file: str | None = None) -> None:
     """Download a model from the Hugging Face hub.
 
     The model goes into the Hugging Face cache, which other programs share. After an interrupt, the
@@ -206,7 +169,7 @@ def models_pull(
 
 
 @models_app.command("recommend")
-def models_recommend(debug: Debug = False) -> None:
+def models_recommend() -> None:
     """Name one model of the Hugging Face hub that fits this machine, and the command to get it.
 
     It is the largest of a few well known ones that fits the free memory with a budget of 4,096
@@ -229,15 +192,8 @@ def models_recommend(debug: Debug = False) -> None:
 
 
 @models_app.command("prepared")
-def models_prepared(
-    name: Annotated[
-        str | None,
-        typer.Argument(metavar="TEXT", help="Only those of models whose path has this text."),
-    ] = None,
-    remove: Annotated[bool, typer.Option("--remove", help="Delete them.")] = False,
-    json: Json = False,
-    debug: Debug = False,
-) -> None:
+@with_flags(_FLAGS["models_prepared"])
+def models_prepared(name: str | None = None, remove: bool = False, json: bool = False) -> None:
     """List what was prepared of GGUF files, so that later starts need not load them again.
 
     Deleting it costs nothing but time: the next start makes it again. The longest unused is deleted

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 import typer
@@ -18,16 +18,17 @@ import typer
 from sirchat import paths
 from sirchat.cli.ask_port import open_ask_port
 from sirchat.cli.flags import (
-    Debug,
     Trust,
     load_profile_model,
     profile_from_flags,
+    with_flags,
     with_setting_flags,
     without_garbage_collection,
 )
 from sirchat.config.profile import Profile
-from sirchat.errors import SirchatError, UsageError, format_value
+from sirchat.errors import SirchatError, UsageError, format_value, shows_tracebacks
 from sirchat.memory.policies import policy_class
+from sirchat.paths import read_yaml
 from sirchat.ui.interrupt import interruptible_imports
 from sirchat.ui.text import displayable_line
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from sirchat.server.app import ChatServer
 
 
+_FLAGS = read_yaml(__file__, "serve")
 serve_app = typer.Typer(add_completion=False)
 
 _SHUTDOWN_SECONDS = 3  # how long open connections may go on after a signal
@@ -46,53 +48,19 @@ _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 @serve_app.command()
 @with_setting_flags
+@with_flags(_FLAGS["serve"])
 def serve(
     flags: dict[str, Any],
-    host: Annotated[
-        str, typer.Option(help="Name or address to listen at; others than this machine need a key.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8080,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="SIRCHAT_API_KEY",
-            help="The key that each request must have. Better set the environment variable: other "
-            "users of this machine can see flags.",
-        ),
-    ] = None,
-    conversations: Annotated[
-        int,
-        typer.Option(min=1, max=1000, help="How many conversations are in memory, with caches."),
-    ] = 8,
-    saved: Annotated[
-        int, typer.Option(min=1, max=10000, help="How many conversations are on disk at most.")
-    ] = 100,
-    queue: Annotated[
-        int, typer.Option(min=0, max=10000, help="How many requests may wait for a conversation.")
-    ] = 256,
-    reuse: Annotated[
-        Literal["messages", "exact"],
-        typer.Option(
-            help="What of a request is not read again: all messages that were read, or only those "
-            "before which nothing has changed (exact)."
-        ),
-    ] = "messages",
-    cors: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A web site whose pages may ask, such as https://chat.example.org; repeatable.",
-            metavar="URL",
-        ),
-    ] = None,
-    idle: Annotated[
-        str,
-        typer.Option(
-            help="End after this time without a request, such as 90s, 10m or 2h; 0: never.",
-            metavar="TIME",
-        ),
-    ] = "0",
+    host: str = "127.0.0.1",
+    port: int = 8080,
+    api_key: str | None = None,
+    conversations: int = 8,
+    saved: int = 100,
+    queue: int = 256,
+    reuse: Literal["messages", "exact"] = "messages",
+    cors: list[str] | None = None,
+    idle: str = "0",
     trust_remote_code: Trust = False,
-    debug: Debug = False,
 ) -> None:
     """Answer programs over HTTP, by the interface of OpenAI's chat completions.
 
@@ -118,7 +86,7 @@ def serve(
         app, sockets = server.app, [listener]
         if ask_port is not None:
             app, sockets = ask_port[0].with_access(app), [listener, ask_port[1]]
-        _run(server, _IdleClock(app), sockets, host, idle=seconds, debug=debug)
+        _run(server, _IdleClock(app), sockets, host, idle=seconds)
 
 
 def load_server(
@@ -228,7 +196,6 @@ def _run(
     host: str,
     *,
     idle: float,
-    debug: bool,
 ) -> None:
     """Run the server until a signal, or `idle` seconds without a request; SIGTERM exits with 0."""
     import uvicorn
@@ -271,11 +238,11 @@ def _run(
         idle_clock,
         http=Connection,
         backlog=_BACKLOG // 8,
-        log_level="debug" if debug else "warning",
+        log_level="debug" if shows_tracebacks() else "warning",
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
         server_header=False,
     )
-    logging.getLogger("sirchat").setLevel(logging.DEBUG if debug else logging.WARNING)
+    logging.getLogger("sirchat").setLevel(logging.DEBUG if shows_tracebacks() else logging.WARNING)
     for listener in sockets:
         listener.listen()
     url_host = f"[{host}]" if ":" in host else host

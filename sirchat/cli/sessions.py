@@ -5,29 +5,22 @@ import sys
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from sirchat import paths
-from sirchat.cli.flags import Debug, complete_session
+from sirchat.cli.flags import with_flags
 from sirchat.cli.registry import lab_module
 from sirchat.errors import SessionError, UsageError, format_value
-from sirchat.paths import open_private, sessions_dir, write_private
+from sirchat.paths import open_private, read_yaml, sessions_dir, write_private
 from sirchat.ui.text import displayable, displayable_line, pluralize
 
 if TYPE_CHECKING:
     from sirchat.saved.session_list import SavedSession
 
+_FLAGS = read_yaml(__file__, "sessions")
 sessions_app = typer.Typer(add_completion=False, invoke_without_command=True)
-
-Ident = Annotated[
-    str,
-    typer.Argument(
-        help="The saved chat: its id, the beginning of its id, its name, or last.",
-        autocompletion=complete_session,
-    ),
-]
 
 
 @sessions_app.callback()
@@ -38,9 +31,8 @@ def sessions(context: typer.Context) -> None:
 
 
 @sessions_app.command("list")
-def sessions_list(
-    every: Annotated[bool, typer.Option("--all", help="List more than the newest 1,000.")] = False,
-) -> None:
+@with_flags(_FLAGS["sessions_list"])
+def sessions_list(every: bool = False) -> None:
     """List the saved chats, newest first."""
     from sirchat.config.profile_files import resolve
     from sirchat.saved.session_list import MAX_LISTED, key_value_bytes, list_sessions
@@ -66,12 +58,8 @@ def sessions_list(
 
 
 @sessions_app.command("search")
-def sessions_search(
-    words: Annotated[
-        list[str], typer.Argument(help="Words to find; of the last, the beginning is enough.")
-    ],
-    debug: Debug = False,
-) -> None:
+@with_flags(_FLAGS["sessions_search"])
+def sessions_search(words: list[str]) -> None:
     """Find saved chats by what was said in them; the best match comes first."""
     from sirchat.saved.search import nothing_found_error, search_sessions
     from sirchat.ui.lists import SessionLines, print_sessions
@@ -91,7 +79,8 @@ def sessions_search(
 
 
 @sessions_app.command("show")
-def sessions_show(ident: Ident, debug: Debug = False) -> None:
+@with_flags(_FLAGS["sessions_show"])
+def sessions_show(ident: str) -> None:
     """Print the text of a saved chat; of one that is open elsewhere, what was saved last."""
     from sirchat.saved.session_list import find_session
     from sirchat.saved.store import SessionStore
@@ -105,17 +94,8 @@ def sessions_show(ident: Ident, debug: Debug = False) -> None:
 
 
 @sessions_app.command("rm")
-def sessions_rm(
-    ident: Ident,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
-    history: Annotated[
-        bool,
-        typer.Option(
-            "--history", help="Also erase the lines typed in this chat from the input history."
-        ),
-    ] = False,
-    debug: Debug = False,
-) -> None:
+@with_flags(_FLAGS["sessions_rm"])
+def sessions_rm(ident: str, yes: bool = False, history: bool = False) -> None:
     """Delete a saved chat and all its files, after asking."""
     from sirchat.saved.session_list import find_session, list_sessions, remove_session
 
@@ -145,10 +125,8 @@ def sessions_rm(
 
 
 @sessions_app.command("trim")
-def sessions_trim(
-    size: Annotated[str, typer.Argument(help="What may stay, such as 512MiB, or 0 for nothing.")],
-    debug: Debug = False,
-) -> None:
+@with_flags(_FLAGS["sessions_trim"])
+def sessions_trim(size: str) -> None:
     """Delete the oldest saved keys and values above a size, of all chats; every text stays."""
     from sirchat.config.profile import parse_size
     from sirchat.saved.session_list import key_value_bytes, make_room
@@ -165,14 +143,8 @@ def sessions_trim(
 
 
 @sessions_app.command("export")
-def sessions_export(
-    ident: Ident,
-    file: Annotated[
-        Path | None, typer.Argument(help="The file to write; default: standard output.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
-    debug: Debug = False,
-) -> None:
+@with_flags(_FLAGS["sessions_export"])
+def sessions_export(ident: str, file: Path | None = None, force: bool = False) -> None:
     """Write a saved chat as JSON Lines, which `sirchat replay` reads."""
     from sirchat.saved.session_list import export_session, find_session
 
@@ -192,15 +164,8 @@ def sessions_export(
 
 
 @sessions_app.command("map")
-def sessions_map(
-    ident: Ident,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="The picture, FILE.svg or FILE.png; default: the chat's id, as SVG."),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
-    debug: Debug = False,
-) -> None:
+@with_flags(_FLAGS["sessions_map"])
+def sessions_map(ident: str, out: Path | None = None, force: bool = False) -> None:
     """Draw a saved chat's memory: which tokens were held, evicted and restored, by turn.
 
     It needs the extra plots, which brings matplotlib. The picture has no text of the chat.

@@ -10,6 +10,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from sirchat.errors import shows_tracebacks
+
 _EXIT_SIGNALS = ("SIGTERM", "SIGHUP", "SIGQUIT")  # SIGQUIT is Ctrl-\
 _GRACE_SECONDS = 1.0  # from a signal to the check whether the program is ending
 
@@ -121,7 +123,7 @@ class _ExitHandler:
         elif isinstance(ignored.exc_value, KeyboardInterrupt):
             number = 128 + signal.SIGINT
         else:  # an error of a library that was interrupted; it would print a traceback
-            if "--debug" in sys.argv:
+            if shows_tracebacks():
                 sys.__unraisablehook__(ignored)
             return
         threading.Timer(0.02, os.kill, (os.getpid(), number - 128)).start()

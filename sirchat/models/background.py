@@ -1,7 +1,7 @@
 """Background processes that outlive the command that started them, at most one of each kind.
 
 One kind writes a prepared file, another learns a sentence encoder. While a process runs, it locks
-the file of its kind.
+the file of its kind, which all homes of a user share: each process takes a whole processor.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from sirchat.paths import make_private_dir, state_dir
+from sirchat.paths import make_private_dir, memory_dir, state_dir
 
 if sys.platform != "win32":
     import fcntl
@@ -23,17 +23,21 @@ _WRITER_LOCK = "background"  # the lock of what writes a prepared file
 
 def lock_file(name: str) -> Path:
     """The file that a background process locks while it works; its text may name the work."""
-    return state_dir() / f"{name}.lock"
+    folder = memory_dir()
+    if sys.platform == "win32" or folder is None:
+        return state_dir() / f"{name}.lock"
+    return Path(folder) / f"sirchat-{os.getuid()}-{name}.lock"
 
 
 def lock(name: str = _WRITER_LOCK) -> int | None:
-    """Lock a file in the folder of states; None if another process holds it, or if that fails.
+    """Lock the file of a kind; None if another process holds it, or if that fails.
 
     The lock lasts until the descriptor is closed here and in all processes forked with it.
     """
     with suppress(OSError):
-        make_private_dir(state_dir())
-        descriptor = os.open(lock_file(name), os.O_CREAT | os.O_RDWR, 0o600)
+        make_private_dir(lock_file(name).parent)
+        no_link = getattr(os, "O_NOFOLLOW", 0)  # others may put one into a folder in memory
+        descriptor = os.open(lock_file(name), os.O_CREAT | os.O_RDWR | no_link, 0o600)
         try:
             if sys.platform != "win32":
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -53,7 +53,8 @@ _ABANDONED_AFTER = 3600  # seconds after which an unfinished library counts as a
 # Errors that may not recur at a later start
 _TEMPORARY_ERRORS = (
     *("No space left", "Disk quota", "Read-only file system", "Permission denied"),
-    *("Killed signal", "allocate memory", "out of memory", "memory exhausted"),
+    *("Killed signal", "terminated with signal", "File size limit", "Input/output error"),
+    *("allocate memory", "out of memory", "memory exhausted"),
 )
 
 
@@ -108,7 +109,7 @@ def ensure_library(timeout: float = -1) -> str:
     A permanent error is kept in a file, so that later starts do not try again.
     """
     path = compiled_dir() / library_name()
-    if path.exists():
+    if path.is_file():
         return ""
     if not supports_processor():
         return "it needs a processor with AVX2, AVX-512, or 64-bit ARM"
@@ -119,7 +120,7 @@ def ensure_library(timeout: float = -1) -> str:
         make_private_dir(path.parent)
         with lock.acquire(timeout=timeout):
             try:
-                return "" if path.exists() else _read_failure(path) or _build(path)
+                return "" if path.is_file() else _read_failure(path) or _build(path)
             finally:
                 with suppress(OSError):  # Windows deletes no file that is open
                     Path(lock.lock_file).unlink(missing_ok=True)
@@ -136,9 +137,11 @@ def _build(path: Path) -> str:
         try:
             build_library(library)
         except RuntimeError as error:
+            for line in str(error).splitlines():  # a linker's reason is not in the last one
+                if any(text in line for text in _TEMPORARY_ERRORS):
+                    return f"compiling fails: {line[:500]}"
             problem = f"compiling fails: {_last_line(error)}"
-            if not any(text in str(error) for text in _TEMPORARY_ERRORS):
-                _record_failure(path, problem)
+            _record_failure(path, problem)
             return problem
         library.chmod(0o600)
         os.replace(library, path)
@@ -154,7 +157,7 @@ def wait_for_library() -> ctypes.CDLL | None:
 def _open_library(progress: Progress | None, timeout: float) -> ctypes.CDLL | str:
     """The library, compiled if necessary, or the reason why it can't be used."""
     path = compiled_dir() / library_name()
-    if progress is not None and not path.exists():
+    if progress is not None and not path.is_file():
         progress("compiling the decode step, some seconds", 0, None)
     if problem := ensure_library(timeout):
         return problem

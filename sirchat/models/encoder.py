@@ -119,7 +119,8 @@ class Encoder:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             if about.pop("sum", "") not in ("", _checksum(tensors)):  # older files have none
                 raise ValueError
-            restored = {name: one.float() for name, one in tensors.items()}
+            # copies: the file stays mapped else, and who shortens it would end the process
+            restored = {name: one.to(torch.float32, copy=True) for name, one in tensors.items()}
             restored["weight"] *= restored.pop("scale")
             if all(tensor.isfinite().all() for tensor in restored.values()):
                 found = cls(layers, about=about, **restored)

@@ -58,7 +58,7 @@ def learn_in_background(name: str, module: Any, *, trust_remote_code: bool = Fal
         lines = "".join(f"{line}\n" for line in (__version__, *log, _STARTED))
         paths.write_private(file, lines, replaces=True)
         os.truncate(lock, 0)
-        os.write(lock, file.name.encode())
+        os.write(lock, os.fsencode(file))
         _start(name, trust_remote_code, file, lock)
     except OSError:  # no room for files, or for a process
         return ""
@@ -114,8 +114,8 @@ def why_no_encoder(name: str) -> str:
     last = log[-1] if log else ""
     if background.is_running(_LOCK_NAME):
         with suppress(OSError):
-            file = background.lock_file(_LOCK_NAME).read_text("utf-8")
-            if file == paths.encoder_attempts_file(name).name:
+            file = background.lock_file(_LOCK_NAME).read_bytes()
+            if file == os.fsencode(paths.encoder_attempts_file(name)):
                 done = f": {last}" if last != _STARTED else ""
                 return f"none yet, it is learned in the background{done}"
     if last.startswith(_ERROR_PREFIX):

@@ -202,7 +202,7 @@ def load_gguf_parts(
         settings = (str(dtype), packing_layout(), str(torch.__version__), sys.byteorder)
         # The library alone multiplies five bits fast: what it packed is of no use without it.
         prepared_file = prepared_path(path, (*settings, *["for the library"] * bool(library)))
-    if prepared_file is not None and prepared_file.exists():
+    if prepared_file is not None and prepared_file.is_file():
         try:
             if (changeable := find_changeable_by_others(prepared_file)) is None:
                 return _load_prepared(prepared_file, dtype)

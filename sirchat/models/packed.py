@@ -462,10 +462,6 @@ def has_fast_bfloat16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def has_native_products() -> bool:
-    return torch._C._dispatch_has_kernel("sirchat::multiply_4")
-
-
 def has_matrix_units() -> bool:
     """Whether the library has products by matrix units (`tiles.cpp`), fastest for many rows."""
     return torch._C._dispatch_has_kernel("sirchat::score_8")

@@ -28,7 +28,6 @@ from sirchat.models.packed import (
     Int8Linear,
     MatmulMethod,
     PackedLinear,
-    has_native_products,
     int4_block_rows,
     packing_layout,
 )
@@ -99,8 +98,7 @@ def load_library(path: Path) -> ctypes.CDLL:
 
     Raises DamagedProgramError, WrongProgramError, or any error if it can't be loaded now.
     """
-    if not has_native_products():
-        check_digest(path)
+    check_digest(path)
     library = ctypes.CDLL(str(path))
     _compare_with_torch()
     return library

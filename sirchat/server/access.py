@@ -6,6 +6,7 @@ this machine (DNS rebinding). So on a loopback address, the `Host` header must n
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,6 +26,8 @@ from sirchat.server.fields import MAX_BODY_BYTES, RequestError
 # `host.docker.internal` is how containers call the machine on which they run.
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1", "host.docker.internal")
 
+_BODY_SECONDS = 300.0  # in which the whole body of a request must come
+
 
 def is_loopback(host: str) -> bool:
     """Whether `host` is `localhost` or a loopback address, which only this machine can reach."""
@@ -35,13 +38,17 @@ def is_loopback(host: str) -> bool:
 
 
 async def read_body(request: Request) -> bytes:
-    """Read a request's body; raises RequestError once it has more than `MAX_BODY_BYTES`."""
+    """Read a request's body; raises RequestError if it is too large or comes too slowly."""
     body = bytearray()
     try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > MAX_BODY_BYTES:
-                raise _too_large()
+        async with asyncio.timeout(_BODY_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    raise _too_large()
+    except TimeoutError:
+        why = f"the request did not come within {_BODY_SECONDS:g} seconds"
+        raise RequestError(why, status=408, headers={"Connection": "close"}) from None
     except ClientDisconnect:
         raise RequestError("the client closed the connection", status=499) from None
     return bytes(body)

@@ -208,7 +208,7 @@ def _raise_budget(conversation: ServedConversation, history: History) -> None:
     # Prompt and tools are pinned, unless they take more than half of what the budget can be: the
     # model's context, in at most half of the free memory.
     session, (role, text) = conversation.session, history.messages[0]
-    max_pins = session.engine.evictor.divide_budget().max_pins
+    max_pins = session.engine.choice.divide_budget().max_pins
     if max_pins is None or not session.profile.pin_system or role != "user":
         return
     with _refuse_template_errors("messages"):

@@ -96,7 +96,10 @@ class SessionRoutes:
     async def _facts(self, request: Request) -> Response:
         ident, words = request.path_params["id"], request.query_params.get("words", "")
         facts = await self._call(lambda: self._conversations.find(ident).session.facts(words))
-        return JSONResponse({"object": "list", "data": list(map(asdict, facts))}, headers=_NO_STORE)
+        return JSONResponse(
+            {"object": "list", "data": [{**asdict(one), "state": one.state} for one in facts]},
+            headers=_NO_STORE,
+        )
 
     async def _change(self, request: Request) -> Response:
         ident = request.path_params["id"]

@@ -7,6 +7,7 @@ import unicodedata
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -128,6 +129,13 @@ def tokens_matching(pattern: re.Pattern[str], pieces: Sequence[str]) -> NDArray[
     for match in pattern.finditer("".join(pieces)):
         mask[tokens_spelling(ends, match.start(), match.end())] = True
     return mask
+
+
+def text_with_gaps(pieces: Sequence[str], is_there: NDArray[np.bool_]) -> str:
+    """The text of the tokens that are there, on one line, with … for each run of others."""
+    runs = groupby(zip(pieces, is_there.tolist(), strict=True), key=lambda piece: piece[1])
+    parts = ["".join(text for text, _ in run) if there else " … " for there, run in runs]
+    return " ".join("".join(parts).split())
 
 
 def sentence_bounds(pieces: Sequence[str]) -> list[int]:

@@ -17,7 +17,7 @@ from rich.style import Style
 from rich.text import Text
 
 from sirchat.chat.events import Delta
-from sirchat.ui.text import pluralize
+from sirchat.ui.text import WORD_OR_SIGN, pluralize
 
 _MAX_LINE_CUTS = 4  # last lines behind which a block that is too tall is tried to be cut
 _WORD_OFFSETS = (0, 1, -1, 2, -2)  # from where a row seems to begin: marks may be words, too
@@ -25,8 +25,6 @@ _MIN_BLANKS = 5  # of a text that is cut between words
 _RETRY_GROWTH = 1.25  # of a block that could not be cut, until that is tried again
 _CODE_OPENER = re.compile(r"([ ]{0,3}(?:```+|~~~+))([^\s`]*)")
 _FENCES = "```", "~~~"
-# A word, or a sign that stands alone: a blank, or one of a script without blanks between words.
-_WORD_OR_SIGN = re.compile(r"[^\s\u2e80-\U0003ffff]+|.", re.DOTALL)
 
 
 class RowLayout(Protocol):
@@ -214,7 +212,7 @@ class WordWrapper:
 
     def push(self, text: str, width: int) -> str:
         """What to write so that a terminal `width` columns wide shows the next text."""
-        return "".join([self._place(part, width) for part in _WORD_OR_SIGN.findall(text)])
+        return "".join([self._place(part, width) for part in WORD_OR_SIGN.findall(text)])
 
     def _place(self, part: str, width: int) -> str:
         """What to write for a part of a word; a word that does not fit begins the next row."""

@@ -75,14 +75,14 @@ def draw_prompt_panel(
     Each list takes at most `max_rows` rows. Facts that a later message may replace come last.
     """
     width -= 1  # a full row would make some terminals wrap
-    facts = sorted(facts, key=lambda fact: fact.newer is None)[::-1]
-    whole = [fact for fact in facts if fact.held == fact.tokens]
-    partly = [fact for fact in facts if 0 < fact.held < fact.tokens]
-    evicted = [fact for fact in facts if not fact.held]
+    told = {state: list[str]() for state in ("held", "partly held", "evicted")}
+    for fact in sorted(facts, key=lambda fact: fact.newer is None)[::-1]:
+        text = fact.left if fact.state == "partly held" else fact.text
+        told[fact.state].append(f'"{text}"')
     lists = {
-        "held, of what you told": _quoted(whole) or ["none whole"] * bool(facts),
-        "held in part": _quoted(partly),
-        "evicted, of what you told": _quoted(evicted),
+        "held, of what you told": told["held"] or ["none whole"] * bool(facts),
+        "held in part": told["partly held"],
+        "evicted, of what you told": told["evicted"],
         "recalled for the last reply alone": _recalled_sentences(snapshot),
     }
     lines = [_budget_line(snapshot, theme, width)]
@@ -96,10 +96,6 @@ def draw_prompt_panel(
     ]
     name, _, words = "; ".join(by_owner).partition(": ")
     return Group(*lines, *_list_lines(f"evicted next, {name}", [words] * bool(words), theme, width))
-
-
-def _quoted(facts: Iterable[StatedFact]) -> list[str]:
-    return [f'"{fact.left or fact.text}"' for fact in facts]
 
 
 def _budget_line(snapshot: Snapshot, theme: Theme, width: int) -> Text:

@@ -18,6 +18,7 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.enums import EditingMode
 from prompt_toolkit.filters import Condition, has_focus, is_searching, vi_mode
 from prompt_toolkit.formatted_text import FormattedText
+from prompt_toolkit.formatted_text.utils import fragment_list_width
 from prompt_toolkit.history import History
 from prompt_toolkit.input import Input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -42,12 +43,14 @@ from sirchat.ui.editor import edit_in_editor, editor_command
 from sirchat.ui.keys import ESCAPE_SECONDS, ChordEscape, terminal_keys
 from sirchat.ui.pasted import FENCE, PastedAtSigns, escape_message
 from sirchat.ui.text import displayable
+from sirchat.ui.word_wrap import WordWrap
 
 # Takes the index of a list's item and a width in cells; returns the item's lines, each a list of
 # (style, text), where style is `dim`, `bold`, `match` or "".
 DrawItem = Callable[[int, int], list[list[tuple[str, str]]]]
 
 _PROMPT_TEXT = FormattedText([("class:prompt", "> ")])
+_CONTINUATION_CELLS = 2  # before each row of the text but the first
 _EDIT_PROMPT_TEXT = FormattedText([("class:prompt", "edit> ")])
 
 _LOOP_CLOSED = "Event loop is closed"  # asyncio's error if Ctrl-C comes while a prompt closes
@@ -113,14 +116,14 @@ class Prompt:
             input=keys,
             output=output,
             multiline=True,
-            prompt_continuation="  ",
+            prompt_continuation=" " * _CONTINUATION_CELLS,
             completer=DummyCompleter(),
             complete_while_typing=Condition(self._completes_while_typing),
             bottom_toolbar=self._toolbar_text,
             placeholder=self._placeholder,
             history=history,
             key_bindings=self._bindings(),
-            input_processors=[_ControlCharFilter()],
+            input_processors=[_ControlCharFilter(), WordWrap(self._prefix_cells)],
             enable_suspend=True,
             style=DynamicStyle(self._style),
         )
@@ -295,6 +298,10 @@ class Prompt:
                 up, down = f"\x1b[{cursor.y + rows}A", f"\x1b[{cursor.y}B" if cursor.y else ""
                 output.write_raw(f"{up}\x1b[{rows}M{down}\x1b[{cursor.x + 1}G")
         return _PROMPT_TEXT
+
+    def _prefix_cells(self) -> tuple[int, int]:
+        first = _EDIT_PROMPT_TEXT if self._is_editing else _PROMPT_TEXT
+        return fragment_list_width(first), _CONTINUATION_CELLS
 
     def _style(self) -> Style:
         return _STYLE if self._has_colours() else _COLOURLESS_STYLE

@@ -16,7 +16,7 @@ from sirchat.chat.pinned_summary import (
 from sirchat.chat.retry import go_on
 from sirchat.chat.session import Interrupted, Session
 from sirchat.chat.summary import make_summary, omitted_facts
-from sirchat.errors import SirchatError, is_output_closed
+from sirchat.errors import SirchatError, is_output_closed, shows_tracebacks
 from sirchat.models.devices import describe_threads
 from sirchat.saved.store import SessionStore
 from sirchat.text.text_file import without_surrogates
@@ -56,8 +56,8 @@ _REVIEW_QUESTION = "takes {:,} tokens, evicts {:,}: k or Enter keeps it, e edits
 class Chat:
     """A chat at the prompt, which ends when the user leaves.
 
-    `store` is the file from which the chat was resumed. Unexpected errors are printed, and with
-    `debug` raised. `trusted` (`module:Class`) may be named by profiles and saved chats.
+    `store` is the file from which the chat was resumed. Unexpected errors are printed, and
+    with `--debug` raised. `trusted` (`module:Class`) may be named by profiles and saved chats.
     """
 
     def __init__(
@@ -66,7 +66,6 @@ class Chat:
         screen: Screen,
         terminal_input: TerminalInput,
         store: SessionStore | None,
-        debug: bool,
         trusted: Collection[str],
         tools: ToolFlags | None = None,
     ) -> None:
@@ -76,10 +75,7 @@ class Chat:
         self._keyboard = terminal_input.keyboard
         self._history = terminal_input.history
         self._prompt = terminal_input.prompt
-        self.saved_chat = SavedChat(
-            session, screen, store, debug=debug, trusted=trusted, pick=self._pick
-        )
-        self._debug = debug
+        self.saved_chat = SavedChat(session, screen, store, trusted=trusted, pick=self._pick)
         self._has_asked_to_leave = False
         self.tools = ToolUse(
             tools or ToolFlags(),
@@ -174,7 +170,7 @@ class Chat:
         except KeyboardInterrupt:
             self._screen.note("stopped")
         except Exception as error:
-            if self._debug or is_output_closed(error):
+            if shows_tracebacks() or is_output_closed(error):
                 raise
             self._screen.error(f"{type(error).__name__}: {error}")
         return True

@@ -14,7 +14,13 @@ from sirchat.chat.rereading import check_rewind, repinned_note, rewind
 from sirchat.chat.session import Session
 from sirchat.chat.targets import whole_words
 from sirchat.config.profile import FIXED_SETTINGS
-from sirchat.errors import SessionError, SirchatError, did_you_mean, format_value
+from sirchat.errors import (
+    SessionError,
+    SirchatError,
+    did_you_mean,
+    format_value,
+    shows_tracebacks,
+)
 from sirchat.paths import sessions_dir
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.database import SUFFIX
@@ -53,8 +59,8 @@ _CHARS_BEFORE_MATCH = 24  # shown of a found message
 class SavedChat:
     """Saves the current chat if the setting `save` is on, and loads other saved chats.
 
-    `store` is the file from which the session was resumed. Errors of saving are printed; `debug`
-    raises them. `pick` lets the user pick a chat, as `Prompt.pick` does.
+    `store` is the file from which the session was resumed. Errors of saving are printed;
+    `--debug` raises them. `pick` lets the user pick a chat, as `Prompt.pick` does.
     """
 
     def __init__(
@@ -63,7 +69,6 @@ class SavedChat:
         screen: Screen,
         store: SessionStore | None = None,
         *,
-        debug: bool = False,
         trusted: Collection[str] = (),
         pick: Callable[[int, DrawItem, str], int | None] | None = None,
     ) -> None:
@@ -71,7 +76,6 @@ class SavedChat:
         self._pick = pick
         self._trusted = trusted
         self._screen = screen
-        self._debug = debug
         self._autosave = Autosave(session, store)
         self._last_error = ""  # "" if the last try to write succeeded
 
@@ -90,7 +94,7 @@ class SavedChat:
             if self._session.profile.save:
                 self._write_new()
         except Exception as error:  # the chat goes on after any error
-            if self._debug:
+            if shows_tracebacks():
                 raise
             self._last_error = str(error) or type(error).__name__
         return not self._last_error
@@ -119,7 +123,7 @@ class SavedChat:
             elif self._session.profile.save:
                 self._autosave.save_kv()
         except Exception as error:
-            if self._debug:
+            if shows_tracebacks():
                 raise
             self._screen.error(f"saved without keys and values: {error}")
         finally:

@@ -62,14 +62,13 @@ def chat(
     screen: Screen,
     *,
     store: SessionStore | None = None,
-    debug: bool = False,
     trusted: Collection[str] = (),
     tools: ToolFlags | None = None,
 ) -> None:
     """Load the model of a profile, and chat until the user leaves.
 
     A new chat on a terminal shows its prompt at once; any other, a progress bar first. Errors in
-    loading are raised. `store`, `debug`, `trusted` and `tools` are as for `Chat`.
+    loading are raised. `store`, `trusted` and `tools` are as for `Chat`.
     """
     with open_terminal_input(screen, is_persistent=profile.save) as entry:
         prompt = entry.prompt
@@ -79,7 +78,7 @@ def chat(
         def begin(session: Session, events: Iterable[Event]) -> None:
             from sirchat.ui.repl import Chat
 
-            chat = Chat(session, screen, entry, store, debug, trusted, tools)
+            chat = Chat(session, screen, entry, store, trusted, tools)
             chat.greet(events)
             chat.tools.begin()
             begun.set_result(chat)

@@ -40,6 +40,7 @@ _TEXT_COLUMNS: Final[dict[str, dict[str, Any]]] = {
 }
 _GAP = 2  # cells between two columns
 _SHARE_GLYPHS: Final = "▁▂▃▄▅▆▇"
+_MAX_MISSING_WORDS = 2  # of a statement that are named
 _MAX_NEWER_CHARS = 40  # of a newer statement
 
 
@@ -85,7 +86,11 @@ def draw_facts(facts: Sequence[StatedFact], now: float, theme: Theme) -> Table:
 
 
 def _fact_state(fact: StatedFact) -> str:
-    state = "held" if fact.held == fact.tokens else "partly held" if fact.held else "evicted"
+    state = fact.state
+    if state == "partly held":
+        named = ", ".join(f'"{word}"' for word in fact.missing[:_MAX_MISSING_WORDS])
+        more = len(fact.missing) - _MAX_MISSING_WORDS
+        state += f", without {displayable_line(named)}" + f" and {more} more" * (more > 0)
     if fact.is_rule:
         state += ", pinned as a rule"
     if newer := shorten(displayable_line(fact.newer_text), _MAX_NEWER_CHARS):

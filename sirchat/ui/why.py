@@ -11,9 +11,11 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from sirchat.chat.events import TokenRow
+from sirchat.chat.retry import settings_for_full
 from sirchat.chat.session import Session
 from sirchat.chat.targets import turn_of_target, without_quotes
 from sirchat.chat.why import AttentionPaid, TokenRank, last_round, related_turn
+from sirchat.chat.words import is_punctuation
 from sirchat.errors import UsageError
 from sirchat.recall import RecalledTurn
 from sirchat.text.detokenizer import sentence_bounds
@@ -103,7 +105,8 @@ def describe_use(
     share = fmean(shares)
     times = f"({share:.1f} times an average token)"
     if share < _LITTLE_ATTENTION:
-        advice = "/retry full may help" if can_retry else "/retry draws another reply"
+        lacks = any(not is_punctuation(rank.row.text) for rank in before if rank not in held)
+        advice = "/retry full may help" if can_retry and lacks else "/retry draws another reply"
         return f"{was}, but the reply made little use of it {times}; {advice}."
     if share < 1:
         return f"{was}, and the reply paid it some attention {times}."
@@ -134,7 +137,7 @@ def _explain_target(
     state = explain_state(ranks, target, session.profile.policy, session.recall.turns)
     if paid is None:
         return [state]
-    can_retry = _can_retry_full(session)
+    can_retry = _can_retry_full(session, ranks)
     use = describe_use(ranks, _target_name(target, ranks), paid, can_retry=can_retry)
     if not use:
         return [state]
@@ -174,7 +177,7 @@ def _describe_related(
     whose = "Your" if session.turns[turn].role == "user" else "The model's"
     shares = f"which shares {_quote_words(shared_words[:2])} with your message"
     what = f"{whose} “{text}”, {messages_ago(turn, session.turns)}, {shares},"
-    return describe_use(ranks, what, paid, can_retry=_can_retry_full(session))
+    return describe_use(ranks, what, paid, can_retry=_can_retry_full(session, ranks))
 
 
 def _most_used_sentence(session: Session, paid: AttentionPaid, question: int) -> list[str]:
@@ -202,8 +205,13 @@ def _most_used_sentence(session: Session, paid: AttentionPaid, question: int) ->
     return [f"Of earlier sentences it used most, of {whose}: “{quoted}”."]
 
 
-def _can_retry_full(session: Session) -> bool:
-    return session.resident < session.seen and session.profile.archive != "off"
+def _can_retry_full(session: Session, ranks: Sequence[TokenRank]) -> bool:
+    """Whether `/retry full` is allowed, and would hold all these tokens, of which some are not."""
+    missing = [rank for rank in ranks if rank.state != "held"]
+    if not missing or session.profile.archive == "off" or session.toolbox.tools:
+        return False
+    is_stored = all(rank.state != "not_stored" for rank in missing)
+    return is_stored and not settings_for_full(session)[1]
 
 
 def _quote_words(words: Sequence[str]) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import os
@@ -18,9 +19,14 @@ from random import Random
 from urllib.parse import urlsplit
 
 import pytest
+from starlette.requests import Request
+from starlette.types import Message
 
 from attacking import MANY
 from serving import CHAT
+from sirchat.server import access
+from sirchat.server.access import read_body
+from sirchat.server.fields import RequestError
 
 pytestmark = pytest.mark.slow
 
@@ -114,6 +120,17 @@ def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Address]]:
             yield process, (str(place.hostname), int(place.port or 0))
         finally:
             process.kill()
+
+
+def test_a_body_that_comes_too_slowly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def receive() -> Message:
+        await asyncio.sleep(0.01)
+        return {"type": "http.request", "body": b" ", "more_body": True}
+
+    monkeypatch.setattr(access, "_BODY_SECONDS", 0.05)
+    with pytest.raises(RequestError, match=r"did not come within 0.05 seconds") as refused:
+        asyncio.run(asyncio.wait_for(read_body(Request({"type": "http"}, receive)), 5))
+    assert (refused.value.status, refused.value.headers) == (408, {"Connection": "close"})
 
 
 def test_who_speaks_http_wrongly_slowly_or_not_at_all_keeps_nobody_waiting(

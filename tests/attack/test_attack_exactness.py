@@ -13,11 +13,14 @@ with `SIRCHAT_ATTACK_MODEL=tiny` as well, it is the bundled one.
 from __future__ import annotations
 
 import os
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -113,6 +116,7 @@ class Talk:
         self.model, self.folder, self.leader = WatchedModel.of(model), folder, leader
         self.theta = float(model.module.config.rope_parameters["rope_theta"])
         self.reply: GeneratedReply | None = None
+        self.interrupts = 0
         self.left: list[tuple[Session, list[Any]]] = []  # chats that went on as branches
         self._use(Session(self.model, profile))
 
@@ -247,6 +251,33 @@ class Talk:
             else:
                 self.read(text, "Yes.")
         self.model.fail_in.clear()
+
+    def hurt(self, random: Random, text: str) -> None:
+        """A third Ctrl-C raises KeyboardInterrupt at any instruction but the shadow's own."""
+        started = time.perf_counter()
+        copy = copy_session(self.chat)
+        if copy is not None:
+            follow(copy, shadow_of(self.chat))
+            list(copy.ask(text))
+        seconds = time.perf_counter() - started
+
+        def ring(number: int, frame: FrameType | None) -> None:
+            while frame is not None:
+                if frame.f_code.co_filename.endswith("shadow.py"):
+                    signal.setitimer(signal.ITIMER_REAL, 1e-4)
+                    return
+                frame = frame.f_back
+            raise KeyboardInterrupt
+
+        former = signal.signal(signal.SIGALRM, ring)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 1e-5 + seconds * random.random())
+            list(self.chat.ask(text))
+        except KeyboardInterrupt:
+            self.interrupts += 1
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, former)
 
     def leave_off(self, text: str, at: int) -> None:
         """The caller takes no more events."""
@@ -397,6 +428,25 @@ def test_a_chat_holds_exactly_what_was_read(models: list[LoadedModel], tmp_path:
         for _ in range(random.randint(6, 12)):
             one.do(*act(random, plain=False))
         _check_branches(one)
+
+    attack(talk, 5, seconds=60)
+
+
+def test_an_interrupt_at_any_instruction_leaves_a_chat_that_goes_on_exactly(
+    models: list[LoadedModel], tmp_path: Path
+) -> None:
+    def talk(random: Random) -> None:
+        one = Talk(models[1], first_profile(random, plain=False), tmp_path)
+        for _ in range(3):
+            one.do("ask", random.choice(SAYINGS))
+        before = [(turn.role, turn.text) for turn in one.chat.turns]
+        one.do("hurt", random, random.choice(SAYINGS))
+        assert [(turn.role, turn.text) for turn in one.chat.turns][: len(before)] == before
+        one.do("ask", "What is my name?")
+        assert one.chat.turns[-2].text == "What is my name?"
+        one.do("undo")
+        one.do("resume")
+        one.do("ask", "ok")
 
     attack(talk, 5, seconds=60)
 

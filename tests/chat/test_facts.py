@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from sirchat.chat import statements
 from sirchat.chat.session import Session
 from sirchat.chat.statements import StatedFact, StatementCache
 from sirchat.chat.summary import omitted_facts
+from sirchat.chat.words import words_missing
 from sirchat.models.model import LoadedModel
 from sirchat.ui.commands import Commands
 from sirchat.ui.saved_chat import SavedChat
@@ -81,6 +83,53 @@ def test_of_a_fact_that_is_held_in_part_it_says_what_is_left() -> None:
     (fact,) = chat.facts()
     assert 0 < fact.held < fact.tokens
     assert fact.left == "My cat is … Tom."
+
+
+def held_state(text: str, *gone: str) -> tuple[str, str]:
+    """The state of a fact, and how it is shown, where these parts of its text are evicted."""
+    chat = chat_of("Hello.", text)
+    rows = [row for row in chat.tokens(range(chat.seen)) if (row.role, row.turn) == ("user", 2)]
+    ends, at = list(accumulate(len(row.text) for row in rows)), list[int]()
+    for part in gone:
+        start = text.index(part)
+        for row, end in zip(rows, ends, strict=True):
+            if end - len(row.text) < start + len(part) and end > start:
+                at.append(row.position)
+    chat.engine.evictor.exclude(np.asarray(at))
+    (fact,) = chat.facts()
+    is_shown = lines(draw_facts([fact], 0.0, NONE), 200)[1].split("  ")
+    return fact.state, next(one.strip() for one in is_shown if "held" in one or "evicted" in one)
+
+
+def test_of_a_fact_that_is_held_in_part_it_names_the_words_that_are_missing() -> None:
+    assert held_state(FACTS[0], "Tom") == ("partly held", 'partly held, without "Tom"')
+    two = 'partly held, without "called", "Tom"'
+    assert held_state(FACTS[0], "called", "Tom", ".") == ("partly held", two)
+    more = 'partly held, without "cat", "is" and 2 more'
+    assert held_state(FACTS[0], "cat", "is", "called", "Tom") == ("partly held", more)
+
+
+def test_a_fact_without_its_full_stop_is_held_and_one_of_which_only_that_is_left_evicted() -> None:
+    assert held_state(FACTS[0], ".") == ("held", "held")
+    assert held_state(FACTS[0], "My cat is called Tom") == ("evicted", "evicted")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "there", "missing"),
+    [
+        (["I", " am", " An", "na", "."], "11011", ("Anna",)),
+        (["At", " 7", ":", "45", ",", " she"], "110101", ("7:45",)[:0]),
+        (["It", " is", " €", "900"], "1101", ("€900",)),
+        (["我", "叫", "安", "娜", "。"], "11000", ("安娜",)),
+        (["我", "叫", "安", "娜", "。"], "10101", ("叫", "娜")),
+        (["I", " love", "", "🍕", "!"], "11010", ("🍕",)),
+        (["(", "no", ")"], "010", ()),
+    ],
+)
+def test_missing_words_are_whole_and_in_order(
+    pieces: list[str], there: str, missing: tuple[str, ...]
+) -> None:
+    assert words_missing(pieces, np.array(list(there)) == "1") == missing
 
 
 def test_vectors_are_those_of_reading_and_a_resumed_chat_makes_them_again() -> None:

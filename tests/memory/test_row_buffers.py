@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import simulated_devices as simulation
+from attacking import MANY
 from held_rows import append_rows
 from simulated_devices import DEVICES, KIND, simulated_devices
 from sirchat.memory.cache import BoundedCache, LayerRotation
@@ -109,7 +110,7 @@ def all_read(cache: BoundedCache) -> list[Tensor]:
 
 
 @given(steps)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=MANY or 3, deadline=None)
 def test_rows_in_one_tensor_have_the_bits_of_those_in_buffers_apart(
     plan: list[tuple[str, int]],
 ) -> None:

@@ -126,11 +126,7 @@ def test_auto_does_not_wait_for_ever_for_a_slow_compiler(
     assert step_of(model).native is not None
 
 
-def test_a_damaged_library_is_made_again(
-    copying: Path, library: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # as in a process that has not loaded it yet
-    monkeypatch.setattr(products, "has_native_products", lambda: False)
+def test_a_damaged_library_is_made_again(copying: Path) -> None:
     assert ensure_library() == ""
     (path,) = compiled_dir().iterdir()
     content = path.read_bytes()
@@ -151,7 +147,6 @@ def test_a_damaged_library_that_can_not_be_deleted_is_not_used(
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(products, "has_native_products", lambda: False)
     assert ensure_library() == ""
     (path,) = compiled_dir().iterdir()
     path.write_bytes(b"")
@@ -201,7 +196,9 @@ def test_what_can_not_be_compiled_is_tried_once_and_auto_goes_on_without(
     ("script", "said"),
     [
         ('echo "No space left on device" >&2; exit 1', "No space left on device"),
+        ('echo "ld: No space left\nld returned 1" >&2; exit 1', "ld: No space left"),
         ('echo "Killed signal terminated cc1plus" >&2; exit 1', "Killed signal"),
+        ('echo "ld terminated with signal 7 [Bus error]" >&2; exit 1', "Bus error"),
         ("kill -INT $$", "the compiler was killed"),  # as by Ctrl-C
     ],
 )
@@ -249,7 +246,6 @@ def test_the_first_compiler_that_is_there_is_used(
 def test_a_library_with_wrong_products_is_not_tried_again(
     copying: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "has_native_products", lambda: False)
     monkeypatch.setattr(products, "_MAX_PRODUCT_ERROR", 0.0)
     model = small()
     use_compiled(model, "auto")

@@ -33,6 +33,7 @@ def learns(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Learns:
 
     Returns the file into which each process writes its id.
     """
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(own_home))
     monkeypatch.setattr(learning, "_MIN_LAYERS", 1)
     python, ids = own_home / "python", own_home / "ids"
 
@@ -84,6 +85,25 @@ def test_one_process_is_started_and_the_user_is_told_once(learns: Learns) -> Non
         os.kill(int(pid), signal.SIGKILL)
     wait(has_ended)
     assert len(started(ids)) == 1
+
+
+def test_one_is_learned_at_a_time_by_all_homes_of_a_user(
+    learns: Learns, own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = learns("exec sleep 60")
+    assert learn()
+    monkeypatch.setenv("SIRCHAT_HOME", str(own_home / "other"))
+    try:
+        assert learn() == ""
+        assert why_no_encoder("tiny").startswith("none; sirchat train"), "in this home, that is"
+    finally:
+        wait(lambda: started(ids))
+        os.kill(int(started(ids)[0].split()[0]), signal.SIGKILL)
+    wait(has_ended)
+    assert learn()
+    wait(lambda: len(started(ids)) == 2)
+    os.kill(int(started(ids)[1].split()[0]), signal.SIGKILL)
+    wait(has_ended)
 
 
 def test_progress_is_shown(learns: Learns) -> None:

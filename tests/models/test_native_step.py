@@ -9,7 +9,6 @@ import ctypes
 import gc
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +37,7 @@ from sirchat.models.packed import (
     set_matmul_method,
 )
 from sirchat.models.packing import pack_module
+from warm_python import warm_python
 
 pytestmark = has_library
 
@@ -422,7 +422,7 @@ assert torch.equal(chat.next(5)[0], wanted)
 """
     folders = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
     done = subprocess.run(
-        [sys.executable, "-c", code, library._name, *folders],
+        [*warm_python(), "-c", code, library._name, *folders],
         capture_output=True,
         check=False,
         timeout=120,

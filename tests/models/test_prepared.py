@@ -44,6 +44,7 @@ PAGE = 4096
 @pytest.fixture(autouse=True)
 def _small_files_too(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepared, "MIN_GGUF_BYTES", 0)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(own_home))  # for the lock of writers
 
 
 def written(folder: Path, case: str = "llama3", seed: int = 0) -> Path:

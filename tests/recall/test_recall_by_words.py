@@ -200,6 +200,15 @@ def test_what_fits_and_was_held_anyway_is_shown_and_said_to_be() -> None:
     assert "nothing was restored: all of this was held" in notes.getvalue()
 
 
+def test_of_a_sentence_that_comes_back_in_part_only_what_is_there_is_shown() -> None:
+    one = chat("words")
+    list(one.switch("/set", recall_n=6))
+    (told,) = [each for each in recalled(one, "What is Quixbert's species?").turns if each.words]
+    assert told.tokens == 6
+    ids = one.ledger.column("token_id")[list(one.recall.scores)]
+    assert told.text == f"{one.model.tokenizer.decode(ids).strip()} …"
+
+
 CHAT = ["What a rainy day it is.", "Tell me a joke."]
 
 

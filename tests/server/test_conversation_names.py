@@ -147,27 +147,27 @@ def test_a_header_and_the_field_of_responses_are_names_too() -> None:
         assert cached(third) == second["sirchat"]["seen"]
 
 
-@pytest.mark.parametrize("other", [None, "other"])
-@pytest.mark.parametrize("slides", [False, True])
+@pytest.mark.parametrize(
+    ("other", "slides", "conversations"),  # any two values of two of them meet in one case
+    [(None, True, 8), (None, False, 1), ("other", True, 1), ("other", False, 8)],
+)
 def test_a_named_conversation_is_its_clients_alone(
-    tmp_path: Path, other: str | None, slides: bool
+    tmp_path: Path, other: str | None, slides: bool, conversations: int
 ) -> None:
     """Another client whose chat begins alike, or is a window of it, reads its own; both go on."""
     long = " ".join(f"The number {number} is a number." for number in range(20))
     secret = "The secret word is Zebulon."
-    for conversations in (8, 1):
-        folder = tmp_path / str(conversations)
-        settings: Any = {"policy": "full", "max_new_tokens": 6, "folder": folder}
-        with served(conversations=conversations, **settings) as one:
-            first = talk(one, [user(ANNA)], temperature=0)
-            second = talk(one, [user(long)], temperature=0)
-            begun = [user(ANNA), assistant(said(first)), user(long), assistant(said(second))]
-            theirs = talk(one, [*begun[2 * slides :], user(secret)], other, temperature=0)
-            assert theirs["sirchat"]["id"] != second["sirchat"]["id"]
-            mine = talk(one, [user(NAME)], temperature=0)
-            assert mine["sirchat"]["id"] == second["sirchat"]["id"]
-            assert cached(mine) == second["sirchat"]["seen"]
-            assert "Zebulon" not in held_text(one, mine)
+    settings: Any = {"policy": "full", "max_new_tokens": 6, "folder": tmp_path}
+    with served(conversations=conversations, **settings) as one:
+        first = talk(one, [user(ANNA)], temperature=0)
+        second = talk(one, [user(long)], temperature=0)
+        begun = [user(ANNA), assistant(said(first)), user(long), assistant(said(second))]
+        theirs = talk(one, [*begun[2 * slides :], user(secret)], other, temperature=0)
+        assert theirs["sirchat"]["id"] != second["sirchat"]["id"]
+        mine = talk(one, [user(NAME)], temperature=0)
+        assert mine["sirchat"]["id"] == second["sirchat"]["id"]
+        assert cached(mine) == second["sirchat"]["seen"]
+        assert "Zebulon" not in held_text(one, mine)
 
 
 def test_without_the_name_nothing_of_it_is_used() -> None:

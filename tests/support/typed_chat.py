@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import takewhile
 from typing import Any, Self, cast
+from unittest.mock import patch
 
 from prompt_toolkit.data_structures import Size
 from prompt_toolkit.input import create_pipe_input
@@ -59,6 +61,7 @@ class TypedChat:
 
     def __enter__(self) -> Self:
         keys = self._open.enter_context(create_pipe_input())
+        self._open.enter_context(patch.dict(os.environ, SIRCHAT_DEBUG="1"))  # raises errors
         terminal, self.pipe = self.terminal, keys
         self.session = session(self._model, **{"panel": "off", **self._settings})
         self.screen = Screen(terminal, terminal)
@@ -73,7 +76,7 @@ class TypedChat:
         )
         self.history.escape = prompt.escape_pasted
         entry = TerminalInput(CtrlCGuard(), _NoKeys(keys), self.history, prompt)
-        self.chat = Chat(self.session, self.screen, entry, None, True, ())
+        self.chat = Chat(self.session, self.screen, entry, None, ())
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -222,7 +222,7 @@ def test_a_line_is_a_turn_before_the_next_one_arrives(line: bytes) -> None:
 
 
 # Memory is traced with this share of the real limits and inputs: tracing takes most of the time
-SHARE = 10
+SHARE = 20
 
 
 @pytest.mark.slow

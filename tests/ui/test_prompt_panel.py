@@ -30,7 +30,8 @@ CAT, GATE, NAME = "I have a cat.", "It leaves from gate 12.", "My name is Priya.
 
 
 def fact(text: str, held: int, newer: int | None = None) -> StatedFact:
-    return StatedFact(0, text, None, 8, held, newer, left="It … gate 12." * (text == GATE))
+    left, missing = ("It … gate 12.", ("leaves", "from")) if text == GATE else ("", ())
+    return StatedFact(0, text, None, 8, held, newer, left=left, missing=missing)
 
 
 def _with_own_prompt(own: str) -> LoadedModel:

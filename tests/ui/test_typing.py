@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import Application
+from prompt_toolkit.document import Document
+from prompt_toolkit.formatted_text import StyleAndTextTuples
 from prompt_toolkit.history import DummyHistory
 from prompt_toolkit.input import PipeInput, create_pipe_input
 from prompt_toolkit.key_binding.key_processor import KeyProcessor
 from prompt_toolkit.key_binding.vi_state import InputMode
+from prompt_toolkit.layout.processors import TransformationInput
 from prompt_toolkit.output import DummyOutput
+from prompt_toolkit.utils import get_cwidth
 
 from chatting import babbler
 from fake_terminal import FakeTerminal
 from sirchat.ui.pasted import PastedAtSigns
 from sirchat.ui.prompt import InputLine, Prompt
 from sirchat.ui.typed_input import open_history
+from sirchat.ui.word_wrap import WordWrap
 from terminal import PASTE_OFF, PASTE_ON, program
 from typed_chat import TypedChat
 
@@ -189,6 +196,53 @@ def test_the_toolbar_follows_the_theme(chat: TypedChat) -> None:
         chat.ask(f"/set theme {theme}")
         chat.ask("/stats")
         assert ("\x1b[0;90m" in chat.terminal.getvalue()) == is_grey
+
+
+@pytest.mark.parametrize("columns", [24, 37, 80])
+def test_a_long_message_breaks_between_words_and_wide_signs(
+    terminal: FakeTerminal, own_home: Path, columns: int
+) -> None:
+    told = "My grandmother was born in Valparaiso, and she moved to 東京都千代田区丸の内 with my "
+    told += "grandfather 👍👍👍 when they were twenty-two years old, in nineteen-fifty-four."
+    terminal.resize(30, columns)
+    with TypedChat(terminal, babbler(), max_new_tokens=3) as chat:
+        rows = chat.press(f"{told}\x1b[D\x1b[C\r").splitlines()
+        assert chat.said() == told
+    start = next(at for at, row in enumerate(rows) if row.startswith("> "))
+    shown = itertools.takewhile(lambda row: row.startswith(("> ", "  ")), rows[start:])
+    words = " ".join(row[2:].rstrip() for row in shown).split()
+    whole = [word for word in told.split() if word.isascii()]
+    assert [word for word in words if word.isascii()] == whole
+    assert "".join(words) == told.replace(" ", "")
+
+
+signs = st.sampled_from("ab, 東👍\u0301\t")
+
+
+@given(st.text(signs, max_size=60), st.integers(6, 20), st.integers(0, 2))
+def test_rows_at_the_prompt_break_within_a_word_only_if_it_is_longer(
+    text: str, width: int, number: int
+) -> None:
+    source: StyleAndTextTuples = [("", char) for char in text]
+    wanted = TransformationInput(Mock(), Document(text), number, lambda at: at, source, width, 5)
+    laid = WordWrap(lambda: (3, 2)).apply_transformation(wanted)
+    shown = "".join(one[1] for one in laid.fragments)
+    row_of, column, room = [0], 0, width - (2 if number else 3)
+    for char in shown:  # as prompt_toolkit breaks them
+        needs = 2 if char == "\t" else get_cwidth(char)
+        if is_next := column + needs > room:
+            assert column == room, "a row is full, so that the number of rows is known"
+            column, room = 0, width - 2
+        row_of.append(row_of[-1] + is_next)
+        column += needs
+    at = [laid.source_to_display(index) for index in range(len(text) + 1)]
+    assert at == sorted(at)
+    assert at[-1] == len(shown)
+    assert all(shown[at[index]] == char for index, char in enumerate(text) if char != " ")
+    for word in re.finditer(r"[ab,\u0301]+", text):
+        cells = [index for index in range(*word.span()) if get_cwidth(text[index])]
+        rows = {row_of[at[index] + 1] for index in cells}
+        assert len(rows) <= 1 or get_cwidth(word[0]) > width - 2
 
 
 def test_a_chat_goes_on_if_the_history_can_no_longer_be_written(

@@ -15,6 +15,7 @@ from chatting import answer, babbler, session, tiny
 from held_rows import state
 from sirchat.chat.events import Notice
 from sirchat.chat.session import Session
+from sirchat.chat.tool_loop import Toolbox
 from sirchat.chat.why import AttentionPaid
 from sirchat.errors import UsageError
 from sirchat.memory.policies import policy_names
@@ -133,15 +134,39 @@ def test_a_word_that_was_held_got_so_much_attention() -> None:
     assert held.startswith(("“What” is held", "Of the "))
     rank = next(rank for rank in chat.why("Lisbon") if rank.row.turn == 2)
     for share, how in (
-        (0.3, "made little use of it (0.3 times an average token); /retry full"),
+        (0.3, "made little use of it (0.3 times an average token); /retry draws"),
         (2.0, "attention to"),
     ):
         shares = AttentionPaid(paid.start, None, {rank.row.position: share})
         sentence = describe_use([rank], "“Lisbon”", shares, can_retry=True)
         assert f"({share} times an average token)" in sentence
         assert how in sentence
+    shares = AttentionPaid(paid.start, frozenset([rank.row.position]), {rank.row.position: 0.3})
+    for text, can_retry, advice in (
+        (" Lisbon", True, "/retry full may help."),
+        (".", True, "/retry draws another reply."),
+        (" Lisbon", False, "/retry draws another reply."),
+    ):
+        row = replace(rank.row, position=rank.row.position + 1, text=text)
+        both = [rank, replace(rank, row=row, state="archived")]
+        assert describe_use(both, "It", shares, can_retry=can_retry).endswith(advice)
     hidden = describe_use([rank], "“Lisbon”", replace(shares, shares=None), can_retry=True)
     assert hidden.endswith("can't be read from this model.")
+
+
+def test_a_retry_with_all_held_is_advised_only_where_it_is_allowed_and_all_fits() -> None:
+    chat, advice = _told("sink"), "; /retry full answers with everything held."
+    assert _shown(chat, "Anna")[0].endswith(advice)
+
+    def weather(city: str) -> str:
+        return city
+
+    chat.toolbox = Toolbox([weather])
+    assert _shown(chat, "Anna")[0].endswith("could not use it.")
+    longer = session(replace(tiny(), context_length=96), policy="sink", budget=64, recent=8)
+    for text in SAID:
+        list(longer.ask(text))
+    assert _shown(longer, "Anna")[0].endswith("could not use it.")
 
 
 def test_what_was_restored_after_the_reply_was_not_there_for_it() -> None:

@@ -5,21 +5,21 @@ from typing import Any
 
 import typer
 
-from sirchat.cli.flags import Debug
+from sirchat.cli.flags import with_flags
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile, resolve
 from sirchat.errors import SirchatError, UsageError
-from sirchat.lab.commands.declared_flags import declared, with_flags
 from sirchat.lab.commands.study_flags import whole_numbers
+from sirchat.paths import read_yaml
 
 bench_app = typer.Typer(add_completion=False, invoke_without_command=True)
 
-_declared = declared("bench")
+_declared = read_yaml(__file__, "bench")
 
 
 @bench_app.command()
-@with_flags(_declared["decode"])
-def decode(json: bool, debug: Debug = False, **given: Any) -> None:
+@with_flags(**_declared["decode"])
+def decode(json: bool, **given: Any) -> None:
     seen, cache = given["seen"], given["cache"]
     numbers = seen.split(",")
     if len(numbers) < 2 or not all(one.isdecimal() for one in numbers):
@@ -58,7 +58,7 @@ def bench(context: typer.Context, **flags: Any) -> None:
         return
     for name in context.params:  # a flag before the subcommand would have no effect
         source = context.get_parameter_source(name)
-        if name != "debug" and source is not None and source.name == "COMMANDLINE":
+        if source is not None and source.name == "COMMANDLINE":
             flag, command = f"--{name}", context.invoked_subcommand
             raise UsageError(f"{flag} has no effect before {command}", hint=f"put {flag} after it")
 
@@ -72,8 +72,8 @@ bench_app.callback()(bench)
 
 
 @bench_app.command()
-@with_flags(_declared["start"])
-def start(json: bool, debug: Debug = False, **given: Any) -> None:
+@with_flags(**_declared["start"])
+def start(json: bool, **given: Any) -> None:
     profile = _profile(given)
     longs = whole_numbers("tokens", given["tokens"])
     from sirchat.lab.bench.peers import peer_for
@@ -89,8 +89,8 @@ def start(json: bool, debug: Debug = False, **given: Any) -> None:
 
 
 @bench_app.command()
-@with_flags(_declared["gpu"])
-def gpu(device: str, minutes: float, only: str, json: str | None, debug: Debug = False) -> None:
+@with_flags(**_declared["gpu"])
+def gpu(device: str, minutes: float, only: str, json: str | None) -> None:
     if device not in ("cuda", "cpu"):
         raise UsageError(f"--device {device!r} must be cuda or cpu")
     from sirchat.lab.bench.gpu import bench_gpu

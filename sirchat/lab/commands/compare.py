@@ -11,19 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sirchat.cli.flags import (
-    Debug,
     Trust,
     load_profile_model,
     profile_from_flags,
+    with_flags,
     with_setting_flags,
 )
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile, trusted_policies
 from sirchat.config.values import format_setting, parse_value
 from sirchat.errors import TranscriptError, UsageError
-from sirchat.lab.commands.declared_flags import declared, with_flags
 from sirchat.lab.commands.study_flags import command_line, settings_of
-from sirchat.paths import make_private_dir, open_private
+from sirchat.paths import make_private_dir, open_private, read_yaml
 from sirchat.ui.text import displayable, displayable_line
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ until then are shown.
 
 @compare_app.command()
 @with_setting_flags
-@with_flags({"help": _HELP, "flags": declared("common")["compare"]})
+@with_flags(read_yaml(__file__, "common")["compare"], _HELP)
 def compare(
     file: Annotated[Path, typer.Argument(help="The transcript; - is standard input.")],
     flags: dict[str, Any],
@@ -59,7 +58,6 @@ def compare(
     html: Path | None,
     out: Path | None,
     trust_remote_code: Trust = False,
-    debug: Debug = False,
 ) -> None:
     profile = profile_from_flags(flags)
     settings = _settings(profile, policies, budgets, decays, sweep or [])

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from sirchat.cli.flags import (
-    Debug,
     Trust,
     load_profile_model,
+    parameters_of,
     profile_from_flags,
     with_setting_flags,
 )
@@ -24,15 +24,15 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.config.values import parse_option, parse_value
 from sirchat.errors import SettingError, format_value
-from sirchat.lab.commands.declared_flags import declared, parameters_of
 from sirchat.memory.policies import import_typed, policy_class
+from sirchat.paths import read_yaml
 
 if TYPE_CHECKING:
     from sirchat.lab.studies.study import Study
     from sirchat.models.model import LoadedModel
 
 
-_FLAGS = declared("common")
+_FLAGS = read_yaml(__file__, "common")
 _POLICY_SETTINGS = ("budget", "decay", "recent", "sinks")  # which some policies ignore
 
 
@@ -53,7 +53,7 @@ def add_study(
     """
     own, common = parameters_of(flags), parameters_of(_FLAGS["all"])
     grid = _grid_parameters(**compares) if compares is not None else {}
-    trusted = inspect.signature(_trust_and_debug).parameters
+    trusted = inspect.signature(_trust).parameters
 
     def command(flags: dict[str, Any], **values: Any) -> None:
         how = {key: values.pop(key) for key in (*common, *trusted)}
@@ -191,7 +191,6 @@ def _run(
     workers: int | None,
     trust_remote_code: bool,
     json: bool,
-    debug: bool,
 ) -> None:
     model = load_profile_model(profile, trust_remote_code)
     from sirchat.lab.studies.run import run
@@ -212,7 +211,7 @@ def _load_again(typed: list[str], profile: Profile, trust: bool) -> "LoadedModel
     return load_profile_model(profile, trust)
 
 
-def _trust_and_debug(*, trust_remote_code: Trust = False, debug: Debug = False) -> None: ...
+def _trust(*, trust_remote_code: Trust = False) -> None: ...
 
 
 def _grid_parameters(of: str, **defaults: object) -> dict[str, inspect.Parameter]:

@@ -4,21 +4,21 @@ from typing import Any, get_args
 
 import typer
 
-from sirchat.cli.flags import Debug, Trust
-from sirchat.lab.commands.declared_flags import declared, with_flags
+from sirchat.cli.flags import Trust, with_flags
 from sirchat.lab.commands.study_flags import whole_numbers
+from sirchat.paths import read_yaml
 
 train_app = typer.Typer(
     add_completion=False,
     help="Train a model with anchor tokens, or a sentence encoder.",
     no_args_is_help=True,
 )
-_declared = declared("train")
+_declared = read_yaml(__file__, "train")
 
 
 @train_app.command("anchor")
-@with_flags(_declared["anchor"])
-def train_anchor(trust_remote_code: Trust = False, debug: Debug = False, **given: Any) -> None:
+@with_flags(**_declared["anchor"])
+def train_anchor(trust_remote_code: Trust = False, **given: Any) -> None:
     from sirchat.lab.studies.study import refuse_unknown
     from sirchat.lab.training.anchor import TRAINED, AnchorOptions
     from sirchat.lab.training.anchor_trainer import Attention, Schedule
@@ -34,8 +34,8 @@ def train_anchor(trust_remote_code: Trust = False, debug: Debug = False, **given
 
 
 @train_app.command("encoder")
-@with_flags(_declared["encoder"])
-def train_encoder(trust_remote_code: Trust = False, debug: Debug = False, **given: Any) -> None:
+@with_flags(**_declared["encoder"])
+def train_encoder(trust_remote_code: Trust = False, **given: Any) -> None:
     from sirchat.lab.studies.study import refuse_unknown
     from sirchat.lab.training.display import train_encoder_with_progress
     from sirchat.lab.training.encoder import EncoderOptions
