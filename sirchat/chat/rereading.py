@@ -157,7 +157,7 @@ def copy_session(session: Session, limit: int | None = None) -> Session | None:
     rows = session.engine.store.copy_key_values(limit)
     if rows is None:
         return None
-    points = [replace(point, state=deepcopy(point.state)) for point in session.undo_points]
+    points = [replace(point, state=deepcopy(point.state)) for point in session.history.messages]
     attention = session.ledger.attention.checkpoint(rows.positions)
     copy.load(session.engine.save(), deepcopy(session.state), rows, attention, points)
     return copy
@@ -177,11 +177,11 @@ def copy_system_prompt(session: Session, profile: Profile) -> Session | None:
         return None
     try:
         if profile.pin_system:
-            copy.engine.evictor.check_pins(len(at))
+            copy.engine.choice.check_pins(len(at))
         copy.engine.require_room(len(at))
     except (SettingError, ContextFullError):  # reading it says so
         return None
-    if len(at) > copy.engine.evictor.divide_budget().total:
+    if len(at) > copy.engine.choice.divide_budget().total:
         return None
     now, rows = engine.save(), session.ledger.rows()[at]
     rows["turn"], rows["round"], rows["birth_decay"] = 0, 0, 0.0
@@ -210,6 +210,28 @@ def pinned_text(session: Session, pinned: Positions | None = None) -> list[Pinne
                 if begin < end and start >= 0:
                     parts.append(PinnedText(index, start, start + end - begin, is_rule))
     return parts
+
+
+def carry_pins(
+    session: Session, before: Sequence[PinnedText], other: Session
+) -> tuple[int, int, int]:
+    """Pin and unpin in `other` what was pinned and unpinned in `session` since it had `before`.
+
+    Both have the same turns. Returns how many tokens of `other` are pinned by it, unpinned, lost.
+    """
+    now = pinned_text(session)
+    added, removed = ([one for one in a if one not in b] for a, b in ((now, before), (before, now)))
+    if not added and not removed:
+        return 0, 0, 0
+    spelled = {one.turn: _SpelledTurn.of(other, one.turn) for one in (*added, *removed)}
+    gone, come = (
+        np.unique([at for one in parts for at in spelled[one.turn].positions_of(one)]).astype(int)
+        for parts in (removed, added)
+    )
+    first = _user_pins(other)
+    lost = _pin_newest(other, np.union1d(np.setdiff1d(first, gone), come))
+    pinned = _user_pins(other)
+    return len(np.intersect1d(come, pinned)), len(np.setdiff1d(gone, pinned)), lost
 
 
 def repinned_note(session: Session) -> str:
@@ -251,7 +273,7 @@ def _pin_again(session: Session, index: int, parts: Sequence[PinnedText]) -> int
 def _pin_newest(session: Session, pins: Positions, more: int = 0) -> int:
     """Replace the user's pins by the newest of `pins` that fit; returns how many do not fit."""
     ledger, before = session.ledger, _user_pins(session)
-    division = session.engine.evictor.divide_budget()
+    division = session.engine.choice.divide_budget()
     after = pins
     if division.max_pins is not None:
         costly = pins[pins >= division.sinks]

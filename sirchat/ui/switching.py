@@ -13,7 +13,13 @@ import numpy as np
 
 from sirchat.chat.events import Event, Evicted, Notice, Pinned, Restored, Switched, TurnDone
 from sirchat.chat.model_defaults import SAMPLING_PARAMETERS, sampling_in_words, with_model_defaults
-from sirchat.chat.rereading import pinned_text, read_again, repinned_note
+from sirchat.chat.rereading import (
+    PinnedText,
+    carry_pins,
+    pinned_text,
+    read_again,
+    repinned_note,
+)
 from sirchat.chat.session import Session
 from sirchat.chat.settings import hint_for_fixed, options_of
 from sirchat.chat.targets import Target
@@ -325,7 +331,8 @@ class ModelSwitching:
             new = Session(model, self._adapt_profile(session, model, name))
             pins, unpinned = pinned_text(session), session.state.unpinned_sentences
             read_again(new, session.turns, pins, unpinned, report)
-        self._previous = _PreviousSession(session, new.profile, (new.epoch, new.erasures))
+        stamp = new.epoch, new.erasures
+        self._previous = _PreviousSession(session, new.profile, stamp, pinned_text(new))
         self._replace_session(new)
         self._print_switch(session, new)
         return new
@@ -342,12 +349,21 @@ class ModelSwitching:
         changed = {k: v for k, v in values if k not in FIXED_SETTINGS and v != first_values[k]}
         if changed:
             previous.switch("/undo", **changed)
+        carried = carry_pins(session, self._previous.pins, previous)
         self._replace_session(previous)
         self.drop_previous()
         self._screen.note(
             f"back to {previous.model.name}, with the chat as it was; "
             f"the cache {_describe_held(previous)}"
         )
+        kept, freed, lost = carried
+        for count, what in (
+            (kept, "pinned meanwhile: pinned"),
+            (freed, "unpinned meanwhile: no longer pinned"),
+            (lost, "pinned: no longer pinned, as there is no room, or it is not archived"),
+        ):
+            if count:
+                self._screen.note(f"{pluralize(count, 'token')} that you had {what}")
         return previous
 
     def drop_previous(self) -> None:
@@ -408,3 +424,4 @@ class _PreviousSession:
     session: Session
     profile: Profile  # of the new session
     stamp: tuple[int, int]  # numbers of resets and erasures of the new session
+    pins: Sequence[PinnedText]  # of the new session, when it had read the chat

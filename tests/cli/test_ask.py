@@ -67,7 +67,7 @@ def test_what_is_piped_in_is_held_whole_unless_a_budget_or_the_memory_is_less(
 ) -> None:
     assert held(text=LONG * 2) == (2013, 2013)
     assert held("--budget", "256", text=LONG) == (256, 1013)
-    row_bytes = tiny().row_bytes  # no more than half of the free memory is taken
+    row_bytes = tiny().row_bytes()  # no more than half of the free memory is taken
     monkeypatch.setattr("sirchat.models.model.free_memory_at", lambda _: 2 * 1500 * row_bytes)
     assert held(text=LONG * 2) == (1500, 2013)
 

@@ -134,12 +134,12 @@ class Play:
     def switch(self, before: Any, random: Any) -> None:
         policy = POLICIES[random.integers(3)]
         changed = replace(self.engine.settings, policy=policy, budget=int(random.integers(16, 40)))
-        self.engine.evictor.switch(changed)
+        self.engine.switcher.switch(changed)
 
     def recall(self, before: Any, random: Any) -> None:
         archived = self.engine.store.archive.positions[:2]
-        self.engine.evictor.begin_recall(archived, incoming=0)
-        self.engine.evictor.end_recall()
+        self.engine.recalled.begin(archived, incoming=0)
+        self.engine.recalled.end()
 
     def resume(self, before: Any, random: Any) -> None:
         engine = self.engine

@@ -326,7 +326,7 @@ def test_memory_that_is_full_while_tokens_move_leaves_all_where_they_were(
             store.set_limit(2**30, Path("elsewhere"))
     assert store.archived().tolist() == archived.tolist()
     assert store.archive.has(archived).all()
-    gone, _ = store.place(chosen)
+    gone = store.place(chosen)[0].positions
     assert store.archive.has(gone).all()
     assert all(part.abs().sum() > 0 for part in store.archive.fetch(gone).tensors)
 

@@ -67,6 +67,30 @@ def test_undo_goes_back_to_the_former_model_and_all_it_held() -> None:
     assert chat.session.snapshot().rows == straight.session.snapshot().rows
 
 
+def test_pins_made_in_between_stay_after_undo_and_what_was_unpinned_stays_so() -> None:
+    chat = chat_of("My cat is called Tom.", "I live in Lisbon.", policy="sink", budget=96)
+
+    def pinned() -> str:
+        at = chat.session.ledger.pinned_positions.tolist()
+        return "".join(row.text.strip() for row in chat.session.tokens(at))
+
+    chat.do("/pin Tom")
+    count = len(chat.session.ledger.pinned_positions)
+    first = chat.session
+    chat.do("/model tiny-anchor")
+    for line in ("/unpin Tom", "/pin Lisbon", "/pin cat"):
+        chat.do(line)
+    shown = chat.do("/undo")
+    assert chat.session is first
+    assert pinned() == "catLisbonLisbon"  # the reply said it, too
+    now = len(first.ledger.pinned_positions)
+    assert f"{now} tokens that you had pinned meanwhile: pinned" in shown
+    assert f"{count} tokens that you had unpinned meanwhile: no longer pinned" in shown
+    chat.do("/model tiny-anchor")
+    assert "meanwhile" not in chat.do("/undo")
+    assert pinned() == "catLisbonLisbon"  # the reply said it, too
+
+
 def test_settings_changed_in_between_stay_after_undo_and_no_model_is_loaded_twice(
     folder: Path,
 ) -> None:
