@@ -12,7 +12,7 @@ import numpy as np
 from sirchat.chat.event_builder import EventBuilder
 from sirchat.chat.events import Event, Reading
 from sirchat.chat.formats import ModelFormats
-from sirchat.chat.reply import OpenReply, ReplyCheckpoints, state_now
+from sirchat.chat.reply import OpenReply
 from sirchat.chat.settings import build_cache_settings, build_engine, build_sampler, check_profile
 from sirchat.chat.state import (
     ConversationState,
@@ -20,11 +20,10 @@ from sirchat.chat.state import (
     SystemPrompt,
     Turn,
     TurnStats,
-    UndoPoint,
-    undo_depth,
 )
 from sirchat.chat.statements import StatementCache, pin_rules
 from sirchat.chat.turn import Interrupted, OpenTurn, never
+from sirchat.chat.undo_history import UndoHistory, UndoPoint, undo_depth
 from sirchat.config.profile import Profile
 from sirchat.engine.extra_passes import score_continuations
 from sirchat.engine.generation import Generation
@@ -76,11 +75,10 @@ class Conversation:
         self.ledger = self.engine.ledger
         # Whatever the settings: instructions and passages are told by them, also later.
         self.ledger.token_vectors.wanted = self.model.encoder.size > 0
-        self.undo_points = list[UndoPoint]()  # one for each undoable user turn, oldest first
+        self.history = UndoHistory()
         self.recall = Recall(self.engine, self.model, self._texts)
         self._events = EventBuilder(self.engine, self._texts, self._rows_in_events)
         self._statement_cache = StatementCache()
-        self.reply_checkpoints = ReplyCheckpoints()  # of the last reply
 
     @property
     def template(self) -> Template:
@@ -165,7 +163,7 @@ class Conversation:
         after = self.template.closing if ids.header is None else []
         if ids.header:  # without the given reply, there would be an empty one
             after = [*self.template.assistant_turn("", ids.header).ids, *self.template.closing]
-        with self.engine.evictor.ending_recall_on_error():
+        with self.engine.recalled.ending_on_error():
             yield Reading(0, len(ids.ids))  # as the search of recall may read them, too
             yield from turn.restore_fitting(self.recall, ids)
             yield from turn.read(ids, interrupted, after=after)
@@ -210,11 +208,11 @@ class Conversation:
         before anything is read, if both can't fit.
         """
         state, closing = self.state, self.template.closing
-        moves = self.engine.evictor.end_recall()  # of a turn that was not answered
+        moves = self.engine.recalled.end()  # of a turn that was not answered
         yield from self._events.moved(state.last_turn, moves)
         before = len(system.ids) if system is not None else 0
         if system is not None and self.profile.pin_system:
-            self.engine.evictor.check_pins(before)
+            self.engine.choice.check_pins(before)
         self.engine.require_room(len(state.pending_ids) + before + len(ids.ids) + len(closing))
         if said is not None:
             self._note_undo_point(said)
@@ -251,7 +249,7 @@ class Conversation:
         self.engine.require_room(len(ids.ids) + len(closing))
         turn = self._open_turn("assistant")
         positions = range(self.seen, self.seen + len(ids.ids))
-        with self.engine.evictor.ending_recall_on_error():
+        with self.engine.recalled.ending_on_error():
             yield from turn.read(ids, interrupted, after=closing)
             stream = self.template.reply_stream(in_history=True)
             stream.push_ids(ids.ids if self.seen == positions.stop else ())
@@ -273,16 +271,16 @@ class Conversation:
         """Begin the reply to the last message, or continue `turn`; arguments are those of `ask`.
 
         The caller generates the reply by `OpenReply.events`, or by `step` with other sessions'
-        replies. `undo_reply` can undo a reply that `is_undoable`, or that is another `attempt`.
+        replies. A reply that `is_undoable`, or that is another `attempt`, has a point in `history`.
         """
         profile, closing = self.profile, self.template.closing
         if attempt is not None:
             self.state.attempt = attempt
         # Without an archive, a new checkpoint deletes what an undo needs.
         has_archive = profile.archive != "off"
-        before = None
-        if (is_undoable or self.state.attempt) and has_archive and self.undo_points:
-            before = state_now(self.state, self.engine)
+        history = UndoHistory(self.history.messages)
+        if (is_undoable or self.state.attempt) and has_archive and history.messages:
+            history.before_reply = UndoPoint.in_round(self.state, self.engine)
         turn = turn or self._open_turn("assistant")
         sampler, most = build_sampler(profile, reply, self.state.attempt, allowed)
         generation = Generation(
@@ -304,27 +302,30 @@ class Conversation:
             # A format may want repetitions.
             loops=LoopCheck() if profile.stop_loops and not (reply or allowed) else None,
             finish=reply.finish if reply else None,
+            history=history,
             can_go_on=has_archive,
         )
-        self.reply_checkpoints = opened.checkpoints
-        opened.checkpoints.before = before
+        self.history = history
         return opened
 
-    def undo_reply(self, *, to_cut: bool = False) -> None:
-        """Undo the last reply, but not its message; with `to_cut`, only the end of its round.
+    def return_to(self, point: UndoPoint | None, *, to_ask_again: bool = False) -> None:
+        """Undo all since `point`, which is one of `history`; `to_ask_again` is that of `undo`.
 
-        Raises LookupError, changing nothing, if more was read since, or if a token is lost.
+        Raises LookupError, changing nothing, if there is no such point, if more was read since a
+        point of the last reply, or if a token is lost.
         """
-        last = self.reply_checkpoints
-        point = last.cut if to_cut else last.before
-        if point is None or last.seen != self.seen or not self.undo_points:
-            raise LookupError("the state of the last reply is not known")
-        self.engine.undo(point[0].checkpoint, keep_pins=True)
-        self.state = point[0].restored_state(self.state)
-        self.ledger.token_vectors = point[1]
-        start = self.undo_points[-1].checkpoint.cache.seen
-        self.recall.passage_search.truncate(start)
-        self.ledger.saved = min(self.ledger.saved, start)  # whose passages become others
+        history = self.history
+        if point is None or not history.messages:
+            raise LookupError("there is nothing to return to")
+        if point.vectors is not None and history.reply_seen != self.seen:
+            raise LookupError("more was read since the last reply")
+        self.engine.undo(point.checkpoint, keep_pins=True)
+        self.state = point.restored_state(self.state, to_ask_again=to_ask_again)
+        if point.vectors is not None:
+            self.ledger.token_vectors = point.vectors
+        round_start = history.messages[-1].checkpoint.cache.seen
+        self.recall.passage_search.truncate(round_start)
+        self.ledger.saved = min(self.ledger.saved, round_start)  # whose passages become others
 
     def score_continuations(self, replies: Sequence[str]) -> tuple[ContinuationScore, ...]:
         """The log-probabilities of the tokens of each of `replies`; for "", of the end tokens."""
@@ -342,7 +343,6 @@ class Conversation:
         return self._open_turn(TurnStats(self.state.last_turn, "")).read_pending()
 
     def _note_undo_point(self, text: str) -> None:
-        checkpoint, profile = self.engine.checkpoint(), self.profile
-        point = UndoPoint.of(self.state, checkpoint, text, profile.pin_system, self.budget)
-        depth = undo_depth(profile.archive != "off", self.engine.cache.state_nbytes)
-        self.undo_points = [*self.undo_points, point][-depth:]
+        point = UndoPoint.now(self.state, self.engine, text, self.profile.pin_system)
+        depth = undo_depth(self.profile.archive != "off", self.engine.cache.state_nbytes)
+        self.history.messages = [*self.history.messages, point][-depth:]

@@ -13,9 +13,9 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from sirchat.chat.events import Event
-from sirchat.chat.reply import ReplyCheckpoints
 from sirchat.chat.session import Session
 from sirchat.chat.state import SystemPrompt, Turn
+from sirchat.chat.undo_history import UndoHistory
 from sirchat.memory.key_values import Positions
 
 _ROUND_STARTERS = ("user", "tool")  # roles of the turns that begin a round
@@ -61,7 +61,7 @@ def edit(session: Session, parts: Sequence[KeptTurn | ReadTurns]) -> Iterator[Ev
     conversation can't go on.
     """
     engine, state, last = session.engine, session.state, parts[-1]
-    engine.evictor.end_recall()
+    engine.recalled.end()
     session.recall.update()
     is_end = isinstance(last, KeptTurn) and last.turn == len(session.turns) - 1
     logits, round_end = engine.logits, (state.in_round, state.reply_header, state.pending_ids)
@@ -154,9 +154,7 @@ def _arrange(
     else:
         state.system = SystemPrompt()
     state.turns, state.round = turns, rounds[-1] if rounds else 0
-    if is_changed:
-        session.undo_points = []
-    session.reply_checkpoints = ReplyCheckpoints()
+    session.history = UndoHistory(() if is_changed else session.history.messages)
     return [
         _PlacedTurn(one.turn, np.arange(start, end), one.header)
         for one, (start, end) in zip(placed, pairwise(bounds), strict=True)

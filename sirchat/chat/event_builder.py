@@ -26,8 +26,8 @@ from sirchat.chat.token_rows import is_measured, policy_scores, token_rows
 from sirchat.config.profile import Profile
 from sirchat.config.values import format_setting
 from sirchat.engine.engine import Engine
-from sirchat.engine.types import EvictedRows, RestoredRows
 from sirchat.memory.key_values import Positions
+from sirchat.memory.placement import EvictedRows, RestoredRows
 from sirchat.models.model import LoadedModel, no_attention_reason
 from sirchat.recall.recall import RecallResult
 from sirchat.text.detokenizer import Texts
@@ -178,7 +178,7 @@ class EventBuilder:
         settings, recall_n = self.engine.settings, profile.recall_n
         policy, is_limited = settings.policy, not _RECALL_LIMITS.isdisjoint(changed)
         if is_limited and settings.recall is not None and policy.bounded:
-            room = self.engine.evictor.recall_room(0)
+            room = self.engine.recalled.room(0)
             if not isinstance(recall_n, str) and room < recall_n:
                 yield (
                     f"budget {self.engine.budget} leaves room to restore only {room} tokens, "
@@ -202,7 +202,7 @@ class EventBuilder:
                     f"archive_limit {profile.archive_limit} holds no token: one takes {size:,} "
                     "bytes; of what is evicted, only the text is kept"
                 )
-        lacks_attention = settings.attention_stats is not None and not model.exposes_attention
+        lacks_attention = settings.attention_stats is not None and not model.exposes_attention()
         if "policy" in changed and lacks_attention:
             name = type(policy).__name__.lower()
             yield f"{no_attention_reason(model)}; policy {name} works without attention weights"

@@ -91,18 +91,20 @@ def take_snapshot(
     *,
     model: str,
     speed: float,
-    in_round: bool,
+    round: int | None,
     strongest: int | None = None,
     recalled_turns: tuple[RecalledTurn, ...] = (),
 ) -> Snapshot:
     """Take a snapshot of the cache as it is now; `roles` has the role of each turn.
+
+    The newest tokens of `round`, if given, are protected from eviction.
 
     With `strongest`, it is a short one: with the `strongest` tokens of the highest scores outside
     the chat template, and with neither a histogram nor the turns' mean surprisals.
     """
     ledger = engine.ledger
     held = ledger.held_positions
-    leaving = engine.evictor.next_evicted(in_round=in_round)
+    leaving = engine.evictor.next_evicted(round)
     scores = policy_scores(engine, held)
     if strongest is None:
         slots = np.arange(len(held))

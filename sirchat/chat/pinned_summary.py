@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from sirchat.chat.events import Event, Notice, TurnDone
 from sirchat.chat.session import Session
-from sirchat.chat.state import UndoPoint
+from sirchat.chat.undo_history import UndoPoint
 from sirchat.errors import UndoError
 
 PREFIX = "Summary of our conversation so far, by the assistant: "  # begins every summary
@@ -43,7 +43,7 @@ def pin_summary(session: Session, text: str) -> Iterator[Event]:
     former = {row.turn for row in held if "pinned" in row.flags} & set(summary_turns(session))
     freed = sum(row.turn in former and "pinned" in row.flags for row in held)
     more = summary_size(session, text) - freed
-    session.engine.evictor.check_pins(more, session.ledger.held_positions)
+    session.engine.choice.check_pins(more, session.ledger.held_positions)
     yield from _unshown(session.read_user(PREFIX + text, next_role="assistant"))
     session.turns[index].is_summary = True
     session.recall.nothing_restored_reason = ""  # it is about the user's messages
@@ -62,7 +62,8 @@ def pin_summary(session: Session, text: str) -> Iterator[Event]:
 
 def last_user_message(session: Session) -> str:
     """The text of the user's last message that is no summary; UndoError if there is none."""
-    messages = [(point.text, _is_of_summary(session, point)) for point in session.undo_points] or [
+    points = session.history.messages
+    messages = [(point.text, _is_of_summary(session, point)) for point in points] or [
         (turn.text, turn.is_summary) for turn in session.turns if turn.role == "user"
     ]
     texts = [text for text, is_summary in messages if not is_summary]
@@ -74,7 +75,7 @@ def last_user_message(session: Session) -> str:
 def undo_summaries(session: Session) -> None:
     """Undo the summaries after the user's last message; UndoError if the user wrote no message."""
     last_user_message(session)
-    while session.undo_points and _is_of_summary(session, session.undo_points[-1]):
+    while session.history.messages and _is_of_summary(session, session.history.messages[-1]):
         session.undo()
 
 

@@ -90,13 +90,13 @@ def describe_excess(turn: TurnDone, session: Session, option: str) -> str:
 
     `option` is how the user sets the budget. "" if all tokens are held, or would fit the budget.
     """
-    division = session.engine.evictor.divide_budget()
+    division = session.engine.choice.divide_budget()
     if turn.role not in ("user", "tool") or turn.tokens_in <= division.evictable:
         return ""
     held = session.ledger.held_of_turn(turn.index)
     if held == turn.tokens_in:
         return ""
-    enough = session.smallest_budget_for(turn.tokens_in)
+    enough = session.engine.choice.smallest_budget_for(turn.tokens_in)
     if enough is None:
         rest = f"the model's context, {session.model.context_length:,} tokens, is too short for all"
     else:
@@ -116,10 +116,12 @@ def raise_budget_for(session: Session, text: str) -> None:
     pins = len(head.ids) if head is not None else 0
     needed = pins + len(turn.ids) + session.profile.max_new_tokens
     wanted = max(needed, 2 * pins)  # pins take at most half of a budget
-    if wanted <= session.engine.evictor.divide_budget().evictable:
+    if wanted <= session.engine.choice.divide_budget().evictable:
         return
-    most = session.model.affordable_rows
-    budget = max(session.budget, min(session.smallest_budget_for(wanted) or most, most))
+    most = session.model.affordable_rows()
+    budget = max(
+        session.budget, min(session.engine.choice.smallest_budget_for(wanted) or most, most)
+    )
     # If all fits, nothing will be evicted, pinned or not.
     pin_system = session.profile.pin_system and not needed <= budget < wanted
     session.switch("ask", budget=budget, pin_system=pin_system)

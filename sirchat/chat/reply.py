@@ -4,42 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from copy import deepcopy
-from dataclasses import dataclass
 from itertools import starmap
 
 import numpy as np
 
 from sirchat.chat.events import Delta, Event, Finish, Notice
-from sirchat.chat.state import UNFINISHED, ConversationState, UndoPoint
+from sirchat.chat.state import UNFINISHED
 from sirchat.chat.turn import OpenTurn
-from sirchat.engine.engine import Engine
+from sirchat.chat.undo_history import UndoHistory, UndoPoint
 from sirchat.engine.generation import Generation, StepResult, step
-from sirchat.engine.types import EvictedRows, GeneratedToken, Stopped
+from sirchat.engine.types import GeneratedToken, Stopped
 from sirchat.errors import ContextFullError
 from sirchat.memory.ledger import Role
-from sirchat.memory.placement import Placement
-from sirchat.memory.token_vectors import TokenVectors
+from sirchat.memory.placement import EvictedRows
 from sirchat.text.loops import LoopCheck
 from sirchat.text.reply_parts import Piece, ReplyStream
-
-
-@dataclass(eq=False)
-class ReplyCheckpoints:
-    """States of a reply that has ended, for explaining, undoing or continuing it."""
-
-    placement: Placement | None = None  # at the reply's end
-    seen: int = -1  # tokens at the reply's end
-    # States before the reply, and before the round's end if the reply can be continued, with the
-    # vectors for passages
-    before: tuple[UndoPoint, TokenVectors] | None = None
-    cut: tuple[UndoPoint, TokenVectors] | None = None
-
-
-def state_now(state: ConversationState, engine: Engine) -> tuple[UndoPoint, TokenVectors]:
-    """The state within a round, and the vectors for its passages."""
-    here = UndoPoint.of(state, engine.checkpoint(), "", False, engine.budget)
-    return here, deepcopy(engine.ledger.token_vectors)
 
 
 class OpenReply(AbstractContextManager["OpenReply"]):
@@ -57,6 +36,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         closing: Sequence[int],
         end_ids: Collection[int],
         *,
+        history: UndoHistory,
         stops: Callable[[], bool],
         loops: LoopCheck | None = None,
         finish: Finish | None = None,
@@ -64,11 +44,11 @@ class OpenReply(AbstractContextManager["OpenReply"]):
     ) -> None:
         self.generation = generation
         self._turn, self._parts, self._closing, self._end_ids = turn, parts, closing, end_ids
-        self._stops, self._loops, self._finish, self._can_go_on = stops, loops, finish, can_go_on
+        self._stops, self._loops, self._finish = stops, loops, finish
+        self._history, self._can_go_on = history, can_go_on
         self._stopped: Stopped | None = None
         self._is_done = False
         self._failure: ContextFullError | None = None
-        self.checkpoints = ReplyCheckpoints()
         self._at, self._pieces = self._continued()
         turn.state.last_reply_stats, turn.state.pending_ids = turn.stats, list(closing)
         turn.stats.finish = "interrupt"  # not changed if the caller takes no more events
@@ -86,7 +66,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         if not self._is_done:  # the caller took no more events, or the model failed
             self._turn.state.finish(self._turn.stats, *_answer_and_reasoning(self._pieces))
             self._turn.flag_thinking(self._parts, self._at)
-            self._turn.engine.evictor.end_recall()
+            self._turn.engine.recalled.end()
 
     def events(self) -> Iterator[Event]:
         with self:
@@ -132,7 +112,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         self.generation.close()
         self._set_finish()
         if stats.finish in UNFINISHED and self._can_go_on:
-            self.checkpoints.cut = state_now(turn.state, turn.engine)
+            self._history.before_end = UndoPoint.in_round(turn.state, turn.engine)
         new = [] if self._failure else self._parts.flush()
         self._pieces += new
         empty_reply = [] if self._failure or new else [Delta("")]
@@ -142,7 +122,8 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         text, thinking = _answer_and_reasoning(self._pieces)
         events.append(turn.finish(text, thinking))
         self._is_done = True
-        self.checkpoints.placement, self.checkpoints.seen = turn.placement, turn.engine.ledger.seen
+        self._history.reply_placement = turn.placement
+        self._history.reply_seen = turn.engine.ledger.seen
         if self._finish is None and not text.strip():
             events += self._explain_empty(thinking)
         events += turn.events.take_problems()

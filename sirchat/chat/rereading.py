@@ -157,7 +157,7 @@ def copy_session(session: Session, limit: int | None = None) -> Session | None:
     rows = session.engine.store.copy_key_values(limit)
     if rows is None:
         return None
-    points = [replace(point, state=deepcopy(point.state)) for point in session.undo_points]
+    points = [replace(point, state=deepcopy(point.state)) for point in session.history.messages]
     attention = session.ledger.attention.checkpoint(rows.positions)
     copy.load(session.engine.save(), deepcopy(session.state), rows, attention, points)
     return copy
@@ -177,11 +177,11 @@ def copy_system_prompt(session: Session, profile: Profile) -> Session | None:
         return None
     try:
         if profile.pin_system:
-            copy.engine.evictor.check_pins(len(at))
+            copy.engine.choice.check_pins(len(at))
         copy.engine.require_room(len(at))
     except (SettingError, ContextFullError):  # reading it says so
         return None
-    if len(at) > copy.engine.evictor.divide_budget().total:
+    if len(at) > copy.engine.choice.divide_budget().total:
         return None
     now, rows = engine.save(), session.ledger.rows()[at]
     rows["turn"], rows["round"], rows["birth_decay"] = 0, 0, 0.0
@@ -273,7 +273,7 @@ def _pin_again(session: Session, index: int, parts: Sequence[PinnedText]) -> int
 def _pin_newest(session: Session, pins: Positions, more: int = 0) -> int:
     """Replace the user's pins by the newest of `pins` that fit; returns how many do not fit."""
     ledger, before = session.ledger, _user_pins(session)
-    division = session.engine.evictor.divide_budget()
+    division = session.engine.choice.divide_budget()
     after = pins
     if division.max_pins is not None:
         costly = pins[pins >= division.sinks]

@@ -9,9 +9,10 @@ from typing import Any
 
 from sirchat.chat.events import Delta, Event, Notice, Reading, TurnDone, Undone
 from sirchat.chat.session import Session
-from sirchat.chat.settings import undone_at_end, updated_profile
-from sirchat.chat.state import UNFINISHED, UndoPoint, last_generated_reply
+from sirchat.chat.settings import updated_profile
+from sirchat.chat.state import UNFINISHED, last_generated_reply
 from sirchat.chat.turn import Interrupted, never
+from sirchat.chat.undo_history import UndoPoint
 from sirchat.errors import UsageError
 from sirchat.memory.registry import BEST_RETRIEVER
 
@@ -132,16 +133,18 @@ def go_on(session: Session, interrupted: Interrupted = never) -> Iterator[Event]
 
 @contextmanager
 def trial(session: Session, source: str, updates: dict[str, Any]) -> Iterator[None]:
-    """Context manager: the settings `updates` hold in its block, and all is undone at its end."""
-    profile, points = session.profile, session.undo_points
-    with undone_at_end(session.engine) as checkpoint:
-        start = UndoPoint.of(session.state, checkpoint, "", profile.pin_system, session.budget)
+    """Context manager, between rounds: `updates` hold in its block; all is undone at its end."""
+    profile, history, engine = session.profile, session.history, session.engine
+    settings, start = engine.settings, UndoPoint.now(session.state, engine)
+    with engine.store.without_limit():
         try:
             session.switch(source, **updates)
             yield
         finally:
-            session.profile, session.undo_points = profile, points
+            session.profile, session.history = profile, history
             session.state = start.restored_state(session.state, to_ask_again=True)
+            engine.switcher.switch(settings)
+            engine.undo(start.checkpoint)
     session.recall.undo()
 
 

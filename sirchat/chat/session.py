@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sirchat.chat.conversation import Conversation
-from sirchat.chat.events import Ended, Erased, Event, Notice, Pinned, TokenRow, Undone
+from sirchat.chat.events import Ended, Erased, Event, Notice, Pinned, Restored, TokenRow, Undone
 from sirchat.chat.panel_snapshot import Snapshot, take_snapshot
 from sirchat.chat.settings import all_or_nothing, build_cache_settings, updated_profile
 from sirchat.chat.state import (
@@ -22,7 +22,6 @@ from sirchat.chat.state import (
     GeneratedReply,
     RetriedMessage,
     SystemPrompt,
-    UndoPoint,
 )
 from sirchat.chat.statements import (
     StatedFact,
@@ -41,19 +40,19 @@ from sirchat.chat.targets import (
 )
 from sirchat.chat.tool_loop import ChatTool, Toolbox, answer_with_tools, reply_format
 from sirchat.chat.turn import Interrupted, never
+from sirchat.chat.undo_history import UndoPoint
 from sirchat.chat.why import AttentionPaid, TokenRank, attention_paid, token_ranks
 from sirchat.config.profile import Profile
-from sirchat.engine.budget import smallest_budget_for
 from sirchat.engine.sampling import TokenFilter
-from sirchat.engine.types import EngineState, RestoredRows
+from sirchat.engine.types import EngineState
 from sirchat.errors import SettingError, UndoError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.key_value_store import HeldKeysValues
 from sirchat.memory.key_values import KeyValues, Positions
-from sirchat.memory.ledger import Role
+from sirchat.memory.ledger import Flag, Role
 from sirchat.models.devices import DeviceMemory, memory_by_device
 from sirchat.models.model import LoadedModel
-from sirchat.text.template import Template
+from sirchat.text.template import Template, TurnIds
 
 __all__ = ("Interrupted", "Session")
 
@@ -86,16 +85,11 @@ class Session(Conversation):
     @property
     def undoable_message(self) -> str:
         """Text of the user turn that `undo` takes back; raises UndoError if there is none."""
-        if not self.undo_points:
+        if not self.history.messages:
             is_off = self.seen and self.profile.archive == "off"
             hint = "more messages can be undone with /set archive ram" if is_off else ""
             raise UndoError("there is no message to undo", hint=hint)
-        return self.undo_points[-1].text
-
-    def smallest_budget_for(self, tokens: int) -> int | None:
-        """The smallest budget that holds a message of `tokens` tokens; None if none is enough."""
-        settings, context = self.engine.settings, self.model.context_length
-        return smallest_budget_for(tokens, settings, self.ledger, context)
+        return self.history.messages[-1].text
 
     def ask(
         self,
@@ -137,7 +131,7 @@ class Session(Conversation):
         as they were, but the reply can no longer be continued.
         """
         allowed = yield from reply_format(self, self.toolbox, begun)
-        self.undo_reply(to_cut=True)
+        self.return_to(self.history.before_end)
         turn = self._open_turn(self.state.last_reply_stats)
         yield from self.begin_reply(interrupted, allowed=allowed, turn=turn).events()
 
@@ -162,25 +156,24 @@ class Session(Conversation):
         is no such turn, or if a token is no longer archived.
         """
         text = self.undoable_message
-        point = self.undo_points[-1]
-        since = enumerate(self.turns[point.turns :], point.turns)
-        turn = next((at for at, one in since if one.role == "user"), -1)
+        point, turns = self.history.messages[-1], self.turns
+        later = range(point.turns, len(turns))
+        turn = next((index for index in later if turns[index].role == "user"), -1)
         pins = self.ledger.pins_except_rules(0)
         own = np.isin(self.ledger.of_turn(turn, Role.USER), pins).nonzero()[0]
         try:
-            self.engine.undo(point.checkpoint, keep_pins=True)
+            self.return_to(point, to_ask_again=to_ask_again)
         except LookupError:
             why = "tokens that it evicted are no longer archived"
             raise UndoError(f"this message can't be undone: {why}") from None
-        self.undo_points.pop()
+        self.history.messages = self.history.messages[:-1]
         self.recall.undo()
-        torn = [text for turn in self.turns[point.turns :] for text in turn.torn]
-        if self.turns[turn].is_summary:  # those that the summary replaced are pinned again
-            former = [index for index, one in enumerate(self.turns[:turn]) if one.is_summary]
+        torn = [text for index in later for text in turns[index].torn]
+        if turns[turn].is_summary:  # those that the summary replaced are pinned again
+            former = [index for index, one in enumerate(turns[:turn]) if one.is_summary]
             replaced = np.isin(self.ledger.column("turn")[point.checkpoint.cache.pinned], former)
             with suppress(SettingError):  # other pins take the room
-                self.engine.evictor.pin_held(point.checkpoint.cache.pinned[replaced])
-        self.state = point.restored_state(self.state, to_ask_again=to_ask_again)
+                self.engine.switcher.pin_held(point.checkpoint.cache.pinned[replaced])
         # Set in both cases: the state at the point may be that of an answer given again.
         kept = RetriedMessage(text, tuple(own.tolist()), tuple(torn))
         self.state.retried = kept if to_ask_again else RetriedMessage()
@@ -189,7 +182,7 @@ class Session(Conversation):
         if is_other and self.seen:
             self.profile = profile.model_copy(update={"system": prompt})
             self.ledger.pin(self.state.system.positions, profile.pin_system)
-            self.engine.evictor.exclude(np.asarray(self.state.system.positions), excluded=False)
+            self.ledger.flag(Flag.EXCLUDED, self.state.system.positions, False)
         return [Undone(len(self.turns), text, self.resident, self.seen)]
 
     def switch(
@@ -206,35 +199,40 @@ class Session(Conversation):
         the old one, which is evicted. Raises SettingError, beginning with `source` and changing
         nothing.
         """
-        before, state = self.profile, self.state
+        before, new_template = self.profile, template or self.template
         profile = updated_profile(before, self.model, source, updates)
-        settings = build_cache_settings(profile, self._folder)
         is_replaced = self.seen > 0 and (profile.system != before.system or template is not None)
-        template = template or self.template
         prompt = None
-        if is_replaced and (profile.system or template.tools):
-            prompt = template.system_turn(profile.system or "")
-        size = len(prompt.ids) if prompt is not None else 0
-        with all_or_nothing(self.engine):
-            events = unpin_excess_rules(self.engine, self._texts, settings)
-            if is_replaced or profile.pin_system != before.pin_system:
-                self.ledger.pin(state.system.positions, profile.pin_system and not is_replaced)
-            moves = self.engine.evictor.switch(settings, size if profile.pin_system else 0)
-            if is_replaced:
-                moves += self.engine.evictor.exclude(np.asarray(state.system.positions))
-            self.engine.require_room(size)
-        self.profile = profile
-        self.template = template
-        if settings.recall is None and before.recall != "off":
+        if is_replaced and (profile.system or new_template.tools):
+            prompt = new_template.system_turn(profile.system or "")
+        events = self._switch_engine(profile, prompt, is_replaced=is_replaced)
+        self.profile, self.template = profile, new_template
+        if self.engine.settings.recall is None and before.recall != "off":
             self.recall.undo()  # what it found last is no longer reported
         if is_replaced:
-            state.system = SystemPrompt()
-        events += self._events.moved(state.last_turn, moves)
-        restored = sum(len(move.positions) for move in moves if isinstance(move, RestoredRows))
-        events += self._events.switched(self.model, before, profile, restored, template)
+            self.state.system = SystemPrompt()
+        restored = sum(len(event.positions) for event in events if isinstance(event, Restored))
+        events += self._events.switched(self.model, before, profile, restored, new_template)
         if prompt is not None:
             events += [*self._read_pending(), *self.read_system(prompt, interrupted)]
         return events
+
+    def _switch_engine(
+        self, profile: Profile, prompt: TurnIds | None, *, is_replaced: bool
+    ) -> list[Event]:
+        """Put settings into force; if the system prompt `is_replaced`, evict it for `prompt`."""
+        engine, old_prompt = self.engine, self.state.system.positions
+        settings = build_cache_settings(profile, self._folder)
+        size = len(prompt.ids) if prompt is not None else 0
+        with all_or_nothing(engine):
+            events = unpin_excess_rules(engine, self._texts, settings)
+            if is_replaced or profile.pin_system != self.profile.pin_system:
+                self.ledger.pin(old_prompt, profile.pin_system and not is_replaced)
+            moves = engine.switcher.switch(settings, size if profile.pin_system else 0)
+            if is_replaced:
+                moves += engine.evictor.exclude(np.asarray(old_prompt))
+            engine.require_room(size)
+        return events + self._events.moved(self.state.last_turn, moves)
 
     def note_profile(self, profile: Profile) -> None:
         """Store settings that are in force already, or that neither engine nor model uses."""
@@ -256,7 +254,7 @@ class Session(Conversation):
         Raises UsageError if `target` names no token.
         """
         asked = tokens_to_restore(target, self.engine, self._texts, self.state, around, self.recall)
-        moves = self.engine.evictor.begin_recall(asked, incoming=0)
+        moves = self.engine.recalled.begin(asked, incoming=0)
         self.state.restored_by_user = asked.tolist()
         return [*self._events.moved(self.state.last_turn, moves), *self._events.take_problems()]
 
@@ -269,7 +267,7 @@ class Session(Conversation):
         positions = self._positions_of(target, self.engine.store.recallable())
         if pinned and isinstance(target, str):  # all tokens of a turn are of one writer
             positions = without_generated(positions, self.ledger, self.state)
-        moves = self.engine.evictor.pin(positions, pinned)
+        moves = self.engine.switcher.pin(positions, pinned)
         self.ledger.release_rules(positions)  # from now on they are the user's choice
         said = sentences_at(self.ledger, self._texts, positions)
         before = self.state.unpinned_sentences
@@ -291,14 +289,13 @@ class Session(Conversation):
         )
         self.state.system = replace(self.state.system, text=prompt)
         self.profile = self.profile.model_copy(update={"system": prompt})
-        self.undo_points = []
+        self.history.messages = []
         self._statement_cache = StatementCache()
         unpinned = [turn for turn, _ in self.state.unpinned_sentences]
         at = np.flatnonzero(np.isin(self.ledger.column("turn"), unpinned))
         self.state.unpinned_sentences &= sentences_at(self.ledger, self._texts, at)
         self.recall.erase_words()
         self.erasures += 1
-        self.reply_checkpoints.cut = None
         return [Erased(count, self.resident)]
 
     def tokens_to_erase(self, target: str) -> Positions:
@@ -318,8 +315,8 @@ class Session(Conversation):
 
     def attention_paid(self, turn: int) -> AttentionPaid:
         """The attention of the reply with turn index `turn` to the tokens held before it."""
-        last = self.reply_checkpoints
-        placement = last.placement if last.seen == self.seen else None
+        is_last = self.history.reply_seen == self.seen
+        placement = self.history.reply_placement if is_last else None
         return attention_paid(self.engine, turn, placement, self.profile.sinks)
 
     def tokens(self, positions: Sequence[int]) -> tuple[TokenRow, ...]:
@@ -339,7 +336,7 @@ class Session(Conversation):
             self.state.roles,
             model=self.model.name,
             speed=self.speed,
-            in_round=self.state.in_round,
+            round=self.engine.choice.round if self.state.in_round else None,
             strongest=strongest,
             recalled_turns=self.recall.turns,
         )
@@ -367,7 +364,7 @@ class Session(Conversation):
         self.reset()
         self.engine.load(saved, rows, attention, evicted)
         self.state = state
-        self.undo_points = list(undo_points)
+        self.history.messages = undo_points
         left_out = [number for number, turn in enumerate(state.turns) if turn.is_left_out]
         self.ledger.left_out = np.flatnonzero(np.isin(self.ledger.column("turn"), left_out))
         for number, turn in enumerate(state.turns):

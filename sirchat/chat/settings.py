@@ -14,7 +14,7 @@ from sirchat.config.profile_files import changed_profile
 from sirchat.config.values import parse_value
 from sirchat.engine.engine import Engine
 from sirchat.engine.sampling import ForcedPrefixSampler, Sampler, Sampling, TokenFilter
-from sirchat.engine.types import CacheSettings, EngineCheckpoint, RecallSettings
+from sirchat.engine.types import CacheSettings, RecallSettings
 from sirchat.errors import SettingError, TranscriptError, did_you_mean
 from sirchat.memory.policies import import_typed, policy_class, refuse_untrusted
 from sirchat.memory.policies.base import Policy
@@ -202,7 +202,7 @@ def check_policy(profile: Profile, model: LoadedModel, source: str) -> None:
     """Raise SettingError if the policy, or `attention`, needs what this model does not have."""
     name = "attention" if profile.attention == "on" else "policy"
     cls, policy = policy_class(profile.policy), build_policy(profile)
-    if (cls.needs_attention or name == "attention") and not model.exposes_attention:
+    if (cls.needs_attention or name == "attention") and not model.exposes_attention():
         raise SettingError(
             f"{source}: {name} can't be {getattr(profile, name)!r}: {no_attention_reason(model)}",
             hint="set attention to 'auto': it is then counted only if the model exposes it"
@@ -233,23 +233,8 @@ def all_or_nothing(engine: Engine) -> Iterator[None]:
         yield
     except Exception:  # a policy of the user's own may raise anything
         engine.ledger.pin_only(pinned)
-        engine.evictor.switch(settings)
+        engine.switcher.switch(settings)
         raise
-
-
-@contextmanager
-def undone_at_end(engine: Engine) -> Iterator[EngineCheckpoint]:
-    """Context manager, between two rounds: undoes every change of the engine in its block.
-
-    Yields a checkpoint of the engine's state before the block.
-    """
-    settings, checkpoint = engine.settings, engine.checkpoint()
-    with engine.store.without_limit():
-        try:
-            yield checkpoint
-        finally:
-            engine.evictor.switch(settings)
-            engine.undo(checkpoint)
 
 
 def _fits(value: object, default: object) -> bool:

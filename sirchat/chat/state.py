@@ -1,29 +1,17 @@
-"""The state of a conversation that the engine does not store: turns, counts, undo points."""
+"""The state of a conversation that the engine does not store: turns and counts."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 from sirchat.chat.events import Finish
-from sirchat.engine.types import EngineCheckpoint
 from sirchat.memory.ledger import Ledger, Role
 from sirchat.text.times import TimeRange
 
 UNFINISHED: Final = ("length", "loop", "interrupt")  # how a reply ends that can go on
-
-_UNDO_DEPTH = 64  # user turns
-_UNDO_STATE_BYTES = 1 << 28  # of all saved states of a hybrid model's recurrent layers
-
-
-def undo_depth(has_archive: bool, state_bytes: int) -> int:
-    """The number of user turns that can be undone; each saves `state_bytes` of recurrent layers."""
-    if not has_archive:
-        return 1
-    return max(1, min(_UNDO_DEPTH, _UNDO_STATE_BYTES // max(1, state_bytes)))
 
 
 @dataclass
@@ -159,47 +147,3 @@ class ConversationState:
         self.totals.tokens_out += stats.tokens_out
         self.totals.seconds_prefill += stats.seconds_prefill
         self.totals.seconds_decode += stats.seconds_decode
-
-
-@dataclass(frozen=True)
-class UndoPoint:
-    """The state of a chat just before a user turn; undoing this turn restores the state."""
-
-    checkpoint: EngineCheckpoint
-    state: ConversationState  # without turns: their text never changes, so it is not copied
-    turns: int  # number of earlier turns
-    text: str  # the message of the user turn
-    pin_system: bool  # the setting
-    budget: int  # the setting
-
-    @staticmethod
-    def of(
-        now: ConversationState,
-        checkpoint: EngineCheckpoint,
-        text: str,
-        pin_system: bool,
-        budget: int,
-    ) -> UndoPoint:
-        """The undo point of the current state, before the user turn `text` is read."""
-        state = deepcopy(replace(now, turns=[]))
-        return UndoPoint(checkpoint, state, len(now.turns), text, pin_system, budget)
-
-    def restored_state(
-        self, now: ConversationState, *, to_ask_again: bool = False
-    ) -> ConversationState:
-        """The conversation's state at this point, with the first turns of `now`.
-
-        Tokens that the user has restored since then stay requested, and sentences that the user
-        unpinned stay unpinned; those of later turns only `to_ask_again`.
-        """
-        seen, unpinned = self.checkpoint.cache.seen, now.unpinned_sentences
-        if not to_ask_again:
-            unpinned = frozenset(one for one in unpinned if one[0] < self.turns)
-        restored = {position for position in now.restored_by_user if position < seen}
-        return replace(
-            self.state,
-            turns=now.turns[: self.turns],
-            saved_turns=min(now.saved_turns, self.turns),
-            unpinned_sentences=unpinned,
-            restored_by_user=sorted(restored.union(self.state.restored_by_user)),
-        )

@@ -104,13 +104,13 @@ def pin_rules(
     quarter of the budget; the oldest are unpinned. Must be called while the ledger has the turn's
     token vectors.
     """
-    turn, evictor, ledger = state.last_turn, engine.evictor, engine.ledger
+    turn, switcher, ledger = state.last_turn, engine.switcher, engine.ledger
     retried, state.retried = state.retried, RetriedMessage()
     if retried.pinned_tokens and retried.text == state.turns[turn].text:
         at = ledger.of_turn(turn, Role.USER)
         try:
             asked = at[np.isin(np.arange(len(at)), retried.pinned_tokens)]
-            if gone := len(asked) - evictor.pin_held(asked):
+            if gone := len(asked) - switcher.pin_held(asked):
                 of = f"{gone:,} of the tokens that you had pinned in this message"
                 yield Notice(f"evicted, and not pinned again: {of}")
         except SettingError as error:  # older rules that had been let go may have the room again
@@ -130,7 +130,7 @@ def pin_rules(
         try:
             _check_rule_size(engine, positions)
             old = _rules_to_unpin(ledger, engine.settings, count)
-            evictor.pin_held(positions, pins_released=sum(map(len, old)))
+            switcher.pin_held(positions, pins_released=sum(map(len, old)))
             ledger.flag(Flag.RULE, positions, True)
             yield from _unpin_rules(engine, texts, old)
             yield Pinned(count, True, engine.cache.length)
@@ -184,7 +184,7 @@ def _rules_to_unpin(ledger: Ledger, settings: CacheSettings, count: int) -> list
 
 def _unpin_rules(engine: Engine, texts: Texts, rules: Sequence[Positions]) -> Iterator[Event]:
     for at in rules:
-        engine.evictor.unpin_held(at)
+        engine.switcher.unpin_held(at)
         text = format_value("".join(_pieces(engine.ledger, texts, at)).strip())
         yield Pinned(len(at), False, engine.cache.length)
         yield Notice(f"{text} is no longer pinned, as instructions have a quarter of the budget")

@@ -105,7 +105,7 @@ def tokens_to_restore(
         if not whole:
             raise
         at = np.unique(np.concatenate(whole))
-    at, room = without_generated(at, engine.ledger, state), engine.evictor.free_budget() // 2
+    at, room = without_generated(at, engine.ledger, state), engine.choice.free_budget() // 2
     if not len(at) or room < 1:
         raise UsageError("nothing is restored: it is no longer archived, or pins leave no room")
     both = np.union1d(np.intersect1d(np.asarray(state.restored_by_user, np.int64), among), at)

@@ -125,7 +125,7 @@ def _as_if_held(
         here = unknown & np.isin(positions, among)
         if here.any():
             at = np.searchsorted(among, positions[here])
-            for name, values in compute(engine.evictor.view_tokens(among)).items():
+            for name, values in compute(engine.choice.view(among)).items():
                 result = results.setdefault(name, np.zeros(len(positions)))
                 result[here] = values.double().numpy()[at]
             unknown &= ~here

@@ -94,7 +94,7 @@ def tools_prompt_size(chat: Conversation, told: str) -> int:
     """Tokens of the system prompt with the tools `told`; SirchatError if it can't be pinned."""
     size = len(chat.template_with(told).system_turn(chat.profile.system or "").ids)
     if chat.profile.pin_system:
-        chat.engine.evictor.check_pins(size - len(chat.state.system.positions))
+        chat.engine.choice.check_pins(size - len(chat.state.system.positions))
     return size
 
 
@@ -185,14 +185,14 @@ def read_result(
     sought = template.user_turn(question)
     ids = template.followed_by(template.tool_results_turn([call.result(text)]), next_role)
     turn = yield from chat.begin_message("tool", ids)
-    division = engine.evictor.divide_budget()
+    division = engine.choice.divide_budget()
     start = engine.ledger.seen
     head = 0  # the number of pinned ids
     if engine.resident + len(ids.ids) > division.hard_bound and division.max_pins:
         room = min(division.evictable // _HEAD_PARTS, division.max_pins - division.pins)
         head = max(0, min(room, ids.content[1]))
     after = template.closing if ids.header is None else []
-    with engine.evictor.ending_recall_on_error():
+    with engine.recalled.ending_on_error():
         try:
             yield from turn.read_result(
                 ids, interrupted, chat.recall, sought, head=head, after=after

@@ -124,7 +124,7 @@ def attention_paid(
     then = frozenset(placement.held.tolist())
     if not placement.has_recall or not engine.store.has(placement.held):
         return _attention_paid(engine, turn, then, sinks)
-    with engine.evictor.temporary_placement(placement):
+    with engine.store.placed(placement):
         paid = _attention_paid(engine, turn, then, sinks)
     return replace(paid, recalled=frozenset(placement.recalled.tolist()))
 

@@ -22,7 +22,7 @@ from typer.main import get_command
 from sirchat import __version__
 from sirchat.cli.chat import ask, open_chat, replay, tutorial
 from sirchat.cli.doctor import completion, doctor, man, show_paths
-from sirchat.cli.flags import Trust, declared, with_flags, with_setting_flags
+from sirchat.cli.flags import Trust, with_flags, with_setting_flags
 from sirchat.cli.registry import add_example, command_modules, commands, overview
 from sirchat.cli.signals import exit_while_loading, install_exit_handlers, restore_terminal
 from sirchat.errors import (
@@ -32,6 +32,7 @@ from sirchat.errors import (
     format_value,
     shows_tracebacks,
 )
+from sirchat.paths import read_yaml
 from sirchat.ui.text import displayable_line
 
 # For a command of Ollama, llm or llama.cpp: the command of sirchat that does the same.
@@ -56,7 +57,7 @@ _OTHER_FLAGS = {
     "--repeat-last-n": "--repetition-window",
     "--conversation": "--resume",
 }
-_FLAGS = declared(__file__, "app")
+_FLAGS = read_yaml(__file__, "app")
 _MAX_PATH_CHARS = 300  # characters of a path in an error
 
 

@@ -9,16 +9,17 @@ from pathlib import Path
 import typer
 
 from sirchat import __version__, paths
-from sirchat.cli.flags import declared, with_flags, without_garbage_collection
+from sirchat.cli.flags import with_flags, without_garbage_collection
 from sirchat.cli.registry import EXAMPLES, commands
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve
 from sirchat.errors import UsageError
 from sirchat.models.hub import require_available
+from sirchat.paths import read_yaml
 from sirchat.ui.lists import format_bytes
 from sirchat.ui.text import displayable, pluralize
 
-_FLAGS = declared(__file__, "app")
+_FLAGS = read_yaml(__file__, "app")
 _SHELLS = ("bash", "zsh", "fish")
 
 _SUMMARY = "endless chat with local language models, under a budget of memory"

@@ -14,14 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sirchat.engine.budget import Division
-from sirchat.engine.evictor import CacheUpdate, Evictor
+from sirchat.engine.evictor import Evictor
+from sirchat.engine.policy_choice import Division, PolicyChoice
 from sirchat.engine.reader import Reader
+from sirchat.engine.recalled_tokens import RecalledTokens
+from sirchat.engine.switching import Switcher
 from sirchat.engine.types import (
     CacheSettings,
     EngineCheckpoint,
     EngineState,
-    EvictedRows,
     NewTokens,
     ReadProgress,
     TurnRef,
@@ -31,6 +32,7 @@ from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.key_value_store import KeyValueStore
 from sirchat.memory.key_values import KeyValues, Positions
 from sirchat.memory.ledger import Flag, Ledger, Role
+from sirchat.memory.placement import EvictedRows, Moves
 from sirchat.memory.policies.scores import automatic_decay
 from sirchat.models.model import LoadedModel
 
@@ -45,7 +47,7 @@ class Engine:
 
     `ends_sequence(id)` marks the anchors of the policy `anchor`. `continues_word(previous, id)`
     tells whether both ids belong to one word. Callers may read `ledger`, `cache` and `store`, and
-    may use `evictor` to switch settings and to move tokens.
+    may use `choice`, `recalled`, `evictor` and `switcher`, which move tokens.
     """
 
     def __init__(
@@ -69,16 +71,19 @@ class Engine:
         self.cache.set_positions(absolute_positions=settings.absolute_positions)
         self.store = KeyValueStore(self.cache, self.ledger, settings.archive, settings.folder)
         self.reader = Reader(model, self.cache, self.ledger)
-        self.evictor = Evictor(settings, self.reader, self.store)
+        self.choice = PolicyChoice(settings, model.context_length, self.store)
+        self.recalled = RecalledTokens(self.choice, self.reader)
+        self.evictor = Evictor(self.choice, self.recalled)
+        self.switcher = Switcher(self.choice, self.recalled)
 
     @property
     def settings(self) -> CacheSettings:
-        return self.evictor.settings
+        return self.choice.settings
 
     @property
     def budget(self) -> int:
         """The most tokens in the cache: the context length if the policy never evicts."""
-        settings = self.evictor.settings
+        settings = self.settings
         return settings.budget if settings.policy.bounded else self._model.context_length
 
     @property
@@ -99,21 +104,21 @@ class Engine:
         before any id is read, if the ids do not fit and nothing may be evicted.
         """
         evictor, ledger, compacts = self.evictor, self.ledger, self._compacts_at_anchors
-        evictor.round = at.round
+        self.choice.round = at.round
         self.require_room(len(ids))
         turn = NewTokens(ids, roles, self.flags_of(ids, pinned), at)
-        stats, division = self.settings.attention_stats, evictor.divide_budget()
+        stats, division = self.settings.attention_stats, self.choice.divide_budget()
         shared: AbstractContextManager[None] = nullcontext()
         if len(ids) > self._pass_size(division, pinned):
             shared = self._model.share_unpacked(len(ids) // division.chunk_size)
         done = 0
         while done < len(ids):
-            division = evictor.divide_budget()
+            division = self.choice.divide_budget()
             end = min(len(ids), done + self._pass_size(division, pinned))
             if compacts:  # a chunk ends right after an anchor
                 ends = (i + 1 for i in range(done, end) if turn.flags[i] & _ANCHOR)
                 end = next(ends, end)
-            yield from evictor.make_room(end - done, division)
+            yield from evictor.make_room(end - done)
             is_first = not ledger.seen
             self.grow_for(end - done)
             with shared:  # not around a yield: another conversation may run then
@@ -127,7 +132,7 @@ class Engine:
 
     def decay_at_round_end(self) -> None:
         """Multiply surprisal and attention by `decay`; the automatic decay spares this round."""
-        settings, ledger, round = self.settings, self.ledger, self.evictor.round
+        settings, ledger, round = self.settings, self.ledger, self.choice.round
         if settings.decay is not None:
             ledger.apply_decay(settings.decay)
         else:
@@ -136,23 +141,32 @@ class Engine:
 
     def checkpoint(self) -> EngineCheckpoint:
         """The state at the beginning of a turn, to which `undo` can return."""
-        return EngineCheckpoint(self.store.checkpoint(), self.logits, self.evictor.round)
+        return EngineCheckpoint(self.store.checkpoint(), self.logits, self.choice.round)
 
-    def undo(self, to: EngineCheckpoint, *, keep_pins: bool = False) -> CacheUpdate:
+    def undo(self, to: EngineCheckpoint, *, keep_pins: bool = False) -> Moves:
         """Undo all reading and pinning since the checkpoint `to`; the current settings stay.
 
         Returns the tokens moved because settings, or pins kept by `keep_pins`, have changed since.
         Raises LookupError, changing nothing, if a token of the checkpoint is lost.
         """
-        moves = self.evictor.undo(to.cache, to.round, keep_pins=keep_pins)
-        self.reader.logits = to.logits
-        if not self.ledger.seen:
-            self.ledger.unknown_surprisal = self._uniform_surprisal
-        return moves
+        ledger, pinned = self.ledger, to.cache.pinned
+        self.cache.grow_to(len(to.cache.placement.held))
+        self.store.undo(to.cache)
+        self.choice.round, self.reader.logits = to.round, to.logits
+        if not ledger.seen:
+            ledger.unknown_surprisal = self._uniform_surprisal
+        if keep_pins:  # and pin again the rules that were unpinned since
+            ledger.pin(pinned[ledger.column("flags")[pinned] & np.uint8(Flag.RULE) != 0], True)
+        else:
+            ledger.pin_only(pinned)
+            for rule in to.cache.rules:
+                ledger.flag(Flag.RULE, rule, True)
+        return self.switcher.choose_unless_valid()
 
     def erase(self, positions: Positions) -> None:
         """Delete the tokens at these stream positions from cache, archive, ledger and states."""
-        self.evictor.erase(positions)
+        self.store.erase(positions)
+        self.ledger.erase(positions)
         self.rebuild_state()
 
     def reorder(self, order: Positions, turns: Positions, rounds: Positions) -> Positions:
@@ -164,7 +178,7 @@ class Engine:
         rank = self.store.reorder(order, turns, rounds)
         if not is_last:
             self.reader.logits = None
-        self.evictor.round = int(rounds.max(initial=0))
+        self.choice.round = int(rounds.max(initial=0))
         return rank
 
     def rebuild_state(self) -> None:
@@ -179,7 +193,7 @@ class Engine:
         is_absolute, total = self.cache.absolute_positions, self.budget
         flags = self.ledger.column("flags")
         positions = np.flatnonzero(flags & np.uint8(Flag.ERASED) == 0)
-        sinks = min(self.evictor.divide_budget().sinks, total // 2)
+        sinks = min(self.settings.honoured_sinks, total // 2)
         size = 1 if self.cache.reads_singly else max(1, min(total // 4, _REBUILD_PASS_IDS))
         cache = self._model.new_cache(min(total, len(positions)))
         cache.set_positions(absolute_positions=is_absolute)
@@ -199,11 +213,11 @@ class Engine:
         ledger, logits = self.ledger, self.logits
         return EngineState(
             rows=ledger.rows(start),
-            held=self.evictor.held_without_recall(),
+            held=self.recalled.held_at_end(),
             log_decay=ledger.log_decay,
             unknown_surprisal=ledger.unknown_surprisal,
             logits=None if logits is None else logits.float().cpu().numpy(),
-            round=self.evictor.round,
+            round=self.choice.round,
             state=self.cache.state,
         )
 
@@ -221,7 +235,7 @@ class Engine:
         """
         ledger, reader = self.ledger, self.reader
         ledger.load(saved.rows, saved.held, saved.log_decay)
-        ledger.unknown_surprisal, self.evictor.round = saved.unknown_surprisal, saved.round
+        ledger.unknown_surprisal, self.choice.round = saved.unknown_surprisal, saved.round
         reader.logits = None if saved.logits is None else torch.from_numpy(saved.logits)
         tiers = None
         if rows is not None and np.isin(saved.held, rows.positions).all():
@@ -245,7 +259,9 @@ class Engine:
         """
         policy, most = self.settings.policy, self._model.context_length
         if not policy.bounded and self.cache.length + count > most:
-            policy.keep(self.evictor.view_held(None), most - count)  # raises, in its own words
+            policy.keep(
+                self.choice.view(self.ledger.held_positions), most - count
+            )  # raises, in its own words
         if self.cache.absolute_positions and self.ledger.seen + count > most:
             raise ContextFullError(
                 f"the model's context is full: {self.ledger.seen} tokens read, and with positions "
@@ -270,7 +286,7 @@ class Engine:
         cursor = self.cache.cursor
         needed = cursor.length + count
         if needed > cursor.capacity:  # the budget is no hard bound
-            most = self.evictor.divide_budget().hard_bound
+            most = self.choice.divide_budget().hard_bound
             self.cache.grow_to(min(most, max(2 * cursor.capacity, needed)))
 
     @property

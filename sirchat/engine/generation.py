@@ -13,8 +13,9 @@ import torch
 from sirchat.engine.engine import Engine
 from sirchat.engine.prompt_lookup import PromptLookup
 from sirchat.engine.sampling import Sampler
-from sirchat.engine.types import EvictedRows, GeneratedToken, NewTokens, Stopped, TurnRef
+from sirchat.engine.types import GeneratedToken, NewTokens, Stopped, TurnRef
 from sirchat.memory.ledger import Role
+from sirchat.memory.placement import EvictedRows
 from sirchat.models.captured_step import LikeliestToken
 from sirchat.models.encoder import EncoderOutput
 
@@ -64,8 +65,8 @@ class Generation(AbstractContextManager["Generation"]):
     def __enter__(self) -> Generation:
         if self.engine.logits is None:
             raise RuntimeError("nothing has been read yet")
-        self.engine.evictor.round = self._turn.round
-        self._division = self.engine.evictor.divide_budget()
+        self.engine.choice.round = self._turn.round
+        self._division = self.engine.choice.divide_budget()
         self.reader.begin_reply(self._sampler if self._may_look_ahead else None)
         return self
 
@@ -113,8 +114,8 @@ class Generation(AbstractContextManager["Generation"]):
         if self._may_be_full:
             engine.require_room(1 + self._closing_tokens)
         if is_full:
-            self._division = division = engine.evictor.divide_budget()
-            self.records += engine.evictor.make_room(division.eviction_block, division)
+            self._division = division = engine.choice.divide_budget()
+            self.records += engine.evictor.make_room(division.eviction_block)
         self.tokens_left -= 1
         lookup = self._lookup if self._may_look_ahead else None
         if lookup is not None and not reader.is_precomputed(token_id):
@@ -134,7 +135,7 @@ class Generation(AbstractContextManager["Generation"]):
         self.records.append(GeneratedToken(token_id, engine.ledger.seen - 1, surprisal))
         if self._compacts:
             self.records += engine.evictor.make_room(0)
-            self._division = engine.evictor.divide_budget()
+            self._division = engine.choice.divide_budget()
         if not self.tokens_left:
             self.records.append(Stopped("length"))
 

@@ -55,6 +55,11 @@ class CacheSettings:
     count_attention: bool = False  # record attention even if the policy does not use it
 
     @property
+    def honoured_sinks(self) -> int:
+        """The number of sinks; 0 if the policy ignores them."""
+        return self.sinks if self.policy.honours_sinks else 0
+
+    @property
     def attention_stats(self) -> AttentionStatsConfig | None:
         """Which attention weights are recorded while the model reads; None for none."""
         default = AttentionStatsConfig() if self.count_attention else None
@@ -75,24 +80,6 @@ class ReadProgress:
 
     done: int
     total: int
-
-
-@dataclass(frozen=True)
-class EvictedRows:
-    """Record: the tokens at stream `positions` were evicted; `resident` of `seen` are held now."""
-
-    positions: Positions
-    resident: int
-    seen: int
-
-
-@dataclass(frozen=True)
-class RestoredRows:
-    """Record: the tokens at stream `positions` were restored; `resident` of `seen` are held now."""
-
-    positions: Positions
-    resident: int
-    seen: int
 
 
 class GeneratedToken(NamedTuple):

@@ -24,7 +24,7 @@ from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_value_stats import Block, key_value_stats
 from sirchat.memory.key_values import CacheState, KeyValues, Positions, merge_key_values
 from sirchat.memory.ledger import Flag, KeyValueStat, Ledger, State
-from sirchat.memory.placement import Placement
+from sirchat.memory.placement import EvictedRows, Moves, Placement, RestoredRows
 from sirchat.memory.policies.scores import fill_nan_with_median
 from sirchat.memory.tiers import NOT_STORED, Tiers
 
@@ -154,11 +154,36 @@ class KeyValueStore:
         """Whether `placement` is the object that `place` was last called with."""
         return placement is self._placement
 
-    def place(self, placement: Placement) -> tuple[Positions, Positions]:
-        """Move tokens as `placement` says; returns the positions evicted and those restored."""
-        moved = self._place(placement)
+    def place(self, placement: Placement) -> Moves:
+        """Move tokens as `placement` says; returns records of those evicted and restored."""
+        evicted, restored = self._place(placement)
         self._shrink()
-        return moved
+        moves: Moves = [*self.evicted_rows(evicted)]
+        if len(restored):
+            moves.append(RestoredRows(restored, self.cache.length, self.ledger.seen))
+        return moves
+
+    def evicted_rows(self, positions: Positions) -> list[EvictedRows]:
+        """The record of tokens that were just evicted; none without tokens."""
+        rows = EvictedRows(positions, self.cache.length, self.ledger.seen)
+        return [rows] if len(positions) else []
+
+    def evict_all_but(self, kept: Positions) -> list[EvictedRows]:
+        """Hold `kept` alone, and end recall; returns a record of the policy's other tokens."""
+        own = self.placement.policy_positions
+        self.place(Placement(kept))
+        return self.evicted_rows(np.setdiff1d(own, kept, assume_unique=True))
+
+    @contextmanager
+    def placed(self, placement: Placement) -> Iterator[None]:
+        """Context manager: places the tokens as `placement` says; afterwards as before."""
+        before = self.placement
+        with self.without_limit():
+            self.place(placement)
+            try:
+                yield
+            finally:
+                self.place(before)
 
     @contextmanager
     def without_limit(self) -> Iterator[None]:

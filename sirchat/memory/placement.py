@@ -1,4 +1,7 @@
-"""Where the tokens of a conversation are, as one value. `KeyValueStore.place` carries it out."""
+"""Where the tokens of a conversation are, as one value. `KeyValueStore.place` carries it out.
+
+What `place` has moved is told by records.
+"""
 
 from __future__ import annotations
 
@@ -48,3 +51,24 @@ class Placement:
     def without(self, positions: Positions) -> Placement:
         each = (self.held, self.recalled, self.aside, self.wanted)
         return Placement(*(at[~np.isin(at, positions)] for at in each))
+
+
+@dataclass(frozen=True)
+class EvictedRows:
+    """Record: the tokens at stream `positions` were evicted; `resident` of `seen` are held now."""
+
+    positions: Positions
+    resident: int
+    seen: int
+
+
+@dataclass(frozen=True)
+class RestoredRows:
+    """Record: the tokens at stream `positions` were restored; `resident` of `seen` are held now."""
+
+    positions: Positions
+    resident: int
+    seen: int
+
+
+Moves = list[EvictedRows | RestoredRows]

@@ -31,7 +31,7 @@ class Passages:
     """The passages of one chat, in stream order, with a vector of each."""
 
     def __init__(self, texts: Texts) -> None:
-        self._texts = texts
+        self.token_texts = texts
         self._end = 0  # all tokens before this stream position are in passages
         # Their first n rows are in use; they grow by doubling.
         self._row_buffer = np.zeros(0, PASSAGE)
@@ -56,7 +56,7 @@ class Passages:
         """Add the passages of the complete turns that were read since the last update."""
         self.truncate(ledger.seen)
         if not len(self.torn):
-            self.torn = torn_sentences(ledger, self._texts)
+            self.torn = torn_sentences(ledger, self.token_texts)
         self.torn = np.pad(self.torn, (0, ledger.seen - len(self.torn)))
         self.torn[ledger.torn] = True
         runs = list(_runs(ledger, self._end, self.torn))
@@ -90,12 +90,12 @@ class Passages:
         rows["turn"] = ledger.column("turn")[rows["start"]]
         same = rows == self.rows[: len(rows)]
         self._replace(rows, self.vectors[at], ledger.seen)
-        self.torn = torn_sentences(ledger, self._texts)
+        self.torn = torn_sentences(ledger, self.token_texts)
         return int(np.argmin(np.append(same, False)))
 
     def erase(self, ledger: Ledger) -> None:
         """Delete vectors of passages with torn sentences, and passages of torn sentences alone."""
-        self.torn = torn_sentences(ledger, self._texts)
+        self.torn = torn_sentences(ledger, self.token_texts)
         counts = np.concatenate([[0], np.cumsum(self.torn)])
         lost = counts[self.rows["end"]] - counts[self.rows["start"]]
         self.vectors[lost > 0] = np.nan
@@ -109,7 +109,7 @@ class Passages:
         for first, end in self.rows[start:stop][["start", "end"]].tolist():
             at = np.arange(first, end)
             at = at[(columns["flags"][at] & _TEXTLESS == 0) & ~self.torn[at]]
-            found.append("".join(self._texts(columns["token_id"][at].tolist(), at.tolist())))
+            found.append("".join(self.token_texts(columns["token_id"][at].tolist(), at.tolist())))
         return found
 
     def state(self) -> dict[str, NDArray[np.generic]]:
@@ -143,7 +143,7 @@ class Passages:
     def _divided(self, ledger: Ledger, start: int, end: int) -> Iterator[tuple[int, int]]:
         """The passages in a run of tokens, each as (start, end) in the stream."""
         ids = ledger.column("token_id")[start:end].tolist()
-        for first, last in divided(self._texts(ids, range(start, end))):
+        for first, last in divided(self.token_texts(ids, range(start, end))):
             yield start + first, start + last
 
 

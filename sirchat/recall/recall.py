@@ -18,10 +18,11 @@ from torch import Tensor
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import RecallSettings, TurnRef
 from sirchat.memory.key_values import Positions
-from sirchat.memory.ledger import Flag, Role, State
+from sirchat.memory.ledger import Flag, Role
 from sirchat.models.model import LoadedModel
 from sirchat.recall import RecalledTurn
 from sirchat.recall.candidates import Candidates
+from sirchat.recall.found_passages import FoundPassages, SearchResult, describe_turns
 from sirchat.recall.passage_search import (
     MIN_SCORE,
     PassageQuery,
@@ -34,7 +35,7 @@ from sirchat.recall.passage_search import (
 from sirchat.recall.retrievers import retriever
 from sirchat.recall.retrievers.base import PassageRetriever
 from sirchat.recall.word_index import DISCOUNT, words_of
-from sirchat.text.detokenizer import QUESTION_MARKS, Texts, text_with_gaps
+from sirchat.text.detokenizer import QUESTION_MARKS, Texts
 
 # Most tokens from which a question is answered under `focus: auto`. With SmolLM2 and half of the
 # questions of `facts-in-dialogue`, 64 find less, and 128 nothing more.
@@ -72,18 +73,6 @@ class RecallResult:
     seconds: float
     problem: str = ""  # why the retriever could not search
     focused: bool = False  # whether the turn is answered from these tokens alone
-
-
-@dataclass(frozen=True)
-class FoundPassages:
-    """The passages that fit a message, held or archived, and how well they fit."""
-
-    result: SearchResult
-    passages: tuple[int, ...]  # numbers, best first
-    query: PassageQuery
-    best_score: float  # the highest of any passage, in standard deviations
-    is_question: bool  # whether the message is answered from these passages alone
-    reasons: tuple[str, ...]  # why each was found, if not by its own words
 
 
 class Recall:
@@ -151,7 +140,7 @@ class Recall:
         start, result, problem = time.perf_counter(), None, ""
         released = np.fromiter(self.scores, np.int64)
         is_all_held = engine.resident == engine.ledger.seen
-        has_room = engine.evictor.recall_room(len(turn.ids)) > 0
+        has_room = engine.recalled.room(len(turn.ids)) > 0
         try:
             result = self._search(turn, at, requested)
         except LookupError as error:
@@ -162,13 +151,14 @@ class Recall:
         if result is not None:
             found, fits = result.positions, result.scores.numpy()
             incoming = len(turn.ids)
-            engine.evictor.begin_recall(found, incoming=incoming, focused=is_focused, scores=fits)
+            engine.recalled.begin(found, incoming=incoming, focused=is_focused, scores=fits)
         restored = engine.store.placement.recalled
         if result is not None and is_focused:
             restored = result.positions
         scores = _scores_of(restored, result)
         self.scores = dict(zip(restored.tolist(), scores, strict=True))
-        self.turns = self._describe(restored, with_gaps=True)
+        search = self.passage_search
+        self.turns = describe_turns(engine, search, self.found, restored, with_gaps=True)
         if turn.tool_result_turn < 0:  # a reason is kept for the user's messages alone
             unfit = "nothing evicted fits it" if has_room else "there was no room beside it"
             reason = problem or unfit
@@ -184,7 +174,7 @@ class Recall:
         if not len(asked):
             return _NO_POSITIONS
         positions: Positions = np.intersect1d(asked, self._engine.store.recallable())
-        room = self._engine.evictor.free_budget(incoming) // 2
+        room = self._engine.choice.free_budget(incoming) // 2
         return positions[max(0, len(positions) - room) :]
 
     def _search(self, turn: NewTurn, at: TurnRef, requested: Positions) -> SearchResult | None:
@@ -196,10 +186,10 @@ class Recall:
             # This reads the turn first, which may evict tokens, so the room is known after it.
             result = search(engine, self._model, turn.ids, turn.roles, at)
             if result is not None:
-                room = engine.evictor.recall_room(len(turn.ids)) - len(requested)
+                room = engine.recalled.room(len(turn.ids)) - len(requested)
                 result = best_tokens(result, room, self.passage_search.passages.torn)
         elif recall and len(self.passage_search.passages) and (self._focus() or not is_all_held):
-            room = engine.evictor.recall_room(len(turn.ids)) - len(requested)
+            room = engine.recalled.room(len(turn.ids)) - len(requested)
             found = self.find(turn, max(0, room))
             self.found = None if len(requested) else found
             result = found.result
@@ -211,47 +201,50 @@ class Recall:
         If the turn asks for a time, the user's turns of that time are found, too. If it asks for
         anything else, passages that fit the best passage or fit less well take the remaining room.
         """
-        ledger, recall = self._engine.ledger, self._engine.settings.recall
-        encoder = self._model.encoder
+        recall, encoder = self._engine.settings.recall, self._model.encoder
+        search = self.passage_search
         query = replace(self.query_of(turn.ids, turn.roles), excluded_turns=turn.excluded_turns)
         generated = np.fromiter(turn.generated_turns, np.int64)  # once, as there may be very many
-        by_words = self.passage_search.by_words(query.sentences)
+        by_words = search.by_words(query.sentences)
         asks, focus = self._asks_back(query), self._focus()
         has_mark = any(mark in query.text for mark in QUESTION_MARKS)
-        at_time: Sequence[int] = ()
         # Without an encoder that tells, a message without a question mark does not ask.
-        if asks and (len(encoder.question) or has_mark):
-            at_time = turn.turns_at(query.text)
+        asks_time = asks and (len(encoder.question) > 0 or has_mark)
+        at_time = turn.turns_at(query.text) if asks_time else ()
         scores = self._passage_scores(query, generated, by_words, turn.tool_result_turn, at_time)
-        best = scores.max(initial=0.0)
+        best = float(scores.max(initial=0.0))
         is_told = query.model_vector is not None and len(encoder.question) > 0
         is_near = best >= DISCOUNT * MIN_SCORE
         is_question = bool(asks and (is_told or has_mark) and focus and is_near)
         room = min(room, focus) if is_question else room
-        near = MIN_SHARE_OF_BEST if is_question and not at_time else 0.0
-        is_auto = recall is None or recall.n is None  # else passages with any score are found
-        most = min(room, len(scores) - 1)  # a passage has at least one token
-        floor = max(MIN_SCORE, near * best)
-        if not is_auto:
+        least_share = MIN_SHARE_OF_BEST if is_question and not at_time else 0.0
+        is_auto = recall is None or recall.n is None
+        floor = max(MIN_SCORE, least_share * best)
+        if not is_auto:  # passages with any score are found; each has at least one token
+            most = min(room, len(scores) - 1)
             floor = -float(np.partition(-scores, most)[most])
         chosen = self._take(scores, floor, room)
         if is_auto and asks and not at_time:
-            further = np.where(scores < near * best, 0, scores)
+            further = np.where(scores < least_share * best, 0, scores)
             if chosen and by_words[first := next(iter(chosen))]:
-                again = self.passage_search.second_hop_scores(ledger, first, query, generated)
-                further = np.maximum(further, np.where(again < near * again.max(), 0, again))
+                again = search.second_hop_scores(self._engine.ledger, first, query, generated)
+                again[again < least_share * again.max()] = 0
+                further = np.maximum(further, again)
             further[list(chosen)] = -np.inf
             left = room - sum(len(rows) for rows, _ in chosen.values())
             chosen |= self._take(further, DISCOUNT * MIN_SCORE, left, whole=bool(chosen))
-        at, turns = list(chosen), self.passage_search.passages.rows["turn"]
-        is_second = is_auto & (scores[at] < DISCOUNT * MIN_SCORE)
-        reasons = np.select(
-            [np.isin(turns[at], at_time), is_second, by_words[at] > 0],
-            ["its time", "words of the best", "words beside it"],
-            "its meaning" if query.vector is not None else "",
+        numbers = list(chosen)
+        fits_best = is_auto & (scores[numbers] < DISCOUNT * MIN_SCORE)
+        return FoundPassages(
+            result=_result_of(chosen),
+            passages=tuple(numbers),
+            word_scores=tuple(by_words[numbers].tolist()),
+            fits_best=tuple(fits_best.tolist()),
+            query=query,
+            best_score=best,
+            is_question=is_question,
+            turns_at_time=at_time,
         )
-        found = _result_of(chosen), tuple(chosen), query, float(best), is_question
-        return FoundPassages(*found, tuple(reasons.tolist()))
 
     def _passage_scores(
         self,
@@ -297,7 +290,8 @@ class Recall:
         is_held = ~np.isin(positions, list(self.scores))
         held = positions[is_held]
         of_held = scores[torch.from_numpy(is_held)].tolist()
-        return dict(zip(held.tolist(), of_held, strict=True)), self._describe(held)
+        turns = describe_turns(self._engine, self.passage_search, self.found, held)
+        return dict(zip(held.tolist(), of_held, strict=True)), turns
 
     def _focus(self) -> int:
         """Most tokens from which a question is answered; 0 to answer from all held tokens."""
@@ -360,35 +354,6 @@ class Recall:
         there: Positions = rows[is_there & ~self.passage_search.passages.torn[rows]]
         return there
 
-    def _describe(
-        self, restored: Positions, *, with_gaps: bool = False
-    ) -> tuple[RecalledTurn, ...]:
-        """The turns of found tokens, with the text and shared words of each turn's best passage.
-
-        `with_gaps`: with … for what is not held now.
-        """
-        of_tokens = self._engine.ledger.column("turn")[restored]
-        turns, counts = np.unique(of_tokens, return_counts=True)
-        best = dict[int, tuple[tuple[str, ...], str, str]]()
-        if self.found is not None:
-            rows, ledger = self.passage_search.passages.rows, self._engine.ledger
-            for number, why in zip(self.found.passages, self.found.reasons, strict=True):
-                text = self.passage_search.passages.texts(ledger, number, number + 1)[0]
-                words = self.passage_search.index.shared_words(text, self.found.query.text)
-                reason = "" if words else why
-                at = rows_of(rows[number : number + 1])
-                pieces = self._texts(ledger.column("token_id")[at].tolist(), at.tolist())
-                is_held = ledger.column("state")[at] == State.HELD
-                text = text_with_gaps(pieces, is_held | (not with_gaps))
-                best.setdefault(int(rows["turn"][number]), (words, text, reason))
-        rounded = self._engine.store.archive.bits(restored)
-        bits = [min(set(rounded[of_tokens == turn].tolist()) - {0}, default=0) for turn in turns]
-        described = list[RecalledTurn]()
-        for turn, count, fewest in zip(turns.tolist(), counts.tolist(), bits, strict=True):
-            words, text, reason = best.get(turn, ((), "", ""))
-            described.append(RecalledTurn(turn, count, words, text, fewest, reason))
-        return tuple(described)
-
 
 def search(
     engine: Engine, model: LoadedModel, ids: Sequence[int], roles: Sequence[Role], at: TurnRef
@@ -398,7 +363,7 @@ def search(
     Returns None if no token can be restored.
     """
     recall, start = engine.settings.recall, engine.ledger.seen
-    room = engine.evictor.recall_room(len(ids))
+    room = engine.recalled.room(len(ids))
     if recall is None or not room:
         return None
     needs = retriever(recall.retriever)
@@ -424,14 +389,6 @@ def weighted(scores: Tensor, surprisal: NDArray[np.float64]) -> Tensor:
     """Scores [layers, n], less the lowest of each layer, times the `surprisal` [n] in nats."""
     lowest = scores.min(dim=1, keepdim=True).values
     return (scores - lowest) * torch.from_numpy(surprisal).to(scores.dtype)
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """Archived tokens and their scores."""
-
-    positions: Positions
-    scores: Tensor
 
 
 def _result_of(chosen: dict[int, tuple[Positions, float]]) -> SearchResult:

@@ -7,7 +7,7 @@ conversation knows the marks of the messages that its session has read.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
@@ -165,7 +165,7 @@ class ServedConversation(KnownConversation):
 
     @property
     def undoable(self) -> int:
-        return len(self.session.undo_points)
+        return len(self.session.history.messages)
 
     def history_with_earlier(self, history: History, matched_count: int) -> History:
         """Complete the history of a request that names this conversation by earlier messages.
@@ -174,33 +174,41 @@ class ServedConversation(KnownConversation):
         here. Returns `history` itself if it begins at the chat's start, or if more messages match
         (`matched_count`) than a window would have.
         """
-        marks, size = history.marks, len(self.marks)
-        if not self.roles or (len(marks) > 1 and marks[0] == self.marks[0]):
+        if not self.roles or (len(history.marks) > 1 and history.marks[0] == self.marks[0]):
             return history
-        messages = history.messages
         # An empty message stands before a window that begins with a reply.
-        if messages[0] == ("user", "") and len(marks) > 1:
-            messages, marks = messages[1:], marks[1:]
-        sizes = range(min(size, len(marks) - 1), -1, -1)
-        end, overlap = size, next(n for n in sizes if [*marks[:n]] == self.marks[size - n :])
-        question, earlier = self._last_question, len(marks) - 1
-        if 0 < earlier <= question and self.marks[question - earlier : question + 1] == [*marks]:
-            end, overlap = question, earlier  # another reply to the last message
+        start = int(history.messages[0] == ("user", "") and len(history.marks) > 1)
+        messages, marks = history.messages[start:], history.marks[start:]
+        end, overlap = self._place_of_window(marks)
         if matched_count > overlap:
             return history
         # Calls and results are read again, if need be, as the texts that the session has of them.
         roles = ("assistant" if role == "calls" else role for role in self.roles[:end])
-        texts = (self.session.turns[at].text for at in self.turn_numbers)
-        messages = (*zip(roles, texts, strict=False), *messages[overlap:])
-        has_prompt = history.system is not None or history.tools
-        is_new = has_prompt and history.prompt_mark != self.prompt_mark and can_edit(self.session)
+        texts = (self.session.turns[turn].text for turn in self.turn_numbers)
         # Without a system prompt, the one before stays.
         system = self.session.profile.system if history.system is None else history.system
-        prompt_mark = _prompt_mark(system, history.tools) if is_new else self.prompt_mark
-        marks = (*self.marks[:end], *marks[overlap:])
+        prompt_mark, has_prompt = self.prompt_mark, history.system is not None or history.tools
+        if has_prompt and history.prompt_mark != prompt_mark and can_edit(self.session):
+            prompt_mark = _prompt_mark(system, history.tools)
         return replace(
-            history, system=system, messages=messages, prompt_mark=prompt_mark, marks=marks
+            history,
+            system=system,
+            messages=(*zip(roles, texts, strict=False), *messages[overlap:]),
+            prompt_mark=prompt_mark,
+            marks=(*self.marks[:end], *marks[overlap:]),
         )
+
+    def _place_of_window(self, marks: Sequence[bytes]) -> tuple[int, int]:
+        """How many messages here come before the new ones of a window, and how many it has of them.
+
+        The new messages follow the last one here, or replace the reply to the last user message.
+        """
+        question, before = self._last_question, len(marks) - 1  # the last one is always read
+        if 0 < before <= question and self.marks[question - before : question + 1] == [*marks]:
+            return question, before  # another reply to the last message
+        size = len(self.marks)
+        sizes = range(min(size, before), -1, -1)
+        return size, next(n for n in sizes if [*marks[:n]] == self.marks[size - n :])
 
     def has_same_question(self, history: History) -> bool:
         """Whether `history` differs from this conversation only after its last user message."""
@@ -229,7 +237,7 @@ class ServedConversation(KnownConversation):
         try:
             if self.session.profile.reasoning != self.reasoning:
                 raise LookupError
-            self.session.undo_reply()
+            self.session.return_to(self.session.history.before_reply)
         except LookupError:
             self.undo_last_question()
             if not self.is_exact:

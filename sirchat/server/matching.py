@@ -190,7 +190,7 @@ class _Edit:
 
         def read() -> Iterator[Event]:
             if session.profile.pin_system:
-                session.engine.evictor.check_pins(len(rest.ids))
+                session.engine.choice.check_pins(len(rest.ids))
             yield from session.read_system(rest)
 
         parts: list[KeptTurn | ReadTurns] = [KeptTurn(0, rows[:common])] if common else []

@@ -208,14 +208,14 @@ def _raise_budget(conversation: ServedConversation, history: History) -> None:
     # Prompt and tools are pinned, unless they take more than half of what the budget can be: the
     # model's context, in at most half of the free memory.
     session, (role, text) = conversation.session, history.messages[0]
-    max_pins = session.engine.evictor.divide_budget().max_pins
+    max_pins = session.engine.choice.divide_budget().max_pins
     if max_pins is None or not session.profile.pin_system or role != "user":
         return
     with _refuse_template_errors("messages"):
         prompt = session.template.opening(text, history.system)[0]
     if prompt is None or len(prompt.ids) <= max_pins:
         return
-    size, max_budget = len(prompt.ids), session.model.affordable_rows
+    size, max_budget = len(prompt.ids), session.model.affordable_rows()
     if size * _MIN_BUDGET_RATIO > max_budget:
         needed = int(size * _MIN_BUDGET_RATIO)
         problem = f"system prompt and tools take {size} tokens, which needs a budget of {needed}; "

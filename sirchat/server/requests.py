@@ -384,14 +384,20 @@ class ChatRequest(SamplingFields, ReplyBody):
             )
 
 
+_Result = tuple[str, str, str]  # of a call: its id, the tool's name, the text
+
+
 @dataclass
 class _Turn:
     """One turn of a chat, as every chat template has it."""
 
     role: str
     text: str = ""
-    calls: Sequence[ToolCall] = ()
-    results: list[tuple[str, str | None, str]] = field(default_factory=list)  # of calls, by id
+    calls: list[ToolCall] = field(default_factory=list)
+    results: list[_Result] = field(default_factory=list)
+
+    def add(self, text: str) -> None:
+        self.text = "\n\n".join(filter(None, [self.text, text]))
 
     def role_and_text(self) -> tuple[str, str]:
         """Role and text; the roles `calls` (a reply with calls) and `tool` have JSON."""
@@ -401,56 +407,59 @@ class _Turn:
 
 
 def _merged_turns(messages: Sequence[ChatMessage]) -> list[_Turn]:
-    """Turn the messages after the system prompt into turns: user, reply, tool results."""
-    # A later system message is a part of the next user turn; replies in a row are one. A missing
-    # user turn, at the start or after a last reply, is empty; an empty last reply is none. Names
-    # stand before texts. A tool result before any call is the user's; a call without a result has
-    # an empty one.
-    names = {message.name for message in messages if message.role == "assistant"}
+    """The messages after the system prompt as turns: of the user, replies, results of calls.
+
+    A later system message is a part of the next user turn; replies in a row are one. The first turn
+    is the user's, and the last one is no reply: a missing user turn is empty.
+    """
     turns = list[_Turn]()
-    tool_names = dict[str | None, str]()  # the tools called, by the id of the call
-    unanswered = set[str]()  # ids of calls without what the tool returned
-    is_system = False
-
-    def add_result(call_id: str, name: str | None, text: str) -> None:
-        if turns[-1].role != "tool":
-            turns.append(_Turn("tool"))
-        turns[-1].results.append((call_id, name or tool_names.get(call_id), text))
-        unanswered.remove(call_id)
-
+    open_calls = dict[str, str]()  # the tools that a reply has called, by the id of the call
+    speakers = {message.name for message in messages if message.role == "assistant"}
+    role_before = ""
     for number, message in enumerate(messages or [ChatMessage(role="user", content="")]):
-        text = message.text
-        was_system, is_system = is_system, message.role == "system"
-        role = "user" if is_system else message.role
-        if role == "tool" and any(turn.role != "user" for turn in turns):
-            if (call_id := message.tool_call_id or "") not in unanswered:
+        role, text = message.role, message.text
+        if message.name and (role != "assistant" or len(speakers) > 1):
+            text = f"{message.name}: {text}"
+        if role == "assistant":
+            if not turns:
+                turns.append(_Turn("user"))
+            if turns[-1].role != "assistant":
+                turns.append(_Turn("assistant"))
+            turns[-1].add(text)
+            called = [(call.id, call.function) for call in message.tool_calls]
+            turns[-1].calls += [ToolCall(id, of.name, of.arguments) for id, of in called]
+            open_calls |= {id: of.name for id, of in called}
+        elif role == "tool" and any(turn.role != "user" for turn in turns):
+            if (call_id := message.tool_call_id or "") not in open_calls:
                 results = sum(earlier.role == "tool" for earlier in messages[: number + 1])
                 problem = f"tool result {results} answers the call {format_value(call_id)}, but "
                 problem += "the reply before has no such call, or it is answered already"
                 raise RequestError(problem, param="messages")
-            add_result(call_id, message.name, text)
-            continue
-        role = "user" if role == "tool" else role  # its call is in a part that was cut off
-        for call_id in sorted(unanswered) if role == "user" else ():
-            add_result(call_id, None, _NO_RESULT)
-        calls = [ToolCall(c.id, c.function.name, c.function.arguments) for c in message.tool_calls]
-        tool_names |= {call.id: call.name for call in calls}
-        unanswered |= {call.id for call in calls}
-        if message.name and (role == "user" or (role == "assistant" and len(names) > 1)):
-            text = f"{message.name}: {text}"
-        if not turns and role == "assistant":
-            turns.append(_Turn("user"))
-        if turns and (was_system if role == "user" else turns[-1].role == "assistant"):
-            last = turns.pop()
-            text = "\n\n".join(filter(None, [last.text, text]))
-            calls = [*last.calls, *calls]
-        turns.append(_Turn(role, text, calls))
-    for call_id in sorted(unanswered):
-        add_result(call_id, None, _NO_RESULT)
+            name = open_calls.pop(call_id)
+            _add_results(turns, [(call_id, message.name or name, message.text)])
+        else:  # a tool's result, too, whose call is in a part that was cut off
+            _answer_calls(turns, open_calls)
+            if role_before != "system":
+                turns.append(_Turn("user"))
+            turns[-1].add(text)
+        role_before = role
+    _answer_calls(turns, open_calls)
     if turns[-1].role == "assistant":
-        last = turns.pop()
-        turns += [last, _Turn("user")] if last.text.strip() else []
+        turns[-1:] = [turns[-1], _Turn("user")] if turns[-1].text.strip() else []
     return turns
+
+
+def _add_results(turns: list[_Turn], results: Sequence[_Result]) -> None:
+    if turns[-1].role != "tool":
+        turns.append(_Turn("tool"))
+    turns[-1].results += results
+
+
+def _answer_calls(turns: list[_Turn], open_calls: dict[str, str]) -> None:
+    """Add results that say nothing, for all calls without a result."""
+    if open_calls:
+        _add_results(turns, [(id, name, _NO_RESULT) for id, name in sorted(open_calls.items())])
+    open_calls.clear()
 
 
 def shared_fields(body: RequestBody) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def describe_size(files: list[AttachedFile], session: Session) -> str:
     sizes = {file.name: len(session.template.as_text(file.block)) for file in files}
     listed = ", ".join(f"{displayable_line(name)}: {n:,} tokens" for name, n in sizes.items())
     description = f"{listed}; the budget is {session.budget:,} tokens"
-    total, room = sum(sizes.values()), session.engine.evictor.divide_budget().evictable
+    total, room = sum(sizes.values()), session.engine.choice.divide_budget().evictable
     if room < session.budget // 2 and total <= 2 * session.budget:
         description += f", of which a message can take {room:,}"
     if total <= room or session.profile.policy == "full":

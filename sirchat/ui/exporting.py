@@ -28,6 +28,8 @@ EXPORT_FORMATS = {
     "html": "the chat as an HTML page",
     "json": "the chat as JSON, which sirchat replay reads",
 }
+# How HTML in Markdown ends that a blank line does not end, by how it begins
+_HTML_ENDS = {"<!--": "-->", "<?": "?>", "<![cdata[": "]]>"}
 _FORCE_FLAG = re.compile(r"(?:^|\s)--force(?=\s|$)")
 _OSC52_FLAG = "--osc52"
 _TOOL_SECONDS = 3.0  # a clipboard tool that takes longer has failed
@@ -123,17 +125,24 @@ def _markdown(session: Session) -> str:
     texts = [(role, displayable(turn.text).strip()) for role, turn in _turns_with_text(session)]
     sections = list[str]()
     for role, text in texts:  # what a tool returned is code: no picture in it is loaded
-        shown = indent(text, "    ") if role == "tool" else _close_code(text)
+        shown = indent(text, "    ") if role == "tool" else _close_blocks(text)
         sections.append(f"## {_speaker_name(role)}\n\n{shown}")
     return "\n\n".join(sections)
 
 
-def _close_code(text: str) -> str:
-    """A Markdown text that ends with an end of code if code is open there."""
-    from sirchat.ui.markdown_rules import markdown_parser
+def _close_blocks(text: str) -> str:
+    """A Markdown text that ends with an end of code or HTML if one is open there."""
+    from markdown_it import MarkdownIt
 
-    last = markdown_parser().parse(f"{text}\n# end")[-1]
-    return f"{text}\n{last.markup}" if last.type == "fence" else text
+    last = MarkdownIt("commonmark").parse(f"{text}\n\n# end")[-1]
+    if last.type == "fence":
+        return f"{text}\n{last.markup}"
+    if last.type == "html_block":  # such as a comment: it would hide all messages after it
+        begin = last.content.lstrip().lower()
+        tag = re.match(r"<(pre|script|style|textarea)", begin)
+        end = next((end for start, end in _HTML_ENDS.items() if begin.startswith(start)), ">")
+        return f"{text}\n{f'</{tag[1]}>' if tag else end}"
+    return text
 
 
 def _json(session: Session) -> str:

@@ -55,7 +55,7 @@ def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | N
 
 def make_undoable(session: Session, screen: Screen, saved_chat: SavedChat) -> Session:
     """`session`; or a new one that has read the chat, if the last message can't be undone."""
-    if session.undo_points or not _has_message(session):
+    if session.history.messages or not _has_message(session):
         return session
 
     def print_result(new: Session) -> None:

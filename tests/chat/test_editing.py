@@ -152,11 +152,11 @@ def goes_on_as_any_other(chat: Session, draw: Random) -> None:
 def test_nothing_changes_if_all_turns_stay() -> None:
     chat = told(rounds(Random(1), 4), policy="salience", budget=64)
     before, held = first_written(chat), chat.ledger.held_positions.tolist()
-    logits, points = chat.engine.logits, len(chat.undo_points)
+    logits, points = chat.engine.logits, len(chat.history.messages)
     list(edit(chat, [KeptTurn(turn, chat.ledger.of_turn(turn)) for turn in range(len(chat.turns))]))
     assert chat.ledger.held_positions.tolist() == held
     assert chat.engine.logits is logits
-    assert len(chat.undo_points) == points
+    assert len(chat.history.messages) == points
     after = first_written(chat)
     assert all((after[at][1] == row).all() for at, (_, row) in before.items())
 

@@ -171,7 +171,7 @@ def test_a_rule_that_was_unpinned_stays_so_when_it_is_answered_again_in_a_resume
     again = session(telling(), policy="sink", budget=128)
     with SessionStore.open(find_session(folder, "last")) as store:
         resume_session(again, store, rebuild=rebuild)
-        again = again if again.undo_points else reread_session(again)
+        again = again if again.history.messages else reread_session(again)
     assert not notices(list(again.retry()))
     assert not pinned(again)
 
@@ -309,7 +309,7 @@ def test_rules_stay_rules_when_the_chat_is_read_again(again: Any) -> None:
     chat.pin("noon")
     ask(chat, "I see.")
     if again == "rewind":
-        chat.undo_points = []
+        chat.history.messages = []
         assert rewind(chat, 1)
     else:
         chat = again(chat)

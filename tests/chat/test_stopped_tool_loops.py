@@ -123,7 +123,7 @@ def test_what_is_read_again_has_calls_and_results_and_keeps_no_pin(
         assert read(whole)[-said:] == read(chat)[-said:]
     assert branch is not None
     assert state_of(branch) == state_of(chat)
-    branch.undo_points = []
+    branch.history.messages = []
     assert rewind(branch, 1)
     chat.undo()
     assert turns_of(branch) == turns_of(chat)

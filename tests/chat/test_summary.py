@@ -51,7 +51,7 @@ def state(chat: Session) -> tuple[Any, ...]:
         [array.tobytes() for array in arrays],
         [tensor.numpy().tobytes() for tensor in rows.tensors],
         deepcopy(chat.state),
-        [(point.text, point.turns) for point in chat.undo_points],
+        [(point.text, point.turns) for point in chat.history.messages],
         chat.profile,
         last_generated_reply(chat.ledger, chat.turns),
         chat.recall.scores,

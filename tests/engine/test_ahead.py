@@ -134,12 +134,12 @@ class Play:
     def switch(self, before: Any, random: Any) -> None:
         policy = POLICIES[random.integers(3)]
         changed = replace(self.engine.settings, policy=policy, budget=int(random.integers(16, 40)))
-        self.engine.evictor.switch(changed)
+        self.engine.switcher.switch(changed)
 
     def recall(self, before: Any, random: Any) -> None:
         archived = self.engine.store.archive.positions[:2]
-        self.engine.evictor.begin_recall(archived, incoming=0)
-        self.engine.evictor.end_recall()
+        self.engine.recalled.begin(archived, incoming=0)
+        self.engine.recalled.end()
 
     def resume(self, before: Any, random: Any) -> None:
         engine = self.engine
@@ -174,7 +174,7 @@ def assert_equal(one: Engine, two: Engine) -> None:
             assert torch.equal(one_rows, other)
 
 
-@settings(max_examples=MANY or 25, deadline=None)
+@settings(max_examples=MANY or 8, deadline=None)
 @given(
     played=st.lists(turns, min_size=1, max_size=4),
     budget=st.integers(16, 40),

@@ -23,12 +23,13 @@ from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
 from sirchat.engine.generation import Generation
 from sirchat.engine.sampling import Sampler, Sampling
-from sirchat.engine.types import CacheSettings, EvictedRows, GeneratedToken, TurnRef
+from sirchat.engine.types import CacheSettings, GeneratedToken, TurnRef
 from sirchat.errors import ContextFullError, ModelError, SettingError
 from sirchat.lab.training.anchor import AnchorOptions, prepare
 from sirchat.lab.training.masks import anchor_mask, block_mask, position_in_document
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Role
+from sirchat.memory.placement import EvictedRows
 from sirchat.memory.policies.anchor import Anchor
 from sirchat.memory.policies.sink import Sink
 from sirchat.models.load import load_model
@@ -188,11 +189,11 @@ def test_a_switch_to_anchors_reduces_and_back_restores() -> None:
     ids = [1, *random.Random(0).choices(range(3, 128), k=50)]
     list(engine.prefill(ids, [Role.USER] * len(ids), TurnRef(0, 0)))
     before = engine.cache.layer_keys(0).clone()
-    engine.evictor.switch(CacheSettings(Anchor(), budget=64, archive=2**20))
+    engine.switcher.switch(CacheSettings(Anchor(), budget=64, archive=2**20))
     last = max(at for at, one in enumerate(ids) if is_anchor(one))
     expected = [at for at, one in enumerate(ids) if at < 4 or at > last or is_anchor(one)]
     assert engine.ledger.held_positions.tolist() == expected
-    engine.evictor.switch(CacheSettings(Sink(), budget=64, archive=2**20))
+    engine.switcher.switch(CacheSettings(Sink(), budget=64, archive=2**20))
     assert torch.equal(engine.cache.layer_keys(0), before)
 
 
@@ -209,9 +210,9 @@ def test_positions_of_the_stream_are_those_of_the_model(family: str) -> None:
     model.forward([ids[at] for at in held], fresh, positions=held.tolist())
     fresh.commit(len(held))
     torch.testing.assert_close(keys[0], fresh.layer_keys(0), rtol=0, atol=1e-5)
-    engine.evictor.switch(CacheSettings(Sink(), budget=24))
+    engine.switcher.switch(CacheSettings(Sink(), budget=24))
     assert not torch.equal(engine.cache.layer_keys(0), keys[0])
-    engine.evictor.switch(CacheSettings(Sink(), budget=24, absolute_positions=True))
+    engine.switcher.switch(CacheSettings(Sink(), budget=24, absolute_positions=True))
     for layer, key in enumerate(keys):
         torch.testing.assert_close(engine.cache.layer_keys(layer), key, rtol=0, atol=1e-5)
 

@@ -190,7 +190,7 @@ def test_a_long_text_is_read_in_parts_whose_attention_fits_in_memory(
     whole, parts = (Engine(own, memory(Sink(), budget=96)) for _ in range(2))
     for engine, fits in ((whole, 96), (parts, at_a_time)):
         list(prefill(engine, 30, 0))  # before tracking begins
-        engine.evictor.switch(memory(Snapkv(recent=8, window=6), budget=96))
+        engine.switcher.switch(memory(Snapkv(recent=8, window=6), budget=96))
         monkeypatch.setattr("sirchat.engine.reader.PASS_BYTES", fits * 4 * own.query_heads * 70)
         list(prefill(engine, 40, 1))
     for one, other in zip(received(parts), received(whole), strict=True):
@@ -229,9 +229,9 @@ def test_undo_restores_the_tracked_attention() -> None:
         list(prefill(engine, 23, number))
     # archived rows come back, receive attention, and leave again
     archived = np.setdiff1d(np.arange(92), checkpoint.cache.placement.held)[:5]
-    engine.evictor.pin(archived, True)
+    engine.switcher.pin(archived, True)
     list(prefill(engine, 23, 8))
-    engine.evictor.pin(archived, False)
+    engine.switcher.pin(archived, False)
     list(prefill(engine, 23, 9))
     assert not same(received(engine), before)
     engine.undo(checkpoint)
@@ -242,7 +242,7 @@ def test_undo_to_before_tracking_began_leaves_no_attention() -> None:
     engine = Engine(loaded("llama"), memory(Sink()))
     list(prefill(engine, 30, 0))
     checkpoint = engine.checkpoint()
-    engine.evictor.switch(memory(Snapkv(recent=8, window=6)))
+    engine.switcher.switch(memory(Snapkv(recent=8, window=6)))
     list(prefill(engine, 23, 1))
     engine.undo(checkpoint)
     assert not any(one.any() for one in received(engine))
@@ -253,7 +253,7 @@ def test_undo_to_before_tracking_began_leaves_no_attention() -> None:
 def test_rows_read_before_tracking_began_start_with_a_usual_sum() -> None:
     engine = Engine(loaded("llama"), memory(Sink(), budget=200))
     list(prefill(engine, 60, 0))
-    engine.evictor.switch(memory(H2o(recent=8), budget=200))
+    engine.switcher.switch(memory(H2o(recent=8), budget=200))
     for number in (1, 2):
         list(prefill(engine, 20, number))
     counted, _ = received(engine)
@@ -264,7 +264,7 @@ def test_erased_rows_lose_their_attention() -> None:
     engine = Engine(loaded("llama"), memory(Snapkv(recent=8, window=6)))
     list(prefill(engine, 23, 0))
     at = np.array([5, 6])
-    engine.evictor.erase(at)
+    engine.erase(at)
     assert not engine.ledger.attention.totals(at, 0).any()
     assert not engine.ledger.attention.recent(at).any()
     assert engine.ledger.attention.totals(np.array([4]), 0).all()

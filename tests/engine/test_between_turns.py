@@ -130,13 +130,13 @@ def test_switching_it_on_evicts_nothing_and_off_keeps_the_budget_at_once() -> No
     engine = Engine(BigramModel(), replace(EXACT, archive=10**6))
     prefill(engine, some_ids(180))
     before = state_of(engine)[:2]
-    assert not engine.evictor.switch(replace(engine.settings, decay=0.5))
+    assert not engine.switcher.switch(replace(engine.settings, decay=0.5))
     assert state_of(engine)[:2] == before
-    engine.evictor.switch(replace(engine.settings, evict="when-full"))
+    engine.switcher.switch(replace(engine.settings, evict="when-full"))
     assert engine.resident == 100
-    engine.evictor.switch(replace(engine.settings, evict="between-turns", decay=0.7))
+    engine.switcher.switch(replace(engine.settings, evict="between-turns", decay=0.7))
     assert engine.resident == 100
-    engine.evictor.switch(replace(engine.settings, decay=0.8))  # as at the last forward pass
+    engine.switcher.switch(replace(engine.settings, decay=0.8))  # as at the last forward pass
     assert state_of(engine)[:2] == before
     check_whole(engine)
 
@@ -150,5 +150,5 @@ def test_undo_goes_back_to_more_than_the_budget() -> None:
     prefill(engine, some_ids(30), 2)
     assert not engine.undo(checkpoint)
     assert state_of(engine)[:2] == before
-    engine.evictor.switch(CacheSettings(Sink(), budget=60))
+    engine.switcher.switch(CacheSettings(Sink(), budget=60))
     check_whole(engine)

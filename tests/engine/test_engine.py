@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -32,7 +32,6 @@ from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import (
     CacheSettings,
     EngineCheckpoint,
-    EvictedRows,
     GeneratedToken,
     ReadProgress,
     Stopped,
@@ -40,6 +39,7 @@ from sirchat.engine.types import (
 )
 from sirchat.errors import ContextFullError, SettingError
 from sirchat.memory.ledger import Flag, HeldRows, Role
+from sirchat.memory.placement import EvictedRows
 from sirchat.memory.policies import policy_class, policy_names
 from sirchat.memory.policies.base import Policy
 from sirchat.memory.policies.entropy import Entropy
@@ -81,7 +81,6 @@ steps = st.lists(
 
 @pytest.mark.slow
 @given(settings_, steps)
-@settings(max_examples=150)
 def test_no_conversation_ever_exceeds_its_budget(
     first: dict[str, Any], plan: list[tuple[str, Any]]
 ) -> None:
@@ -118,7 +117,7 @@ def records_of(
         if step == "prefill":
             yield from engine.prefill(ids, roles, turn)
         elif step == "pin":
-            engine.evictor.check_pins(len(ids))
+            engine.choice.check_pins(len(ids))
             yield from engine.prefill(ids, roles, turn, pinned=True)
         elif step == "open":
             yield from engine.evictor.make_room_for_turn(len(ids), 20, turn)
@@ -132,9 +131,9 @@ def records_of(
                 closing_tokens=3,
             )
         elif step == "switch":
-            yield from engine.evictor.switch(CacheSettings(**what))
+            yield from engine.switcher.switch(CacheSettings(**what))
         elif step == "full":
-            yield from engine.evictor.switch(replace(engine.settings, policy=Full()))
+            yield from engine.switcher.switch(replace(engine.settings, policy=Full()))
         elif step == "fail":
             with failing(model, layer=what % model.layers), pytest.raises(ZeroDivisionError):
                 list(engine.prefill(ids[:1], roles[:1], turn))
@@ -230,13 +229,13 @@ def test_pins_stay_and_take_from_the_room_of_the_others() -> None:
 
 def test_more_pins_than_half_the_budget_are_refused() -> None:
     engine = Engine(BigramModel(), CacheSettings(Sink(), budget=48, sinks=4))
-    engine.evictor.check_pins(4 + 24)  # the first four are sinks anyway
+    engine.choice.check_pins(4 + 24)  # the first four are sinks anyway
     prefill(engine, some_ids(10))
-    engine.evictor.check_pins(24)
+    engine.choice.check_pins(24)
     with pytest.raises(
         SettingError, match="25 tokens would be pinned, but budget 48 allows only 24"
     ):
-        engine.evictor.check_pins(25)
+        engine.choice.check_pins(25)
 
 
 @dataclass(frozen=True)
@@ -260,16 +259,16 @@ def test_a_policy_that_keeps_the_wrong_rows_is_stopped_before_anything_is_lost(
     prefill(engine, some_ids(20))
     before = state_of(engine)
     with pytest.raises(SettingError, match="Careless"):
-        engine.evictor.switch(replace(engine.settings, budget=12))
+        engine.switcher.switch(replace(engine.settings, budget=12))
     assert state_of(engine) == before
-    engine.evictor.switch(CacheSettings(Careless(tuple(range(12))), budget=12, protect=False))
+    engine.switcher.switch(CacheSettings(Careless(tuple(range(12))), budget=12, protect=False))
     assert engine.ledger.held_positions.tolist() == list(range(12))
 
 
 def test_a_larger_budget_is_used() -> None:
     engine = Engine(BigramModel(), CacheSettings(Entropy(), budget=32))
     prefill(engine, some_ids(60))
-    assert not engine.evictor.switch(replace(engine.settings, budget=200))
+    assert not engine.switcher.switch(replace(engine.settings, budget=200))
     assert not evicted(prefill(engine, some_ids(200 - engine.resident)))
     assert not engine.evictor.make_room_for_turn(10, 20, TurnRef(2, 1))  # each token makes room
     assert engine.resident == 200

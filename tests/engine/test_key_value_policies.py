@@ -48,7 +48,7 @@ def test_the_shortest_or_most_distinctive_keys_of_all_that_was_read_stay() -> No
     similarity = torch.cosine_similarity(keys, anchor, dim=-1)
     for policy, scores in ((Knorm(recent=0), keys.norm(dim=-1)), (Keydiff(recent=0), similarity)):
         wanted = scores.mean((0, 1))[4:].topk(16, largest=False).indices + 4
-        engine.evictor.switch(bounded(policy, budget=20))
+        engine.switcher.switch(bounded(policy, budget=20))
         assert engine.ledger.held_positions.tolist() == [*range(4), *sorted(wanted.tolist())]
 
 
@@ -56,8 +56,8 @@ def test_values_have_their_norms_archived_or_not_and_what_is_gone_has_the_median
     engine = talked(bounded(Sink()))
     values = torch.stack([engine.cache.layer_values(at)[0] for at in range(4)])  # [L, H, n, D]
     wanted = values.abs().sum(-1).mean((0, 1)).double().numpy()
-    engine.evictor.switch(bounded(Sink(), budget=20))
-    engine.evictor.erase(np.array([5, 58]))  # of an archived and of a held row
+    engine.switcher.switch(bounded(Sink(), budget=20))
+    engine.erase(np.array([5, 58]))  # of an archived and of a held row
     found = engine.store.statistics(np.arange(60), ["value_norm"])["value_norm"].numpy()
     known = np.delete(np.arange(60), [5, 58])
     assert found[known] == pytest.approx(wanted[known], rel=1e-5)
@@ -89,9 +89,9 @@ def test_a_policy_may_see_the_keys_of_each_layer_and_head_as_the_example_does() 
             cosines = units @ units.mean(0)
             total += [(cosines > one).sum() for one in cosines]  # from how many it differs more
     wanted = np.sort(np.argsort(total[4:])[-16:] + 4)
-    engine.evictor.switch(bounded(votes, budget=20))
+    engine.switcher.switch(bounded(votes, budget=20))
     assert engine.ledger.held_positions.tolist() == [*range(4), *wanted]
-    rows = engine.evictor.view_tokens(np.arange(60))  # most of them archived
+    rows = engine.choice.view(np.arange(60))  # most of them archived
     again = talked(bounded(Sink()))
     for layer in range(4):
         kept = again.cache.layer_keys(layer)[0], again.cache.layer_values(layer)[0]
@@ -112,8 +112,8 @@ def test_the_example_of_a_press_scores_as_kvpress_does_in_each_layer_and_head() 
                     products[at] *= squares[at] / squares[at // 16 * 16 :][:16].sum()
             scores.append(products / products.sum())
     wanted = np.mean(scores, axis=0)
-    engine.evictor.switch(bounded(cur, budget=20))
-    rows = engine.evictor.view_tokens(np.arange(60))  # most of them archived
+    engine.switcher.switch(bounded(cur, budget=20))
+    rows = engine.choice.view(np.arange(60))  # most of them archived
     assert cur.score(rows).numpy() == pytest.approx(wanted, rel=1e-4)
     best = np.sort(np.argsort(wanted[4:])[-16:] + 4)
     assert engine.ledger.held_positions.tolist() == [*range(4), *best]
@@ -134,14 +134,14 @@ def test_a_policy_may_see_the_attention_of_each_head_as_the_example_of_snapkv_do
         layers = model.module(input_ids=ids[None], output_attentions=True).attentions
     model.module.set_attn_implementation(usual)
     heads = torch.cat(layers)[:, :, -8:].double()  # [L, H, the queries, n]
-    seen = engine.evictor.view_held(None).head_attention
+    seen = engine.choice.view(engine.ledger.held_positions).head_attention
     torch.testing.assert_close(seen, heads.sum(2), rtol=0, atol=1e-5)
     assert (heads.sum(2).std((0, 1)) > 1e-3).any()  # heads differ
     wanted = np.zeros(52)
     for one in heads.mean(2).flatten(0, 1)[:, :52].numpy():
         padded = np.pad(one, 2)
         wanted += [padded[at : at + 5].mean() for at in range(52)]
-    engine.evictor.switch(bounded(snap, budget=30))
+    engine.switcher.switch(bounded(snap, budget=30))
     best = np.sort(np.argsort(wanted[4:])[-18:] + 4)
     assert engine.ledger.held_positions.tolist() == [*range(4), *best, *range(52, 60)]
 
@@ -173,7 +173,7 @@ def test_attention_of_heads_goes_on_after_other_policies_undo_and_a_resume() -> 
 def test_other_policies_have_no_keys_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sirchat.memory.key_value_store.KeyValueStore.as_read", None)
     engine = talked(bounded(Keydiff(), budget=32))
-    assert engine.evictor.view_held(None).keys == ()
+    assert engine.choice.view(engine.ledger.held_positions).keys == ()
 
 
 def test_a_session_copies_the_held_keys_and_values_of_a_layer() -> None:

@@ -16,7 +16,8 @@ from sirchat.engine.engine import Engine
 from sirchat.engine.generation import Generation
 from sirchat.engine.prompt_lookup import PromptLookup
 from sirchat.engine.sampling import Sampler, Sampling
-from sirchat.engine.types import CacheSettings, EvictedRows, GeneratedToken, TurnRef
+from sirchat.engine.types import CacheSettings, GeneratedToken, TurnRef
+from sirchat.memory.placement import EvictedRows
 from sirchat.memory.policies import policy_class
 
 few = st.lists(st.integers(0, 2), min_size=1, max_size=60)

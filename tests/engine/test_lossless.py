@@ -13,8 +13,9 @@ import torch
 from families import loaded
 from held_rows import contents, same
 from sirchat.engine.engine import Engine
-from sirchat.engine.types import CacheSettings, RestoredRows, TurnRef
+from sirchat.engine.types import CacheSettings, TurnRef
 from sirchat.memory.ledger import Role
+from sirchat.memory.placement import RestoredRows
 from sirchat.memory.policies import policy_class, policy_names
 
 BOUNDED = [name for name in policy_names() if policy_class(name).bounded]
@@ -49,8 +50,8 @@ def test_there_and_back_with_nothing_said_is_as_if_never_switched(family: str, o
     engine = talked(memory(one), family, rounds=4)
     before = contents(engine)
     for number, other in enumerate(BOUNDED):
-        engine.evictor.switch(memory(other, (24, 64, 200)[number % 3]))
-    engine.evictor.switch(memory(one))
+        engine.switcher.switch(memory(other, (24, 64, 200)[number % 3]))
+    engine.switcher.switch(memory(one))
     assert same(contents(engine), before)
 
 
@@ -59,7 +60,7 @@ def test_there_and_back_with_nothing_said_is_as_if_never_switched(family: str, o
 def test_a_larger_budget_holds_what_it_would_choose_from_everything(policy: str) -> None:
     engine = talked(memory(policy, 64))
     seen = engine.ledger.seen
-    records = engine.evictor.switch(memory(policy, 150))
+    records = engine.switcher.switch(memory(policy, 150))
     at = np.arange(seen)
     sinks = engine.settings.sinks if engine.settings.policy.honours_sinks else 0
     newest = at >= seen - (150 - sinks) // 2
@@ -90,7 +91,7 @@ def test_an_archive_that_is_full_or_off_has_nothing_to_bring_back(
     is_kept = first[1] == PLENTY
     assert engine.ledger.archived_count == is_kept * (engine.ledger.seen - engine.resident)
     for budget, archive in switches:
-        engine.evictor.switch(memory("sink", budget, archive))
+        engine.switcher.switch(memory("sink", budget, archive))
         assert engine.store.archive.nbytes <= archive
     assert engine.resident == resident
     assert engine.ledger.archived_count == 0
@@ -100,7 +101,7 @@ def test_an_archive_that_is_full_or_off_has_nothing_to_bring_back(
 def test_archived_rows_can_be_pinned_up_to_the_allowance(policy: str) -> None:
     engine = talked(memory(policy, 128))
     away = np.setdiff1d(np.arange(4, engine.ledger.seen), engine.ledger.held_positions)[:63]
-    engine.evictor.pin(away, True)
+    engine.switcher.pin(away, True)
     assert np.isin(away, engine.ledger.held_positions).all()
     assert engine.resident == 128
 

@@ -65,8 +65,8 @@ class Chat:
 
     def recall(self, turn: NewTurn, *_: object) -> None:
         """Hold some of all that can be held, before a turn is read."""
-        evictor, random = self.chat.engine.evictor, self.random
-        among, room = self.chat.engine.store.reachable(), evictor.recall_room(len(turn.ids))
+        recalled, random = self.chat.engine.recalled, self.random
+        among, room = self.chat.engine.store.reachable(), recalled.room(len(turn.ids))
         self.start, self.ended, self.before = self.chat.seen, False, None
         if not (self.recalls and room and random.random() < 0.8):
             return
@@ -74,11 +74,11 @@ class Chat:
         scores = np.array([random.random() for _ in chosen])
         self.before = self.chat.ledger.held_positions.copy()
         focused = random.random() < 0.4
-        evictor.begin_recall(chosen, incoming=len(turn.ids), focused=focused, scores=scores)
+        recalled.begin(chosen, incoming=len(turn.ids), focused=focused, scores=scores)
         assert np.isin(chosen, self.chat.ledger.held_positions).all()
         self.ended = not self.chat.engine.store.has_recall
 
-    def room_made(self, evictor: Evictor, was_plain: bool) -> None:
+    def room_made(self, was_plain: bool) -> None:
         """Room was made: while recall holds anything, all of the current message is held."""
         self.ended |= not was_plain and not self.chat.engine.store.has_recall
         if self.chat.engine.store.has_recall and self.start < self.chat.seen:
@@ -94,13 +94,13 @@ class Chat:
 
     def check_round(self) -> None:
         """What is held after a round is what the rules say."""
-        chat, evictor = self.chat, self.chat.engine.evictor
+        chat, choice = self.chat, self.chat.engine.choice
         assert not self.chat.engine.store.has_recall
         self.check()
         if self.before is None or self.ended or chat.profile.policy not in ("sink", "entropy"):
             return
         own = [*self.before.tolist(), *range(self.start, chat.seen)]
-        wanted = kept(chat, own, evictor.divide_budget().hard_bound)
+        wanted = kept(chat, own, choice.divide_budget().hard_bound)
         assert chat.ledger.held_positions.tolist() == wanted
 
     def do(self, name: str, *given: Any) -> None:
@@ -227,7 +227,7 @@ def drawn(random: Random, among: list[int], count: int) -> Positions:
 
 def kept(chat: Session, own: list[int], most: int) -> list[int]:
     """Which of the rows at the positions `own` a policy keeps, by its paper."""
-    ledger, division = chat.ledger, chat.engine.evictor.divide_budget()
+    ledger, division = chat.ledger, chat.engine.choice.divide_budget()
     rounds, pinned = ledger.column("round"), set(ledger.pinned_positions.tolist())
     surprisal = ledger.surprisal_of(np.arange(ledger.seen))
 
@@ -261,8 +261,8 @@ def made_room(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Chat]]:
         was_plain = not self._store.has_recall
         evicted = usual(self, count, *given)
         if chats and chats[-1].chat.engine.evictor is self:
-            assert self._cache.length + count <= self.divide_budget().hard_bound
-            chats[-1].room_made(self, was_plain)
+            assert self._cache.length + count <= self._choice.divide_budget().hard_bound
+            chats[-1].room_made(was_plain)
         return evicted
 
     monkeypatch.setattr(Evictor, "make_room", make_room)

@@ -14,14 +14,13 @@ from sirchat.engine.engine import Engine
 from sirchat.engine.generation import Generation
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import (
-    EvictedRows,
     GeneratedToken,
     ReadProgress,
-    RestoredRows,
     Stopped,
     TurnRef,
 )
 from sirchat.memory.ledger import Role
+from sirchat.memory.placement import EvictedRows, RestoredRows
 
 Record = ReadProgress | RestoredRows | GeneratedToken | EvictedRows | Stopped
 CONTEXT = 300  # context length of a bigram model

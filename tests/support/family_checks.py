@@ -33,7 +33,7 @@ from transformers.cache_utils import (
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import CacheSettings, TurnRef
 from sirchat.errors import ModelError
-from sirchat.memory.ledger import Role
+from sirchat.memory.ledger import Flag, Role
 from sirchat.memory.policies.sink import Sink
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.probe import cache_argument, refuse_unsupported_layers
@@ -161,7 +161,7 @@ def _in_short(error: Exception) -> str:
 
 def _limits(model: LoadedModel) -> Iterator[str]:
     """Yield the limits of a model that sirchat can run, such as `compressed keys`."""
-    if not model.exposes_attention:
+    if not model.exposes_attention():
         yield "no attention weights"
     if model.caches_latents:
         yield "compressed keys"
@@ -179,14 +179,14 @@ def largest_difference(model: LoadedModel) -> tuple[float, float]:
     engine.evictor.exclude(rows)
     _feed(engine, second, 1)
     pairs = [(_logits(engine), own.read_alone(second)[-1])]
-    engine.evictor.exclude(rows, False)
-    engine.evictor.switch(replace(roomy, budget=300))
+    engine.ledger.flag(Flag.EXCLUDED, rows, False)
+    engine.switcher.switch(replace(roomy, budget=300))
     for number, layer in enumerate(own.row_layers()):
         pairs.append((engine.cache.layer_keys(number).clone(), layer.keys))
         pairs.append((engine.cache.layer_values(number).clone(), layer.values))
     few = third[: 1 if model.reads_singly else 3]
     pairs.append((model.forward(few, engine.cache), own.read(few)))
-    engine.evictor.switch(CacheSettings(Sink(), budget=_BUDGET))
+    engine.switcher.switch(CacheSettings(Sink(), budget=_BUDGET))
     _feed(engine, third, 2)
     if engine.resident > _BUDGET or not _logits(engine).isfinite().all():
         raise RuntimeError(f"a budget of {_BUDGET} tokens is not kept")

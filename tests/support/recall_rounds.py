@@ -16,7 +16,8 @@ from sirchat.memory.ledger import Role
 from sirchat.memory.policies import policy_class
 from sirchat.memory.rope import Rotation
 from sirchat.models.model import LoadedModel
-from sirchat.recall.recall import SearchResult, best_tokens, search
+from sirchat.recall.found_passages import SearchResult
+from sirchat.recall.recall import best_tokens, search
 
 
 def memory(policy: str = "sink", budget: int = 66, **options: object) -> CacheSettings:
@@ -41,7 +42,7 @@ def say(engine: Engine, model: LoadedModel, turn: int, count: int = 20) -> Searc
         restore(engine, found, count)
     for _ in engine.prefill(ids, [Role.USER] * count, TurnRef(turn, turn)):
         assert engine.resident <= engine.budget
-    engine.evictor.end_recall()
+    engine.recalled.end()
     engine.decay_at_round_end()
     return found
 
@@ -69,7 +70,5 @@ def as_if_at_zero(given: KeyValues, tensor: int, rotation: Rotation | None) -> T
 
 def restore(engine: Engine, found: SearchResult, incoming: int) -> None:
     """Restore the best of the tokens found, for a turn of so many ids."""
-    best = best_tokens(
-        found, engine.evictor.recall_room(incoming), np.zeros(engine.ledger.seen, bool)
-    )
-    engine.evictor.begin_recall(best.positions, incoming=incoming, scores=best.scores.numpy())
+    best = best_tokens(found, engine.recalled.room(incoming), np.zeros(engine.ledger.seen, bool))
+    engine.recalled.begin(best.positions, incoming=incoming, scores=best.scores.numpy())

@@ -148,7 +148,7 @@ class WatchedModel(LoadedModel):
         yield
         if chat is not None:
             rows = cache.length + len(ids)
-            most = chat.engine.evictor.divide_budget().hard_bound
+            most = chat.engine.choice.divide_budget().hard_bound
             assert rows <= most, f"{rows} rows of {most}"
 
 
@@ -232,7 +232,7 @@ def check(chat: Session, theta: float) -> None:
     assert (np.diff(held) > 0).all(), "held rows are not ascending"
     assert not len(held) or held[-1] < seen, "a row is held that was never read"
     assert cache.length == len(held), "cache and ledger differ"
-    assert cache.length <= chat.engine.evictor.divide_budget().hard_bound, "over the budget"
+    assert cache.length <= chat.engine.choice.divide_budget().hard_bound, "over the budget"
     state, flags = ledger.column("state"), ledger.column("flags")
     assert np.flatnonzero(state == State.HELD).tolist() == held.tolist(), "state of held rows"
     archived = np.flatnonzero(state == State.ARCHIVED)
