@@ -357,7 +357,8 @@ OFFERS = {
 def test_resources_are_read_by_a_tool_and_a_prompt_is_sent_as_a_message(
     tmp_path: Path, asked_with: Callable[..., Asked], has_tools: bool
 ) -> None:
-    can: dict[str, dict[str, str]] = {"resources": {}, "prompts": {}} | (
+    can: dict[str, object] = {"resources": {}, "prompts": {}}
+    can.update({"tools": {}} if has_tools else {})
         {"tools": {}} if has_tools else {}
     )
     file = scripted(tmp_path, tools=[tool("one")], capabilities=can, answers=OFFERS)
