@@ -359,8 +359,6 @@ def test_resources_are_read_by_a_tool_and_a_prompt_is_sent_as_a_message(
 ) -> None:
     can: dict[str, object] = {"resources": {}, "prompts": {}}
     can.update({"tools": {}} if has_tools else {})
-        {"tools": {}} if has_tools else {}
-    )
     file = scripted(tmp_path, tools=[tool("one")], capabilities=can, answers=OFFERS)
     asked = asked_with("yyy", file=file)
     run_tools_command(asked.chat, "snow")
