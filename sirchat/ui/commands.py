@@ -313,11 +313,11 @@ class Commands:
             screen.note("nothing is evicted")
 
     def do_facts(self, arguments: str) -> None:
-        facts = self._session.facts(without_quotes(arguments))
+        facts, screen = self._session.facts(without_quotes(arguments)), self._screen
         if facts:
-            self._screen.page(draw_facts(facts, time(), self._screen.theme))
+            screen.page(draw_facts(facts, time(), screen.theme, screen.width))
         else:
-            self._screen.note("you stated no facts" + (" with these words" if arguments else ""))
+            screen.note("you stated no facts" + (" with these words" if arguments else ""))
 
     def do_summarize(self, arguments: str) -> Action:
         return Summarize()
