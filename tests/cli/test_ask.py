@@ -76,8 +76,8 @@ def test_what_is_piped_in_is_held_whole_unless_a_budget_or_the_memory_is_less(
 def test_what_is_not_held_is_said_on_stderr(question: list[str]) -> None:
     done = run(*question, "--budget", "128", text=f"{LONG}\n")
     assert re.search(r"read 1,0\d\d tokens, 1\d\d held; --budget 1024 would hold all", done.stderr)
-    assert "read 1" not in run(*question, "--budget", "1040", text=f"{LONG}\n").stderr
     if "ask" in question:
+        assert "read 1" not in run(*question, "--budget", "1040", text=f"{LONG}\n").stderr
         said = run("ask", text=LONG * 2 + LONG[:480]).stderr
         assert "read 2,2" in said
         assert "the model's context, 2,048 tokens, is too short for all" in said

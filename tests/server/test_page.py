@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,8 @@ def page(**settings: Any) -> Iterator[Any]:
         with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as node:
 
             def do(**action: Any) -> Any:
+                if action.get("press") == "stop":  # asked again until what is waited for shows
+                    time.sleep(0.05)
                 assert node.stdin is not None
                 assert node.stdout is not None
                 print(json.dumps(action), file=node.stdin, flush=True)

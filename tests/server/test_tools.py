@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from chatting import hub_tokenizer, tiny
@@ -231,7 +231,6 @@ ANSWERED = f'```json\n{ONE[:-1]}, "response": "Rain."}}\n```'  # no other call
         ("", "", 0),
     ],
 )
-@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_calls_are_found_however_the_reply_is_divided(
     reply: str, text: str, calls: int, data: st.DataObject

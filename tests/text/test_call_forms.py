@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sirchat.text.reply_marks import CONTROL, Marks, without_delimiters
@@ -18,7 +17,6 @@ from sirchat.text.reply_parts import PartSplitter
 from sirchat.text.tokenizer import CONTROL_END, CONTROL_START
 from sirchat.text.tool_calls import CallParser
 
-MANY = int(os.environ.get("SIRCHAT_ATTACK", 1))
 SCHEMAS: dict[str, dict[str, Any]] = {
     "weather": {
         "properties": {
@@ -220,7 +218,6 @@ def read(parser: CallParser, pieces: list[str], marks: Marks) -> str:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=60 * MANY)
 @given(st.data())
 def test_calls_come_back_however_a_reply_is_divided(form: str, data: st.DataObject) -> None:
     """Also behind text, or reasoning that names the mark of a call."""
