@@ -292,8 +292,8 @@ class Session(Conversation):
         self.history.messages = []
         self._statement_cache = StatementCache()
         unpinned = [turn for turn, _ in self.state.unpinned_sentences]
-        at = np.flatnonzero(np.isin(self.ledger.column("turn"), unpinned))
-        self.state.unpinned_sentences &= sentences_at(self.ledger, self._texts, at)
+        positions = np.flatnonzero(np.isin(self.ledger.column("turn"), unpinned))
+        self.state.unpinned_sentences &= sentences_at(self.ledger, self._texts, positions)
         self.recall.erase_words()
         self.erasures += 1
         return [Erased(count, self.resident)]
@@ -304,9 +304,9 @@ class Session(Conversation):
 
     def why(self, target: str) -> list[TokenRank]:
         """Score, rank and state of each token that `target` names; UsageError if none matches."""
-        at = self._positions_of(target, np.arange(self.seen))
+        positions = self._positions_of(target, np.arange(self.seen))
         now = self.snapshot(strongest=0)
-        return token_ranks(self.engine, self._texts, at, now, sinks=self.profile.sinks)
+        return token_ranks(self.engine, self._texts, positions, now, sinks=self.profile.sinks)
 
     def facts(self, words: str = "") -> list[StatedFact]:
         """The user's pinned rules, then the stated facts; only those with all `words`, if given."""
