@@ -78,7 +78,7 @@ def check_size(path: Path, model: LoadedModel, count: int, compiles: bool) -> No
     assert shape.stays_packed
     assert shape.context_length == model.context_length
     assert shape.row_elements is not None
-    assert shape.row_elements * 2 == model.row_bytes  # float16
+    assert shape.row_elements * 2 == model.row_bytes()  # float16
     assert stored_weights(path).count == pytest.approx(count, abs=20)  # factors of a rotation
     profile = Profile(device="cpu", compile="auto" if compiles else "off")
     said = compute_fit(find_model(str(path)), profile, None).choices[0].weights
