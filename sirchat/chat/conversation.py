@@ -174,10 +174,10 @@ class Conversation:
     def mark_torn(self, number: int, torn: tuple[str, ...]) -> None:
         """Record the sentences `torn` of a turn, from which words were erased."""
         self.turns[number].torn, left = torn, tuple("".join(text.split()) for text in torn)
-        for at, pieces in sentences_of(self.ledger, self._texts, number) if torn else ():
+        for positions, pieces in sentences_of(self.ledger, self._texts, number) if torn else ():
             # One that lost its end goes on with the next.
             if "".join("".join(pieces).split()).startswith(left):
-                self.ledger.torn = np.union1d(self.ledger.torn, at)
+                self.ledger.torn = np.union1d(self.ledger.torn, positions)
 
     def user_ids(
         self,

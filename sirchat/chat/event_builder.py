@@ -202,7 +202,7 @@ class EventBuilder:
                     f"archive_limit {profile.archive_limit} holds no token: one takes {size:,} "
                     "bytes; of what is evicted, only the text is kept"
                 )
-        lacks_attention = settings.attention_stats is not None and not model.exposes_attention
+        lacks_attention = settings.attention_stats is not None and not model.exposes_attention()
         if "policy" in changed and lacks_attention:
             name = type(policy).__name__.lower()
             yield f"{no_attention_reason(model)}; policy {name} works without attention weights"

@@ -174,12 +174,12 @@ def _leaving_words(
     best = others[np.argsort(-surprisal, kind="stable")[: 4 * _MAX_LEAVING_TOKENS]].tolist()
     shown = texts(ledger.column("token_id")[best].tolist(), best)
     words = [p for p, text in zip(best, shown, strict=True) if not is_punctuation(text)]
-    at = words[:_MAX_LEAVING_TOKENS]
-    near = np.asarray(near_positions(at, ledger.seen), np.int64)
+    named = words[:_MAX_LEAVING_TOKENS]
+    near = np.asarray(near_positions(named, ledger.seen), np.int64)
     rows = without_template(token_rows(engine, near, texts, sinks, None, roles))
     said_by = sorted({row.role for row in rows})  # of what both said, "user" comes last, and counts
-    of = {w: role for role in said_by for w in words_at(at, [r for r in rows if r.role == role])}
-    return {word: of[word] for word in words_at(at, rows) if word in of}
+    of = {w: role for role in said_by for w in words_at(named, [r for r in rows if r.role == role])}
+    return {word: of[word] for word in words_at(named, rows) if word in of}
 
 
 def _held_shares(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sirchat.chat.conversation import Conversation
-from sirchat.chat.events import Ended, Erased, Event, Notice, Pinned, TokenRow, Undone
+from sirchat.chat.events import Ended, Erased, Event, Notice, Pinned, Restored, TokenRow, Undone
 from sirchat.chat.panel_snapshot import Snapshot, take_snapshot
 from sirchat.chat.settings import all_or_nothing, build_cache_settings, updated_profile
 from sirchat.chat.state import (
@@ -50,10 +50,9 @@ from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.key_value_store import HeldKeysValues
 from sirchat.memory.key_values import KeyValues, Positions
 from sirchat.memory.ledger import Flag, Role
-from sirchat.memory.placement import RestoredRows
 from sirchat.models.devices import DeviceMemory, memory_by_device
 from sirchat.models.model import LoadedModel
-from sirchat.text.template import Template
+from sirchat.text.template import Template, TurnIds
 
 __all__ = ("Interrupted", "Session")
 
@@ -200,35 +199,40 @@ class Session(Conversation):
         the old one, which is evicted. Raises SettingError, beginning with `source` and changing
         nothing.
         """
-        before, state = self.profile, self.state
+        before, new_template = self.profile, template or self.template
         profile = updated_profile(before, self.model, source, updates)
-        settings = build_cache_settings(profile, self._folder)
         is_replaced = self.seen > 0 and (profile.system != before.system or template is not None)
-        template = template or self.template
         prompt = None
-        if is_replaced and (profile.system or template.tools):
-            prompt = template.system_turn(profile.system or "")
-        size = len(prompt.ids) if prompt is not None else 0
-        with all_or_nothing(self.engine):
-            events = unpin_excess_rules(self.engine, self._texts, settings)
-            if is_replaced or profile.pin_system != before.pin_system:
-                self.ledger.pin(state.system.positions, profile.pin_system and not is_replaced)
-            moves = self.engine.switcher.switch(settings, size if profile.pin_system else 0)
-            if is_replaced:
-                moves += self.engine.evictor.exclude(np.asarray(state.system.positions))
-            self.engine.require_room(size)
-        self.profile = profile
-        self.template = template
-        if settings.recall is None and before.recall != "off":
+        if is_replaced and (profile.system or new_template.tools):
+            prompt = new_template.system_turn(profile.system or "")
+        events = self._switch_engine(profile, prompt, is_replaced=is_replaced)
+        self.profile, self.template = profile, new_template
+        if self.engine.settings.recall is None and before.recall != "off":
             self.recall.undo()  # what it found last is no longer reported
         if is_replaced:
-            state.system = SystemPrompt()
-        events += self._events.moved(state.last_turn, moves)
-        restored = sum(len(move.positions) for move in moves if isinstance(move, RestoredRows))
-        events += self._events.switched(self.model, before, profile, restored, template)
+            self.state.system = SystemPrompt()
+        restored = sum(len(event.positions) for event in events if isinstance(event, Restored))
+        events += self._events.switched(self.model, before, profile, restored, new_template)
         if prompt is not None:
             events += [*self._read_pending(), *self.read_system(prompt, interrupted)]
         return events
+
+    def _switch_engine(
+        self, profile: Profile, prompt: TurnIds | None, *, is_replaced: bool
+    ) -> list[Event]:
+        """Put settings into force; if the system prompt `is_replaced`, evict it for `prompt`."""
+        engine, old_prompt = self.engine, self.state.system.positions
+        settings = build_cache_settings(profile, self._folder)
+        size = len(prompt.ids) if prompt is not None else 0
+        with all_or_nothing(engine):
+            events = unpin_excess_rules(engine, self._texts, settings)
+            if is_replaced or profile.pin_system != self.profile.pin_system:
+                self.ledger.pin(old_prompt, profile.pin_system and not is_replaced)
+            moves = engine.switcher.switch(settings, size if profile.pin_system else 0)
+            if is_replaced:
+                moves += engine.evictor.exclude(np.asarray(old_prompt))
+            engine.require_room(size)
+        return events + self._events.moved(self.state.last_turn, moves)
 
     def note_profile(self, profile: Profile) -> None:
         """Store settings that are in force already, or that neither engine nor model uses."""
@@ -288,8 +292,8 @@ class Session(Conversation):
         self.history.messages = []
         self._statement_cache = StatementCache()
         unpinned = [turn for turn, _ in self.state.unpinned_sentences]
-        at = np.flatnonzero(np.isin(self.ledger.column("turn"), unpinned))
-        self.state.unpinned_sentences &= sentences_at(self.ledger, self._texts, at)
+        positions = np.flatnonzero(np.isin(self.ledger.column("turn"), unpinned))
+        self.state.unpinned_sentences &= sentences_at(self.ledger, self._texts, positions)
         self.recall.erase_words()
         self.erasures += 1
         return [Erased(count, self.resident)]
@@ -300,9 +304,9 @@ class Session(Conversation):
 
     def why(self, target: str) -> list[TokenRank]:
         """Score, rank and state of each token that `target` names; UsageError if none matches."""
-        at = self._positions_of(target, np.arange(self.seen))
+        positions = self._positions_of(target, np.arange(self.seen))
         now = self.snapshot(strongest=0)
-        return token_ranks(self.engine, self._texts, at, now, sinks=self.profile.sinks)
+        return token_ranks(self.engine, self._texts, positions, now, sinks=self.profile.sinks)
 
     def facts(self, words: str = "") -> list[StatedFact]:
         """The user's pinned rules, then the stated facts; only those with all `words`, if given."""

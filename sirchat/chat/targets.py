@@ -14,7 +14,7 @@ from sirchat.engine.engine import Engine
 from sirchat.errors import UsageError, format_value
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger, Role
-from sirchat.recall.passages import sentences_of
+from sirchat.recall.passages import sentences_of, texts_at
 from sirchat.recall.recall import Recall
 from sirchat.text.detokenizer import Texts, sentence_bounds, tokens_matching
 
@@ -65,13 +65,13 @@ def tokens_to_erase(
     """
     ledger, roles = engine.ledger, state.roles
     try:
-        at = positions_of(target, ledger, texts, roles, np.arange(ledger.seen))
+        positions = positions_of(target, ledger, texts, roles, np.arange(ledger.seen))
         own = template_prompt(ledger, texts)[0]
-        if np.isin(at, own).all():
+        if np.isin(positions, own).all():
             where = "only in the system prompt that the model's chat template adds"
             what = format_value(without_quotes(target))
             raise UsageError(f"{what} is {where}: it would come back")
-        return np.setdiff1d(at, own)
+        return np.setdiff1d(positions, own)
     except UsageError:
         pattern = whole_words(without_quotes(target))
         unread = [system or "", *(f"{turn.text}\n{turn.thinking}" for turn in state.turns)]
@@ -96,7 +96,7 @@ def tokens_to_restore(
     """
     among = engine.store.recallable()
     try:
-        at = positions_of(target, engine.ledger, texts, state.roles, among, near)
+        positions = positions_of(target, engine.ledger, texts, state.roles, among, near)
     except UsageError:
         if not isinstance(target, str) or turn_of_target(target, state.roles) is not None:
             raise
@@ -104,12 +104,14 @@ def tokens_to_restore(
         whole = [one for one in passages if np.isin(one, among).all()]
         if not whole:
             raise
-        at = np.unique(np.concatenate(whole))
-    at, room = without_generated(at, engine.ledger, state), engine.choice.free_budget() // 2
-    if not len(at) or room < 1:
+        positions = np.unique(np.concatenate(whole))
+    positions = without_generated(positions, engine.ledger, state)
+    room = engine.choice.free_budget() // 2
+    if not len(positions) or room < 1:
         raise UsageError("nothing is restored: it is no longer archived, or pins leave no room")
-    both = np.union1d(np.intersect1d(np.asarray(state.restored_by_user, np.int64), among), at)
-    return both if len(both) <= room else at[max(0, len(at) - room) :]
+    before = np.intersect1d(np.asarray(state.restored_by_user, np.int64), among)
+    both = np.union1d(before, positions)
+    return both if len(both) <= room else positions[max(0, len(positions) - room) :]
 
 
 def without_generated(positions: Positions, ledger: Ledger, state: ConversationState) -> Positions:
@@ -128,8 +130,8 @@ def erase_target(
     """
     positions = tokens_to_erase(target, engine, texts, state, system)
     turns = np.unique(engine.ledger.column("turn")[positions]).tolist()
-    said = (at for turn in turns for at, _ in sentences_of(engine.ledger, texts, turn))
-    ends = np.fromiter((at[-1] for at in said), np.int64)
+    said = (sentence for turn in turns for sentence, _ in sentences_of(engine.ledger, texts, turn))
+    ends = np.fromiter((sentence[-1] for sentence in said), np.int64)
     engine.erase(positions)
     engine.ledger.flag(Flag.ANCHOR, np.intersect1d(ends, positions), True)  # they ended one
     index = turn_of_target(target, state.roles)
@@ -255,7 +257,7 @@ def _similar_words(target: str, runs: Sequence[Sequence[str]]) -> str:
 
 def _runs(ledger: Ledger, texts: Texts, said: Positions) -> list[list[str]]:
     """The texts of the tokens `said`, in runs of adjacent tokens."""
-    pieces = texts(ledger.column("token_id")[said].tolist(), said.tolist())
+    pieces = texts_at(ledger, texts, said)
     breaks = (np.flatnonzero(np.diff(said) > 1) + 1).tolist()
     return [pieces[start:end] for start, end in pairwise([0, *breaks, len(pieces)])]
 

@@ -202,7 +202,7 @@ def supporting_sentence(answer: str, question: str, text: str) -> tuple[str, boo
     asked = set(terms_of(_in_digits(question)))
     for word in sorted(_telling_words(_in_digits(answer))):
         groups = set(letter_groups(word))
-        having = [at for at, these in enumerate(terms) if _is_among(groups, these)]
+        having = [index for index, these in enumerate(terms) if _is_among(groups, these)]
         rarity = math.log(1 + len(terms) / max(1, len(having)))
         is_asked = _is_among(groups, asked)
         scores[having] += rarity * (DISCOUNT if is_asked else 2 if word.isdecimal() else 1)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.decoder import signed
 from sirchat.models.model_config import LENGTH_DEPENDENT
-from sirchat.models.packed import Int8Head, PackedLinear, SharedEmbedding
+from sirchat.models.packed import BlockLinear, PackedLinear, RefinedHead, SharedEmbedding
 
 MAX_BATCH = 16  # tokens of conversations that are read in one call
 
@@ -26,7 +26,7 @@ _REFINED_LOGITS = 16  # largest logits of a packed head, which are computed in f
 _HEAD_DIM_MULTIPLE = 16  # numbers that `step.cpp` loads together
 
 # As in `step.cpp`
-_KIND_OF_BITS = {4: 0, 5: 1, 8: 2}
+_KIND_OF_BITS = {4: 0, 8: 2}
 _KIND_OF_TYPE = {torch.float32: 3, torch.bfloat16: 4, torch.float16: 5}  # float16 only in a cache
 _WEIGHT_TYPES = (torch.float32, torch.bfloat16)
 
@@ -179,7 +179,7 @@ class NativeStep:
             *(*heads, self._head_dim, len(layers), len(wanted_layers)),
             *(_KIND_OF_TYPE[self._dtype], getattr(network, "uses_gelu", False)),
             self._number_type == torch.bfloat16,
-            _REFINED_LOGITS if isinstance(head, Int8Head) else 0,
+            _REFINED_LOGITS if isinstance(head, RefinedHead) else 0,
             attention.scaling,
             self._embedding_scale(),
             self._embedding_matrix(self._embeddings),
@@ -235,6 +235,8 @@ class NativeStep:
         if not layer.fits_native_products:
             raise ValueError(f"packed weights of the shape {list(shape)}")
         weights = (self._address(getattr(layer, name)) for name in layer.row_dims)
+        if isinstance(layer, BlockLinear):
+            return _Matrix(layer.blocks.shape[2], *shape, *weights)
         return _Matrix(_KIND_OF_BITS[layer.bits], *shape, *weights)
 
     def _embedding_matrix(self, embeddings: Any) -> _Matrix:

@@ -15,12 +15,15 @@ import subprocess
 import sys
 from contextlib import suppress
 from itertools import product
+from math import prod
 from pathlib import Path
 
 import torch
 
+from sirchat.models.gguf.header import BLOCK_LAYOUTS
 from sirchat.models.packed import (
     GROUP,
+    BlockLinear,
     Int4Linear,
     Int8Linear,
     MatmulMethod,
@@ -109,9 +112,13 @@ def _compare_with_torch() -> None:
     four = Int4Linear.from_values(q.to(torch.uint8), scale, -7 * scale)
     eight = Int8Linear((17 * q - 127)[:-3].to(torch.int8), scale[:-3, 0].bfloat16())
     layers: list[PackedLinear] = [four, eight]
+    for layout in BLOCK_LAYOUTS.values():  # their floats are at most 0.98
+        shape = 32, -(-columns // layout.columns), layout.row_bytes
+        layers.append(BlockLinear((37 * torch.arange(prod(shape)) % 60).byte().view(shape)))
     for layer, rows in product(layers, (1, 19, 40)):
-        x = torch.linspace(-2, 3, rows * columns).sin_().view(rows, columns)
-        expected = layer.multiply_packed(x).float()
+        x = torch.linspace(-2, 3, rows * layer.in_features).sin_().view(rows, -1)
+        is_block = isinstance(layer, BlockLinear)
+        expected = x @ layer.unpacked(x.dtype) if is_block else layer.multiply_packed(x).float()
         layer.matmul_method = MatmulMethod(max_native_rows=rows)
         error = (layer.multiply_packed(x) - expected).norm() / expected.norm()
         layer.matmul_method = MatmulMethod()

@@ -19,7 +19,7 @@ inline int64_t process() { return getpid(); }
 #include "blocks.cpp"
 
 // What `native_step.py` describes, in fields of 8 bytes.
-enum Kind : int64_t { FOUR, FIVE, EIGHT, FLOAT32, BFLOAT16, FLOAT16 };
+enum Kind : int64_t { FOUR, EIGHT = 2, FLOAT32, BFLOAT16, FLOAT16 };  // or bytes of a row's block
 
 struct Matrix {  // [N, K]
   int64_t kind, n, k;
@@ -119,6 +119,10 @@ inline float scale_of(const Matrix& m, int64_t row) {
   return scale;
 }
 
+void unpack_block_row(const Matrix& m, int64_t row, float* y) {
+  with_blocks(m.kind, (const uint8_t*)m.weights, m.n, m.k, 0, [=](const auto& weights) { unpack_row(weights, row, y); });
+}
+
 __attribute__((noinline)) void normalize(const float* x, const Norm& norm, int64_t n, float* y) {
   const float by = 1 / std::sqrt(dot(x, x, n) / n + (float)norm.epsilon);
   for (int64_t i = 0; i < n; i++) y[i] = x[i] * norm.weight[i] * by;
@@ -178,7 +182,7 @@ class Step {
     int64_t parts = 0;
     const int64_t widest = std::max({model.size, model.inner, query_size()});
     for (int64_t b = 0; b < m; b++) parts += (tokens[b].held / 128 + 1) * model.queries * (model.head_size + 2);
-    const int64_t unpacked = m < 2 ? 0 : threads->count() * Four::STRIPS * widest / 4 * sizeof(I);
+    const int64_t unpacked = m < 2 ? 0 : threads->count() * unpacked_size(widest);
     buffers.make({{&buffers.x, m * model.size}, {&buffers.normed, m * model.size},
                   {&buffers.heads, m * heads_size()}, {&buffers.attended, m * query_size()},
                   {&buffers.added, m * model.size}, {&buffers.both, 2 * m * model.inner},
@@ -194,7 +198,11 @@ class Step {
       read_row((const int8_t*)of.weights + id * of.k, of.k, scale_of(of, id), x);
       for (int64_t i = 0; i < of.k; i++) x[i] *= by;
     } else if (of.kind == FLOAT32) read_row((const float*)of.weights + id * of.k, of.k, by, x);
-    else read_row((const Brain*)of.weights + id * of.k, of.k, by, x);
+    else if (of.kind == BFLOAT16) read_row((const Brain*)of.weights + id * of.k, of.k, by, x);
+    else {
+      unpack_block_row(of, id, x);
+      for (int64_t i = 0; i < of.k; i++) x[i] *= by;
+    }
     for (int64_t i = 0; i < of.k && model.rounds_embeddings; i++) {
       Brain rounded;
       narrow(x[i], rounded), read_row(&rounded, 1, 1, x + i);
@@ -320,10 +328,10 @@ class Step {
       const auto* w = (const uint8_t*)of.weights;
       const auto* scales = (const uint16_t*)of.scales;
       if (of.kind == FOUR) multiply(Four{w, scales, of.n, k, rows}, rounded, y);
-      else if (of.kind == FIVE) multiply(Five{w, scales, of.n, k, rows}, rounded, y);
       else if (of.kind == EIGHT) multiply(Eight{w, scales, of.n, k, rows}, rounded, y);
       else if (of.kind == FLOAT32) multiply(Plain<float>{(const float*)w, of.n, k, rows}, x, y);
-      else multiply(Plain<Brain>{(const Brain*)w, of.n, k, rows}, x, y);
+      else if (of.kind == BFLOAT16) multiply(Plain<Brain>{(const Brain*)w, of.n, k, rows}, x, y);
+      else with_blocks(of.kind, w, of.n, k, rows, [&](const auto& weights) { multiply(weights, rounded, y); });
       y += of.n;
     }
     for (int64_t b = 0; product.bias && b < m; b++)
@@ -333,7 +341,10 @@ class Step {
   Rounded round(const Product& product, const float* x, int64_t k) {
     Rounded rounded(m, k, buffers.rounded);
     bool are_plain = true;
-    for (int64_t i = 0; i < product.count; i++) are_plain &= product.parts[i].kind > EIGHT;
+    for (int64_t i = 0; i < product.count; i++) {
+      const int64_t kind = product.parts[i].kind;
+      are_plain &= kind == FLOAT32 || kind == BFLOAT16;
+    }
     const int64_t groups = rounded.groups;
     if (!are_plain) threads->split(m * groups, 128, [&](int64_t from, int64_t to, int64_t) {
       for (int64_t next; from < to; from = next) {
@@ -347,7 +358,7 @@ class Step {
 
   template <class W>
   void multiply(const W& weights, const Rounded& x, float* y) {
-    const int64_t bytes = W::ROWS * weights.k / (W::STRIPS > 1 ? 2 : 1);
+    const int64_t bytes = W::ROWS * weights.k * W::BITS / 8;
     threads->split(count_blocks(weights), 16384 / bytes + 1, [&](int64_t from, int64_t to, int64_t rank) {
       multiply_blocks(weights, x, from, to, y, (I*)(buffers.unpacked + rank * unpacked_each));
     });
@@ -372,7 +383,7 @@ class Step {
   void refine(const float* x, float* y, int64_t count) {
     const Matrix& head = model.head.parts[0];
     std::vector<std::pair<float, int64_t>> best;  // the largest first
-    float row[4096];
+    std::vector<float> row(head.k);
     auto see = [&](int64_t i) {
       if ((int64_t)best.size() == model.refined && !(y[i] > best.back().first)) return;
       auto place = best.begin();
@@ -392,13 +403,10 @@ class Step {
     }
     for (; i < count; i++) see(i);
     for (auto& [_, at] : best) {
-      float sum = 0;
-      for (int64_t from = 0; from < head.k; from += 4096) {
-        const int64_t some = std::min<int64_t>(head.k - from, 4096);
-        read_row((const int8_t*)head.weights + at * head.k + from, some, 1, row);
-        sum += dot(row, x + from, some);
-      }
-      y[at] = sum * scale_of(head, at) + (model.head.bias ? model.head.bias[at] : 0);
+      const float by = head.kind == EIGHT ? scale_of(head, at) : 1;
+      if (head.kind == EIGHT) read_row((const int8_t*)head.weights + at * head.k, head.k, 1, &row[0]);
+      else unpack_block_row(head, at, &row[0]);
+      y[at] = dot(&row[0], x, head.k) * by + (model.head.bias ? model.head.bias[at] : 0);
     }
   }
 

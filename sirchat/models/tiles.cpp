@@ -67,16 +67,16 @@ inline I neighbours(I w, F scale, F zero) {
 // `count` groups of a unit, from g on, to tiles [2, count, 2].
 template <class W>
 void unpack(const W& weights, int64_t unit, int64_t g, int64_t count, I* tiles) {
-  constexpr int S = W::STRIPS, BLOCKS = UNIT / W::ROWS;
+  constexpr int S = W::STRIPS, P = W::PARTS, BLOCKS = UNIT / W::ROWS;
   for (int64_t b = 0; b < BLOCKS; b++) {
     const int64_t row = std::min<int64_t>((unit * BLOCKS + b) * W::ROWS, weights.n - W::ROWS);
     for (int64_t i = 0; i < count; i++) {
       const auto group = weights.group(row, g + i);
-      F scale[S], zero[S];
+      F scale[S][P], zero[S][P];
       for (int s = 0; s < S; s++) {
-        zero[s] = all(0.0f);
-        weights.factors(row + s * L, g + i, scale[s], zero[s]);
-        zero[s] -= scale[s] * all((float)W::CENTER);
+        F added = all(0.0f);
+        weights.factors(row + s * L, g + i, scale[s], added);
+        for (int p = 0; p < P; p++) zero[s][p] = added - scale[s][p] * all((float)W::CENTER);
       }
       for (int c = 0; c < CHUNKS; c++) {
         I w[S];
@@ -84,8 +84,9 @@ void unpack(const W& weights, int64_t unit, int64_t g, int64_t count, I* tiles) 
         for (int s = 0; s < S; s++) {
           const int64_t strip = b * S + s;
           I* tile = tiles + ((strip / 2 * count + i) * 2 + strip % 2) * SIDE + 2 * c;
-          tile[0] = neighbours(w[s], scale[s], zero[s]);
-          tile[1] = neighbours((I)((Bits)w[s] >> 16), scale[s], zero[s]);
+          const F by = scale[s][c * P / CHUNKS], added = zero[s][c * P / CHUNKS];
+          tile[0] = neighbours(w[s], by, added);
+          tile[1] = neighbours((I)((Bits)w[s] >> 16), by, added);
         }
       }
     }
@@ -185,11 +186,12 @@ void multiply_by_tiles(const W& weights, const float* x, int64_t m, float* y) {
 }
 
 // For each row of x, the logarithm of the sum of e^logit in each block of logits, [blocks, M], and then the logit
-// of its id. x is the sum of two parts, each in bfloat16, which holds eight-bit weights exactly.
+// of its id. x is the sum of two parts, each in bfloat16, which holds the steps of eight-bit weights exactly.
 constexpr int64_t SCORED = WIDE * UNIT;  // logits of a block
-inline void score(const Eight& weights, const float* x, int64_t m, const int64_t* ids, float* y) {
+template <class W>
+void score(const W& weights, const float* x, int64_t m, const int64_t* ids, float* y) {
   float* chosen = y + (weights.n + SCORED - 1) / SCORED * m;
-  add_products<2>(weights, x, m, WIDE, [=](const Sums<Eight>& sums) {
+  add_products<2>(weights, x, m, WIDE, [=](const Sums<W>& sums) {
     const int64_t start = sums.from * UNIT, count = std::min(weights.n - start, SCORED);
     for (int64_t i = 0; i < m; i++) {
       float some[L + SCORED], *logits = some + L;

@@ -32,6 +32,7 @@ from sirchat.recall.passage_search import (
     query_spans,
     rows_of,
 )
+from sirchat.recall.passages import texts_at
 from sirchat.recall.retrievers import retriever
 from sirchat.recall.retrievers.base import PassageRetriever
 from sirchat.recall.word_index import DISCOUNT, words_of
@@ -111,11 +112,11 @@ class Recall:
     def update(self) -> None:
         """Add the passages of the complete turns that were read since the last update."""
         ledger, encoder = self._engine.ledger, self._model.encoder
-        own, ids = self._model.sentence_encoder, ledger.column("token_id")
+        own = self._model.sentence_encoder
 
         def vector_of(start: int, end: int) -> Tensor | None:
             if own is not None:
-                text = "".join(self._texts(ids[start:end].tolist(), range(start, end)))
+                text = "".join(texts_at(ledger, self._texts, np.arange(start, end)))
                 return own.vectors([text])[0]
             mean = ledger.token_vectors.mean(start, end)
             return None if mean is None else encoder.unit_vectors(mean.cpu())
@@ -124,11 +125,11 @@ class Recall:
         ledger.token_vectors.drop_before(ledger.seen)
 
     def restore_for_turn(
-        self, turn: NewTurn, at: TurnRef, asked: Sequence[int] = ()
+        self, turn: NewTurn, ref: TurnRef, asked: Sequence[int] = ()
     ) -> RecallResult | None:
         """Restore the archived tokens that fit a new turn, in place of those for the turn before.
 
-        The new turn is read after this call, as `at`. Tokens at positions `asked` are restored,
+        The new turn is read after this call, as `ref`. Tokens at positions `asked` are restored,
         too. Returns None if recall is off and `asked` has nothing to restore.
         """
         engine, recall = self._engine, self._engine.settings.recall
@@ -142,7 +143,7 @@ class Recall:
         is_all_held = engine.resident == engine.ledger.seen
         has_room = engine.recalled.room(len(turn.ids)) > 0
         try:
-            result = self._search(turn, at, requested)
+            result = self._search(turn, ref, requested)
         except LookupError as error:
             problem = str(error)
         if len(requested):
@@ -177,14 +178,14 @@ class Recall:
         room = self._engine.choice.free_budget(incoming) // 2
         return positions[max(0, len(positions) - room) :]
 
-    def _search(self, turn: NewTurn, at: TurnRef, requested: Positions) -> SearchResult | None:
+    def _search(self, turn: NewTurn, ref: TurnRef, requested: Positions) -> SearchResult | None:
         """The tokens that fit a turn, beside `requested`; sets `found` after a passage search."""
         engine, recall, result = self._engine, self._engine.settings.recall, None
         is_all_held = engine.resident == engine.ledger.seen
         self.found = None
         if recall and not isinstance(retriever(recall.retriever), PassageRetriever):
             # This reads the turn first, which may evict tokens, so the room is known after it.
-            result = search(engine, self._model, turn.ids, turn.roles, at)
+            result = search(engine, self._model, turn.ids, turn.roles, ref)
             if result is not None:
                 room = engine.recalled.room(len(turn.ids)) - len(requested)
                 result = best_tokens(result, room, self.passage_search.passages.torn)
@@ -276,7 +277,7 @@ class Recall:
         wanted = set(search.index.informative_words(text) or words_of(text))
         having = [wanted & set(words_of(one)) for one in search.passages.texts(ledger)]
         scores, left, chosen = search.by_words((text,)), set(wanted), list[Positions]()
-        for number in sorted(range(len(having)), key=lambda at: (-len(having[at]), -scores[at])):
+        for number in sorted(range(len(having)), key=lambda n: (-len(having[n]), -scores[n])):
             if having[number] & left or having[number] == wanted:
                 chosen.append(rows_of(search.passages.rows[number : number + 1]))
                 left -= having[number]
@@ -312,8 +313,8 @@ class Recall:
 
     def query_of(self, ids: Sequence[int], roles: Sequence[Role]) -> PassageQuery:
         """The search query for a turn; a message without informative words gives an empty query."""
-        said = [at for at, role in enumerate(roles) if role != Role.TEMPLATE]
-        pieces = self._texts([ids[at] for at in said], said)
+        said = [number for number, role in enumerate(roles) if role != Role.TEMPLATE]
+        pieces = self._texts([ids[number] for number in said], said)
         spans = query_spans(pieces)
         sentences = tuple("".join(pieces[start:end]) for start, end in spans)
         index = self.passage_search.index
@@ -321,7 +322,7 @@ class Recall:
             return PassageQuery(())
         if not self.by_meaning:
             return PassageQuery(sentences)
-        asked = [ids[at] for start, end in spans for at in said[start:end]]
+        asked = [ids[number] for start, end in spans for number in said[start:end]]
         header = list(ids[: said[0]])
         own, model_vector = self._model.sentence_encoder, None
         if self._model.encoder.layers:
@@ -356,7 +357,7 @@ class Recall:
 
 
 def search(
-    engine: Engine, model: LoadedModel, ids: Sequence[int], roles: Sequence[Role], at: TurnRef
+    engine: Engine, model: LoadedModel, ids: Sequence[int], roles: Sequence[Role], ref: TurnRef
 ) -> SearchResult | None:
     """Score the archived tokens for a turn of m `ids`; the engine's state is the same afterwards.
 
@@ -377,7 +378,7 @@ def search(
     checkpoint = engine.checkpoint()
     with engine.store.without_limit():
         try:
-            for _ in engine.prefill(ids[-longest:], roles[-longest:], at):
+            for _ in engine.prefill(ids[-longest:], roles[-longest:], ref):
                 pass
             turn = np.flatnonzero(engine.ledger.held_positions >= start)
             return _score_archived(engine, model, turn, start)
@@ -430,8 +431,8 @@ def choose(scores: Tensor, positions: Positions, n: int) -> Positions:
 def _scores_of(positions: Positions, result: SearchResult | None) -> tuple[float, ...]:
     if result is None or not len(positions):
         return ()
-    at = np.searchsorted(result.positions, positions)
-    return tuple(result.scores[torch.from_numpy(at)].tolist())
+    indices = np.searchsorted(result.positions, positions)
+    return tuple(result.scores[torch.from_numpy(indices)].tolist())
 
 
 def _score_archived(

@@ -215,7 +215,7 @@ def _raise_budget(conversation: ServedConversation, history: History) -> None:
         prompt = session.template.opening(text, history.system)[0]
     if prompt is None or len(prompt.ids) <= max_pins:
         return
-    size, max_budget = len(prompt.ids), session.model.affordable_rows
+    size, max_budget = len(prompt.ids), session.model.affordable_rows()
     if size * _MIN_BUDGET_RATIO > max_budget:
         needed = int(size * _MIN_BUDGET_RATIO)
         problem = f"system prompt and tools take {size} tokens, which needs a budget of {needed}; "

@@ -284,8 +284,9 @@ class Commands:
         )
         self._screen.note(describe_memory(session))
 
-    def do_tools(self, arguments: str) -> None:
-        run_tools_command(self._session, arguments)
+    def do_tools(self, arguments: str) -> Action | None:
+        text = run_tools_command(self._session, arguments)
+        return Send(text) if text else None
 
     def do_pin(self, arguments: str) -> None:
         if arguments:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -81,7 +81,6 @@ steps = st.lists(
 
 @pytest.mark.slow
 @given(settings_, steps)
-@settings(max_examples=150)
 def test_no_conversation_ever_exceeds_its_budget(
     first: dict[str, Any], plan: list[tuple[str, Any]]
 ) -> None:

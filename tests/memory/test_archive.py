@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -79,7 +79,6 @@ class Late(Transfers):
 
 
 @given(steps, st.booleans(), st.booleans())
-@settings(max_examples=90)
 def test_it_stores_what_was_added_and_not_removed(
     plan: list[tuple[str, set[int] | int]], on_disk: bool, late: bool
 ) -> None:

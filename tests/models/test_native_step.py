@@ -208,7 +208,7 @@ STORED = {
 }
 
 
-@settings(max_examples=40 * ATTACK, phases=[Phase.generate])
+@settings(max_examples=20 * ATTACK, phases=[Phase.generate])
 @given(st.data())
 def test_it_is_as_near_to_the_truth_as_rounding_allows(library: ctypes.CDLL, data: Any) -> None:
     draw = data.draw

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from chatting import babbler, session
@@ -81,7 +81,6 @@ def test_a_retriever_is_one_file_more(my_newest: str) -> None:
     assert last.positions == tuple(range(last.positions[0], last.positions[-1] + 1))
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     scores=st.lists(st.integers(0, 5).map(float), min_size=1, max_size=40),
     n=st.integers(1, 45),

@@ -39,7 +39,6 @@ steps = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=MANY or 20)
 @given(steps, heads, st.none() | st.lists(numbers, max_size=5))
 @example([("append", ["a", "b"], 5), ("append", ["c"], 4), ("truncate", 1, 3)], {}, [0.5])
 def test_any_turns_rows_and_heads_are_read_back_after_undo_rewriting_and_reopening(
