@@ -52,7 +52,7 @@ class EventBuilder:
     def tokens(self, positions: Positions) -> tuple[TokenRow, ...]:
         """A record of each token, held or evicted, at these stream positions, ascending."""
         scores = policy_scores(self.engine, positions)
-        return token_rows(self.engine, positions, self.texts, self.engine.settings.sinks, scores)
+        return token_rows(self.engine, positions, self.texts, scores)
 
     def started(self, model: LoadedModel, profile: Profile, template: Template) -> list[Event]:
         """The event `Started`, then a notice for each setting that does not suit this model."""
