@@ -59,7 +59,7 @@ class Conversation:
         self.formats = ModelFormats()  # of replies, for the setting `json_schema` and tools
         self.epoch = 0  # number of conversations begun; each `reset` begins one
         self._end_ids = self.template.end_ids(declared)
-        self._texts = TokenTexts(model.tokenizer)
+        self.texts = TokenTexts(model.tokenizer)
         self._rows_in_events = rows_in_events
         check_profile(profile, model)
         self.reset()
@@ -76,8 +76,8 @@ class Conversation:
         # Whatever the settings: instructions and passages are told by them, also later.
         self.ledger.token_vectors.wanted = self.model.encoder.size > 0
         self.history = UndoHistory()
-        self.recall = Recall(self.engine, self.model, self._texts)
-        self._events = EventBuilder(self.engine, self._texts, self._rows_in_events)
+        self.recall = Recall(self.engine, self.model, self.texts)
+        self._events = EventBuilder(self.engine, self.texts, self._rows_in_events)
         self._statement_cache = StatementCache()
 
     @property
@@ -119,6 +119,12 @@ class Conversation:
         return self.ledger.seen
 
     @property
+    def speed(self) -> float:
+        """Tokens per second of the current or the last reply; 0 before the first reply."""
+        stats = self.state.last_reply_stats
+        return stats.tokens_out / max(stats.seconds_decode, 1e-9)
+
+    @property
     def budget(self) -> int:
         """Most tokens that the KV cache may hold."""
         return self.engine.budget
@@ -135,7 +141,7 @@ class Conversation:
         yield from self.read_user(text, interrupted, next_role=next_role, given=given)
         engine, encoder, cache = self.engine, self.model.encoder, self._statement_cache
         wanted = self.profile.pin_instructions and engine.settings.policy.honours_pins
-        yield from pin_rules(engine, self._texts, encoder, self.state, cache, is_wanted=wanted)
+        yield from pin_rules(engine, self.texts, encoder, self.state, cache, is_wanted=wanted)
 
     def read_user(
         self,
@@ -174,10 +180,10 @@ class Conversation:
     def mark_torn(self, number: int, torn: tuple[str, ...]) -> None:
         """Record the sentences `torn` of a turn, from which words were erased."""
         self.turns[number].torn, left = torn, tuple("".join(text.split()) for text in torn)
-        for at, pieces in sentences_of(self.ledger, self._texts, number) if torn else ():
+        for positions, pieces in sentences_of(self.ledger, self.texts, number) if torn else ():
             # One that lost its end goes on with the next.
             if "".join("".join(pieces).split()).startswith(left):
-                self.ledger.torn = np.union1d(self.ledger.torn, at)
+                self.ledger.torn = np.union1d(self.ledger.torn, positions)
 
     def user_ids(
         self,

@@ -34,7 +34,7 @@ from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger, Role, State
 from sirchat.models.encoder import Encoder
 from sirchat.models.model import LoadedModel
-from sirchat.recall.passages import sentences_of
+from sirchat.recall.passages import sentences_of, texts_at
 from sirchat.recall.word_index import words_of
 from sirchat.text.detokenizer import (
     QUESTION_MARKS,
@@ -107,9 +107,9 @@ def pin_rules(
     turn, switcher, ledger = state.last_turn, engine.switcher, engine.ledger
     retried, state.retried = state.retried, RetriedMessage()
     if retried.pinned_tokens and retried.text == state.turns[turn].text:
-        at = ledger.of_turn(turn, Role.USER)
+        said = ledger.of_turn(turn, Role.USER)
         try:
-            asked = at[np.isin(np.arange(len(at)), retried.pinned_tokens)]
+            asked = said[np.isin(np.arange(len(said)), retried.pinned_tokens)]
             if gone := len(asked) - switcher.pin_held(asked):
                 of = f"{gone:,} of the tokens that you had pinned in this message"
                 yield Notice(f"evicted, and not pinned again: {of}")
@@ -119,8 +119,8 @@ def pin_rules(
     for text, positions in _find_rules(ledger, texts, encoder, turn, cache.vectors):
         # Where tools have changed since, system prompts stand between, or no longer.
         was_unpinned = any(
-            text in whole and all(one.role == "system" for one in state.turns[at:turn])
-            for at, whole in state.unpinned_sentences
+            text in whole and all(one.role == "system" for one in state.turns[earlier:turn])
+            for earlier, whole in state.unpinned_sentences
         )
         is_own = np.isin(positions, ledger.pinned_positions).all()
         if not is_wanted or was_unpinned or is_own:  # before the message was read again
@@ -150,12 +150,12 @@ def _pinned_rules(
     """The pinned rules and preferences, in order; only those that have all `words`, if given."""
     found, states = list[StatedFact](), ledger.column("state")
     for run in ledger.rules():
-        pieces = _pieces(ledger, texts, run)
+        pieces = texts_at(ledger, texts, run)
         for start, end in pairwise(sentence_bounds(pieces)):
-            text, at = "".join(pieces[start:end]).strip(), run[start:end]
-            turn = int(ledger.column("turn")[at[0]])
+            text, positions = "".join(pieces[start:end]).strip(), run[start:end]
+            turn = int(ledger.column("turn")[positions[0]])
             if text and set(words_of(words)) <= set(words_of(text)):
-                held = _describe_held(pieces[start:end], states[at] == _HELD)
+                held = _describe_held(pieces[start:end], states[positions] == _HELD)
                 found.append(StatedFact(turn, text, turns[turn].time, **held, is_rule=True))
     return found
 
@@ -183,10 +183,10 @@ def _rules_to_unpin(ledger: Ledger, settings: CacheSettings, count: int) -> list
 
 
 def _unpin_rules(engine: Engine, texts: Texts, rules: Sequence[Positions]) -> Iterator[Event]:
-    for at in rules:
-        engine.switcher.unpin_held(at)
-        text = format_value("".join(_pieces(engine.ledger, texts, at)).strip())
-        yield Pinned(len(at), False, engine.cache.length)
+    for rule in rules:
+        engine.switcher.unpin_held(rule)
+        text = format_value("".join(texts_at(engine.ledger, texts, rule)).strip())
+        yield Pinned(len(rule), False, engine.cache.length)
         yield Notice(f"{text} is no longer pinned, as instructions have a quarter of the budget")
 
 
@@ -195,8 +195,8 @@ def sentences_at(ledger: Ledger, texts: Texts, positions: Positions) -> frozense
     return frozenset(
         (turn, text)
         for turn in np.unique(ledger.column("turn")[positions]).tolist()
-        for text, at in _user_sentences(ledger, texts, turn)
-        if np.isin(at, positions).any()
+        for text, own in _user_sentences(ledger, texts, turn)
+        if np.isin(own, positions).any()
     )
 
 
@@ -212,7 +212,7 @@ def _find_rules(
             vectors[text] = encoder.unit_vectors(mean).cpu()
             stated = stated or bool(encoder.is_kind("instruction", vectors[text][None])[0])
         if span is not None and not stated:  # of a long sentence, only what is preferred
-            pieces = _pieces(ledger, texts, positions)
+            pieces = texts_at(ledger, texts, positions)
             before = len("".join(pieces)) - len("".join(pieces).lstrip())
             ends, (start, end) = np.cumsum([len(piece) for piece in pieces]), span
             positions = positions[tokens_spelling(ends, start + before, end + before)]
@@ -281,10 +281,10 @@ def _find_facts(
             newest.setdefault(last, None)
     found = list[StatedFact]()
     for number in sorted(newest):
-        index, text, at = said[number]
-        if not wanted <= set(words_of(text)) or (flags[at] & _OF_RULE == _OF_RULE).any():
+        index, text, positions = said[number]
+        if not wanted <= set(words_of(text)) or (flags[positions] & _OF_RULE == _OF_RULE).any():
             continue
-        held = _describe_held(_pieces(ledger, texts, at), states[at] == _HELD)
+        held = _describe_held(texts_at(ledger, texts, positions), states[positions] == _HELD)
         last = newest[number]
         newer_turn, newer_text = (None, "") if last is None else said[last][:2]
         when = turns[index].time
@@ -304,7 +304,7 @@ def _classify(
         is_near = vectors[facts] @ vectors[newer].T >= SAME_SUBJECT_COSINE
         return facts.tolist(), newer.cpu().numpy(), is_near.cpu().numpy()
     tells = FIRST_PERSON_STATEMENT.search
-    stated = [at for at, text in enumerate(said) if tells(text) and not is_rule(text)]
+    stated = [number for number, text in enumerate(said) if tells(text) and not is_rule(text)]
     forms = torch.tensor([hash(statement_form(text)) for text in said])
     newer = corrects.nonzero()[:, 0]
     is_newer: NDArray[np.bool_] = (forms[stated][:, None] == forms[newer]).numpy()
@@ -329,12 +329,8 @@ def _user_sentences(ledger: Ledger, texts: Texts, turn: int) -> Iterator[tuple[s
     # Sentences from which words were erased are left out.
     flags, roles = ledger.column("flags"), ledger.column("role")
     found = list(sentences_of(ledger, texts, turn))
-    for at, pieces in found if len(found) <= _MAX_SENTENCES else ():
+    for positions, pieces in found if len(found) <= _MAX_SENTENCES else ():
         text = "".join(pieces).strip()
-        is_torn = (flags[at] & _ERASED).any() or np.isin(at, ledger.torn).any()
-        if text and not is_torn and roles[at[0]] == _USER:
-            yield text, at
-
-
-def _pieces(ledger: Ledger, texts: Texts, at: Positions) -> list[str]:
-    return texts(ledger.column("token_id")[at].tolist(), at.tolist())
+        is_torn = (flags[positions] & _ERASED).any() or np.isin(positions, ledger.torn).any()
+        if text and not is_torn and roles[positions[0]] == _USER:
+            yield text, positions

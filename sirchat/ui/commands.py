@@ -40,12 +40,6 @@ from sirchat.ui.why import show_why
 _RECALL_CONTEXT_TOKENS = 12  # that `/recall WORDS` restores before the words, and as many after
 _MAX_COMMAND_CHARS = 40  # shown of an unknown command
 
-_FOREIGN_COMMANDS = {  # commands that other programs have, and what does the same here
-    **dict.fromkeys(("sessions", "chats", "list", "resume"), "/load lists the saved chats"),
-    **dict.fromkeys(("delete", "rm"), "sirchat sessions rm ID deletes a saved chat"),
-    "new": "did you mean /reset?",
-    "find": "/search WORDS finds messages of this chat, and other chats",
-}
 _ALIASES = {"?": "help", "quit": "exit", "bye": "exit", "regen": "retry"}
 _RENAMED_COMMANDS = {"forget": "erase", "forgotten": "evicted"}  # old names, which still work
 _SETTING_ALIASES = {"format": "json_schema"}  # the setting `format` is that of a transcript
@@ -153,7 +147,8 @@ class Commands:
             self._screen.note(f"/{word} is now called /{_RENAMED_COMMANDS[word]}")
             return _RENAMED_COMMANDS[word]
         if word not in self.names():
-            hint = _FOREIGN_COMMANDS.get(word) or did_you_mean(word, self.names(), "/")
+            hint = read_yaml(__file__, "help")["others"].get(word)
+            hint = hint or did_you_mean(word, self.names(), "/")
             if os.path.isfile(f"/{word}"):
                 hint = "@ before a path sends the file's text"
             raise UsageError(

@@ -292,33 +292,41 @@ NOTES = (
 )
 
 
-@pytest.mark.parametrize(
-    ("answer", "lines"),
-    [
-        ("It leaves at 07:45.", [f'the text says: "{FERRY}"']),
-        ("The ferry leaves at 14:57.", [f'closest in the text: "{FERRY}"', NONE]),
-        ("Somebody brings a tent.", ['the text says: "Bring the blue tent."']),
-        ("2", ['the text says: "The house in Varn has 2 rooms."']),
-        ("Two.", ['the text says: "The house in Varn has 2 rooms."']),
-        ("42 rooms.", [f'the text says: "{GUESTS}"']),
-        ("Forty two.", [f'the text says: "{GUESTS}"']),
-        ("The cake.", [NONE]),
-        ("In the afternoon, I think.", [NONE]),
-        ("Yes, that is correct.", []),
-        ("它在早上离开。", []),
-    ],
-)
-def test_below_an_answer_about_a_file_stands_its_sentence_or_that_no_word_is_in_it(
-    asked: list[str], tmp_path: Path, answer: str, lines: list[str], monkeypatch: pytest.MonkeyPatch
+ANSWERS = {
+    "It leaves at 07:45.": [f'the text says: "{FERRY}"'],
+    "The ferry leaves at 14:57.": [f'closest in the text: "{FERRY}"', NONE],
+    "Somebody brings a tent.": ['the text says: "Bring the blue tent."'],
+    "2": ['the text says: "The house in Varn has 2 rooms."'],
+    "Two.": ['the text says: "The house in Varn has 2 rooms."'],
+    "42 rooms.": [f'the text says: "{GUESTS}"'],
+    "Forty two.": [f'the text says: "{GUESTS}"'],
+    "The cake.": [NONE],
+    "In the afternoon, I think.": [NONE],
+    "Yes, that is correct.": [],
+    "它在早上离开。": [],
+}
+
+
+def check_answer(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sampler, "pick", saying(answer))
+    done = run("ask", "When does the ferry leave?", text=NOTES)
+    assert done.stdout == f"{answer}\n"
+    assert done.stderr.splitlines() == ANSWERS[answer]
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_below_an_answer_about_a_text_stands_its_sentence_or_that_no_word_is_in_it(
+    answer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "notes.txt").write_text(NOTES, "utf-8")
-    file = ("-f", str(tmp_path / "notes.txt"))
-    for server in ("auto", "off"):
-        monkeypatch.setattr(Sampler, "pick", saying(answer))
-        done = run("ask", *file, "When does the ferry leave?", "--server", server)
-        assert done.stdout == f"{answer}\n"
-        assert done.stderr.splitlines() == lines
-    assert asked == ANSWERED
+    check_answer(answer, monkeypatch)
+
+
+def test_it_stands_there_too_if_a_server_answers(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for answer in [*ANSWERS][:2]:
+        check_answer(answer, monkeypatch)
+    assert asked == ANSWERED * 2
 
 
 def test_what_a_text_does_not_say_is_told_only_of_answers_to_questions(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from chatting import babbler
-from serving import listening, serve_program, served, told, user
+from serving import listening, served, told, user
 from statement_telling import FACTS, OTHERS, telling
 
 _NODE = Path(__file__).parents[1] / "support" / "page_in_node.js"
@@ -106,11 +106,3 @@ def test_the_budget_is_shown_as_segments_and_what_was_told_as_held_in_part_or_no
         while shown["told"][0].startswith("held, "):  # the page looks every two seconds
             shown = do(press="stop")
         assert shown["told"] == ['held in part: "My cat …"']  # the first tokens always stay
-
-
-def test_serve_names_its_page(tmp_path: Path) -> None:
-    with serve_program(tmp_path, "-m", "tiny") as (process, url):
-        assert process.stdout is not None
-        told_page = process.stdout.readline()
-        assert told_page == f"chat with it, and see its memory, in a browser: {url[:-2]}\n"
-        process.terminate()

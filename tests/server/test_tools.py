@@ -105,19 +105,11 @@ def test_a_history_with_calls_that_the_model_did_not_make_is_read_as_the_templat
     assert reply["usage"]["prompt_tokens"] == len(whole)
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        "<tool_call>\n<function=weather>\n<parameter=city>\n7\n</parameter>\n</function>\n</tool_call>",
-        "<function=weather>\n<parameter=city>\n7\n</parameter>\n</function>",
-        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>7</arg_value>\n</tool_call>",
-    ],
-)
 @pytest.mark.parametrize("stream", [False, True])
-def test_calls_in_other_forms_have_the_types_of_the_schema(
-    server: Served, monkeypatch: pytest.MonkeyPatch, said: str, stream: bool
+def test_a_call_in_another_form_has_the_types_of_the_schema(
+    server: Served, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    script(monkeypatch, [said])
+    script(monkeypatch, ["<function=weather>\n<parameter=city>\n7\n</parameter>\n</function>"])
     if stream:
         deltas = [c["choices"][0]["delta"] for c in server.chunks(ASKED, tools=[WEATHER])]
         assert not "".join(delta.get("content") or "" for delta in deltas)

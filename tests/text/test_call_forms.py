@@ -259,6 +259,10 @@ def test_names_of_tools_and_arguments_need_not_be_pythons(form: Callable[..., st
         ("<tool_call>[(n5)(x=1)]</tool_call>", []),
         ("<tool_call>\n<function=weather>\n<parameter=hot>\nTrue\n</parameter>\n</function>",
          [("weather", {"hot": True})]),
+        ("<tool_call>\n<function=weather>\n<parameter=city>\n7\n</parameter>\n</function>",
+         [("weather", {"city": "7"})]),
+        ("<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>7</arg_value>\n</tool_call>",
+         [("weather", {"city": "7"})]),
         ("<tool_call>\n<function=weather>\n<parameter=days>\nmany\n</parameter>\n</function>",
          [("weather", {"days": "many"})]),  # what it may not be is for the tool to say
         ("<tool_call>\n<function=weather>\n<parameter=city>\nOs", []),

@@ -246,7 +246,7 @@ def test_where_writing_failed_save_writes_all_of_it(
 
     chat = chat_of(*SAYINGS[:2])
     with monkeypatch.context() as broken:
-        broken.setattr(SessionStore, "replace", full)
+        broken.setattr(SessionStore, "append", full)
         assert "not saved now" in chat.do("/model tiny-anchor")
     assert models_saved(folder) == ["tiny"]
     chat.say(SAYINGS[2])
