@@ -65,6 +65,7 @@ class AttentionPaid:
     # these tokens; None if the model does not expose its attention weights.
     shares: dict[int, float] | None
     recalled: frozenset[int] = frozenset()  # positions of those that recall had restored
+    aside: frozenset[int] = frozenset()  # of those that had stepped aside for these
 
 
 def token_ranks(
@@ -124,7 +125,8 @@ def attention_paid(engine: Engine, turn: int, placement: Placement | None) -> At
         return _attention_paid(engine, turn, then)
     with engine.store.placed(placement):
         paid = _attention_paid(engine, turn, then)
-    return replace(paid, recalled=frozenset(placement.recalled.tolist()))
+    recalled, aside = (frozenset(at.tolist()) for at in (placement.recalled, placement.aside))
+    return replace(paid, recalled=recalled, aside=aside)
 
 
 def _attention_paid(engine: Engine, turn: int, then: frozenset[int] | None) -> AttentionPaid:
