@@ -59,7 +59,7 @@ class Conversation:
         self.formats = ModelFormats()  # of replies, for the setting `json_schema` and tools
         self.epoch = 0  # number of conversations begun; each `reset` begins one
         self._end_ids = self.template.end_ids(declared)
-        self._texts = TokenTexts(model.tokenizer)
+        self.texts = TokenTexts(model.tokenizer)
         self._rows_in_events = rows_in_events
         check_profile(profile, model)
         self.reset()
@@ -76,8 +76,8 @@ class Conversation:
         # Whatever the settings: instructions and passages are told by them, also later.
         self.ledger.token_vectors.wanted = self.model.encoder.size > 0
         self.history = UndoHistory()
-        self.recall = Recall(self.engine, self.model, self._texts)
-        self._events = EventBuilder(self.engine, self._texts, self._rows_in_events)
+        self.recall = Recall(self.engine, self.model, self.texts)
+        self._events = EventBuilder(self.engine, self.texts, self._rows_in_events)
         self._statement_cache = StatementCache()
 
     @property
@@ -119,6 +119,12 @@ class Conversation:
         return self.ledger.seen
 
     @property
+    def speed(self) -> float:
+        """Tokens per second of the current or the last reply; 0 before the first reply."""
+        stats = self.state.last_reply_stats
+        return stats.tokens_out / max(stats.seconds_decode, 1e-9)
+
+    @property
     def budget(self) -> int:
         """Most tokens that the KV cache may hold."""
         return self.engine.budget
@@ -135,7 +141,7 @@ class Conversation:
         yield from self.read_user(text, interrupted, next_role=next_role, given=given)
         engine, encoder, cache = self.engine, self.model.encoder, self._statement_cache
         wanted = self.profile.pin_instructions and engine.settings.policy.honours_pins
-        yield from pin_rules(engine, self._texts, encoder, self.state, cache, is_wanted=wanted)
+        yield from pin_rules(engine, self.texts, encoder, self.state, cache, is_wanted=wanted)
 
     def read_user(
         self,
@@ -174,7 +180,7 @@ class Conversation:
     def mark_torn(self, number: int, torn: tuple[str, ...]) -> None:
         """Record the sentences `torn` of a turn, from which words were erased."""
         self.turns[number].torn, left = torn, tuple("".join(text.split()) for text in torn)
-        for positions, pieces in sentences_of(self.ledger, self._texts, number) if torn else ():
+        for positions, pieces in sentences_of(self.ledger, self.texts, number) if torn else ():
             # One that lost its end goes on with the next.
             if "".join("".join(pieces).split()).startswith(left):
                 self.ledger.torn = np.union1d(self.ledger.torn, positions)
@@ -263,25 +269,22 @@ class Conversation:
         interrupted: Interrupted,
         reply: GeneratedReply | None = None,
         allowed: TokenFilter | None = None,
-        turn: OpenTurn | None = None,
         *,
-        attempt: int | None = None,
+        begun: TurnStats | None = None,
         is_undoable: bool = False,
     ) -> OpenReply:
-        """Begin the reply to the last message, or continue `turn`; arguments are those of `ask`.
+        """Begin the reply to the last message, or continue the `begun` one; see `ask`.
 
         The caller generates the reply by `OpenReply.events`, or by `step` with other sessions'
         replies. A reply that `is_undoable`, or that is another `attempt`, has a point in `history`.
         """
         profile, closing = self.profile, self.template.closing
-        if attempt is not None:
-            self.state.attempt = attempt
         # Without an archive, a new checkpoint deletes what an undo needs.
         has_archive = profile.archive != "off"
         history = UndoHistory(self.history.messages)
         if (is_undoable or self.state.attempt) and has_archive and history.messages:
             history.before_reply = UndoPoint.in_round(self.state, self.engine)
-        turn = turn or self._open_turn("assistant")
+        turn = self._open_turn(begun or "assistant")
         sampler, most = build_sampler(profile, reply, self.state.attempt, allowed)
         generation = Generation(
             self.engine,

@@ -297,6 +297,14 @@ def _describe_held(session: Session) -> str:
     return f"holds {session.resident:,}/{session.budget:,}"
 
 
+# What `/undo` says of tokens that were pinned, unpinned, or lost their pin, with the verb.
+_CARRIED_PINS = (
+    "that you had pinned meanwhile {} pinned here, too",
+    "that you had unpinned meanwhile {} no longer pinned here, either",
+    "that you had pinned {} not: there is no room for more pins, or it is not archived",
+)
+
+
 class ModelSwitching:
     """Changes the model of a chat.
 
@@ -356,14 +364,10 @@ class ModelSwitching:
             f"back to {previous.model.name}, with the chat as it was; "
             f"the cache {_describe_held(previous)}"
         )
-        kept, freed, lost = carried
-        for count, what in (
-            (kept, "pinned meanwhile: pinned"),
-            (freed, "unpinned meanwhile: no longer pinned"),
-            (lost, "pinned: no longer pinned, as there is no room, or it is not archived"),
-        ):
+        for count, what in zip(carried, _CARRIED_PINS, strict=True):
             if count:
-                self._screen.note(f"{pluralize(count, 'token')} that you had {what}")
+                verb = "is" if count == 1 else "are"
+                self._screen.note(f"{pluralize(count, 'token')} {what.format(verb)}")
         return previous
 
     def drop_previous(self) -> None:
