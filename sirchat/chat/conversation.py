@@ -269,25 +269,22 @@ class Conversation:
         interrupted: Interrupted,
         reply: GeneratedReply | None = None,
         allowed: TokenFilter | None = None,
-        turn: OpenTurn | None = None,
         *,
-        attempt: int | None = None,
+        begun: TurnStats | None = None,
         is_undoable: bool = False,
     ) -> OpenReply:
-        """Begin the reply to the last message, or continue `turn`; arguments are those of `ask`.
+        """Begin the reply to the last message, or continue the `begun` one; see `ask`.
 
         The caller generates the reply by `OpenReply.events`, or by `step` with other sessions'
         replies. A reply that `is_undoable`, or that is another `attempt`, has a point in `history`.
         """
         profile, closing = self.profile, self.template.closing
-        if attempt is not None:
-            self.state.attempt = attempt
         # Without an archive, a new checkpoint deletes what an undo needs.
         has_archive = profile.archive != "off"
         history = UndoHistory(self.history.messages)
         if (is_undoable or self.state.attempt) and has_archive and history.messages:
             history.before_reply = UndoPoint.in_round(self.state, self.engine)
-        turn = turn or self._open_turn("assistant")
+        turn = self._open_turn(begun or "assistant")
         sampler, most = build_sampler(profile, reply, self.state.attempt, allowed)
         generation = Generation(
             self.engine,

@@ -117,17 +117,6 @@ class Session(Conversation):
         self.template = template
         return events
 
-    def go_on(self, begun: GeneratedReply, interrupted: Interrupted = never) -> Iterator[Event]:
-        """Continue the last reply, which was cut after `begun`, as if it had not been cut.
-
-        Raises LookupError if more was read since, or if a token is lost. Memory and turns then stay
-        as they were, but the reply can no longer be continued.
-        """
-        allowed = yield from reply_format(self, self.toolbox, begun)
-        self.return_to(self.history.before_end)
-        turn = self._open_turn(self.state.last_reply_stats)
-        yield from self.begin_reply(interrupted, allowed=allowed, turn=turn).events()
-
     def retry(self, interrupted: Interrupted = never, text: str | None = None) -> Iterator[Event]:
         """Undo the last user turn; ask it again with other random numbers, or ask `text` instead.
 
