@@ -44,9 +44,11 @@ def positions_of(
         is_text = turn_of_target(target, roles) is None and not len(evicted)
         hint = _similar_words(target, _runs(ledger, chat.texts, said)) if is_text else ""
         raise UsageError(_why_nothing(target, roles, is_evicted=len(evicted) > 0), hint=hint)
-    turns = ledger.column("turn")
     near = (positions[:, None] + np.arange(-around, around + 1)).clip(0, ledger.seen - 1)
-    return np.intersect1d(near[turns[near] == turns[positions][:, None]], said)
+    is_near = np.ones_like(near, bool)
+    for column in (ledger.column("turn"), ledger.column("role")):  # a template has its own prompt
+        is_near &= column[near] == column[positions][:, None]
+    return np.intersect1d(near[is_near], said)
 
 
 def tokens_to_erase(chat: Conversation, target: str) -> Positions:

@@ -23,6 +23,7 @@ from sirchat.chat.rereading import (
 from sirchat.chat.session import Session
 from sirchat.chat.settings import hint_for_fixed, options_of
 from sirchat.chat.targets import Target
+from sirchat.chat.words import without_template
 from sirchat.config.profile import FIXED_SETTINGS, Profile
 from sirchat.config.profile_files import list_profiles, load_profile, resolve
 from sirchat.config.values import describe_allowed, format_setting, parse_option, parse_value
@@ -41,7 +42,7 @@ from sirchat.text.times import TimeRange, time_ago
 from sirchat.ui.interrupt import InterruptFlag
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import loading_bar
-from sirchat.ui.text import pluralize, shorten
+from sirchat.ui.text import displayable_line, pluralize, shorten
 
 if TYPE_CHECKING:  # loads the prompt, which a program in a pipe does not need
     from sirchat.ui.saved_chat import SavedChat
@@ -180,11 +181,14 @@ class Switching:
 
     def show_pins(self) -> None:
         """List the pinned text by messages, and its tokens."""
-        pinned = self._session.ledger.pinned_positions.tolist()
+        session, pinned = self._session, self._session.ledger.pinned_positions.tolist()
         for (turn, role), at in self._by_message(pinned).items():
             message = f"turn {turn}, {_WHOSE.get(role, role)}, {pluralize(len(at), 'token')}"
-            self._screen.note(f"{message}: “{self._text_of(at)}”")
+            said = [row.position for row in without_template(session.tokens(at))]
+            self._screen.note(f"{message}: “{self._text_of(said or at)}”")
         total = f"{pluralize(len(pinned), 'token')} pinned; /unpin TEXT lets go"
+        if not session.engine.settings.policy.honours_pins:
+            total += f"; but policy {displayable_line(session.profile.policy)} ignores pins"
         self._screen.note(total if pinned else "nothing is pinned; /pin TEXT keeps words")
 
     def unpin(self, target: Target) -> None:
