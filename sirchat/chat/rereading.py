@@ -196,9 +196,9 @@ def copy_system_prompt(session: Session, profile: Profile) -> Session | None:
     return copy
 
 
-def pinned_text(session: Session, pinned: Positions | None = None) -> list[PinnedText]:
-    """The parts of the text that the tokens at `pinned` (by default, the user's pins) spell."""
-    positions = _user_pins(session) if pinned is None else pinned
+def pinned_text(session: Session) -> list[PinnedText]:
+    """The parts of the text that the user's pins spell."""
+    positions = _user_pins(session)
     parts, of_rules = [], session.ledger.column("flags")[positions] & np.uint8(Flag.RULE) != 0
     for index in np.unique(session.ledger.column("turn")[positions]).tolist():
         turn = _SpelledTurn.of(session, index)

@@ -34,7 +34,6 @@ from sirchat.chat.targets import (
     Target,
     erase_target,
     positions_of,
-    tokens_to_erase,
     tokens_to_restore,
     without_generated,
 )
@@ -48,7 +47,7 @@ from sirchat.engine.types import EngineState
 from sirchat.errors import SettingError, UndoError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.key_value_store import HeldKeysValues
-from sirchat.memory.key_values import KeyValues, Positions
+from sirchat.memory.key_values import KeyValues
 from sirchat.memory.ledger import Flag, Role
 from sirchat.models.devices import DeviceMemory, memory_by_device
 from sirchat.models.model import LoadedModel
@@ -70,12 +69,6 @@ class Session(Conversation):
         super().__init__(model, profile, rows_in_events=rows_in_events)
         self.toolbox = Toolbox()
         self.erasures = 0  # calls of `erase`, after which saved text must be written again
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second of the current or the last reply; 0 before the first reply."""
-        stats = self.state.last_reply_stats
-        return stats.tokens_out / max(stats.seconds_decode, 1e-9)
 
     @property
     def memory(self) -> list[DeviceMemory]:
@@ -123,17 +116,6 @@ class Session(Conversation):
         self.state.tools_json = tools_json
         self.template = template
         return events
-
-    def go_on(self, begun: GeneratedReply, interrupted: Interrupted = never) -> Iterator[Event]:
-        """Continue the last reply, which was cut after `begun`, as if it had not been cut.
-
-        Raises LookupError if more was read since, or if a token is lost. Memory and turns then stay
-        as they were, but the reply can no longer be continued.
-        """
-        allowed = yield from reply_format(self, self.toolbox, begun)
-        self.return_to(self.history.before_end)
-        turn = self._open_turn(self.state.last_reply_stats)
-        yield from self.begin_reply(interrupted, allowed=allowed, turn=turn).events()
 
     def retry(self, interrupted: Interrupted = never, text: str | None = None) -> Iterator[Event]:
         """Undo the last user turn; ask it again with other random numbers, or ask `text` instead.
@@ -225,7 +207,7 @@ class Session(Conversation):
         settings = build_cache_settings(profile, self._folder)
         size = len(prompt.ids) if prompt is not None else 0
         with all_or_nothing(engine):
-            events = unpin_excess_rules(engine, self._texts, settings)
+            events = unpin_excess_rules(engine, self.texts, settings)
             if is_replaced or profile.pin_system != self.profile.pin_system:
                 self.ledger.pin(old_prompt, profile.pin_system and not is_replaced)
             moves = engine.switcher.switch(settings, size if profile.pin_system else 0)
@@ -253,7 +235,7 @@ class Session(Conversation):
 
         Raises UsageError if `target` names no token.
         """
-        asked = tokens_to_restore(target, self.engine, self._texts, self.state, around, self.recall)
+        asked = tokens_to_restore(self, target, around)
         moves = self.engine.recalled.begin(asked, incoming=0)
         self.state.restored_by_user = asked.tolist()
         return [*self._events.moved(self.state.last_turn, moves), *self._events.take_problems()]
@@ -264,12 +246,12 @@ class Session(Conversation):
         If others wrote the text too, the model's own is not pinned. Raises UsageError if nothing
         matches; SettingError, changing nothing, if the pins would leave too little room.
         """
-        positions = self._positions_of(target, self.engine.store.recallable())
+        positions = positions_of(self, target, self.engine.store.recallable())
         if pinned and isinstance(target, str):  # all tokens of a turn are of one writer
-            positions = without_generated(positions, self.ledger, self.state)
+            positions = without_generated(self, positions)
         moves = self.engine.switcher.pin(positions, pinned)
         self.ledger.release_rules(positions)  # from now on they are the user's choice
-        said = sentences_at(self.ledger, self._texts, positions)
+        said = sentences_at(self.ledger, self.texts, positions)
         before = self.state.unpinned_sentences
         self.state.unpinned_sentences = before - said if pinned else before | said
         events = self._events.moved(self.state.last_turn, moves)
@@ -284,40 +266,34 @@ class Session(Conversation):
         No earlier turn can be undone afterwards. Later tokens stay, although they attended to the
         erased tokens. Raises UsageError if nothing matches.
         """
-        count, prompt = erase_target(
-            target, self.engine, self._texts, self.state, self.profile.system
-        )
+        count, prompt = erase_target(self, target)
         self.state.system = replace(self.state.system, text=prompt)
         self.profile = self.profile.model_copy(update={"system": prompt})
         self.history.messages = []
         self._statement_cache = StatementCache()
         unpinned = [turn for turn, _ in self.state.unpinned_sentences]
         positions = np.flatnonzero(np.isin(self.ledger.column("turn"), unpinned))
-        self.state.unpinned_sentences &= sentences_at(self.ledger, self._texts, positions)
+        self.state.unpinned_sentences &= sentences_at(self.ledger, self.texts, positions)
         self.recall.erase_words()
         self.erasures += 1
         return [Erased(count, self.resident)]
 
-    def tokens_to_erase(self, target: str) -> Positions:
-        """Positions of the tokens that `erase` would erase; raises the same errors."""
-        return tokens_to_erase(target, self.engine, self._texts, self.state, self.profile.system)
-
     def why(self, target: str) -> list[TokenRank]:
         """Score, rank and state of each token that `target` names; UsageError if none matches."""
-        positions = self._positions_of(target, np.arange(self.seen))
+        positions = positions_of(self, target, np.arange(self.seen))
         now = self.snapshot(strongest=0)
-        return token_ranks(self.engine, self._texts, positions, now, sinks=self.profile.sinks)
+        return token_ranks(self.engine, self.texts, positions, now)
 
     def facts(self, words: str = "") -> list[StatedFact]:
         """The user's pinned rules, then the stated facts; only those with all `words`, if given."""
-        chat = self.model, self.template, self.ledger, self._texts, self.turns
+        chat = self.model, self.template, self.ledger, self.texts, self.turns
         return find_statements(*chat, self._statement_cache, words)
 
     def attention_paid(self, turn: int) -> AttentionPaid:
         """The attention of the reply with turn index `turn` to the tokens held before it."""
         is_last = self.history.reply_seen == self.seen
         placement = self.history.reply_placement if is_last else None
-        return attention_paid(self.engine, turn, placement, self.profile.sinks)
+        return attention_paid(self.engine, turn, placement)
 
     def tokens(self, positions: Sequence[int]) -> tuple[TokenRow, ...]:
         """A record of each token, held or evicted, at these stream positions (ascending)."""
@@ -329,17 +305,7 @@ class Session(Conversation):
 
     def snapshot(self, strongest: int | None = None) -> Snapshot:
         """A snapshot of the cache; with `strongest`, a short one of that many tokens."""
-        return take_snapshot(
-            self.engine,
-            self.profile,
-            self._texts,
-            self.state.roles,
-            model=self.model.name,
-            speed=self.speed,
-            round=self.engine.choice.round if self.state.in_round else None,
-            strongest=strongest,
-            recalled_turns=self.recall.turns,
-        )
+        return take_snapshot(self, strongest)
 
     def opening_events(self) -> list[Event]:
         """The event `Started`, then notices of what does not suit the model, and what it lacks."""
@@ -369,6 +335,3 @@ class Session(Conversation):
         self.ledger.left_out = np.flatnonzero(np.isin(self.ledger.column("turn"), left_out))
         for number, turn in enumerate(state.turns):
             self.mark_torn(number, turn.torn)
-
-    def _positions_of(self, target: Target, among: Positions) -> Positions:
-        return positions_of(target, self.ledger, self._texts, self.state.roles, among)

@@ -67,7 +67,6 @@ def token_rows(
     engine: Engine,
     positions: Positions,
     texts: Texts,
-    sinks: int,
     scores: Floats | None,
     roles: Sequence[str] = (),
 ) -> tuple[TokenRow, ...]:
@@ -103,7 +102,7 @@ def token_rows(
             decayed_surprisal=decayed[i],
             score=shown[i],
             arrival_key=arrival_key[i],
-            flags=_flag_names(flags[i], listed[i] < sinks, bits[i]),
+            flags=_flag_names(flags[i], listed[i] < engine.settings.sinks, bits[i]),
             attention=attention[i] if counted else None,
         )
         for i in range(len(listed))

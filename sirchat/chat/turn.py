@@ -126,7 +126,7 @@ class OpenTurn:
         recollection = recall.restore_for_turn(turn, self.ref, state.restored_by_user)
         if recollection is not None:
             self.stats.seconds_prefill += recollection.seconds
-            yield from self.events.recalled(self.stats.index, recollection)
+            yield from self.events.recalled(self.stats.index, recollection, recall)
 
     def read_result(
         self,

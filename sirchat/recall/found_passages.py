@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
+from numpy.typing import NDArray
 
 from sirchat.engine.engine import Engine
 from sirchat.memory.key_values import Positions
@@ -21,8 +21,8 @@ from sirchat.text.detokenizer import text_with_gaps
 class SearchResult:
     """Archived tokens and their scores."""
 
-    positions: Positions
-    scores: Tensor
+    positions: Positions  # [n], ascending
+    scores: NDArray[np.float64]  # [n]
 
 
 @dataclass(frozen=True)

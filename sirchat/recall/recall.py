@@ -65,11 +65,9 @@ class NewTurn:
 
 @dataclass(frozen=True)
 class RecallResult:
-    """What recall did for a turn."""
+    """What recall did for a turn; `Recall` has scores and turns of the tokens."""
 
     positions: Positions  # of the restored tokens; if `focused`, of the held ones that fit, too
-    scores: tuple[float, ...]  # of these tokens
-    turns: tuple[RecalledTurn, ...]  # of these tokens
     released: Positions  # of the tokens that were restored for the turn before
     seconds: float
     problem: str = ""  # why the retriever could not search
@@ -138,7 +136,8 @@ class Recall:
         if recall is None and not len(requested):
             self.undo()
             return None
-        start, result, problem = time.perf_counter(), None, ""
+        start, problem, result, restored = time.perf_counter(), "", None, _NO_POSITIONS
+        scores = np.zeros(0)
         released = np.fromiter(self.scores, np.int64)
         is_all_held = engine.resident == engine.ledger.seen
         has_room = engine.recalled.room(len(turn.ids)) > 0
@@ -150,14 +149,12 @@ class Recall:
             result = with_requested(result, requested)
         is_focused = self.found is not None and self.found.is_question
         if result is not None:
-            found, fits = result.positions, result.scores.numpy()
-            incoming = len(turn.ids)
-            engine.recalled.begin(found, incoming=incoming, focused=is_focused, scores=fits)
-        restored = engine.store.placement.recalled
-        if result is not None and is_focused:
-            restored = result.positions
-        scores = _scores_of(restored, result)
-        self.scores = dict(zip(restored.tolist(), scores, strict=True))
+            engine.recalled.begin(
+                result.positions, result.scores, incoming=len(turn.ids), focused=is_focused
+            )
+            restored = result.positions if is_focused else engine.store.placement.recalled
+            scores = result.scores[np.searchsorted(result.positions, restored)]
+        self.scores = dict(zip(restored.tolist(), scores.tolist(), strict=True))
         search = self.passage_search
         self.turns = describe_turns(engine, search, self.found, restored, with_gaps=True)
         if turn.tool_result_turn < 0:  # a reason is kept for the user's messages alone
@@ -166,9 +163,7 @@ class Recall:
             reason = "all was held" if is_all_held else reason
             self.nothing_restored_reason = reason if recall and not len(restored) else ""
         seconds = time.perf_counter() - start
-        return RecallResult(
-            restored, scores, self.turns, released, seconds, problem, focused=is_focused
-        )
+        return RecallResult(restored, released, seconds, problem, focused=is_focused)
 
     def _requested(self, asked: Sequence[int], incoming: int) -> Positions:
         """The positions in `asked` that can be restored: the newest, for half the free budget."""
@@ -290,9 +285,8 @@ class Recall:
         positions, scores = self.found.result.positions, self.found.result.scores
         is_held = ~np.isin(positions, list(self.scores))
         held = positions[is_held]
-        of_held = scores[torch.from_numpy(is_held)].tolist()
         turns = describe_turns(self._engine, self.passage_search, self.found, held)
-        return dict(zip(held.tolist(), of_held, strict=True)), turns
+        return dict(zip(held.tolist(), scores[is_held].tolist(), strict=True)), turns
 
     def _focus(self) -> int:
         """Most tokens from which a question is answered; 0 to answer from all held tokens."""
@@ -397,42 +391,28 @@ def _result_of(chosen: dict[int, tuple[Positions, float]]) -> SearchResult:
     positions = np.concatenate([_NO_POSITIONS, *(rows for rows, _ in chosen.values())])
     scores = [np.full(len(rows), score) for rows, score in chosen.values()]
     order = np.argsort(positions)
-    of_tokens = torch.from_numpy(np.concatenate([np.zeros(0), *scores])[order])
-    return SearchResult(positions[order], of_tokens)
+    return SearchResult(positions[order], np.concatenate([np.zeros(0), *scores])[order])
 
 
 def best_tokens(result: SearchResult, n: int, but: NDArray[np.bool_]) -> SearchResult:
-    """The n tokens with the best scores, without those at which the mask `but` [seen] is true."""
+    """The n tokens with the best scores, without those at which the mask `but` [seen] is true.
+
+    Of equal scores, the newer token wins.
+    """
     is_whole = ~but[result.positions]
-    scores, positions = result.scores[torch.from_numpy(is_whole)], result.positions[is_whole]
-    chosen = choose(scores, positions, max(0, n))
-    return SearchResult(chosen, scores[torch.from_numpy(np.searchsorted(positions, chosen))])
+    positions, scores = result.positions[is_whole], result.scores[is_whole]
+    best = np.sort(np.lexsort((positions, scores))[::-1][: max(0, n)])
+    return SearchResult(positions[best], scores[best])
 
 
 def with_requested(result: SearchResult | None, asked: Positions) -> SearchResult:
     """The found tokens, and the tokens at `asked` with a higher score than all others."""
-    found = result or SearchResult(_NO_POSITIONS, torch.zeros(0))
+    found = result or SearchResult(_NO_POSITIONS, np.zeros(0))
     is_other = ~np.isin(found.positions, asked)
-    positions = np.concatenate([found.positions[is_other], asked])
-    others, order = found.scores[torch.from_numpy(is_other)].double(), positions.argsort()
-    scores = torch.cat([others, torch.full((len(asked),), 1 + max([0.0, *others.tolist()]))])
-    return SearchResult(positions[order], scores[torch.from_numpy(order)])
-
-
-def choose(scores: Tensor, positions: Positions, n: int) -> Positions:
-    """Stream positions, ascending, of the n tokens with the highest scores.
-
-    `scores` [k] belong to `positions` [k]. Of equal scores, the newer token wins.
-    """
-    newest_first = torch.argsort(scores.flip(0), descending=True, stable=True)
-    return np.sort(positions[len(positions) - 1 - newest_first[:n].numpy()])
-
-
-def _scores_of(positions: Positions, result: SearchResult | None) -> tuple[float, ...]:
-    if result is None or not len(positions):
-        return ()
-    indices = np.searchsorted(result.positions, positions)
-    return tuple(result.scores[torch.from_numpy(indices)].tolist())
+    positions, others = np.concatenate([found.positions[is_other], asked]), found.scores[is_other]
+    scores = np.concatenate([others, np.full(len(asked), 1 + others.max(initial=0.0))])
+    order = positions.argsort()
+    return SearchResult(positions[order], scores[order])
 
 
 def _score_archived(
@@ -451,7 +431,7 @@ def _score_archived(
     scores = retriever(recall.retriever).score(candidates)
     if recall.weight == "surprisal":
         scores = weighted(scores, ledger.surprisal_of(archived))
-    return SearchResult(archived, scores.mean(0))
+    return SearchResult(archived, scores.mean(0).double().numpy())
 
 
 def _recent_rows(engine: Engine) -> NDArray[np.int64]:

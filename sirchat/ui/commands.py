@@ -40,12 +40,6 @@ from sirchat.ui.why import show_why
 _RECALL_CONTEXT_TOKENS = 12  # that `/recall WORDS` restores before the words, and as many after
 _MAX_COMMAND_CHARS = 40  # shown of an unknown command
 
-_FOREIGN_COMMANDS = {  # commands that other programs have, and what does the same here
-    **dict.fromkeys(("sessions", "chats", "list", "resume"), "/load lists the saved chats"),
-    **dict.fromkeys(("delete", "rm"), "sirchat sessions rm ID deletes a saved chat"),
-    "new": "did you mean /reset?",
-    "find": "/search WORDS finds messages of this chat, and other chats",
-}
 _ALIASES = {"?": "help", "quit": "exit", "bye": "exit", "regen": "retry"}
 _RENAMED_COMMANDS = {"forget": "erase", "forgotten": "evicted"}  # old names, which still work
 _SETTING_ALIASES = {"format": "json_schema"}  # the setting `format` is that of a transcript
@@ -153,7 +147,8 @@ class Commands:
             self._screen.note(f"/{word} is now called /{_RENAMED_COMMANDS[word]}")
             return _RENAMED_COMMANDS[word]
         if word not in self.names():
-            hint = _FOREIGN_COMMANDS.get(word) or did_you_mean(word, self.names(), "/")
+            hint = read_yaml(__file__, "help")["others"].get(word)
+            hint = hint or did_you_mean(word, self.names(), "/")
             if os.path.isfile(f"/{word}"):
                 hint = "@ before a path sends the file's text"
             raise UsageError(
@@ -313,11 +308,11 @@ class Commands:
             screen.note("nothing is evicted")
 
     def do_facts(self, arguments: str) -> None:
-        facts = self._session.facts(without_quotes(arguments))
+        facts, screen = self._session.facts(without_quotes(arguments)), self._screen
         if facts:
-            self._screen.page(draw_facts(facts, time(), self._screen.theme))
+            screen.page(draw_facts(facts, time(), screen.theme, screen.width))
         else:
-            self._screen.note("you stated no facts" + (" with these words" if arguments else ""))
+            screen.note("you stated no facts" + (" with these words" if arguments else ""))
 
     def do_summarize(self, arguments: str) -> Action:
         return Summarize()

@@ -338,7 +338,7 @@ def test_reachable_tokens_are_those_that_a_scan_of_all_finds(
 ) -> None:
     draw = random.Random(limit + recall)
     chat = Session(tiny(), Profile(budget=96, archive_limit=limit, recall=recall, seed=1))
-    for n in range(14):
+    for n in range(10):
         list(chat.read_user(f"{n} is {draw.random()}, and so on. " * draw.randint(1, 5)))
         list(chat.read_reply("Yes. " * draw.randint(1, 9)))
         match draw.randrange(5):

@@ -23,7 +23,7 @@ from serving import Served, assistant, refusal, said, served, server_of_module, 
 from sirchat.chat.formats import ModelFormats
 from sirchat.engine.sampling import Sampler, Sampling, TokenFilter
 from sirchat.server.fields import RequestError, make_request
-from sirchat.server.formats import reply_format
+from sirchat.server.replies import reply_format
 from sirchat.server.requests import ChatRequest
 from sirchat.text.reply_marks import Marks
 from template_shapes import template, tool_tiny

@@ -84,8 +84,8 @@ def test_pins_made_in_between_stay_after_undo_and_what_was_unpinned_stays_so() -
     assert chat.session is first
     assert pinned() == "catLisbonLisbon"  # the reply said it, too
     now = len(first.ledger.pinned_positions)
-    assert f"{now} tokens that you had pinned meanwhile: pinned" in shown
-    assert f"{count} tokens that you had unpinned meanwhile: no longer pinned" in shown
+    assert f"{now} tokens that you had pinned meanwhile are pinned here, too" in shown
+    assert f"{count} tokens that you had unpinned meanwhile are no longer" in shown
     chat.do("/model tiny-anchor")
     assert "meanwhile" not in chat.do("/undo")
     assert pinned() == "catLisbonLisbon"  # the reply said it, too
