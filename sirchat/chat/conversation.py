@@ -157,13 +157,14 @@ class Conversation:
         are the ids of the turn, if they differ from those of a user turn `text`.
         """
         text, state = without_surrogates(text), self.state
-        is_first = self.seen == 0
-        if is_first:  # nothing was read: an earlier turn is treated as never begun
+        system: TurnIds | None = None
+        if self.seen == 0:  # nothing was read: an earlier turn is treated as never begun
             state.pending_ids, state.turns, state.in_round, state.saved_turns = [], [], False, 0
-        is_unanswered = state.in_round and state.reply_header == []
-        system, ids = self.user_ids(
-            text, given, next_role, first=is_first, after_user=is_unanswered
-        )
+            system, ids = self.template.opening(text, self.profile.system)
+        else:
+            is_unanswered = state.in_round and state.reply_header == []
+            ids = given or self.template.user_turn(text, after_user=is_unanswered)
+        ids = self.template.followed_by(ids, next_role)
         torn, state.retried = state.retried.torn, replace(state.retried, torn=())
         turn = yield from self.begin_message("user", ids, system, text)
         after = self.template.closing if ids.header is None else []
@@ -184,26 +185,6 @@ class Conversation:
             # One that lost its end goes on with the next.
             if "".join("".join(pieces).split()).startswith(left):
                 self.ledger.torn = np.union1d(self.ledger.torn, positions)
-
-    def user_ids(
-        self,
-        text: str,
-        given: TurnIds | None,
-        next_role: str | None,
-        *,
-        first: bool,
-        after_user: bool,
-    ) -> tuple[TurnIds | None, TurnIds]:
-        """The ids of the system prompt (None unless `first`), and of the user turn.
-
-        `after_user`: the turn follows one without a reply. See `read_user` for the others.
-        """
-        system, ids = None, given
-        if first:
-            system, ids = self.template.opening(text, self.profile.system)
-        elif ids is None:
-            ids = self.template.user_turn(text, after_user=after_user)
-        return system, self.template.followed_by(ids, next_role)
 
     def begin_message(
         self, role: str, ids: TurnIds, system: TurnIds | None = None, said: str | None = None

@@ -186,7 +186,7 @@ void multiply_by_tiles(const W& weights, const float* x, int64_t m, float* y) {
 }
 
 // For each row of x, the logarithm of the sum of e^logit in each block of logits, [blocks, M], and then the logit
-// of its id. x is the sum of two parts, each in bfloat16, which holds the steps of eight-bit weights exactly.
+// of its id. x is the sum of two parts in bfloat16, which holds the steps of `Eight` exactly, and rounds other weights.
 constexpr int64_t SCORED = WIDE * UNIT;  // logits of a block
 template <class W>
 void score(const W& weights, const float* x, int64_t m, const int64_t* ids, float* y) {

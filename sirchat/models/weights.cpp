@@ -102,6 +102,7 @@ struct Blocks {
 };
 
 // Calls `use` with weights in blocks [N, K / SIZE, bytes]: the bytes of a row's block tell their format.
+static_assert(Blocks<4, 32, true>::BYTES == 16 * 20 && Blocks<6, 256, false>::BYTES == 16 * 210, "as in header.py");
 template <class Use>
 auto with_blocks(int64_t bytes, const uint8_t* p, int64_t n, int64_t k, int64_t apart, const Use& use) {
   switch (bytes) {

@@ -198,7 +198,7 @@ def test_what_is_evicted_does_not_depend_on_how_many_chunks_are_read_at_once(
     def after_some_turns() -> tuple[Any, ...]:
         settings = CacheSettings(policy_class(name)(), budget=48, sinks=2)
         engine, gone = Engine(loaded("llama"), settings), []
-        for turn, count in enumerate((30, 5, 17, 40, 1, 90, 23)):
+        for turn, count in enumerate((30, 5, 17, 40, 1, 60)):
             gone += evicted(prefill(engine, some_ids(count), turn=turn))
             engine.decay_at_round_end()
         return gone, engine.ledger.held_positions.tolist()
