@@ -12,7 +12,7 @@ from sirchat.engine.engine import Engine
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import State
 from sirchat.recall import RecalledTurn
-from sirchat.recall.passage_search import PassageQuery, PassageSearch, rows_of
+from sirchat.recall.passage_search import PassageQuery, PassageSearch
 from sirchat.recall.passages import texts_at
 from sirchat.text.detokenizer import text_with_gaps
 
@@ -71,7 +71,7 @@ def describe_turns(
         text = passages.texts(ledger, number, number + 1)[0]
         words = search.index.shared_words(text, found.query.text)
         reason = "" if words else found.reason(index, turn)
-        rows = rows_of(passages.rows[number : number + 1])
+        rows = passages.shown_tokens(ledger, number)
         pieces = texts_at(ledger, passages.token_texts, rows)
         is_held = ledger.column("state")[rows] == State.HELD
         best.setdefault(turn, (words, text_with_gaps(pieces, is_held | (not with_gaps)), reason))

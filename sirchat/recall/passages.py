@@ -104,12 +104,17 @@ class Passages:
 
     def texts(self, ledger: Ledger, start: int = 0, stop: int | None = None) -> list[str]:
         """The texts of passages number `start` to `stop` - 1, without torn sentences."""
-        flags, found = ledger.column("flags"), list[str]()
-        for first, end in self.rows[start:stop][["start", "end"]].tolist():
-            has_text = (flags[first:end] & _TEXTLESS == 0) & ~self.torn[first:end]
-            pieces = texts_at(ledger, self.token_texts, first + has_text.nonzero()[0])
-            found.append("".join(pieces))
-        return found
+        numbers = range(*slice(start, stop).indices(len(self)))
+        shown = (self.shown_tokens(ledger, number) for number in numbers)
+        return ["".join(texts_at(ledger, self.token_texts, at)) for at in shown]
+
+    def shown_tokens(self, ledger: Ledger, number: int) -> Positions:
+        """Positions of a passage's tokens, without torn sentences."""
+        first, end = (int(self.rows[name][number]) for name in ("start", "end"))
+        flags = ledger.column("flags")[first:end]
+        has_text = (flags & _TEXTLESS == 0) & ~self.torn[first:end]
+        shown: Positions = first + has_text.nonzero()[0]
+        return shown
 
     def state(self) -> dict[str, NDArray[np.generic]]:
         """The passages as arrays, to be saved."""

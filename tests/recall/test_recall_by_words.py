@@ -209,6 +209,14 @@ def test_of_a_sentence_that_comes_back_in_part_only_what_is_there_is_shown() -> 
     assert told.text == f"{one.model.tokenizer.decode(ids).strip()} …"
 
 
+def test_what_is_shown_of_a_passage_has_nothing_of_a_sentence_with_erased_words() -> None:
+    one = roomy()
+    tell(one, "Hello there.", "He had a zebra. My zebra has a hat.", *CHAT * 16)
+    one.erase("hat")
+    (told,) = [each for each in recalled(one, "What about the zebra?").turns if each.words]
+    assert told.text == "He had a zebra."
+
+
 CHAT = ["What a rainy day it is.", "Tell me a joke."]
 
 

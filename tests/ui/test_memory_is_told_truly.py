@@ -167,8 +167,8 @@ class Talk:
         self.claim(not self.flagged(Flag.RECALLED), f"recall ends with the reply: {line}")
         self.claim(int(tokens or 0) == most, line)
         self.claim(session.profile.recall != "off" or self.by_hand or not tokens, line)
-        for quote in re.findall(r'"(.*?)(?:…|")', quoted or ""):
-            self.claim(self.was_said(quote), line)
+        for quote in QUOTED.findall(quoted or ""):  # … stands for what is missing or cut
+            self.claim(all(map(self.was_said, quote.split("…"))), line)
         if not self.by_hand:  # else some of what was held before had stepped aside
             gone = (before | set(range(start, session.seen))) - self.held
             self.claim(int(evicted or 0) == len(gone), line)
@@ -350,8 +350,8 @@ class Talk:
             self.claim(row.count('"') == 2 * len(of_kind), row)
         row = next((line for line in panel if "recalled for" in line), "")
         self.claim(not row or self.recalled, row)
-        for quote in re.findall(r'"(.*?)(?:…|")', row):
-            self.claim(self.was_said(quote), row)
+        for quote in QUOTED.findall(row):
+            self.claim(all(map(self.was_said, quote.split("…"))), row)
 
 
 def false_lines(seed: int) -> list[str]:
