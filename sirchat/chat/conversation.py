@@ -21,7 +21,6 @@ from sirchat.chat.state import (
     Turn,
     TurnStats,
 )
-from sirchat.chat.statements import StatementCache, pin_rules
 from sirchat.chat.turn import Interrupted, OpenTurn, never
 from sirchat.chat.undo_history import UndoHistory, UndoPoint, undo_depth
 from sirchat.config.profile import Profile
@@ -78,7 +77,6 @@ class Conversation:
         self.history = UndoHistory()
         self.recall = Recall(self.engine, self.model, self.texts)
         self._events = EventBuilder(self.engine, self.texts, self._rows_in_events)
-        self._statement_cache = StatementCache()
 
     @property
     def template(self) -> Template:
@@ -129,20 +127,6 @@ class Conversation:
         """Most tokens that the KV cache may hold."""
         return self.engine.budget
 
-    def read_question(
-        self,
-        text: str,
-        interrupted: Interrupted = never,
-        *,
-        next_role: str | None = None,
-        given: TurnIds | None = None,
-    ) -> Iterator[Event]:
-        """Read a user turn, as `read_user` does, and pin its rules and preferences."""
-        yield from self.read_user(text, interrupted, next_role=next_role, given=given)
-        engine, encoder, cache = self.engine, self.model.encoder, self._statement_cache
-        wanted = self.profile.pin_instructions and engine.settings.policy.honours_pins
-        yield from pin_rules(engine, self.texts, encoder, self.state, cache, is_wanted=wanted)
-
     def read_user(
         self,
         text: str,
@@ -157,13 +141,14 @@ class Conversation:
         are the ids of the turn, if they differ from those of a user turn `text`.
         """
         text, state = without_surrogates(text), self.state
-        is_first = self.seen == 0
-        if is_first:  # nothing was read: an earlier turn is treated as never begun
+        system: TurnIds | None = None
+        if self.seen == 0:  # nothing was read: an earlier turn is treated as never begun
             state.pending_ids, state.turns, state.in_round, state.saved_turns = [], [], False, 0
-        is_unanswered = state.in_round and state.reply_header == []
-        system, ids = self.user_ids(
-            text, given, next_role, first=is_first, after_user=is_unanswered
-        )
+            system, ids = self.template.opening(text, self.profile.system)
+        else:
+            is_unanswered = state.in_round and state.reply_header == []
+            ids = given or self.template.user_turn(text, after_user=is_unanswered)
+        ids = self.template.followed_by(ids, next_role)
         torn, state.retried = state.retried.torn, replace(state.retried, torn=())
         turn = yield from self.begin_message("user", ids, system, text)
         after = self.template.closing if ids.header is None else []
@@ -184,26 +169,6 @@ class Conversation:
             # One that lost its end goes on with the next.
             if "".join("".join(pieces).split()).startswith(left):
                 self.ledger.torn = np.union1d(self.ledger.torn, positions)
-
-    def user_ids(
-        self,
-        text: str,
-        given: TurnIds | None,
-        next_role: str | None,
-        *,
-        first: bool,
-        after_user: bool,
-    ) -> tuple[TurnIds | None, TurnIds]:
-        """The ids of the system prompt (None unless `first`), and of the user turn.
-
-        `after_user`: the turn follows one without a reply. See `read_user` for the others.
-        """
-        system, ids = None, given
-        if first:
-            system, ids = self.template.opening(text, self.profile.system)
-        elif ids is None:
-            ids = self.template.user_turn(text, after_user=after_user)
-        return system, self.template.followed_by(ids, next_role)
 
     def begin_message(
         self, role: str, ids: TurnIds, system: TurnIds | None = None, said: str | None = None

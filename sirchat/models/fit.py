@@ -194,7 +194,7 @@ def _bytes_while_loading(stored: StoredWeights, layout: _WeightLayout) -> int:
         factors = {4: 11, 8: 3, None: 4}
         others = [t for t in stored.tensors if not _native_layout(t, layout)]
         taken = (factors[_packed_bits(t, stored, layout)] * t.count_at_once for t in others)
-        return weights + max(taken, default=largest)  # joined layers are there twice for a while
+        return weights + max(largest, *taken, 0)  # joined layers are there twice for a while
     if layout.precision in ("int8", "int4"):  # all are unpacked, then packed one by one
         return layout.item * stored.count + 10 * largest
     return weights + (4 * largest if stored.is_gguf else 0)

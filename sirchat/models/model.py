@@ -122,6 +122,14 @@ class LoadedModel:
             if encoder_output is not None:
                 self.encoder.fill(encoder_output, states)
             return logits
+        text_step = self._text_step(ids, cache, visible, observer)
+        if text_step is not None:
+            start = cache.cursor.length
+            places = range(start, start + len(ids)) if positions is None else positions
+            logits, states = text_step.read_text(ids, places, cache)
+            if encoder_output is not None:
+                self.encoder.fill(encoder_output, states)
+            return logits
         with self._observed_by(observer), self._collect(encoder_output):
             return self._module_logits(ids, cache, visible, positions)
 
@@ -136,7 +144,8 @@ class LoadedModel:
         encoder_output: EncoderOutput | None = None,
     ) -> PassResult:
         """Read ids as `forward` does; returns their surprisal, and the logits after the last id."""
-        if len(ids) == 1 or not self.has_linear_head:
+        by_step = len(ids) == 1 or self._text_step(ids, cache, visible, observer) is not None
+        if by_step or not self.has_linear_head:
             logits = self.forward(
                 ids,
                 cache,
@@ -376,6 +385,20 @@ class LoadedModel:
         if isinstance(step, CapturedStep):
             return step if step.fits(cache, observer) else None
         return None if observer is not None and self._has_attention_hook else step
+
+    def _text_step(
+        self,
+        ids: Sequence[int],
+        cache: BoundedCache,
+        visible: Tensor | None,
+        observer: AttentionObserver | None,
+    ) -> DecodeStep | None:
+        """The decode step, if it reads a few ids faster than the module."""
+        if len(ids) == 1 or visible is not None or observer is not None or OBSERVERS.get():
+            return None
+        step = self.decode_step
+        can_read = isinstance(step, DecodeStep) and step.can_read_text(ids, cache)
+        return cast(DecodeStep, step) if can_read else None
 
     def _step_bodies(self) -> Iterator[Callable[[], StepBody]]:
         """Yield ways to make a decode step on a GPU, the fastest first; each may raise an error."""

@@ -48,7 +48,7 @@ class MatmulMethod(NamedTuple):
     max_kernel_rows_8bit: int = 8
     # and for which both are faster than a product with weights that were unpacked before.
     max_kernel_rows_shared: int = 8
-    max_native_rows: int = 0  # for which `products.cpp` is fastest; 0 where it is not loaded
+    max_native_rows: int = 0  # for which `products.cpp` is fastest, but for blocks, always
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -228,10 +228,8 @@ class BlockLinear(PackedLinear):
         return layout is not None and layout.fits(rows, columns)
 
     def forward(self, x: Tensor) -> Tensor:
-        flat, method = x.reshape(-1, self.in_features), self.matmul_method
-        if len(flat) <= (self.max_native_rows or UNLIMITED_ROWS):
-            return _add_bias(self.multiply_packed(flat), x, self.bias)
-        return _add_bias(self._multiply_unpacked(flat.to(method.torch_dtype)), x, self.bias)
+        flat = x.reshape(-1, self.in_features)
+        return _add_bias(self.multiply_packed(flat), x, self.bias)
 
     def multiply_packed(self, x: Tensor) -> Tensor:
         y: Tensor = torch.ops.sirchat.multiply_blocks(x.float().contiguous(), self.blocks)
@@ -242,7 +240,10 @@ class BlockLinear(PackedLinear):
 
     def rows(self, indices: Tensor) -> Tensor:
         """Unpack the rows with these indices [...]; returns float32 [..., K]."""
-        rows: Tensor = torch.ops.sirchat.unpack_rows(self.blocks, indices.flatten().long())
+        flat = indices.flatten().long()
+        if len(flat) and not 0 <= int(flat.min()) <= int(flat.max()) < self.out_features:
+            raise IndexError(f"rows {flat.tolist()} of {self.out_features}")
+        rows: Tensor = torch.ops.sirchat.unpack_rows(self.blocks, flat)
         return rows.view(*indices.shape, -1)
 
 

@@ -74,7 +74,7 @@ struct Rounded {
 };
 // Sums of products of a group's parts, in each of which the weights have one scale.
 #ifdef HAS_DOT
-constexpr int dot_bits(int) { return 5; }
+constexpr int dot_bits(int) { return 5; }  // one instruction for all, so that less is compiled
 #else
 constexpr int dot_bits(int bits) { return bits; }
 #endif
@@ -83,8 +83,11 @@ struct Dots {
   static constexpr int PARTS = PARTS_;
   static constexpr bool HAS_ZEROS = HAS_ZEROS_;
   I sums[PARTS];
-  explicit Dots(bool) { for (I& sum : sums) sum = all(0); }
-  Dots() {}
+  static Dots zeros() {
+    Dots dots;
+    for (I& sum : dots.sums) sum = all(0);
+    return dots;
+  }
   void add(int part, I w, I x) {  // four columns
     I& sum = sums[part];
     sum = BITS == 4 ? dot4(sum, w, x) : BITS == 8 ? dot8(sum, w, x) : dot5(sum, w, x);
@@ -107,129 +110,80 @@ inline void each_chunk(const Use& use) {
 template <class W>
 using DotsOf = Dots<dot_bits(W::BITS), W::PARTS, W::HAS_ZEROS>;
 
-// One row of x with all rows of a block.
+// Adds products of a group with the rest of row `at` of x to y, of all rows of a block.
 template <class W>
-void one_row(const W& weights, const Rounded& x, int64_t row, float* y) {
+__attribute__((noinline)) void add_rest(const W& weights, int64_t row, int64_t g, const Rounded& x, int64_t at, F* y) {
+  DotsOf<W> dots[W::STRIPS];
+  for (auto& each : dots) each = DotsOf<W>::zeros();
+  const auto group = weights.group(row, g);
+  each_chunk<W::PARTS>([&](int c, auto part) {
+    I w[W::STRIPS];
+    group.read(c, w);
+    for (int s = 0; s < W::STRIPS; s++) dots[s].add(part, w[s], all(((const int32_t*)(x.rest + at * GROUP))[c]));
+  });
+  for (int s = 0; s < W::STRIPS; s++) {
+    F scales[W::PARTS], zero;
+    weights.factors(row + s * L, g, scales, zero);
+    dots[s].add_to(y[s], x.rests + 3 * at, W::CENTER, scales, x.fine[at]);
+  }
+}
+
+// M rows of x from m on, all in one tile, with all rows of a block.
+template <int M, class W>
+void few_rows(const W& weights, const Rounded& x, int64_t m, int64_t row, float* y) {
   constexpr int S = W::STRIPS;
-  F sums[S];
-  for (F& sum : sums) sum = all(0.0f);
-  auto add_group = [&](int64_t g, auto has_rest) {
-    const auto *q = (const int32_t*)(x.q + g * GROUP), *rest = (const int32_t*)(x.rest + g * GROUP);
-    DotsOf<W> dots[S], of_rest[S];
-    for (int s = 0; s < S; s++) dots[s] = of_rest[s] = DotsOf<W>(true);
+  const int64_t tile = m & -TILE, apart = std::min<int64_t>(x.rows - tile, TILE);
+  F sums[M][S];
+  for (auto& each : sums)
+    for (F& sum : each) sum = all(0.0f);
+  for (int64_t g = 0; g < x.groups; g++) {
+    const int64_t at = tile * x.groups + g * apart + m - tile;
+    const auto* q = (const int32_t*)(x.q + at * GROUP);
+    DotsOf<W> dots[M][S];
+    for (auto& each : dots)
+      for (auto& one : each) one = DotsOf<W>::zeros();
     const auto group = weights.group(row, g);
     each_chunk<W::PARTS>([&](int c, auto part) {
       I w[S];
       group.read(c, w);
-      for (int s = 0; s < S; s++) dots[s].add(part, w[s], all(q[c]));
-      for (int s = 0; s < S && has_rest; s++) of_rest[s].add(part, w[s], all(rest[c]));
+      for (int i = 0; i < M; i++)
+        for (int s = 0; s < S; s++) dots[i][s].add(part, w[s], all(q[i * CHUNKS + c]));
     });
     for (int s = 0; s < S; s++) {
       F scales[W::PARTS], zero;
       weights.factors(row + s * L, g, scales, zero);
-      dots[s].add_to(sums[s], x.totals + 3 * g, W::CENTER, scales, x.scales[g]);
-      if (W::HAS_ZEROS) sums[s] = fma(zero, all(x.sums[g]), sums[s]);
-      if (has_rest) of_rest[s].add_to(sums[s], x.rests + 3 * g, W::CENTER, scales, x.fine[g]);
-    }
-  };
-  for (int64_t g = 0; g < x.groups; g++)
-    if (x.has_rest[g]) add_group(g, std::true_type());
-    else add_group(g, std::false_type());
-  for (int s = 0; s < S; s++) {
-    weights.finish(row + s * L, sums[s]);
-    store(y + row + s * L, sums[s]);
-  }
-}
-
-// L rows of the weights, unpacked: w [K / 32, 8], scales [K / 32, parts] and zeros [K / 32].
-struct Unpacked {
-  static constexpr int64_t SIZE = CHUNKS + 3;  // most vectors of a group
-  I* w;
-  F *scales, *zeros;
-  int center;
-  Unpacked(I* memory, int64_t groups, int center)
-      : w(memory), scales((F*)(w + groups * CHUNKS)), zeros(scales + 2 * groups), center(center) {}
-};
-
-// Adds the products of a group with the rests of `count` rows of x, from `at` on, to y.
-template <class D>
-__attribute__((noinline)) void add_rests(const Unpacked& some, int64_t g, const Rounded& x, int64_t at, int count, F* y) {
-  for (int i = 0; i < count; i++, at++) {
-    if (!x.has_rest[at]) continue;
-    const int32_t* rest = (const int32_t*)(x.rest + at * GROUP);
-    D dots(true);
-    each_chunk<D::PARTS>([&](int c, auto part) { dots.add(part, some.w[g * CHUNKS + c], all(rest[c])); });
-    dots.add_to(y[i], x.rests + 3 * at, some.center, some.scales + g * D::PARTS, x.fine[at]);
-  }
-}
-
-// M rows of x from m on, with L rows of the weights: sums [M].
-template <int M, class D>
-void some_rows(const Unpacked& some, const Rounded& x, int64_t m, F* sums) {
-  for (int i = 0; i < M; i++) sums[i] = all(0.0f);
-  int64_t at = m * x.groups;
-  for (int64_t g = 0; g < x.groups; g++, at += M) {
-    const int32_t* q = (const int32_t*)(x.q + at * GROUP);
-    const I* w = some.w + g * CHUNKS;
-    D dots[M];
-    for (D& each : dots) each = D(true);
-    each_chunk<D::PARTS>([&](int c, auto part) {
-      for (int i = 0; i < M; i++) dots[i].add(part, w[c], all(q[i * CHUNKS + c]));
-    });
-    int8_t any = 0;
-    for (int i = 0; i < M; i++) {
-      dots[i].add_to(sums[i], x.totals + 3 * (at + i), some.center, some.scales + g * D::PARTS, x.scales[at + i]);
-      if (D::HAS_ZEROS) sums[i] = fma(some.zeros[g], all(x.sums[at + i]), sums[i]);
-      any |= x.has_rest[at + i];
-    }
-    if (any) add_rests<D>(some, g, x, at, M, sums);
-  }
-}
-
-template <class W>
-void many_rows(const W& weights, const Rounded& x, int64_t row, float* y, I* memory) {
-  using D = DotsOf<W>;
-  constexpr decltype(&some_rows<1, D>) tile[] = {
-      some_rows<1, D>, some_rows<2, D>, some_rows<3, D>, some_rows<4, D>,
-      some_rows<5, D>, some_rows<6, D>, some_rows<7, D>, some_rows<8, D>};
-  auto strip = [&](int s) { return Unpacked(memory + s * x.groups * Unpacked::SIZE, x.groups, W::CENTER); };
-  for (int64_t g = 0; g < x.groups; g++) {
-    const auto group = weights.group(row, g);
-    for (int c = 0; c < CHUNKS; c++) {
-      I w[W::STRIPS];
-      group.read(c, w);
-      for (int s = 0; s < W::STRIPS; s++) strip(s).w[g * CHUNKS + c] = w[s];
-    }
-    for (int s = 0; s < W::STRIPS; s++)
-      weights.factors(row + s * L, g, strip(s).scales + g * W::PARTS, strip(s).zeros[g]);
-  }
-  for (int s = 0; s < W::STRIPS; s++)
-    for (int64_t m = 0; m < x.rows; m += TILE) {
-      F sums[TILE];
-      const int64_t count = std::min<int64_t>(x.rows - m, TILE);
-      tile[count - 1](strip(s), x, m, sums);
-      for (int64_t i = 0; i < count; i++) {
-        weights.finish(row + s * L, sums[i]);
-        store(y + (m + i) * weights.apart + row + s * L, sums[i]);
+      for (int i = 0; i < M; i++) {
+        dots[i][s].add_to(sums[i][s], x.totals + 3 * (at + i), W::CENTER, scales, x.scales[at + i]);
+        if (W::HAS_ZEROS) sums[i][s] = fma(zero, all(x.sums[at + i]), sums[i][s]);
       }
+    }
+    for (int i = 0; i < M; i++)
+      if (x.has_rest[at + i]) add_rest(weights, row, g, x, at + i, sums[i]);
+  }
+  for (int i = 0; i < M; i++)
+    for (int s = 0; s < S; s++) {
+      weights.finish(row + s * L, sums[i][s]);
+      store(y + (m + i) * weights.apart + row + s * L, sums[i][s]);
     }
 }
 
 // Numbers of y from block `from` to before block `to` of the weights' rows.
 template <class W>
-void multiply_blocks(const W& weights, const Rounded& x, int64_t from, int64_t to, float* y, I* unpacked) {
+void multiply_blocks(const W& weights, const Rounded& x, int64_t from, int64_t to, float* y) {
   for (int64_t at = from; at < to; at++) {
     const int64_t row = std::min<int64_t>(at * W::ROWS, weights.n - W::ROWS);
-    if (x.rows < 2) one_row(weights, x, row, y);
-    else many_rows(weights, x, row, y, unpacked);
+    for (int64_t m = 0; m < x.rows; m += 4)
+      switch (x.rows - m) {
+        case 1: few_rows<1>(weights, x, m, row, y); break;
+        case 2: few_rows<2>(weights, x, m, row, y); break;
+        case 3: few_rows<3>(weights, x, m, row, y); break;
+        default: few_rows<4>(weights, x, m, row, y);
+      }
   }
 }
 
 template <class W>
 int64_t count_blocks(const W& weights) { return (weights.n + W::ROWS - 1) / W::ROWS; }
-
-// Bytes for the rows that are unpacked at a time.
-inline int64_t unpacked_size(int64_t k) { return 4 * (k / GROUP) * Unpacked::SIZE * (int64_t)sizeof(I); }
 
 struct Memory {  // aligned for vectors
   std::unique_ptr<char[]> bytes;
@@ -257,15 +211,13 @@ void multiply(const W& weights, const float* x, int64_t m, float* y) {
 #ifdef HAS_TILES
   if (m > FEW && may_use_tiles()) return multiply_by_tiles(weights, x, m, y);
 #endif
+  if (!m) return;
   Memory memory;
   Rounded rounded(m, weights.k, memory.of(Rounded::size(m, weights.k)));
   auto round = [&](int64_t from, int64_t to) {
     for (int64_t i = from; i < to; i++) rounded.round(x + i * weights.k, i, 0, rounded.groups);
   };
-  auto part = [&](int64_t from, int64_t to) {
-    Memory unpacked;
-    multiply_blocks(weights, rounded, from, to, y, m < 2 ? nullptr : (I*)unpacked.of(unpacked_size(weights.k)));
-  };
+  auto part = [&](int64_t from, int64_t to) { multiply_blocks(weights, rounded, from, to, y); };
   if (m < 4) round(0, m);
   else in_parallel(round, m);
   in_parallel(part, count_blocks(weights));

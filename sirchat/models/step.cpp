@@ -1,5 +1,5 @@
-// Reads one token in each of a few conversations: the whole decode step of a model like Llama or
-// Gemma 3, which `native_step.py` describes once.
+// Reads one token in each of a few conversations, or a few in one: the whole decode step of a model
+// like Llama or Gemma 3, which `native_step.py` describes once.
 //
 // The items of a part, such as blocks of a product's rows, go to whichever thread is free, and the
 // next part begins when all are done. Each number is computed by the same operations in one order,
@@ -19,7 +19,7 @@ inline int64_t process() { return getpid(); }
 #include "blocks.cpp"
 
 // What `native_step.py` describes, in fields of 8 bytes.
-enum Kind : int64_t { FOUR, EIGHT = 2, FLOAT32, BFLOAT16, FLOAT16 };  // or bytes of a row's block
+enum Kind : int64_t { FOUR, EIGHT, FLOAT32, BFLOAT16, FLOAT16 };  // or bytes of a row's block
 
 struct Matrix {  // [N, K]
   int64_t kind, n, k;
@@ -132,14 +132,14 @@ __attribute__((noinline)) void normalize(const float* x, const Norm& norm, int64
 struct Buffers {
   Memory memory;
   float *x, *normed, *heads, *attended, *added, *both, *inner, *parts;
-  char *rounded, *unpacked;
+  char* rounded;
 
-  void make(std::initializer_list<std::pair<float**, int64_t>> floats, int64_t rounding, int64_t unpacking) {
+  void make(std::initializer_list<std::pair<float**, int64_t>> floats, int64_t rounding) {
     int64_t size = rounding + 64;
     for (auto& [_, count] : floats) size += (count + 16) * 4;
-    char* p = memory.of(size + unpacking);
+    char* p = memory.of(size);
     for (auto& [place, count] : floats) *place = (float*)p, p += (count + 15) / 16 * 64;
-    rounded = p, unpacked = p + (rounding + 63) / 64 * 64;
+    rounded = p;
   }
 };
 
@@ -182,13 +182,11 @@ class Step {
     int64_t parts = 0;
     const int64_t widest = std::max({model.size, model.inner, query_size()});
     for (int64_t b = 0; b < m; b++) parts += (tokens[b].held / 128 + 1) * model.queries * (model.head_size + 2);
-    const int64_t unpacked = m < 2 ? 0 : threads->count() * unpacked_size(widest);
     buffers.make({{&buffers.x, m * model.size}, {&buffers.normed, m * model.size},
                   {&buffers.heads, m * heads_size()}, {&buffers.attended, m * query_size()},
                   {&buffers.added, m * model.size}, {&buffers.both, 2 * m * model.inner},
                   {&buffers.inner, m * model.inner}, {&buffers.parts, parts}},
-                 Rounded::size(m, widest), unpacked);
-    unpacked_each = m < 2 ? 0 : unpacked / threads->count();
+                 Rounded::size(m, widest));
   }
 
   void embed(int64_t id, int64_t b) {
@@ -359,8 +357,8 @@ class Step {
   template <class W>
   void multiply(const W& weights, const Rounded& x, float* y) {
     const int64_t bytes = W::ROWS * weights.k * W::BITS / 8;
-    threads->split(count_blocks(weights), 16384 / bytes + 1, [&](int64_t from, int64_t to, int64_t rank) {
-      multiply_blocks(weights, x, from, to, y, (I*)(buffers.unpacked + rank * unpacked_each));
+    threads->split(count_blocks(weights), 16384 / bytes + 1, [&](int64_t from, int64_t to, int64_t) {
+      multiply_blocks(weights, x, from, to, y);
     });
   }
 
@@ -376,11 +374,14 @@ class Step {
     each_row([&](int64_t b) { normalize(b_of(buffers.x, d, b), model.norm, d, b_of(buffers.normed, d, b)); });
     multiply(model.head, buffers.normed, logits);
     if (model.refined)
-      each_row([&](int64_t b) { refine(b_of(buffers.normed, d, b), logits + b * count, count); });
+      each_row([&](int64_t b) {
+        const bool is_followed = b + 1 < m && tokens[b + 1].rows == tokens[b].rows;
+        refine(b_of(buffers.normed, d, b), logits + b * count, count, is_followed ? tokens[b + 1].id : -1);
+      });
   }
 
-  // Computes the largest logits again, from x that was not rounded.
-  void refine(const float* x, float* y, int64_t count) {
+  // Computes the largest logits again, and that of the id that follows (-1: none), from x that was not rounded.
+  void refine(const float* x, float* y, int64_t count, int64_t next) {
     const Matrix& head = model.head.parts[0];
     std::vector<std::pair<float, int64_t>> best;  // the largest first
     std::vector<float> row(head.k);
@@ -402,6 +403,7 @@ class Step {
       for (int j = 0; j < BLOCK * L && any; j++) see(i + j);
     }
     for (; i < count; i++) see(i);
+    if (0 <= next && next < count) best.push_back({0, next});
     for (auto& [_, at] : best) {
       const float by = head.kind == EIGHT ? scale_of(head, at) : 1;
       if (head.kind == EIGHT) read_row((const int8_t*)head.weights + at * head.k, head.k, 1, &row[0]);
@@ -413,7 +415,7 @@ class Step {
   Model model;
   Buffers buffers;
   const Token* tokens = nullptr;
-  int64_t m = 0, wanted = 0, unpacked_each = 0, owner = process();
+  int64_t m = 0, wanted = 0, owner = process();
   std::mutex mutex;
   std::unique_ptr<Threads> threads;
 };

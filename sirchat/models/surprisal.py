@@ -68,8 +68,8 @@ def has_linear_head(module: Any) -> bool:
 def surprisal_of_states(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
     """The surprisal of each id [m] after the hidden states [m, d]: float32 in nats, at least 0.
 
-    Logits are never all in memory. On a CPU they are float32, also for bfloat16 weights; for
-    eight-bit weights, `tiles.cpp` computes them with relative errors of about 2^-17.
+    Logits are never all in memory. On a CPU they are float32, also for bfloat16 weights;
+    `tiles.cpp` errs by 2^-17 for eight-bit weights, and by 0.01 nats for blocks.
     """
     weight = getattr(head, "weight", hidden)
     if not (hidden.device.type == weight.device.type == "cpu"):  # the head may be on disk
@@ -78,18 +78,19 @@ def surprisal_of_states(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
         blocks = zip(each, torch.split(ids, _BLOCK_ROWS), strict=True)
         parts = [log_p.gather(1, some.to(log_p.device)[:, None])[:, 0] for log_p, some in blocks]
         return -torch.cat(parts).clamp_max(0.0)
-    is_native = isinstance(head, PackedLinear) and head.max_native_rows > 0 and head.bias is None
-    if is_native and has_matrix_units():
+    is_block = isinstance(head, BlockLinear)
+    is_native = is_block or (isinstance(head, PackedLinear) and head.max_native_rows > 0)
+    if is_native and head.bias is None and has_matrix_units():
         given = hidden.float().contiguous(), *(getattr(head, name) for name in head.row_dims), ids
         ops = torch.ops.sirchat
-        score = ops.score_blocks if isinstance(head, BlockLinear) else ops.score_8
+        score = ops.score_blocks if is_block else ops.score_8
         scores: Tensor = score(*given)  # of blocks of the vocabulary, and ids
         return (torch.logsumexp(scores[:-1], 0) - scores[-1]).clamp_min_(0.0)
     total = torch.full((len(ids),), -torch.inf)  # log of the sum of exp(logit) so far
     chosen = torch.empty(len(ids))
     is_fast = isinstance(head, Int8Linear) and has_vnni()
     products: _FloatProducts | _WholeNumberProducts | _BlockProducts
-    if isinstance(head, BlockLinear):
+    if is_block:
         products = _BlockProducts(head, hidden)
     else:
         products = _WholeNumberProducts(head, hidden) if is_fast else _FloatProducts(head, hidden)
@@ -126,21 +127,21 @@ class _FloatProducts:
 
 
 class _BlockProducts:
-    """Like `_FloatProducts`, by the library, which rounds to eight bits, of two halves each."""
+    """Like `_FloatProducts`, by the library: a state is the sum of two parts of eight bits."""
 
     def __init__(self, head: BlockLinear, hidden: Tensor) -> None:
         groups = hidden.float().view(len(hidden), -1, GROUP)
         step = groups.abs().amax(-1, keepdim=True).div_(127).clamp_min_(1e-30)
         rounded = (groups / step).round_().mul_(step)
         self._head = head
-        self._halves = torch.stack((rounded, groups - rounded)).flatten(2)  # [2, m, d]
+        self._parts = torch.stack((rounded, groups - rounded)).flatten(2)  # [2, m, d]
 
     def select_weights(self, start: int, end: int) -> None:
         self._selected = self._head.blocks[start:end]
 
     def multiply(self, some: slice) -> Tensor:
-        halves = self._halves[:, some].flatten(0, 1)
-        logits: Tensor = torch.ops.sirchat.multiply_blocks(halves, self._selected)
+        parts = self._parts[:, some].flatten(0, 1)
+        logits: Tensor = torch.ops.sirchat.multiply_blocks(parts, self._selected)
         return logits.view(2, -1, logits.shape[1]).sum(0)
 
 

@@ -160,17 +160,21 @@ def test_a_row_has_the_same_bits_among_any_number_of_many(tiles: None, make: Any
 
 
 @settings(max_examples=10 * ATTACK)
-@given(size=st.integers(16, 900), rows=st.integers(1, 70), seed=st.integers(0, 99))
+@given(size=st.integers(16, 900), rows=st.integers(1, 70), seed=st.integers(0, 99), data=st.data())
 def test_tiles_tell_the_surprisal_of_any_vocabulary(
-    tiles: None, size: int, rows: int, seed: int
+    tiles: None, size: int, rows: int, seed: int, data: Any
 ) -> None:
-    head, made = eight_bits(size, 96, seed), torch.Generator().manual_seed(seed)
-    head.scale.mul_(0.02)
-    x, ids = torch.randn(rows, 96, generator=made), torch.arange(rows) * 7 % size
-    logits = torch.log_softmax(x.double() @ exact_weights(head), -1)
+    make, made = data.draw(MAKERS), torch.Generator().manual_seed(seed)
+    head: Any = make(size, 96, seed)
+    weights = exact_weights(head)
+    if isinstance(head, BlockLinear):  # these become bfloat16
+        weights = head.unpacked(torch.bfloat16).double()
+    x = torch.randn(rows, head.in_features, generator=made) / weights.norm(dim=0).mean()
+    ids = torch.arange(rows) * 7 % head.out_features
+    logits = torch.log_softmax(x.double() @ weights, -1)
     found = surprisal_of_states(head, x, ids)
     wanted = -logits.gather(1, ids[:, None])[:, 0]
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=2e-4)
     assert torch.equal(surprisal_of_states(head, x[:1], ids[:1]), found[:1])
 
 
@@ -191,6 +195,18 @@ def test_a_row_has_the_same_bits_alone_among_others_and_with_any_number_of_threa
             assert torch.equal(layer(x[:1]), alone[:1])
     finally:
         torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("kind", BLOCK_LAYOUTS)
+def test_without_tiles_surprisal_errs_by_the_sixteenth_bit_of_states(kind: str) -> None:
+    if has_matrix_units():
+        pytest.skip("this processor has tiles")
+    head = blocks(kind)(336, 256, 3)
+    weights = exact_weights(head)
+    x, ids = torch.randn(40, 256) / weights.norm(dim=0).mean(), torch.arange(40) * 8
+    wanted = -torch.log_softmax(x.double() @ weights, -1).gather(1, ids[:, None])[:, 0]
+    found = surprisal_of_states(head, x, ids)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=2e-4)
 
 
 @pytest.mark.parametrize("rows", [3, 40])
