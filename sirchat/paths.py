@@ -1,4 +1,4 @@
-"""Paths of sirchat's files, and functions that make private folders and files.
+"""Paths of sirchat's files, and functions that make private folders and files, and read YAML.
 
 The folders are where the operating system puts them, or in the folder that `SIRCHAT_HOME` names.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
@@ -185,3 +186,12 @@ def _platform_dir(part: str) -> Path:
 
 def _package_dir() -> Path:
     return Path(__file__).resolve().parent
+
+
+@cache
+def read_yaml(beside: str, name: str) -> Any:
+    """The contents of the file `NAME.yaml` beside a module's file, which nobody may change."""
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # much faster, where it is built
+    return yaml.load(Path(beside).with_name(f"{name}.yaml").read_bytes(), loader)

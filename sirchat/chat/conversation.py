@@ -21,7 +21,6 @@ from sirchat.chat.state import (
     Turn,
     TurnStats,
 )
-from sirchat.chat.statements import StatementCache, pin_rules
 from sirchat.chat.turn import Interrupted, OpenTurn, never
 from sirchat.chat.undo_history import UndoHistory, UndoPoint, undo_depth
 from sirchat.config.profile import Profile
@@ -59,7 +58,7 @@ class Conversation:
         self.formats = ModelFormats()  # of replies, for the setting `json_schema` and tools
         self.epoch = 0  # number of conversations begun; each `reset` begins one
         self._end_ids = self.template.end_ids(declared)
-        self._texts = TokenTexts(model.tokenizer)
+        self.texts = TokenTexts(model.tokenizer)
         self._rows_in_events = rows_in_events
         check_profile(profile, model)
         self.reset()
@@ -76,9 +75,8 @@ class Conversation:
         # Whatever the settings: instructions and passages are told by them, also later.
         self.ledger.token_vectors.wanted = self.model.encoder.size > 0
         self.history = UndoHistory()
-        self.recall = Recall(self.engine, self.model, self._texts)
-        self._events = EventBuilder(self.engine, self._texts, self._rows_in_events)
-        self._statement_cache = StatementCache()
+        self.recall = Recall(self.engine, self.model, self.texts)
+        self._events = EventBuilder(self.engine, self.texts, self._rows_in_events)
 
     @property
     def template(self) -> Template:
@@ -119,23 +117,15 @@ class Conversation:
         return self.ledger.seen
 
     @property
+    def speed(self) -> float:
+        """Tokens per second of the current or the last reply; 0 before the first reply."""
+        stats = self.state.last_reply_stats
+        return stats.tokens_out / max(stats.seconds_decode, 1e-9)
+
+    @property
     def budget(self) -> int:
         """Most tokens that the KV cache may hold."""
         return self.engine.budget
-
-    def read_question(
-        self,
-        text: str,
-        interrupted: Interrupted = never,
-        *,
-        next_role: str | None = None,
-        given: TurnIds | None = None,
-    ) -> Iterator[Event]:
-        """Read a user turn, as `read_user` does, and pin its rules and preferences."""
-        yield from self.read_user(text, interrupted, next_role=next_role, given=given)
-        engine, encoder, cache = self.engine, self.model.encoder, self._statement_cache
-        wanted = self.profile.pin_instructions and engine.settings.policy.honours_pins
-        yield from pin_rules(engine, self._texts, encoder, self.state, cache, is_wanted=wanted)
 
     def read_user(
         self,
@@ -151,13 +141,14 @@ class Conversation:
         are the ids of the turn, if they differ from those of a user turn `text`.
         """
         text, state = without_surrogates(text), self.state
-        is_first = self.seen == 0
-        if is_first:  # nothing was read: an earlier turn is treated as never begun
+        system: TurnIds | None = None
+        if self.seen == 0:  # nothing was read: an earlier turn is treated as never begun
             state.pending_ids, state.turns, state.in_round, state.saved_turns = [], [], False, 0
-        is_unanswered = state.in_round and state.reply_header == []
-        system, ids = self.user_ids(
-            text, given, next_role, first=is_first, after_user=is_unanswered
-        )
+            system, ids = self.template.opening(text, self.profile.system)
+        else:
+            is_unanswered = state.in_round and state.reply_header == []
+            ids = given or self.template.user_turn(text, after_user=is_unanswered)
+        ids = self.template.followed_by(ids, next_role)
         torn, state.retried = state.retried.torn, replace(state.retried, torn=())
         turn = yield from self.begin_message("user", ids, system, text)
         after = self.template.closing if ids.header is None else []
@@ -174,30 +165,10 @@ class Conversation:
     def mark_torn(self, number: int, torn: tuple[str, ...]) -> None:
         """Record the sentences `torn` of a turn, from which words were erased."""
         self.turns[number].torn, left = torn, tuple("".join(text.split()) for text in torn)
-        for at, pieces in sentences_of(self.ledger, self._texts, number) if torn else ():
+        for positions, pieces in sentences_of(self.ledger, self.texts, number) if torn else ():
             # One that lost its end goes on with the next.
             if "".join("".join(pieces).split()).startswith(left):
-                self.ledger.torn = np.union1d(self.ledger.torn, at)
-
-    def user_ids(
-        self,
-        text: str,
-        given: TurnIds | None,
-        next_role: str | None,
-        *,
-        first: bool,
-        after_user: bool,
-    ) -> tuple[TurnIds | None, TurnIds]:
-        """The ids of the system prompt (None unless `first`), and of the user turn.
-
-        `after_user`: the turn follows one without a reply. See `read_user` for the others.
-        """
-        system, ids = None, given
-        if first:
-            system, ids = self.template.opening(text, self.profile.system)
-        elif ids is None:
-            ids = self.template.user_turn(text, after_user=after_user)
-        return system, self.template.followed_by(ids, next_role)
+                self.ledger.torn = np.union1d(self.ledger.torn, positions)
 
     def begin_message(
         self, role: str, ids: TurnIds, system: TurnIds | None = None, said: str | None = None
@@ -263,25 +234,22 @@ class Conversation:
         interrupted: Interrupted,
         reply: GeneratedReply | None = None,
         allowed: TokenFilter | None = None,
-        turn: OpenTurn | None = None,
         *,
-        attempt: int | None = None,
+        begun: TurnStats | None = None,
         is_undoable: bool = False,
     ) -> OpenReply:
-        """Begin the reply to the last message, or continue `turn`; arguments are those of `ask`.
+        """Begin the reply to the last message, or continue the `begun` one; see `ask`.
 
         The caller generates the reply by `OpenReply.events`, or by `step` with other sessions'
         replies. A reply that `is_undoable`, or that is another `attempt`, has a point in `history`.
         """
         profile, closing = self.profile, self.template.closing
-        if attempt is not None:
-            self.state.attempt = attempt
         # Without an archive, a new checkpoint deletes what an undo needs.
         has_archive = profile.archive != "off"
         history = UndoHistory(self.history.messages)
         if (is_undoable or self.state.attempt) and has_archive and history.messages:
             history.before_reply = UndoPoint.in_round(self.state, self.engine)
-        turn = turn or self._open_turn("assistant")
+        turn = self._open_turn(begun or "assistant")
         sampler, most = build_sampler(profile, reply, self.state.attempt, allowed)
         generation = Generation(
             self.engine,

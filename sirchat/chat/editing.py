@@ -66,12 +66,12 @@ def edit(session: Session, parts: Sequence[KeptTurn | ReadTurns]) -> Iterator[Ev
     is_end = isinstance(last, KeptTurn) and last.turn == len(session.turns) - 1
     logits, round_end = engine.logits, (state.in_round, state.reply_header, state.pending_ids)
     with engine.store.without_limit():  # what is set aside is nowhere else
-        placed, at = _keep(session, [part for part in parts if isinstance(part, KeptTurn)]), 0
+        placed, done = _keep(session, [part for part in parts if isinstance(part, KeptTurn)]), 0
         for part in parts:
             if isinstance(part, ReadTurns):
-                placed, at = yield from _read_between(session, placed, at, part)
+                placed, done = yield from _read_between(session, placed, done, part)
             else:
-                at += 1
+                done += 1
     if is_end:
         engine.reader.logits = logits
         state.in_round, state.reply_header, state.pending_ids = round_end
@@ -97,13 +97,13 @@ def _keep(session: Session, parts: Sequence[KeptTurn]) -> list[_PlacedTurn]:
 
 
 def _read_between(
-    session: Session, placed: list[_PlacedTurn], at: int, part: ReadTurns
+    session: Session, placed: list[_PlacedTurn], done: int, part: ReadTurns
 ) -> Generator[Event, None, tuple[list[_PlacedTurn], int]]:
-    """Read turns after the first `at` placed ones; returns all, and how many up to the new."""
+    """Read turns after the first `done` placed ones; returns all, and how many up to the new."""
     engine, state, ledger = session.engine, session.state, session.ledger
-    start, seen, count = sum(len(one.rows) for one in placed[:at]), ledger.seen, len(placed)
+    start, seen, count = sum(len(one.rows) for one in placed[:done]), ledger.seen, len(placed)
     held = ledger.held_positions[ledger.held_positions >= start].copy()
-    said = [one for one in placed[:at] if not one.turn.is_left_out]
+    said = [one for one in placed[:done] if not one.turn.is_left_out]
     state.in_round = bool(said) and said[-1].turn.role in _ROUND_STARTERS
     state.reply_header, state.pending_ids = said[-1].header if said else None, []
     engine.reader.logits = None  # what was likely after the turn before, nobody has kept
@@ -112,7 +112,7 @@ def _read_between(
         session.recall.update()  # without words, whose index those after them would need again
     turns = enumerate(session.turns[count:], count)
     new = [_PlacedTurn(turn, ledger.of_turn(number)) for number, turn in turns]
-    before, after = placed[:at], placed[at:]
+    before, after = placed[:done], placed[done:]
     if part.joins:
         rows = np.concatenate([before.pop().rows, new[0].rows])
         new[0] = _PlacedTurn(new[0].turn, rows)
@@ -164,7 +164,7 @@ def _arrange(
 def _header_after(session: Session, turn: int, given: list[int] | None) -> list[int] | None:
     """The ids of the next reply's header that end this turn; see `TurnIds.header`."""
     # `given`: the header ids before a reply that was given, not generated
-    later = (session.turns[at] for at in range(turn + 1, len(session.turns)))
+    later = (session.turns[number] for number in range(turn + 1, len(session.turns)))
     following = next((one for one in later if not one.is_left_out), None)
     if following is None or session.turns[turn].role not in _ROUND_STARTERS:
         return session.state.reply_header if following is None else None

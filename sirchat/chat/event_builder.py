@@ -29,7 +29,7 @@ from sirchat.engine.engine import Engine
 from sirchat.memory.key_values import Positions
 from sirchat.memory.placement import EvictedRows, RestoredRows
 from sirchat.models.model import LoadedModel, no_attention_reason
-from sirchat.recall.recall import RecallResult
+from sirchat.recall.recall import Recall, RecallResult
 from sirchat.text.detokenizer import Texts
 from sirchat.text.template import Template
 from sirchat.version import __version__
@@ -52,7 +52,7 @@ class EventBuilder:
     def tokens(self, positions: Positions) -> tuple[TokenRow, ...]:
         """A record of each token, held or evicted, at these stream positions, ascending."""
         scores = policy_scores(self.engine, positions)
-        return token_rows(self.engine, positions, self.texts, self.engine.settings.sinks, scores)
+        return token_rows(self.engine, positions, self.texts, scores)
 
     def started(self, model: LoadedModel, profile: Profile, template: Template) -> list[Event]:
         """The event `Started`, then a notice for each setting that does not suit this model."""
@@ -96,21 +96,21 @@ class EventBuilder:
             for record in records
         ]
 
-    def recalled(self, turn: int, recollection: RecallResult) -> list[Event]:
+    def recalled(self, turn: int, recollection: RecallResult, recall: Recall) -> list[Event]:
         """The events for what recall did for turn `turn`."""
         events: list[Event] = []
-        positions, recall = recollection.positions, self.engine.settings.recall
+        positions, settings = recollection.positions, self.engine.settings.recall
         if recollection.problem:
             why = f"no token can be restored: {recollection.problem}"
             events.append(Notice(f"{why}; choose another retriever with /recall"))
-        if recall is not None and (len(positions) or len(recollection.released)):
+        if settings is not None and (len(positions) or len(recollection.released)):
             recalled = Recalled(
                 turn=turn,
-                retriever=recall.retriever,
+                retriever=settings.retriever,
                 positions=tuple(positions.tolist()),
-                scores=recollection.scores,
+                scores=tuple(recall.scores.values()),
                 released=tuple(recollection.released.tolist()),
-                turns=recollection.turns,
+                turns=recall.turns,
                 focused=recollection.focused,
                 seconds=recollection.seconds,
                 resident=self.engine.resident,
@@ -202,7 +202,7 @@ class EventBuilder:
                     f"archive_limit {profile.archive_limit} holds no token: one takes {size:,} "
                     "bytes; of what is evicted, only the text is kept"
                 )
-        lacks_attention = settings.attention_stats is not None and not model.exposes_attention
+        lacks_attention = settings.attention_stats is not None and not model.exposes_attention()
         if "policy" in changed and lacks_attention:
             name = type(policy).__name__.lower()
             yield f"{no_attention_reason(model)}; policy {name} works without attention weights"

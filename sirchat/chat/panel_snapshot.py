@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from sirchat.chat.conversation import Conversation
 from sirchat.chat.events import TokenRow
 from sirchat.chat.targets import template_prompt
 from sirchat.chat.token_rows import Floats, policy_scores, shown_scores, token_rows
 from sirchat.chat.words import is_punctuation, near_positions, without_template, words_at
-from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger, Role
@@ -83,28 +83,15 @@ class Snapshot:
         return self.seen - self.resident
 
 
-def take_snapshot(
-    engine: Engine,
-    profile: Profile,
-    texts: Texts,
-    roles: Sequence[str],
-    *,
-    model: str,
-    speed: float,
-    round: int | None,
-    strongest: int | None = None,
-    recalled_turns: tuple[RecalledTurn, ...] = (),
-) -> Snapshot:
-    """Take a snapshot of the cache as it is now; `roles` has the role of each turn.
-
-    The newest tokens of `round`, if given, are protected from eviction.
+def take_snapshot(chat: Conversation, strongest: int | None) -> Snapshot:
+    """Take a snapshot of the cache as it is now.
 
     With `strongest`, it is a short one: with the `strongest` tokens of the highest scores outside
     the chat template, and with neither a histogram nor the turns' mean surprisals.
     """
-    ledger = engine.ledger
-    held = ledger.held_positions
-    leaving = engine.evictor.next_evicted(round)
+    engine, texts, roles = chat.engine, chat.texts, chat.state.roles
+    ledger, held = engine.ledger, engine.ledger.held_positions
+    leaving = engine.evictor.next_evicted(engine.choice.round if chat.state.in_round else None)
     scores = policy_scores(engine, held)
     if strongest is None:
         slots = np.arange(len(held))
@@ -114,22 +101,22 @@ def take_snapshot(
     slot_scores = None if scores is None else scores[slots]
     template_text = template_prompt(ledger, texts)
     return Snapshot(
-        model=model,
-        policy=profile.policy,
-        decay=profile.decay,
+        model=chat.model.name,
+        policy=chat.profile.policy,
+        decay=chat.profile.decay,
         budget=engine.budget,
         resident=engine.resident,
         seen=ledger.seen,
         recalled=len(engine.store.placement.recalled),
-        speed=speed,
+        speed=chat.speed,
         threshold=_threshold(engine, scores, held, leaving),
         evicted_next=tuple(leaving.tolist()),
-        rows=token_rows(engine, held[slots], texts, profile.sinks, slot_scores, roles),
+        rows=token_rows(engine, held[slots], texts, slot_scores, roles),
         slots=tuple(slots.tolist()),
         turns=_held_shares(ledger, held, roles, with_means=strongest is None),
         histogram=_histogram(ledger, held) if strongest is None else None,
-        leaving_words=_leaving_words(engine, leaving, texts, profile.sinks, roles),
-        recalled_turns=recalled_turns,
+        leaving_words=_leaving_words(engine, leaving, texts, roles),
+        recalled_turns=chat.recall.turns,
         held_by=_held_by(ledger, held, roles, template_text[1]),
         own_text=(template_text[0].start, template_text[0].stop),
         prompt=template_text[1],
@@ -165,7 +152,7 @@ def _threshold(
 
 
 def _leaving_words(
-    engine: Engine, leaving: Positions, texts: Texts, sinks: int, roles: Sequence[str]
+    engine: Engine, leaving: Positions, texts: Texts, roles: Sequence[str]
 ) -> dict[str, str]:
     """Some whole words with tokens at `leaving`, most surprising first, and the role of each."""
     ledger = engine.ledger
@@ -174,12 +161,12 @@ def _leaving_words(
     best = others[np.argsort(-surprisal, kind="stable")[: 4 * _MAX_LEAVING_TOKENS]].tolist()
     shown = texts(ledger.column("token_id")[best].tolist(), best)
     words = [p for p, text in zip(best, shown, strict=True) if not is_punctuation(text)]
-    at = words[:_MAX_LEAVING_TOKENS]
-    near = np.asarray(near_positions(at, ledger.seen), np.int64)
-    rows = without_template(token_rows(engine, near, texts, sinks, None, roles))
+    named = words[:_MAX_LEAVING_TOKENS]
+    near = np.asarray(near_positions(named, ledger.seen), np.int64)
+    rows = without_template(token_rows(engine, near, texts, None, roles))
     said_by = sorted({row.role for row in rows})  # of what both said, "user" comes last, and counts
-    of = {w: role for role in said_by for w in words_at(at, [r for r in rows if r.role == role])}
-    return {word: of[word] for word in words_at(at, rows) if word in of}
+    of = {w: role for role in said_by for w in words_at(named, [r for r in rows if r.role == role])}
+    return {word: of[word] for word in words_at(named, rows) if word in of}
 
 
 def _held_shares(

@@ -118,7 +118,7 @@ def raise_budget_for(session: Session, text: str) -> None:
     wanted = max(needed, 2 * pins)  # pins take at most half of a budget
     if wanted <= session.engine.choice.divide_budget().evictable:
         return
-    most = session.model.affordable_rows
+    most = session.model.affordable_rows()
     budget = max(
         session.budget, min(session.engine.choice.smallest_budget_for(wanted) or most, most)
     )

@@ -49,7 +49,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         self._stopped: Stopped | None = None
         self._is_done = False
         self._failure: ContextFullError | None = None
-        self._at, self._pieces = self._continued()
+        self._positions, self._pieces = self._continued()
         turn.state.last_reply_stats, turn.state.pending_ids = turn.stats, list(closing)
         turn.stats.finish = "interrupt"  # not changed if the caller takes no more events
 
@@ -65,7 +65,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         self.generation.close()
         if not self._is_done:  # the caller took no more events, or the model failed
             self._turn.state.finish(self._turn.stats, *_answer_and_reasoning(self._pieces))
-            self._turn.flag_thinking(self._parts, self._at)
+            self._turn.flag_thinking(self._parts, self._positions)
             self._turn.engine.recalled.end()
 
     def events(self) -> Iterator[Event]:
@@ -90,7 +90,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         for record in done.records:
             if isinstance(record, GeneratedToken):
                 stats.tokens_out += 1
-                self._at.append(record.position)
+                self._positions.append(record.position)
                 new = self._parts.push_id(record.id)
                 self._pieces += new
                 if self._loops is not None:
@@ -116,9 +116,13 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         new = [] if self._failure else self._parts.flush()
         self._pieces += new
         empty_reply = [] if self._failure or new else [Delta("")]
-        ids = turn.engine.ledger.column("token_id")[np.asarray(self._at, np.int64)].tolist()
+        ids = turn.engine.ledger.column("token_id")[np.asarray(self._positions, np.int64)].tolist()
         unread = _unread_closing(self._closing, ids, self._end_ids)
-        events = [*empty_reply, *starmap(Delta, new), *turn.close(unread, self._parts, self._at)]
+        events = [
+            *empty_reply,
+            *starmap(Delta, new),
+            *turn.close(unread, self._parts, self._positions),
+        ]
         text, thinking = _answer_and_reasoning(self._pieces)
         events.append(turn.finish(text, thinking))
         self._is_done = True
@@ -148,14 +152,14 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         """The positions and pieces of the text that a continued reply has already."""
         ledger, pieces = self._turn.engine.ledger, list[Piece]()
         is_said = ledger.column("turn") == self._turn.ref.turn
-        at = np.flatnonzero(is_said & (ledger.column("role") == Role.ASSISTANT)).tolist()
-        for token_id in ledger.column("token_id")[at].tolist():
+        positions = np.flatnonzero(is_said & (ledger.column("role") == Role.ASSISTANT)).tolist()
+        for token_id in ledger.column("token_id")[positions].tolist():
             pieces += self._parts.push_id(token_id)
         if self._loops is not None:
             self._loops.push(_joined(pieces))
             if self._loops.found:  # the user has let it go on
                 self._loops.reset()
-        return at, pieces
+        return positions, pieces
 
     def _explain_empty(self, thinking: str) -> Iterator[Notice]:
         stop_id = None if self._stopped is None else self._stopped.stop_id
@@ -176,7 +180,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
 
 def _unread_closing(closing: Sequence[int], ids: list[int], ends: Collection[int]) -> Sequence[int]:
     """The rest of `closing` to be read, if the reply's ids end with its beginning."""
-    end = next((at for at, token_id in enumerate(closing) if token_id in ends), 0)
+    end = next((index for index, token_id in enumerate(closing) if token_id in ends), 0)
     overlaps = (size for size in range(end, 0, -1) if ids[-size:] == list(closing[:size]))
     return closing[next(overlaps, 0) :]
 

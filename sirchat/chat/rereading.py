@@ -169,41 +169,41 @@ def copy_system_prompt(session: Session, profile: Profile) -> Session | None:
     None if the system prompt has changed since it was read, or can't be copied.
     """
     prompt, engine = session.state.system.positions, session.engine
-    at, flags = np.arange(prompt.stop), session.ledger.column("flags")[: prompt.stop]
+    positions, flags = np.arange(prompt.stop), session.ledger.column("flags")[: prompt.stop]
     copy, held = Session(session.model, profile), session.ledger.held_positions
     is_whole = not prompt.start and not (flags & np.uint8(Flag.ERASED | Flag.EXCLUDED)).any()
-    is_there = is_whole and len(at) > 1 and bool(np.isin(at, held).all())
+    is_there = is_whole and len(positions) > 1 and bool(np.isin(positions, held).all())
     if not is_there or engine.cache.has_state or session.ledger.attention.has_records:
         return None
     try:
         if profile.pin_system:
-            copy.engine.choice.check_pins(len(at))
-        copy.engine.require_room(len(at))
+            copy.engine.choice.check_pins(len(positions))
+        copy.engine.require_room(len(positions))
     except (SettingError, ContextFullError):  # reading it says so
         return None
-    if len(at) > copy.engine.choice.divide_budget().total:
+    if len(positions) > copy.engine.choice.divide_budget().total:
         return None
-    now, rows = engine.save(), session.ledger.rows()[at]
+    now, rows = engine.save(), session.ledger.rows()[positions]
     rows["turn"], rows["round"], rows["birth_decay"] = 0, 0, 0.0
-    saved = replace(now, rows=rows, held=at, log_decay=0.0, logits=None, round=0)
+    saved = replace(now, rows=rows, held=positions, log_decay=0.0, logits=None, round=0)
     turn, state = replace(session.turns[0]), ConversationState()
     state.turns, state.system = [turn], session.state.system
     # The first rows are in order.
-    written = engine.cache.first_written_rows(torch.from_numpy(at), at)
+    written = engine.cache.first_written_rows(torch.from_numpy(positions), positions)
     copy.load(saved, state, written.to("cpu"))
     copy.ledger.pin(prompt, profile.pin_system)
     copy.engine.reader.read_last_again()
     return copy
 
 
-def pinned_text(session: Session, pinned: Positions | None = None) -> list[PinnedText]:
-    """The parts of the text that the tokens at `pinned` (by default, the user's pins) spell."""
-    at = _user_pins(session) if pinned is None else pinned
-    parts, of_rules = [], session.ledger.column("flags")[at] & np.uint8(Flag.RULE) != 0
-    for index in np.unique(session.ledger.column("turn")[at]).tolist():
+def pinned_text(session: Session) -> list[PinnedText]:
+    """The parts of the text that the user's pins spell."""
+    positions = _user_pins(session)
+    parts, of_rules = [], session.ledger.column("flags")[positions] & np.uint8(Flag.RULE) != 0
+    for index in np.unique(session.ledger.column("turn")[positions]).tolist():
         turn = _SpelledTurn.of(session, index)
         for is_rule in (False, True):
-            is_pinned = np.isin(turn.positions, at[of_rules == is_rule])
+            is_pinned = np.isin(turn.positions, positions[of_rules == is_rule])
             edges = np.flatnonzero(np.diff(is_pinned, prepend=False, append=False))
             for begin, end in turn.bounds[edges].reshape(-1, 2).tolist():
                 start = _index_in(turn.text, turn.spelled[begin:end], turn.spelled, begin)
@@ -225,7 +225,7 @@ def carry_pins(
         return 0, 0, 0
     spelled = {one.turn: _SpelledTurn.of(other, one.turn) for one in (*added, *removed)}
     gone, come = (
-        np.unique([at for one in parts for at in spelled[one.turn].positions_of(one)]).astype(int)
+        np.unique([p for one in parts for p in spelled[one.turn].positions_of(one)]).astype(int)
         for parts in (removed, added)
     )
     first = _user_pins(other)
@@ -260,12 +260,12 @@ def _pin_again(session: Session, index: int, parts: Sequence[PinnedText]) -> int
         return 0
     turn = _SpelledTurn.of(session, index)
     positions = [turn.positions_of(part) for part in parts]
-    missing = [part for part, at in zip(parts, positions, strict=True) if not len(at)]
+    missing = [part for part, own in zip(parts, positions, strict=True) if not len(own)]
     texts = [turn.text[part.start : part.end] for part in missing]
     lost = sum(len(session.template.as_text(text)) for text in texts)
     lost += _pin_newest(session, np.union1d(_user_pins(session), np.concatenate(positions)))
-    for part, at in zip(parts, positions, strict=True):
-        pinned = np.intersect1d(at, session.ledger.pinned_positions)
+    for part, own in zip(parts, positions, strict=True):
+        pinned = np.intersect1d(own, session.ledger.pinned_positions)
         session.ledger.flag(Flag.RULE, pinned, part.is_rule)
     return lost
 
@@ -319,8 +319,8 @@ class _SpelledTurn:
 
     @staticmethod
     def of(session: Session, index: int) -> _SpelledTurn:
-        at = session.ledger.of_turn(index)
-        rows = without_template(session.tokens(at.tolist()))
+        positions = session.ledger.of_turn(index)
+        rows = without_template(session.tokens(positions.tolist()))
         rows = [row for row in rows if "thinking" not in row.flags]
         pieces = ["".join(row.text.split()) for row in rows]
         return _SpelledTurn(
@@ -339,12 +339,12 @@ class _SpelledTurn:
         return self.positions[tokens_spelling(self.bounds[1:], start, start + len(text))]
 
 
-def _index_in(other: str, part: str, text: str, at: int) -> int:
-    """Index in `other` of the occurrence of `part` that `text` has at index `at`; or -1."""
+def _index_in(other: str, part: str, text: str, index: int) -> int:
+    """Index in `other` of the occurrence of `part` that `text` has at `index`; or -1."""
     # The first occurrence in `text` corresponds to the first in `other`, and so on.
     if text == other:
-        return at
+        return index
     here, there = text.find(part), other.find(part)
-    while 0 <= here < at and (following := other.find(part, there + 1)) >= 0:
+    while 0 <= here < index and (following := other.find(part, there + 1)) >= 0:
         here, there = text.find(part, here + 1), following
     return there

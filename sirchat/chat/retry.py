@@ -10,7 +10,8 @@ from typing import Any
 from sirchat.chat.events import Delta, Event, Notice, Reading, TurnDone, Undone
 from sirchat.chat.session import Session
 from sirchat.chat.settings import updated_profile
-from sirchat.chat.state import UNFINISHED, last_generated_reply
+from sirchat.chat.state import UNFINISHED, GeneratedReply, last_generated_reply
+from sirchat.chat.tool_loop import reply_format
 from sirchat.chat.turn import Interrupted, never
 from sirchat.chat.undo_history import UndoPoint
 from sirchat.errors import UsageError
@@ -108,15 +109,21 @@ def go_on(session: Session, interrupted: Interrupted = never) -> Iterator[Event]
     reply = last_generated_reply(session.ledger, session.turns)
     if reply is None or reply.finish not in UNFINISHED:
         raise UsageError("the last reply is complete", hint="/retry replaces it by another")
-    events = session.go_on(reply, interrupted)
+    allowed = yield from reply_format(session, session.toolbox, reply)
     try:
-        first = next(events)
-    except LookupError:  # a resumed chat, for example: the model generates the reply again
-        text, attempt, length = session.undoable_message, session.state.attempt, len(reply.ids)
+        session.return_to(session.history.before_end)
+    except LookupError:  # in a resumed chat, for example
+        yield from _generate_again(session, reply, interrupted)
     else:
-        yield first
-        yield from events
-        return
+        begun = session.state.last_reply_stats
+        yield from session.begin_reply(interrupted, allowed=allowed, begun=begun).events()
+
+
+def _generate_again(
+    session: Session, reply: GeneratedReply, interrupted: Interrupted
+) -> Iterator[Event]:
+    """Undo the last message, generate the same `reply` to it, and go on."""
+    text, attempt, length = session.undoable_message, session.state.attempt, len(reply.ids)
     yield from session.undo(to_ask_again=True)
 
     def stops() -> bool:

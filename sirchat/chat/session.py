@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sirchat.chat.conversation import Conversation
-from sirchat.chat.events import Ended, Erased, Event, Notice, Pinned, TokenRow, Undone
+from sirchat.chat.events import Ended, Erased, Event, Notice, Pinned, Restored, TokenRow, Undone
 from sirchat.chat.panel_snapshot import Snapshot, take_snapshot
 from sirchat.chat.settings import all_or_nothing, build_cache_settings, updated_profile
 from sirchat.chat.state import (
@@ -27,6 +27,7 @@ from sirchat.chat.statements import (
     StatedFact,
     StatementCache,
     find_statements,
+    pin_rules,
     sentences_at,
     unpin_excess_rules,
 )
@@ -34,7 +35,6 @@ from sirchat.chat.targets import (
     Target,
     erase_target,
     positions_of,
-    tokens_to_erase,
     tokens_to_restore,
     without_generated,
 )
@@ -48,12 +48,11 @@ from sirchat.engine.types import EngineState
 from sirchat.errors import SettingError, UndoError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.key_value_store import HeldKeysValues
-from sirchat.memory.key_values import KeyValues, Positions
+from sirchat.memory.key_values import KeyValues
 from sirchat.memory.ledger import Flag, Role
-from sirchat.memory.placement import RestoredRows
 from sirchat.models.devices import DeviceMemory, memory_by_device
 from sirchat.models.model import LoadedModel
-from sirchat.text.template import Template
+from sirchat.text.template import Template, TurnIds
 
 __all__ = ("Interrupted", "Session")
 
@@ -72,11 +71,10 @@ class Session(Conversation):
         self.toolbox = Toolbox()
         self.erasures = 0  # calls of `erase`, after which saved text must be written again
 
-    @property
-    def speed(self) -> float:
-        """Tokens per second of the current or the last reply; 0 before the first reply."""
-        stats = self.state.last_reply_stats
-        return stats.tokens_out / max(stats.seconds_decode, 1e-9)
+    def reset(self) -> None:
+        """Start an empty conversation; the settings stay."""
+        super().reset()
+        self._statement_cache = StatementCache()
 
     @property
     def memory(self) -> list[DeviceMemory]:
@@ -116,6 +114,18 @@ class Session(Conversation):
         self.state.attempt = attempt
         yield from answer_with_tools(self, box, text, interrupted, reply, allowed)
 
+    def read_question(
+        self,
+        text: str,
+        interrupted: Interrupted = never,
+        *,
+        next_role: str | None = None,
+        given: TurnIds | None = None,
+    ) -> Iterator[Event]:
+        """Read a user turn, as `read_user` does, and pin its rules and preferences."""
+        yield from self.read_user(text, interrupted, next_role=next_role, given=given)
+        yield from pin_rules(self, self._statement_cache)
+
     def _tell_tools(self, tools_json: str) -> list[Event]:
         """Let the model read the tools `told`, in place of the tools that it was told before."""
         is_new = tools_json != self.state.tools_json
@@ -124,17 +134,6 @@ class Session(Conversation):
         self.state.tools_json = tools_json
         self.template = template
         return events
-
-    def go_on(self, begun: GeneratedReply, interrupted: Interrupted = never) -> Iterator[Event]:
-        """Continue the last reply, which was cut after `begun`, as if it had not been cut.
-
-        Raises LookupError if more was read since, or if a token is lost. Memory and turns then stay
-        as they were, but the reply can no longer be continued.
-        """
-        allowed = yield from reply_format(self, self.toolbox, begun)
-        self.return_to(self.history.before_end)
-        turn = self._open_turn(self.state.last_reply_stats)
-        yield from self.begin_reply(interrupted, allowed=allowed, turn=turn).events()
 
     def retry(self, interrupted: Interrupted = never, text: str | None = None) -> Iterator[Event]:
         """Undo the last user turn; ask it again with other random numbers, or ask `text` instead.
@@ -200,35 +199,40 @@ class Session(Conversation):
         the old one, which is evicted. Raises SettingError, beginning with `source` and changing
         nothing.
         """
-        before, state = self.profile, self.state
+        before, new_template = self.profile, template or self.template
         profile = updated_profile(before, self.model, source, updates)
-        settings = build_cache_settings(profile, self._folder)
         is_replaced = self.seen > 0 and (profile.system != before.system or template is not None)
-        template = template or self.template
         prompt = None
-        if is_replaced and (profile.system or template.tools):
-            prompt = template.system_turn(profile.system or "")
-        size = len(prompt.ids) if prompt is not None else 0
-        with all_or_nothing(self.engine):
-            events = unpin_excess_rules(self.engine, self._texts, settings)
-            if is_replaced or profile.pin_system != before.pin_system:
-                self.ledger.pin(state.system.positions, profile.pin_system and not is_replaced)
-            moves = self.engine.switcher.switch(settings, size if profile.pin_system else 0)
-            if is_replaced:
-                moves += self.engine.evictor.exclude(np.asarray(state.system.positions))
-            self.engine.require_room(size)
-        self.profile = profile
-        self.template = template
-        if settings.recall is None and before.recall != "off":
+        if is_replaced and (profile.system or new_template.tools):
+            prompt = new_template.system_turn(profile.system or "")
+        events = self._switch_engine(profile, prompt, is_replaced=is_replaced)
+        self.profile, self.template = profile, new_template
+        if self.engine.settings.recall is None and before.recall != "off":
             self.recall.undo()  # what it found last is no longer reported
         if is_replaced:
-            state.system = SystemPrompt()
-        events += self._events.moved(state.last_turn, moves)
-        restored = sum(len(move.positions) for move in moves if isinstance(move, RestoredRows))
-        events += self._events.switched(self.model, before, profile, restored, template)
+            self.state.system = SystemPrompt()
+        restored = sum(len(event.positions) for event in events if isinstance(event, Restored))
+        events += self._events.switched(self.model, before, profile, restored, new_template)
         if prompt is not None:
             events += [*self._read_pending(), *self.read_system(prompt, interrupted)]
         return events
+
+    def _switch_engine(
+        self, profile: Profile, prompt: TurnIds | None, *, is_replaced: bool
+    ) -> list[Event]:
+        """Put settings into force; if the system prompt `is_replaced`, evict it for `prompt`."""
+        engine, old_prompt = self.engine, self.state.system.positions
+        settings = build_cache_settings(profile, self._folder)
+        size = len(prompt.ids) if prompt is not None else 0
+        with all_or_nothing(engine):
+            events = unpin_excess_rules(self, settings)
+            if is_replaced or profile.pin_system != self.profile.pin_system:
+                self.ledger.pin(old_prompt, profile.pin_system and not is_replaced)
+            moves = engine.switcher.switch(settings, size if profile.pin_system else 0)
+            if is_replaced:
+                moves += engine.evictor.exclude(np.asarray(old_prompt))
+            engine.require_room(size)
+        return events + self._events.moved(self.state.last_turn, moves)
 
     def note_profile(self, profile: Profile) -> None:
         """Store settings that are in force already, or that neither engine nor model uses."""
@@ -249,7 +253,7 @@ class Session(Conversation):
 
         Raises UsageError if `target` names no token.
         """
-        asked = tokens_to_restore(target, self.engine, self._texts, self.state, around, self.recall)
+        asked = tokens_to_restore(self, target, around)
         moves = self.engine.recalled.begin(asked, incoming=0)
         self.state.restored_by_user = asked.tolist()
         return [*self._events.moved(self.state.last_turn, moves), *self._events.take_problems()]
@@ -260,12 +264,12 @@ class Session(Conversation):
         If others wrote the text too, the model's own is not pinned. Raises UsageError if nothing
         matches; SettingError, changing nothing, if the pins would leave too little room.
         """
-        positions = self._positions_of(target, self.engine.store.recallable())
+        positions = positions_of(self, target, self.engine.store.recallable())
         if pinned and isinstance(target, str):  # all tokens of a turn are of one writer
-            positions = without_generated(positions, self.ledger, self.state)
+            positions = without_generated(self, positions)
         moves = self.engine.switcher.pin(positions, pinned)
         self.ledger.release_rules(positions)  # from now on they are the user's choice
-        said = sentences_at(self.ledger, self._texts, positions)
+        said = sentences_at(self, positions)
         before = self.state.unpinned_sentences
         self.state.unpinned_sentences = before - said if pinned else before | said
         events = self._events.moved(self.state.last_turn, moves)
@@ -280,40 +284,33 @@ class Session(Conversation):
         No earlier turn can be undone afterwards. Later tokens stay, although they attended to the
         erased tokens. Raises UsageError if nothing matches.
         """
-        count, prompt = erase_target(
-            target, self.engine, self._texts, self.state, self.profile.system
-        )
+        count, prompt = erase_target(self, target)
         self.state.system = replace(self.state.system, text=prompt)
         self.profile = self.profile.model_copy(update={"system": prompt})
         self.history.messages = []
         self._statement_cache = StatementCache()
         unpinned = [turn for turn, _ in self.state.unpinned_sentences]
-        at = np.flatnonzero(np.isin(self.ledger.column("turn"), unpinned))
-        self.state.unpinned_sentences &= sentences_at(self.ledger, self._texts, at)
+        positions = np.flatnonzero(np.isin(self.ledger.column("turn"), unpinned))
+        self.state.unpinned_sentences &= sentences_at(self, positions)
         self.recall.erase_words()
         self.erasures += 1
         return [Erased(count, self.resident)]
 
-    def tokens_to_erase(self, target: str) -> Positions:
-        """Positions of the tokens that `erase` would erase; raises the same errors."""
-        return tokens_to_erase(target, self.engine, self._texts, self.state, self.profile.system)
-
     def why(self, target: str) -> list[TokenRank]:
         """Score, rank and state of each token that `target` names; UsageError if none matches."""
-        at = self._positions_of(target, np.arange(self.seen))
+        positions = positions_of(self, target, np.arange(self.seen))
         now = self.snapshot(strongest=0)
-        return token_ranks(self.engine, self._texts, at, now, sinks=self.profile.sinks)
+        return token_ranks(self.engine, self.texts, positions, now)
 
     def facts(self, words: str = "") -> list[StatedFact]:
         """The user's pinned rules, then the stated facts; only those with all `words`, if given."""
-        chat = self.model, self.template, self.ledger, self._texts, self.turns
-        return find_statements(*chat, self._statement_cache, words)
+        return find_statements(self, self._statement_cache, words)
 
     def attention_paid(self, turn: int) -> AttentionPaid:
         """The attention of the reply with turn index `turn` to the tokens held before it."""
         is_last = self.history.reply_seen == self.seen
         placement = self.history.reply_placement if is_last else None
-        return attention_paid(self.engine, turn, placement, self.profile.sinks)
+        return attention_paid(self.engine, turn, placement)
 
     def tokens(self, positions: Sequence[int]) -> tuple[TokenRow, ...]:
         """A record of each token, held or evicted, at these stream positions (ascending)."""
@@ -325,17 +322,7 @@ class Session(Conversation):
 
     def snapshot(self, strongest: int | None = None) -> Snapshot:
         """A snapshot of the cache; with `strongest`, a short one of that many tokens."""
-        return take_snapshot(
-            self.engine,
-            self.profile,
-            self._texts,
-            self.state.roles,
-            model=self.model.name,
-            speed=self.speed,
-            round=self.engine.choice.round if self.state.in_round else None,
-            strongest=strongest,
-            recalled_turns=self.recall.turns,
-        )
+        return take_snapshot(self, strongest)
 
     def opening_events(self) -> list[Event]:
         """The event `Started`, then notices of what does not suit the model, and what it lacks."""
@@ -365,6 +352,3 @@ class Session(Conversation):
         self.ledger.left_out = np.flatnonzero(np.isin(self.ledger.column("turn"), left_out))
         for number, turn in enumerate(state.turns):
             self.mark_torn(number, turn.torn)
-
-    def _positions_of(self, target: Target, among: Positions) -> Positions:
-        return positions_of(target, self.ledger, self._texts, self.state.roles, among)

@@ -202,7 +202,7 @@ def check_policy(profile: Profile, model: LoadedModel, source: str) -> None:
     """Raise SettingError if the policy, or `attention`, needs what this model does not have."""
     name = "attention" if profile.attention == "on" else "policy"
     cls, policy = policy_class(profile.policy), build_policy(profile)
-    if (cls.needs_attention or name == "attention") and not model.exposes_attention:
+    if (cls.needs_attention or name == "attention") and not model.exposes_attention():
         raise SettingError(
             f"{source}: {name} can't be {getattr(profile, name)!r}: {no_attention_reason(model)}",
             hint="set attention to 'auto': it is then counted only if the model exposes it"

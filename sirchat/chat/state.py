@@ -108,8 +108,8 @@ class ConversationState:
     def roles(self) -> list[str]:
         """The role of each turn; `summary` for a summary and the answer to it."""
         roles = [turn.role for turn in self.turns]
-        for at in [at for at, turn in enumerate(self.turns) if turn.is_summary]:
-            roles[at : at + 2] = ["summary"] * len(roles[at : at + 2])
+        for index in [index for index, turn in enumerate(self.turns) if turn.is_summary]:
+            roles[index : index + 2] = ["summary"] * len(roles[index : index + 2])
         return roles
 
     @property
@@ -119,19 +119,21 @@ class ConversationState:
     @property
     def generated(self) -> list[int]:
         """Indices of the turns that the model wrote itself."""
-        own = [at for at, turn in enumerate(self.turns) if turn.role == "assistant"]
-        return [at for at in own if self.turns[at].finish != "read"]
+        own = [index for index, turn in enumerate(self.turns) if turn.role == "assistant"]
+        return [index for index in own if self.turns[index].finish != "read"]
 
     def user_turns_at(self, asked: TimeRange | None, before: int | None = None) -> list[int]:
         """User turns in the time range `asked`, before turn `before`.
 
         The newest comes first, or the oldest if the range asks for the first one.
         """
-        user_turns = [at for at, turn in enumerate(self.turns[:before]) if turn.role == "user"]
+        turns = self.turns[:before]
+        user_turns = [index for index, turn in enumerate(turns) if turn.role == "user"]
         if asked is None or not user_turns:
             return []
-        found = asked.turns([self.turns[at].time for at in user_turns]).nonzero()[0].tolist()
-        return [user_turns[at] for at in (found if asked.place == "first" else reversed(found))]
+        is_asked = asked.turns([turns[index].time for index in user_turns])
+        found = [index for index, fits in zip(user_turns, is_asked, strict=True) if fits]
+        return found if asked.place == "first" else found[::-1]
 
     def begin(self, role: str) -> TurnStats:
         """Append an empty turn of `role`; returns its counts, which the caller increases."""

@@ -123,21 +123,21 @@ def _extract(session: Session, messages: list[_Message], facts: list[StatedFact]
                 distinct.setdefault(" ".join(has), sentence)
     sentences = list(distinct.values())
     summary_words, chosen, room = set[str](), list[int](), most - summary_size(session, "")
-    queue = [(-sentence.score(summary_words), at) for at, sentence in enumerate(sentences)]
+    queue = [(-sentence.score(summary_words), index) for index, sentence in enumerate(sentences)]
     heapify(queue)
     while queue:
-        _, at = heappop(queue)
-        score = sentences[at].score(summary_words)
-        if not score or sentences[at].size > room:
+        _, index = heappop(queue)
+        score = sentences[index].score(summary_words)
+        if not score or sentences[index].size > room:
             continue
         if queue and -score > queue[0][0]:  # the summary now has some of its words
-            heappush(queue, (-score, at))
+            heappush(queue, (-score, index))
             continue
-        chosen.append(at)
-        summary_words |= sentences[at].words.keys()
-        room -= sentences[at].size
+        chosen.append(index)
+        summary_words |= sentences[index].words.keys()
+        room -= sentences[index].size
     while chosen:
-        text = " ".join(sentences[at].text for at in sorted(chosen))
+        text = " ".join(sentences[index].text for index in sorted(chosen))
         if summary_size(session, text) <= most:
             return text
         chosen.pop()

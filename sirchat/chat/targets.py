@@ -9,13 +9,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from sirchat.chat.state import ConversationState
-from sirchat.engine.engine import Engine
+from sirchat.chat.conversation import Conversation
 from sirchat.errors import UsageError, format_value
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger, Role
-from sirchat.recall.passages import sentences_of
-from sirchat.recall.recall import Recall
+from sirchat.recall.passages import sentences_of, texts_at
 from sirchat.text.detokenizer import Texts, sentence_bounds, tokens_matching
 
 Target = str | Positions  # what the user typed to name tokens, or their stream positions
@@ -30,12 +28,7 @@ _WITHOUT_BLANKS = re.compile(
 
 
 def positions_of(
-    target: Target,
-    ledger: Ledger,
-    texts: Texts,
-    roles: Sequence[str],
-    among: Positions,
-    around: int = 0,
+    chat: Conversation, target: Target, among: Positions, around: int = 0
 ) -> Positions:
     """Positions [k], ascending and in `among` [n], of the tokens that a target names.
 
@@ -44,102 +37,96 @@ def positions_of(
     """
     if not isinstance(target, str):
         return np.intersect1d(target, among)
-    said, positions = _matches(target, ledger, texts, roles, among)
+    ledger, roles = chat.ledger, chat.state.roles
+    said, positions = _matches(chat, target, roles, among)
     if not len(positions):
-        evicted = _matches(target, ledger, texts, roles, np.arange(ledger.seen))[1]
+        evicted = _matches(chat, target, roles, np.arange(ledger.seen))[1]
         is_text = turn_of_target(target, roles) is None and not len(evicted)
-        hint = _similar_words(target, _runs(ledger, texts, said)) if is_text else ""
+        hint = _similar_words(target, _runs(ledger, chat.texts, said)) if is_text else ""
         raise UsageError(_why_nothing(target, roles, is_evicted=len(evicted) > 0), hint=hint)
-    turns = ledger.column("turn")
     near = (positions[:, None] + np.arange(-around, around + 1)).clip(0, ledger.seen - 1)
-    return np.intersect1d(near[turns[near] == turns[positions][:, None]], said)
+    is_near = np.ones_like(near, bool)
+    for column in (ledger.column("turn"), ledger.column("role")):  # a template has its own prompt
+        is_near &= column[near] == column[positions][:, None]
+    return np.intersect1d(near[is_near], said)
 
 
-def tokens_to_erase(
-    target: str, engine: Engine, texts: Texts, state: ConversationState, system: str | None
-) -> Positions:
-    """Positions of the tokens, held or evicted, that `target` names; `system` is the system prompt.
+def tokens_to_erase(chat: Conversation, target: str) -> Positions:
+    """Positions of the tokens, held or evicted, that `target` names.
 
     Empty if the model has not read the text, in an interrupted turn or an unread system prompt.
     Raises UsageError if nothing matches, or only text that the chat template adds to each chat.
     """
-    ledger, roles = engine.ledger, state.roles
     try:
-        at = positions_of(target, ledger, texts, roles, np.arange(ledger.seen))
-        own = template_prompt(ledger, texts)[0]
-        if np.isin(at, own).all():
+        positions = positions_of(chat, target, np.arange(chat.seen))
+        own = template_prompt(chat.ledger, chat.texts)[0]
+        if np.isin(positions, own).all():
             where = "only in the system prompt that the model's chat template adds"
             what = format_value(without_quotes(target))
             raise UsageError(f"{what} is {where}: it would come back")
-        return np.setdiff1d(at, own)
+        return np.setdiff1d(positions, own)
     except UsageError:
         pattern = whole_words(without_quotes(target))
-        unread = [system or "", *(f"{turn.text}\n{turn.thinking}" for turn in state.turns)]
-        if turn_of_target(target, roles) is not None or not any(map(pattern.search, unread)):
+        unread = [f"{turn.text}\n{turn.thinking}" for turn in chat.turns]
+        is_turn = turn_of_target(target, chat.state.roles) is not None
+        if is_turn or not any(map(pattern.search, [chat.profile.system or "", *unread])):
             raise
         return np.zeros(0, np.int64)
 
 
-def tokens_to_restore(
-    target: Target,
-    engine: Engine,
-    texts: Texts,
-    state: ConversationState,
-    near: int,
-    recall: Recall,
-) -> Positions:
+def tokens_to_restore(chat: Conversation, target: Target, around: int) -> Positions:
     """Positions of the tokens to hold for the next reply, with those requested before.
 
     Words that are not adjacent name the passages that have them. The model's own text is left out
     if others said the same; if there is too much, only the newest tokens stay. Raises UsageError if
     nothing matches, or there is no room.
     """
-    among = engine.store.recallable()
+    among = chat.engine.store.recallable()
     try:
-        at = positions_of(target, engine.ledger, texts, state.roles, among, near)
+        positions = positions_of(chat, target, among, around)
     except UsageError:
-        if not isinstance(target, str) or turn_of_target(target, state.roles) is not None:
+        if not isinstance(target, str) or turn_of_target(target, chat.state.roles) is not None:
             raise
-        passages = recall.passages_containing(target)
+        passages = chat.recall.passages_containing(target)
         whole = [one for one in passages if np.isin(one, among).all()]
         if not whole:
             raise
-        at = np.unique(np.concatenate(whole))
-    at, room = without_generated(at, engine.ledger, state), engine.choice.free_budget() // 2
-    if not len(at) or room < 1:
+        positions = np.unique(np.concatenate(whole))
+    positions = without_generated(chat, positions)
+    room = chat.engine.choice.free_budget() // 2
+    if not len(positions) or room < 1:
         raise UsageError("nothing is restored: it is no longer archived, or pins leave no room")
-    both = np.union1d(np.intersect1d(np.asarray(state.restored_by_user, np.int64), among), at)
-    return both if len(both) <= room else at[max(0, len(at) - room) :]
+    before = np.intersect1d(np.asarray(chat.state.restored_by_user, np.int64), among)
+    both = np.union1d(before, positions)
+    return both if len(both) <= room else positions[max(0, len(positions) - room) :]
 
 
-def without_generated(positions: Positions, ledger: Ledger, state: ConversationState) -> Positions:
+def without_generated(chat: Conversation, positions: Positions) -> Positions:
     """The positions of tokens that the model did not write; all if it wrote all of them."""
-    not_generated = positions[~np.isin(ledger.column("turn")[positions], state.generated)]
+    not_generated = positions[~np.isin(chat.ledger.column("turn")[positions], chat.state.generated)]
     return not_generated if len(not_generated) else positions
 
 
-def erase_target(
-    target: str, engine: Engine, texts: Texts, state: ConversationState, system: str | None
-) -> tuple[int, str | None]:
+def erase_target(chat: Conversation, target: str) -> tuple[int, str | None]:
     """Erase the tokens that `target` names, and their words or turn in the turns' texts.
 
-    Also erases words of the system prompt `system`. Returns the number of tokens, and the rest of
-    the prompt, or None. Raises UsageError if nothing matches.
+    Returns the number of tokens, and the rest of the system prompt, or None. Raises UsageError if
+    nothing matches.
     """
-    positions = tokens_to_erase(target, engine, texts, state, system)
-    turns = np.unique(engine.ledger.column("turn")[positions]).tolist()
-    said = (at for turn in turns for at, _ in sentences_of(engine.ledger, texts, turn))
-    ends = np.fromiter((at[-1] for at in said), np.int64)
-    engine.erase(positions)
-    engine.ledger.flag(Flag.ANCHOR, np.intersect1d(ends, positions), True)  # they ended one
-    index = turn_of_target(target, state.roles)
+    ledger, system, positions = chat.ledger, chat.profile.system, tokens_to_erase(chat, target)
+    turns = np.unique(ledger.column("turn")[positions]).tolist()
+    said = (sentence for turn in turns for sentence, _ in sentences_of(ledger, chat.texts, turn))
+    ends = np.fromiter((sentence[-1] for sentence in said), np.int64)
+    chat.engine.erase(positions)
+    ledger.flag(Flag.ANCHOR, np.intersect1d(ends, positions), True)  # they ended one
+    index = turn_of_target(target, chat.state.roles)
     if index is not None:
-        turn = state.turns[index]
+        turn = chat.turns[index]
         in_force = turn.role == "system" and turn.text == system
         turn.text, turn.thinking, turn.torn = "", "", ()
         return len(positions), None if in_force else system
     pattern = whole_words(without_quotes(target))
-    for turn in state.turns:
+    for turn in chat.turns:
         marked = pattern.sub(lambda found: _ERASED * len(found[0]), turn.text)
         parts = (marked[start:end].strip() for start, end in pairwise(sentence_bounds(turn.text)))
         torn = (text for text in parts if _ERASED in text or text.startswith(turn.torn))
@@ -204,9 +191,10 @@ def template_prompt(ledger: Ledger, texts: Texts) -> tuple[range, int]:
 
 
 def _matches(
-    target: str, ledger: Ledger, texts: Texts, roles: Sequence[str], among: Positions
+    chat: Conversation, target: str, roles: Sequence[str], among: Positions
 ) -> tuple[Positions, Positions]:
     """The unerased message tokens in `among`, and those of them that the target names."""
+    ledger, texts = chat.ledger, chat.texts
     is_erased = (ledger.column("flags")[among] & Flag.ERASED).astype(bool)
     is_text, turn = ledger.column("role")[among] != Role.TEMPLATE, turn_of_target(target, roles)
     if turn is None:  # no turn has the template's own prompt
@@ -255,7 +243,7 @@ def _similar_words(target: str, runs: Sequence[Sequence[str]]) -> str:
 
 def _runs(ledger: Ledger, texts: Texts, said: Positions) -> list[list[str]]:
     """The texts of the tokens `said`, in runs of adjacent tokens."""
-    pieces = texts(ledger.column("token_id")[said].tolist(), said.tolist())
+    pieces = texts_at(ledger, texts, said)
     breaks = (np.flatnonzero(np.diff(said) > 1) + 1).tolist()
     return [pieces[start:end] for start, end in pairwise([0, *breaks, len(pieces)])]
 

@@ -67,7 +67,6 @@ def token_rows(
     engine: Engine,
     positions: Positions,
     texts: Texts,
-    sinks: int,
     scores: Floats | None,
     roles: Sequence[str] = (),
 ) -> tuple[TokenRow, ...]:
@@ -75,7 +74,7 @@ def token_rows(
 
     `roles` are those of the turns; the tokens of a `summary` get that role, too.
     """
-    ledger, at = engine.ledger, positions.tolist()
+    ledger, listed = engine.ledger, positions.tolist()
 
     def column(name: str) -> list[Any]:
         values: list[Any] = ledger.column(name)[positions].tolist()
@@ -84,17 +83,17 @@ def token_rows(
     ids, flags = column("token_id"), column("flags")
     decayed = np.exp(ledger.log_decayed_surprisal_of(positions)).tolist()
     attention = ledger.attention.totals(positions, ledger.log_decay).tolist()
-    shown = [None] * len(at) if scores is None else shown_scores(engine, scores).tolist()
-    text = texts(ids, at)
+    shown = [None] * len(listed) if scores is None else shown_scores(engine, scores).tolist()
+    text = texts(ids, listed)
     turn, role, surprisal = column("turn"), column("role"), column("surprisal")
-    summaries = {at for at, of in enumerate(roles) if of == "summary"}
+    summaries = {index for index, of in enumerate(roles) if of == "summary"}
     is_summary = [t in summaries and r != Role.TEMPLATE for t, r in zip(turn, role, strict=True)]
     erased = int(Flag.ERASED)  # comparing with a Flag takes ten times as long
     arrival_key, counted = column("arrival_key"), ledger.attention.has_records
     bits = engine.store.archive.bits(positions).tolist()
     return tuple(
         TokenRow(
-            position=at[i],
+            position=listed[i],
             id=ids[i],
             text="" if flags[i] & erased else text[i],
             turn=turn[i],
@@ -103,10 +102,10 @@ def token_rows(
             decayed_surprisal=decayed[i],
             score=shown[i],
             arrival_key=arrival_key[i],
-            flags=_flag_names(flags[i], at[i] < sinks, bits[i]),
+            flags=_flag_names(flags[i], listed[i] < engine.settings.sinks, bits[i]),
             attention=attention[i] if counted else None,
         )
-        for i in range(len(at))
+        for i in range(len(listed))
     )
 
 
@@ -124,10 +123,10 @@ def _as_if_held(
     for among in (without_recalled, held, np.union1d(held, positions)):
         here = unknown & np.isin(positions, among)
         if here.any():
-            at = np.searchsorted(among, positions[here])
+            indices = np.searchsorted(among, positions[here])
             for name, values in compute(engine.choice.view(among)).items():
                 result = results.setdefault(name, np.zeros(len(positions)))
-                result[here] = values.double().numpy()[at]
+                result[here] = values.double().numpy()[indices]
             unknown &= ~here
     return results
 

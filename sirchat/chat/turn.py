@@ -112,12 +112,12 @@ class OpenTurn:
         """
         state, before = self.state, self.stats.index
         # After a million tokens, making these lists takes a noticeable part of the search's time.
-        out = [at - 1 for at, turn in enumerate(state.turns) if turn.role == "tool"]
-        out = [at for at in out if state.turns[at].role == "assistant"]
+        out = [number - 1 for number, turn in enumerate(state.turns) if turn.role == "tool"]
+        out = [number for number in out if state.turns[number].role == "assistant"]
         result = -1
         if state.turns[before].role == "tool":
             result = before
-            out += [at for at in range(before) if state.turns[at].role == "user"][-1:]
+            out += [number for number in range(before) if state.turns[number].role == "user"][-1:]
 
         def turns_at(text: str) -> list[int]:
             return state.user_turns_at(time_range(text, time.time()), before)
@@ -126,7 +126,7 @@ class OpenTurn:
         recollection = recall.restore_for_turn(turn, self.ref, state.restored_by_user)
         if recollection is not None:
             self.stats.seconds_prefill += recollection.seconds
-            yield from self.events.recalled(self.stats.index, recollection)
+            yield from self.events.recalled(self.stats.index, recollection, recall)
 
     def read_result(
         self,
@@ -154,30 +154,30 @@ class OpenTurn:
             rest = [*turn.ids[max(last, end) :], *after]
             yield from self.read(part, interrupted, pinned=last <= head, after=rest)
 
-    def close(self, closing: Sequence[int], stream: ReplyStream, at: Sequence[int]) -> list[Event]:
+    def close(self, closing: Sequence[int], parts: ReplyStream, said: Sequence[int]) -> list[Event]:
         """Read the template ids `closing` after a reply, and end the round; returns the events.
 
-        `stream` has divided the reply into parts; its tokens have the positions `at`. The pins of
-        tool results end.
+        `parts` has divided the reply, whose tokens are at the positions `said`. The pins of tool
+        results end.
         """
         events = [*self.read(_template_ids(closing)), *self._end_round()]
-        tokens = self.flag_thinking(stream, at)
-        dropped = stream.tokens_not_in_history()
+        tokens = self.flag_thinking(parts, said)
+        dropped = parts.tokens_not_in_history()
         self.engine.ledger.pin(np.asarray(self.state.result_pins, np.int64), False)
         self.state.result_pins = []
         self.state.restored_by_user = []
-        excluded = tokens[stream.tokens("end")]
+        excluded = tokens[parts.tokens("end")]
         if self._evicts_thinking and len(dropped):  # with what the header has of it
-            header = np.arange(at[0] - stream.unkept_header, at[0])
+            header = np.arange(said[0] - parts.unkept_header, said[0])
             excluded = np.concatenate([header, tokens[dropped], excluded])
         if len(excluded):
             moves = self.engine.evictor.exclude(excluded)
             events += self.events.moved(self.ref.turn, moves)
         return [event for event in events if not isinstance(event, Reading)]
 
-    def flag_thinking(self, stream: ReplyStream, at: Sequence[int]) -> Positions:
-        """Flag the reasoning of a reply divided by `stream`; returns the positions `at`."""
-        tokens: Positions = np.asarray(at, np.int64)
+    def flag_thinking(self, stream: ReplyStream, positions: Sequence[int]) -> Positions:
+        """Flag the reasoning of a reply divided by `stream`; returns their positions."""
+        tokens: Positions = np.asarray(positions, np.int64)
         self.engine.ledger.flag(Flag.THINKING, tokens[stream.tokens("thinking")], True)
         return tokens
 

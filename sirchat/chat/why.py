@@ -65,14 +65,15 @@ class AttentionPaid:
     # these tokens; None if the model does not expose its attention weights.
     shares: dict[int, float] | None
     recalled: frozenset[int] = frozenset()  # positions of those that recall had restored
+    aside: frozenset[int] = frozenset()  # of those that had stepped aside for these
 
 
 def token_ranks(
-    engine: Engine, texts: Texts, positions: Positions, now: Snapshot, *, sinks: int
+    engine: Engine, texts: Texts, positions: Positions, now: Snapshot
 ) -> list[TokenRank]:
     """Score, rank and state of each token at the stream `positions`, which are ascending.
 
-    `now` is a snapshot of the current cache; the first `sinks` tokens get the flag `sink`.
+    `now` is a snapshot of the current cache.
     """
     ledger = engine.ledger
     among = np.union1d(ledger.held_positions, positions)
@@ -84,7 +85,7 @@ def token_ranks(
         above = len(held) - np.searchsorted(held, scores[asked], side="right")
         ranks = [int(count) + 1 for count in above]
     asked_scores = None if scores is None else scores[asked]
-    rows = token_rows(engine, positions, texts, sinks, asked_scores)
+    rows = token_rows(engine, positions, texts, asked_scores)
     decayed_to = np.exp(ledger.log_decay - ledger.column("birth_decay")[positions])
     states = [State(state).name.lower() for state in ledger.column("state")[positions].tolist()]
     for index in np.flatnonzero(np.isin(positions, engine.store.rereadable(positions))).tolist():
@@ -111,27 +112,24 @@ def token_ranks(
     ]
 
 
-def attention_paid(
-    engine: Engine, turn: int, placement: Placement | None, sinks: int
-) -> AttentionPaid:
+def attention_paid(engine: Engine, turn: int, placement: Placement | None) -> AttentionPaid:
     """The attention of the reply with turn index `turn` to each token that was held before it.
 
     The model reads the reply again over the tokens held then; no state changes. `placement` is the
     one at the end of the chat's last reply; None if anything was read since.
     """
     if placement is None:
-        return _attention_paid(engine, turn, None, sinks)
+        return _attention_paid(engine, turn, None)
     then = frozenset(placement.held.tolist())
     if not placement.has_recall or not engine.store.has(placement.held):
-        return _attention_paid(engine, turn, then, sinks)
+        return _attention_paid(engine, turn, then)
     with engine.store.placed(placement):
-        paid = _attention_paid(engine, turn, then, sinks)
-    return replace(paid, recalled=frozenset(placement.recalled.tolist()))
+        paid = _attention_paid(engine, turn, then)
+    recalled, aside = (frozenset(at.tolist()) for at in (placement.recalled, placement.aside))
+    return replace(paid, recalled=recalled, aside=aside)
 
 
-def _attention_paid(
-    engine: Engine, turn: int, then: frozenset[int] | None, sinks: int
-) -> AttentionPaid:
+def _attention_paid(engine: Engine, turn: int, then: frozenset[int] | None) -> AttentionPaid:
     # If anything was read or undone since, the reply attends to all that is held now. Sinks and
     # the template's tokens are left out: models attend to these whatever the text is.
     ledger = engine.ledger
@@ -147,7 +145,8 @@ def _attention_paid(
     weights = attention_from(engine.reader, torch.from_numpy(queries), visible)
     if weights is None:
         return AttentionPaid(start, then, None)
-    counts = visible & (held < start) & (held >= max(1, sinks)) & (role[held] != Role.TEMPLATE)
+    counts = visible & (held < start) & (role[held] != Role.TEMPLATE)
+    counts &= held >= max(1, engine.settings.sinks)
     shares = weights[counts] / max(weights[counts].mean() if counts.any() else 0.0, 1e-12)
     return AttentionPaid(
         start, then, dict(zip(held[counts].tolist(), shares.tolist(), strict=True))
@@ -202,7 +201,7 @@ def supporting_sentence(answer: str, question: str, text: str) -> tuple[str, boo
     asked = set(terms_of(_in_digits(question)))
     for word in sorted(_telling_words(_in_digits(answer))):
         groups = set(letter_groups(word))
-        having = [at for at, these in enumerate(terms) if _is_among(groups, these)]
+        having = [index for index, these in enumerate(terms) if _is_among(groups, these)]
         rarity = math.log(1 + len(terms) / max(1, len(having)))
         is_asked = _is_among(groups, asked)
         scores[having] += rarity * (DISCOUNT if is_asked else 2 if word.isdecimal() else 1)

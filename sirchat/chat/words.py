@@ -89,14 +89,14 @@ def words_missing(pieces: Sequence[str], is_there: NDArray[np.bool_]) -> tuple[s
     """
     ends = np.cumsum([0, *map(len, pieces)])
     text, is_missing = "".join(pieces), np.zeros(ends[-1] + 1, bool)
-    for at in np.flatnonzero(~is_there):  # a token without text is a part of the next character
-        is_missing[ends[at] : max(ends[at] + 1, ends[at + 1])] = True
-    is_missing[[at for at, char in enumerate(text) if char in PUNCTUATION]] = False
+    for index in np.flatnonzero(~is_there):  # a token without text is a part of the next character
+        is_missing[ends[index] : max(ends[index] + 1, ends[index + 1])] = True
+    is_missing[[index for index, char in enumerate(text) if char in PUNCTUATION]] = False
     found = list[str]()
     for match in _SPELLED.finditer(text):
         start, end = match.span()
         if text[start] >= FIRST_CJK:
-            marked = "".join(text[at] if is_missing[at] else " " for at in range(start, end))
+            marked = "".join(text[i] if is_missing[i] else " " for i in range(start, end))
             found += marked.split()
         elif is_missing[start:end].any():
             found.append(match[0].strip(PUNCTUATION))
@@ -105,8 +105,9 @@ def words_missing(pieces: Sequence[str], is_there: NDArray[np.bool_]) -> tuple[s
 
 def near_positions(positions: Collection[int], seen: int) -> list[int]:
     """These positions and up to 5 on each side, ascending, in a stream of `seen` tokens."""
-    near = {at + step for at in positions for step in range(-_NEIGHBOURS, _NEIGHBOURS + 1)}
-    return sorted(at for at in near if 0 <= at < seen)
+    steps = range(-_NEIGHBOURS, _NEIGHBOURS + 1)
+    near = {position + step for position in positions for step in steps}
+    return sorted(position for position in near if 0 <= position < seen)
 
 
 def _is_apart(before: TokenRow, row: TokenRow) -> bool:

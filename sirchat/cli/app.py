@@ -22,7 +22,7 @@ from typer.main import get_command
 from sirchat import __version__
 from sirchat.cli.chat import ask, open_chat, replay, tutorial
 from sirchat.cli.doctor import completion, doctor, man, show_paths
-from sirchat.cli.flags import Trust, declared, with_flags, with_setting_flags
+from sirchat.cli.flags import Trust, with_flags, with_setting_flags
 from sirchat.cli.registry import add_example, command_modules, commands, overview
 from sirchat.cli.signals import exit_while_loading, install_exit_handlers, restore_terminal
 from sirchat.errors import (
@@ -32,31 +32,12 @@ from sirchat.errors import (
     format_value,
     shows_tracebacks,
 )
+from sirchat.paths import read_yaml
 from sirchat.ui.text import displayable_line
 
-# For a command of Ollama, llm or llama.cpp: the command of sirchat that does the same.
-_OTHER_COMMANDS = {
-    "run": "--model NAME opens a chat",
-    "chat": "opens a chat",
-    "pull": "models pull NAME downloads a model",
-    "list": "models lists them",
-    "ls": "models lists them",
-    "show": "sessions show last prints a chat",
-}
-# For a flag of Ollama, llm or llama.cpp: the flag of sirchat that does the same.
-_OTHER_FLAGS = {
-    **dict.fromkeys(
-        ("--max-tokens", "--num-predict", "--n-predict", "--predict"), "--max-new-tokens"
-    ),
-    **dict.fromkeys(("--num-ctx", "--ctx-size"), "--budget"),
-    "--system-prompt": "--system",
-    "--temp": "--temperature",
-    "--keep": "--sinks",
-    "--repeat-penalty": "--repetition-penalty",
-    "--repeat-last-n": "--repetition-window",
-    "--conversation": "--resume",
-}
-_FLAGS = declared(__file__, "app")
+_FLAGS = read_yaml(__file__, "app")
+# For a command, or a flag, of Ollama, llm or llama.cpp: what does the same here.
+_OTHER_COMMANDS, _OTHER_FLAGS = _FLAGS["other commands"], _FLAGS["other flags"]
 _MAX_PATH_CHARS = 300  # characters of a path in an error
 
 

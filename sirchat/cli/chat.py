@@ -13,7 +13,6 @@ import typer
 
 from sirchat.cli.flags import (
     Trust,
-    declared,
     open_session,
     profile_from_flags,
     with_flags,
@@ -26,7 +25,7 @@ from sirchat.config.profile_files import changed_profile, load_profile, resolve,
 from sirchat.config.values import parse_value
 from sirchat.errors import SessionError, SirchatError, TranscriptError, UsageError, is_output_closed
 from sirchat.memory.policies import import_typed
-from sirchat.paths import sessions_dir
+from sirchat.paths import read_yaml, sessions_dir
 from sirchat.text.json_schema import load_schema
 from sirchat.ui.interrupt import interruptible_imports
 from sirchat.ui.text import displayable_line
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from sirchat.text.transcript import TranscriptItem
     from sirchat.ui.screen import Screen
 
-_FLAGS = declared(__file__, "app")
+_FLAGS = read_yaml(__file__, "app")
 # Settings that flags change before a saved chat is loaded; others change after that.
 _SETTINGS_BEFORE_LOADING = {
     *("model", "device", "device_map", "dtype", "quantize", "unpack_dtype", "cache_dtype"),

@@ -2,34 +2,23 @@
 
 import os
 import re
-import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import typer
 
 from sirchat import __version__, paths
-from sirchat.cli.flags import declared, with_flags, without_garbage_collection
+from sirchat.cli.flags import with_flags, without_garbage_collection
 from sirchat.cli.registry import EXAMPLES, commands
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve
 from sirchat.errors import UsageError
 from sirchat.models.hub import require_available
+from sirchat.paths import read_yaml
 from sirchat.ui.lists import format_bytes
 from sirchat.ui.text import displayable, pluralize
 
-_FLAGS = declared(__file__, "app")
+_FLAGS = read_yaml(__file__, "app")
 _SHELLS = ("bash", "zsh", "fish")
-
-_SUMMARY = "endless chat with local language models, under a budget of memory"
-_SYNOPSIS = ("sirchat [SETTINGS]", "sirchat [SETTINGS] < FILE", "sirchat COMMAND ...")
-_DESCRIPTION = """\
-A causal language model remembers by its key/value (KV) cache, which grows with every token. sirchat
-holds the cache under a budget of tokens: a policy chooses which tokens the model still remembers.
-Without a command, sirchat opens a chat, in which /help lists the commands. If standard input is a
-file or a pipe, sirchat replays it as a transcript.
-"""
-_EXIT_CODES = (("0", "fine"), ("1", "failure"), ("2", "wrong usage"), ("130", "interrupted"))
 
 
 @with_flags(_FLAGS["doctor"])
@@ -105,7 +94,21 @@ def completion(shell: str, install: bool = False) -> None:
 
 def man() -> None:
     """Print the manual page in the format roff, which man reads."""
-    typer.echo("\n".join(_manual_lines()))
+    listed = (
+        f".TP\n.B {name}\n{_escape_roff(f'{meaning}; for example:')}\n.br\n"
+        + _escape_roff(EXAMPLES[name])
+        for name, meaning in commands().items()
+    )
+    flags = {name: name.replace("_", "-") for name in Profile.model_fields if name != "description"}
+    flags["policy_options"] = "option KEY=VALUE"
+    settings = (
+        f".TP\n.B {_escape_roff(f'--{flag}')}\n"
+        + _escape_roff(Profile.model_fields[name].description or "")
+        for name, flag in flags.items()
+    )
+    page = Path(__file__).with_name("manual.roff").read_text("utf-8")
+    parts = {"commands": "\n".join(listed), "settings": "\n".join(settings)}
+    typer.echo(page.format(version=__version__, **parts), nl=False)
 
 
 def describe_size(path: Path) -> str:
@@ -115,36 +118,6 @@ def describe_size(path: Path) -> str:
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files)
     return f"{format_bytes(size)} in {pluralize(len(files), 'file')}"
-
-
-def _manual_lines() -> Iterator[str]:
-    yield f'.TH SIRCHAT 1 "" "sirchat {__version__}"'
-    yield from (".SH NAME", f"sirchat \\- {_SUMMARY}", ".SH SYNOPSIS")
-    for line in _SYNOPSIS:
-        yield from (".nf", _escape_roff(line), ".fi")
-    yield from (
-        ".SH DESCRIPTION",
-        *map(_escape_roff, textwrap.wrap(_DESCRIPTION, 78)),
-        ".SH COMMANDS",
-    )
-    for name, meaning in commands().items():
-        yield from (".TP", f".B {name}", _escape_roff(f"{meaning}; for example:"), ".br")
-        yield _escape_roff(EXAMPLES[name])
-    yield ".SH SETTINGS"
-    yield "Set them by flags, lines of a profile, variables SIRCHAT_NAME, or /set in a chat."
-    for name, field in Profile.model_fields.items():
-        if name != "description":
-            flag = "option KEY=VALUE" if name == "policy_options" else name.replace("_", "-")
-            yield from (
-                ".TP",
-                f".B {_escape_roff('--' + flag)}",
-                _escape_roff(field.description or ""),
-            )
-    yield ".SH EXIT STATUS"
-    for code, meaning in _EXIT_CODES:
-        yield from (".TP", f".B {code}", meaning)
-    yield ".SH FILES"
-    yield _escape_roff("sirchat paths lists all files of sirchat, and says how to remove them.")
 
 
 def _escape_roff(text: str) -> str:

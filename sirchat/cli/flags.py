@@ -10,21 +10,19 @@ import os
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from inspect import Parameter, Signature, signature
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import list_profiles, resolve
 from sirchat.memory.policies import ALIASES, policy_class, policy_names
 from sirchat.memory.registry import BEST_RETRIEVER
 from sirchat.models.hub import require_available
-from sirchat.paths import archives_dir, sessions_dir
+from sirchat.paths import archives_dir, read_yaml, sessions_dir
 from sirchat.text.json_schema import load_schema
 from sirchat.ui.interrupt import interruptible_imports
 
@@ -49,15 +47,6 @@ _TYPES: dict[str, Any] = {
 Trust = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
 ]
-
-
-@cache
-def declared(beside: str, name: str) -> dict[str, dict[str, Any]]:
-    """The declarations in the file `NAME.yaml` beside the file `beside`, by command."""
-    text = Path(beside).with_name(f"{name}.yaml").read_text("utf-8")
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # much faster, where it is built
-    found: dict[str, dict[str, Any]] = yaml.load(text, loader)
-    return found
 
 
 def with_flags(
@@ -184,7 +173,7 @@ def load_profile_model(
 
 
 def _setting_flags() -> dict[str, Parameter]:
-    flags = dict(declared(__file__, "app")["settings"])
+    flags = dict(read_yaml(__file__, "app")["settings"])
     for name, field in Profile.model_fields.items():
         if name not in _SETTINGS_WITHOUT_FLAG:  # the profile parses and checks a text later
             option = f"--{name.replace('_', '-')}"

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 import typer
 
 from sirchat import paths
-from sirchat.cli.flags import declared, with_flags
+from sirchat.cli.flags import with_flags
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve, write_default_setting
 from sirchat.errors import ModelError, UsageError
 from sirchat.models.hub import require_available
 from sirchat.models.listing import FoundModel
+from sirchat.paths import read_yaml
 from sirchat.ui.text import displayable_line
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from sirchat.models.fit import Choice
     from sirchat.ui.lists import ListedModel
 
-_FLAGS = declared(__file__, "models")
+_FLAGS = read_yaml(__file__, "models")
 models_app = typer.Typer(add_completion=False, invoke_without_command=True)
 
 

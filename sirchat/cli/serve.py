@@ -19,7 +19,6 @@ from sirchat import paths
 from sirchat.cli.ask_port import open_ask_port
 from sirchat.cli.flags import (
     Trust,
-    declared,
     load_profile_model,
     profile_from_flags,
     with_flags,
@@ -29,6 +28,7 @@ from sirchat.cli.flags import (
 from sirchat.config.profile import Profile
 from sirchat.errors import SirchatError, UsageError, format_value, shows_tracebacks
 from sirchat.memory.policies import policy_class
+from sirchat.paths import read_yaml
 from sirchat.ui.interrupt import interruptible_imports
 from sirchat.ui.text import displayable_line
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from sirchat.server.app import ChatServer
 
 
-_FLAGS = declared(__file__, "serve")
+_FLAGS = read_yaml(__file__, "serve")
 serve_app = typer.Typer(add_completion=False)
 
 _SHUTDOWN_SECONDS = 3  # how long open connections may go on after a signal

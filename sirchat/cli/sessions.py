@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 import typer
 
 from sirchat import paths
-from sirchat.cli.flags import declared, with_flags
+from sirchat.cli.flags import with_flags
 from sirchat.cli.registry import lab_module
 from sirchat.errors import SessionError, UsageError, format_value
-from sirchat.paths import open_private, sessions_dir, write_private
+from sirchat.paths import open_private, read_yaml, sessions_dir, write_private
 from sirchat.ui.text import displayable, displayable_line, pluralize
 
 if TYPE_CHECKING:
     from sirchat.saved.session_list import SavedSession
 
-_FLAGS = declared(__file__, "sessions")
+_FLAGS = read_yaml(__file__, "sessions")
 sessions_app = typer.Typer(add_completion=False, invoke_without_command=True)
 
 

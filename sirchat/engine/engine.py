@@ -96,17 +96,17 @@ class Engine:
         return self.reader.logits
 
     def prefill(
-        self, ids: Sequence[int], roles: Sequence[Role], at: TurnRef, *, pinned: bool = False
+        self, ids: Sequence[int], roles: Sequence[Role], ref: TurnRef, *, pinned: bool = False
     ) -> Iterator[ReadProgress | EvictedRows]:
-        """Read `ids` [m] of turn `at`, with the role of each; yields evictions and progress.
+        """Read `ids` [m] of turn `ref`, with the role of each; yields evictions and progress.
 
         The engine is consistent at every yield, so callers may stop there. Raises ContextFullError,
         before any id is read, if the ids do not fit and nothing may be evicted.
         """
         evictor, ledger, compacts = self.evictor, self.ledger, self._compacts_at_anchors
-        self.choice.round = at.round
+        self.choice.round = ref.round
         self.require_room(len(ids))
-        turn = NewTokens(ids, roles, self.flags_of(ids, pinned), at)
+        turn = NewTokens(ids, roles, self.flags_of(ids, pinned), ref)
         stats, division = self.settings.attention_stats, self.choice.divide_budget()
         shared: AbstractContextManager[None] = nullcontext()
         if len(ids) > self._pass_size(division, pinned):
@@ -199,13 +199,13 @@ class Engine:
         cache.set_positions(absolute_positions=is_absolute)
         with self._model.share_unpacked(len(positions) // size):
             for start in range(0, len(positions), size):
-                at = positions[start : start + size]
-                leaving = max(0, cache.length + len(at) - total)  # after the sinks
+                part = positions[start : start + size]
+                leaving = max(0, cache.length + len(part) - total)  # after the sinks
                 slots = torch.arange(cache.length)
                 cache.keep(slots[(slots < sinks) | (slots >= sinks + leaving)])
-                ids = self.ledger.column("token_id")[at].tolist()
-                self._model.read(ids, cache, positions=at.tolist() if is_absolute else None)
-                cache.commit(len(at), at)
+                ids = self.ledger.column("token_id")[part].tolist()
+                self._model.read(ids, cache, positions=part.tolist() if is_absolute else None)
+                cache.commit(len(part), part)
         self.cache.state = cache.state
 
     def save(self, start: int = 0) -> EngineState:

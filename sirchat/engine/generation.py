@@ -124,7 +124,7 @@ class Generation(AbstractContextManager["Generation"]):
             engine.grow_for(1)
         self.chosen_id = token_id
 
-    def read(self) -> None:
+    def read_chosen(self) -> None:
         """Read the chosen token, unless the reply has ended."""
         token_id, engine = self.chosen_id, self.engine
         if token_id < 0:
@@ -171,7 +171,7 @@ def step(replies: Sequence[Generation]) -> list[StepResult]:
         _read_together([reply for reply in replies if reply.can_share_pass])
     for index, reply in enumerate(replies):
         try:
-            reply.read()
+            reply.read_chosen()
         except Exception as error:  # whatever a model raises
             errors[index] = error
     seconds = time.perf_counter() - start

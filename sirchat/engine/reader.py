@@ -93,7 +93,7 @@ class Reader:
         if sampler is None or not isinstance(step, CapturedStep):
             return
         if (choice := device_choice(sampler, step)) is not None:
-            self._device_run = DeviceRun(step, self.cache, choice, self._append_last_token_vector)
+            self._device_run = DeviceRun(step, self.cache, choice, self._append_token_vectors)
 
     def end_reply(self) -> None:
         """End the GPU's work of `begin_reply`; tokens that are not committed are dropped."""
@@ -113,7 +113,10 @@ class Reader:
         likeliest = self._likeliest  # known since the last token was read with others
         if likeliest is not None and likeliest.is_valid and sampler.is_greedy:
             return likeliest.id
-        return self._choose_by_sampler(sampler)
+        logits = self.logits
+        assert logits is not None
+        self.logits = logits  # drops what a run has begun to read after a token of its own
+        return sampler.pick(logits, self._recent_text_ids, self.ledger.seen)
 
     def _choose_by_run(self, *, may_read: bool) -> int | None:
         """The id that the GPU chooses by itself; None without a run, or if the host must choose."""
@@ -136,12 +139,6 @@ class Reader:
             return None
         self._device_token = chosen
         return chosen.id
-
-    def _choose_by_sampler(self, sampler: Sampler) -> int:
-        logits = self.logits
-        assert logits is not None
-        self.logits = logits  # drops what a run has begun to read after a token of its own
-        return sampler.pick(logits, self._recent_text_ids, self.ledger.seen)
 
     def read(
         self,
@@ -315,14 +312,11 @@ class Reader:
         ids: list[int] = self.ledger.column("token_id")[positions].tolist()
         return ids
 
-    def _append_last_token_vector(self, encoder_output: EncoderOutput) -> None:
-        """Record the newest token's vector, which a GPU returns after it chose the next token."""
-        self._append_token_vectors(self.ledger.seen - 1, encoder_output)
-
-    def _append_token_vectors(self, start: int, encoder_output: EncoderOutput) -> None:
-        vectors = self.ledger.token_vectors
-        if vectors.wanted and encoder_output.token_vectors is not None:
-            vectors.append(start, encoder_output.token_vectors)
+    def _append_token_vectors(self, encoder_output: EncoderOutput) -> None:
+        """Record the vectors of the newest tokens."""
+        vectors, new = self.ledger.token_vectors, encoder_output.token_vectors
+        if vectors.wanted and new is not None:
+            vectors.append(self.ledger.seen - len(new), new)
 
     def _read_chosen(self, chunk: NewTokens, run: DeviceRun, chosen: ChosenToken) -> float:
         """Read the id that the GPU has chosen, if it has not begun to; returns the surprisal."""
@@ -367,7 +361,7 @@ class Reader:
         if self._precomputed is not None and len(ids) == 1:
             self._likeliest = self._precomputed.likeliest
         self._commit(chunk, surprisals)
-        self._append_token_vectors(self.ledger.seen - len(ids), encoder_output)
+        self._append_token_vectors(encoder_output)
         return surprisals
 
     def _commit(self, tokens: NewTokens, surprisals: Sequence[float]) -> None:

@@ -37,10 +37,10 @@ class RecalledTokens:
     def begin(
         self,
         chosen: Positions,
+        scores: NDArray[np.float64] | None = None,
         *,
         incoming: int,
         focused: bool = False,
-        scores: NDArray[np.float64] | None = None,
     ) -> Moves:
         """Hold the tokens at positions `chosen` [n] for the next turn, of `incoming` ids.
 

@@ -1,7 +1,7 @@
 // Repacks matrices of GGUF files, whose blocks are laid out as in ggml, for `products.cpp`.
 //
 // In groups, each weight is q * scale + minimum. The product is exact in float32: in each format,
-// q and scale have at most 24 bits together. So the results have the bits of `gguf/blocks.py`, which does it by torch.
+// q and scale have at most 24 bits together. So eight bits, to which `pack_eight` rounds, are those of `packed.py`.
 // `step.cpp` includes this file.
 #include <algorithm>
 #include <cstdint>
@@ -50,15 +50,18 @@ inline void fifth_bits(const uint8_t* p, int8_t* __restrict q) {
   for (int i = 0; i < 32; i++) q[i] |= (bits >> i & 1) << 4;
 }
 
-// The scales and minima of a block of Q4_K or Q5_K: six bits each, in twelve bytes.
-inline void six_bits(const uint8_t* b, float* scale, float* minimum) {
-  const float first = half(b), second = -half(b + 2);
-  const uint8_t *low = b + 4, *high = b + 8, *mixed = b + 12;
+// The scales and minima of a block of Q4_K or Q5_K, as six bits in twelve bytes.
+inline void six_bits(const uint8_t* b, uint8_t* scale, uint8_t* minimum) {
   for (int i = 0; i < 4; i++) {
-    scale[i] = first * (low[i] & 63), minimum[i] = second * (high[i] & 63);
-    scale[i + 4] = first * ((mixed[i] & 15) | (low[i] >> 2 & 48));
-    minimum[i + 4] = second * (mixed[i] >> 4 | (high[i] >> 2 & 48));
+    scale[i] = b[4 + i] & 63, minimum[i] = b[8 + i] & 63;
+    scale[i + 4] = (b[12 + i] & 15) | (b[4 + i] >> 2 & 48), minimum[i + 4] = b[12 + i] >> 4 | (b[8 + i] >> 2 & 48);
   }
+}
+
+inline void scales_and_minima(const uint8_t* b, float* scale, float* minimum) {
+  uint8_t small[2][8];
+  six_bits(b, small[0], small[1]);
+  for (int i = 0; i < 8; i++) scale[i] = half(b) * small[0][i], minimum[i] = -half(b + 2) * small[1][i];
 }
 
 void read_q4_0(const uint8_t* b, int8_t* __restrict q, float* scale, float* minimum) {
@@ -110,7 +113,7 @@ void read_q4_k(const uint8_t* b, int8_t* __restrict q, float* scale, float* mini
       const uint8_t x = b[16 + 32 * j + i];
       q[64 * j + i] = x & 15, q[64 * j + 32 + i] = x >> 4;
     }
-  six_bits(b, scale, minimum);
+  scales_and_minima(b, scale, minimum);
 }
 
 void read_q5_k(const uint8_t* b, int8_t* __restrict q, float* scale, float* minimum) {
@@ -120,7 +123,7 @@ void read_q5_k(const uint8_t* b, int8_t* __restrict q, float* scale, float* mini
       q[64 * j + i] = (x & 15) | (fifth & 1) << 4;
       q[64 * j + 32 + i] = x >> 4 | (fifth >> 1 & 1) << 4;
     }
-  six_bits(b, scale, minimum);
+  scales_and_minima(b, scale, minimum);
 }
 
 void read_q6_k(const uint8_t* b, int8_t* __restrict q, float* scale, float* minimum) {
@@ -175,17 +178,6 @@ void in_parts(int64_t count, int64_t threads, Work work) {
   for (auto& other : others) other.join();
 }
 
-// Transposes 8 rows of 8 bytes.
-inline void transpose(uint64_t* x) {
-  const uint64_t masks[] = {0x00000000ffffffff, 0x0000ffff0000ffff, 0x00ff00ff00ff00ff};
-  for (int apart = 4, step = 0; apart; apart /= 2, step++)
-    for (int i = 0; i < 8; i++)
-      if (!(i & apart)) {
-        const uint64_t changed = (x[i] >> 8 * apart ^ x[i + apart]) & masks[step];
-        x[i + apart] ^= changed, x[i] ^= changed << 8 * apart;
-      }
-}
-
 void pack_eight(const Source& from, int8_t* q, uint16_t* scales, int64_t threads) {
   const Format of = from.format;
   in_parts(from.n, threads, [=](int64_t row, int64_t end) {
@@ -223,64 +215,46 @@ void pack_eight(const Source& from, int8_t* q, uint16_t* scales, int64_t threads
   });
 }
 
-// Four bits: blocks of `rows` rows; for each column a byte of each two rows, which follow one
-// another or are from both halves. Scales are [K / 32, N, 2]: (q - 8) * scale + zero.
-void pack_four(const Source& from, int64_t rows, bool follow, uint8_t* packed, uint16_t* scales, int64_t threads) {
-  const Format of = from.format;
-  in_parts(from.n / rows, threads, [=](int64_t part, int64_t end) {
-    const int64_t half = rows / 2;
-    std::vector<int8_t> steps(rows * of.size);
-    for (; part < end; part++)
-      for (int64_t at = 0; at < from.k / of.size; at++) {
-        for (int64_t r = 0; r < rows; r++) {
-          const int64_t row = part * rows + r;
-          float scale[MOST_SCALES], minimum[MOST_SCALES];
-          // rows of one byte become neighbours: those in low bits first
-          const int64_t place = follow ? r / 2 + r % 2 * half : r;
-          of.read(from.row(row) + at * of.bytes, &steps[place * of.size], scale, minimum);
-          for (int64_t g = 0; g < of.size / GROUP; g++) {
-            uint16_t* pair = scales + 2 * ((at * of.size / GROUP + g) * from.n + row);
-            pair[0] = bfloat16(scale[g]), pair[1] = bfloat16(minimum[g] + 8 * scale[g]);
-          }
-        }
-        uint8_t* out = packed + part * half * from.k + at * of.size * half;
-        const int8_t *low = &steps[0], *high = &steps[half * of.size];
-        for (int64_t c = 0; c < of.size; c += 8, out += 8 * half)
-          for (int64_t r = 0; r < half; r += 8) {
-            uint64_t x[8], y;
-            for (int i = 0; i < 8; i++) {
-              memcpy(&x[i], low + (r + i) * of.size + c, 8);
-              memcpy(&y, high + (r + i) * of.size + c, 8);
-              x[i] |= y << 4;
-            }
-            transpose(x);
-            for (int i = 0; i < 8; i++) memcpy(out + i * half + r, &x[i], 8);
-          }
-      }
-  });
-}
-
-// Five bits of Q5_0, as `products.cpp` has them, with the scales of the file.
-void pack_five(const Source& from, uint32_t* packed, uint8_t* scales, int64_t threads) {
-  constexpr int64_t ROWS = 16, PLANES = 5;
+// Blocks of 16 rows together, in the layout of `weights.cpp`, with all that the file has.
+void pack_blocks(const Source& from, int64_t type, uint8_t* packed, int64_t threads) {
+  constexpr int64_t ROWS = 16;
+  constexpr int Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14;
+  const bool is_k = type >= Q4_K, has_minima = type == 3 || type == 7 || type == Q4_K || type == Q5_K;
+  const int bits = type == Q8_0 ? 8 : type == Q6_K ? 6 : type == Q5_K || type == 6 || type == 7 ? 5 : 4;
+  const int64_t floats = 2 * ROWS, head = is_k ? floats << (type != Q6_K) : 0;
+  const int64_t scales = is_k ? 2 * ROWS : floats << has_minima, cell = scales + 64 * bits;
+  const int64_t groups = from.format.size / GROUP, bytes = head + groups * cell;
   in_parts(from.n / ROWS, threads, [=](int64_t part, int64_t end) {
-    const int64_t groups = from.k / GROUP;
+    const int64_t count = from.k / from.format.size;
     for (int64_t row = part * ROWS; row < end * ROWS; row++)
-      for (int64_t g = 0; g < groups; g++) {
-        const int64_t at = (row / ROWS * groups + g) * ROWS, in_block = row % ROWS;
-        const uint8_t* block = from.row(row) + g * from.format.bytes;
-        int8_t steps[GROUP];
-        float scale, minimum;
-        from.format.read(block, steps, &scale, &minimum);
-        uint32_t planes[PLANES] = {};
-        for (int c = 0; c < GROUP / 4; c++) {  // of four columns each
-          uint32_t four;
-          memcpy(&four, steps + 4 * c, 4);
-          planes[c % 4] |= (four & 0x0f0f0f0f) << c / 4 * 4;
-          planes[4] |= (four >> 4 & 0x01010101) << c;
+      for (int64_t i = 0; i < count; i++) {
+        const int64_t r = row % ROWS;
+        const uint8_t* block = from.row(row) + i * from.format.bytes;
+        uint8_t *out = packed + (row / ROWS * count + i) * bytes, *floats_out = out + 2 * r, *first = out + head;
+        int8_t steps[MOST];
+        float unused[2][MOST_SCALES];
+        from.format.read(block, steps, unused[0], unused[1]);
+        memcpy(floats_out, block + (type == Q6_K ? 208 : 0), 2);
+        if (has_minima) memcpy(floats_out + floats, block + 2, 2);
+        uint8_t small[2][8];
+        if (is_k && has_minima) six_bits(block, small[0], small[1]);
+        for (int64_t g = 0; g < groups; g++, first += cell) {
+          for (int p = 0; p < 2 && is_k; p++)
+            first[p * ROWS + r] = has_minima ? small[p][g] : block[192 + 2 * g + p];
+          uint32_t planes[8] = {};
+          for (int c = 0; c < GROUP / 4; c++) {  // of four columns each
+            uint32_t four;
+            memcpy(&four, steps + g * GROUP + 4 * c, 4);
+            if (bits == 8) {
+              planes[c] = four;
+              continue;
+            }
+            planes[c % 4] |= (four & 0x0f0f0f0f) << c / 4 * 4;
+            if (bits == 5) planes[4] |= (four >> 4 & 0x01010101) << c;
+            if (bits == 6) planes[4 + c % 4 / 2] |= (four >> 4 & 0x03030303) << (c % 2 * 2 + c / 4 * 4);
+          }
+          for (int p = 0; p < bits; p++) memcpy(first + scales + p * 64 + 4 * r, &planes[p], 4);
         }
-        for (int p = 0; p < PLANES; p++) packed[at * PLANES + p * ROWS + in_block] = planes[p];
-        memcpy(scales + (at + in_block) * 2, block, 2);
       }
   });
 }
@@ -293,12 +267,7 @@ EXPORTED void sirchat_pack_eight(int64_t type, const uint8_t* data, int64_t n, i
   blocks::pack_eight({blocks::FORMATS[type], data, n, k, order}, q, scales, threads);
 }
 
-EXPORTED void sirchat_pack_four(int64_t type, const uint8_t* data, int64_t n, int64_t k, const int64_t* order,
-                                int64_t rows, bool follow, uint8_t* packed, uint16_t* scales, int64_t threads) {
-  blocks::pack_four({blocks::FORMATS[type], data, n, k, order}, rows, follow, packed, scales, threads);
-}
-
-EXPORTED void sirchat_pack_five(int64_t type, const uint8_t* data, int64_t n, int64_t k, const int64_t* order,
-                                uint32_t* packed, uint8_t* scales, int64_t threads) {
-  blocks::pack_five({blocks::FORMATS[type], data, n, k, order}, packed, scales, threads);
+EXPORTED void sirchat_pack_blocks(int64_t type, const uint8_t* data, int64_t n, int64_t k, const int64_t* order,
+                                  uint8_t* packed, int64_t threads) {
+  blocks::pack_blocks({blocks::FORMATS[type], data, n, k, order}, type, packed, threads);
 }

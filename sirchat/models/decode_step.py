@@ -50,7 +50,7 @@ class DecodeStep:
 
         Returns float32 logits [1, V], and the states [1, layers x d] that the encoder needs.
         """
-        if self.native is not None and self.native.fits(token_id, cache):
+        if self.native is not None and self.native.fits([token_id], cache):
             return self.native([(token_id, position, cache)])
         cache.begin_pass()
         with record_states(self.module, self.wanted_layers) as states:
@@ -62,6 +62,21 @@ class DecodeStep:
             ).logits[0]
         return logits.float(), concat_states(states) if states else torch.empty(1, 0)
 
+    def can_read_text(self, ids: Sequence[int], cache: BoundedCache) -> bool:
+        """Whether a few ids can be read by the library in one call."""
+        return len(ids) <= MAX_BATCH and self.native is not None and self.native.fits(ids, cache)
+
+    @torch.inference_mode()
+    def read_text(
+        self, ids: Sequence[int], positions: Sequence[int], cache: BoundedCache
+    ) -> tuple[Tensor, Tensor]:
+        """Read a few ids [m], for which `can_read_text` is true; the caller commits the cache.
+
+        Returns float32 logits [m, V] and the states [m, layers x d] that the encoder needs.
+        """
+        assert self.native is not None
+        return self.native.read_text(ids, positions, cache)
+
     @torch.inference_mode()
     def read_together(self, tokens: Sequence[TokenToRead]) -> tuple[Tensor, Tensor]:
         """Read one token (id, position, cache) in each of B conversations.
@@ -69,7 +84,7 @@ class DecodeStep:
         Returns logits [B, V] and states [B, layers x d]. In C++, the weights are read only once.
         """
         native = self.native
-        if native is not None and all(native.fits(id, cache) for id, _, cache in tokens):
+        if native is not None and all(native.fits([id], cache) for id, _, cache in tokens):
             starts = range(0, len(tokens), MAX_BATCH)
             results = [native(tokens[start : start + MAX_BATCH]) for start in starts]
         else:

@@ -12,7 +12,7 @@ import yaml
 
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
-from sirchat.models.gguf.header import BLOCKS, FIVE_BIT, FOUR_BIT
+from sirchat.models.gguf.header import BLOCK_LAYOUTS, BLOCKS, FOUR_BIT, BlockLayout
 from sirchat.models.listing import FoundModel
 from sirchat.models.shape import (
     MAX_UNPACKED_BYTES,
@@ -146,25 +146,32 @@ def _weight_bytes(stored: StoredWeights, layout: _WeightLayout) -> int:
 
 
 def _tensor_bytes(tensor: StoredTensor, stored: StoredWeights, layout: _WeightLayout) -> int:
+    native = _native_layout(tensor, layout)
+    if native is not None:
+        return tensor.count // native.columns * native.row_bytes
     bits = _packed_bits(tensor, stored, layout)
     if bits == 4:  # and two numbers of 16 bits for each 32 weights
         return tensor.count * 5 // 8
-    if bits == 5:  # and one such number
-        return tensor.count * 11 // 16
     if bits == 8:
         return tensor.count + 2 * prod(tensor.shape[:-1])
     return tensor.count * layout.item
 
 
+def _native_layout(tensor: StoredTensor, layout: _WeightLayout) -> BlockLayout | None:
+    """How the library in C++ keeps a matrix of a GGUF file; None if it doesn't keep its bits."""
+    is_packed = layout.precision == "packed" and layout.uses_native_products
+    found = BLOCK_LAYOUTS.get(tensor.type)
+    if not is_packed or found is None or len(tensor.shape) < 2:
+        return None
+    return found if found.fits(*tensor.shape[-2:]) else None
+
+
 def _packed_bits(tensor: StoredTensor, stored: StoredWeights, layout: _WeightLayout) -> int | None:
-    """Bits per weight, 4 to 8, as gguf.model and packing choose them; None if it is not packed."""
+    """Bits per weight, 4 or 8, as gguf.model and packing choose them; None if it is not packed."""
     if layout.precision == "packed":
         if len(tensor.shape) < 2 or BLOCKS.get(tensor.type, (0, 1))[1] == 1:
             return None
-        may_have_few = not (tensor.is_table or tensor.is_head)
-        wants_four = tensor.type in FOUR_BIT and may_have_few
-        if layout.uses_native_products and may_have_few and tensor.type in FIVE_BIT:
-            return 5
+        wants_four = tensor.type in FOUR_BIT and not (tensor.is_table or tensor.is_head)
     elif layout.precision in ("int8", "int4"):
         if not tensor.is_matrix and not (stored.is_tied and tensor.is_embedding):
             return None
@@ -184,9 +191,10 @@ def _bytes_while_loading(stored: StoredWeights, layout: _WeightLayout) -> int:
     weights = _weight_bytes(stored, layout)
     if layout.precision == "packed":
         # bytes per weight while a matrix is packed; measured
-        factors = {4: 11, 5: 3, 8: 3, None: 4}
-        taken = (factors[_packed_bits(t, stored, layout)] * t.count_at_once for t in stored.tensors)
-        return weights + max(taken, default=0)
+        factors = {4: 11, 8: 3, None: 4}
+        others = [t for t in stored.tensors if not _native_layout(t, layout)]
+        taken = (factors[_packed_bits(t, stored, layout)] * t.count_at_once for t in others)
+        return weights + max(largest, *taken, 0)  # joined layers are there twice for a while
     if layout.precision in ("int8", "int4"):  # all are unpacked, then packed one by one
         return layout.item * stored.count + 10 * largest
     return weights + (4 * largest if stored.is_gguf else 0)

@@ -200,7 +200,7 @@ def load_gguf_parts(
     prepared_file, problem = None, ""
     if device.type == "cpu" and may_pack and devices is None:
         settings = (str(dtype), packing_layout(), str(torch.__version__), sys.byteorder)
-        # The library alone multiplies five bits fast: what it packed is of no use without it.
+        # The library alone multiplies blocks: what it packed is of no use without it.
         prepared_file = prepared_path(path, (*settings, *["for the library"] * bool(library)))
     if prepared_file is not None and prepared_file.is_file():
         try:

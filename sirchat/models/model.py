@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from itertools import chain
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -55,6 +55,21 @@ from sirchat.text.anchors import Anchors, anchors_of
 _DEFAULT_CONTEXT = 2048  # tokens, for a model that does not state its context length
 # So many rows leave gaps of tens of MB, in which surprisal's blocks of logits have no place.
 _MIN_TRIMMED_ROWS = 256
+
+T = TypeVar("T")
+
+
+def once(method: Callable[[LoadedModel], T]) -> Callable[[LoadedModel], T]:
+    """A method whose result is computed at the first call."""
+
+    @wraps(method)
+    def result(self: LoadedModel) -> T:
+        name = f"_{method.__name__}"
+        if name not in vars(self):
+            vars(self)[name] = method(self)
+        return cast(T, vars(self)[name])
+
+    return result
 
 
 @dataclass(frozen=True)
@@ -107,6 +122,14 @@ class LoadedModel:
             if encoder_output is not None:
                 self.encoder.fill(encoder_output, states)
             return logits
+        text_step = self._text_step(ids, cache, visible, observer)
+        if text_step is not None:
+            start = cache.cursor.length
+            places = range(start, start + len(ids)) if positions is None else positions
+            logits, states = text_step.read_text(ids, places, cache)
+            if encoder_output is not None:
+                self.encoder.fill(encoder_output, states)
+            return logits
         with self._observed_by(observer), self._collect(encoder_output):
             return self._module_logits(ids, cache, visible, positions)
 
@@ -121,7 +144,8 @@ class LoadedModel:
         encoder_output: EncoderOutput | None = None,
     ) -> PassResult:
         """Read ids as `forward` does; returns their surprisal, and the logits after the last id."""
-        if len(ids) == 1 or not self.has_linear_head:
+        by_step = len(ids) == 1 or self._text_step(ids, cache, visible, observer) is not None
+        if by_step or not self.has_linear_head:
             logits = self.forward(
                 ids,
                 cache,
@@ -170,7 +194,7 @@ class LoadedModel:
         return SharedWeights(self.module, count)
 
     def new_cache(self, capacity: int) -> BoundedCache:
-        return self._new_cache(capacity, self.row_devices)
+        return self._new_cache(capacity, self.row_devices())
 
     def embeddings(self, ids: Tensor) -> Tensor:
         """The input embeddings [n, d] of token ids [n]."""
@@ -244,7 +268,7 @@ class LoadedModel:
         """The device to which ids are sent; with several devices, that of the embeddings."""
         return input_device(self.module)
 
-    @cached_property
+    @once
     def row_devices(self) -> list[torch.device]:
         """The device of each layer's keys and values; with several, a forward pass finds them."""
         if not is_spread(self.module):
@@ -274,18 +298,17 @@ class LoadedModel:
         # 1.6 times as long with AVX-512 FP16, and four times without.
         return torch.bfloat16
 
-    @cached_property
+    @once
     def row_bytes(self) -> int:
-        """Bytes that the KV cache takes for one token; the first access runs a forward pass."""
+        """Bytes that the KV cache takes for one token; the first call runs a forward pass."""
         cache = self.new_cache(1)
         self.forward([0], cache)
         return cache.nbytes // cache.capacity
 
-    @property
     def affordable_rows(self) -> int:
         """The most tokens of a KV cache within the context and half of the free memory."""
         free = free_memory_at(self.device)
-        within = self.context_length if free is None else free // 2 // self.row_bytes
+        within = self.context_length if free is None else free // 2 // self.row_bytes()
         return min(self.context_length, within)
 
     @cached_property
@@ -329,7 +352,7 @@ class LoadedModel:
         how += ", bundled" * ("bundled" in about)
         return f"the model's own states after layers {layers}, {encoder.size} numbers{how}"
 
-    @cached_property
+    @once
     def exposes_attention(self) -> bool:
         """Whether attention weights can be observed; a forward pass tests it once."""
         counter = CallCounter()
@@ -362,6 +385,20 @@ class LoadedModel:
         if isinstance(step, CapturedStep):
             return step if step.fits(cache, observer) else None
         return None if observer is not None and self._has_attention_hook else step
+
+    def _text_step(
+        self,
+        ids: Sequence[int],
+        cache: BoundedCache,
+        visible: Tensor | None,
+        observer: AttentionObserver | None,
+    ) -> DecodeStep | None:
+        """The decode step, if it reads a few ids faster than the module."""
+        if len(ids) == 1 or visible is not None or observer is not None or OBSERVERS.get():
+            return None
+        step = self.decode_step
+        can_read = isinstance(step, DecodeStep) and step.can_read_text(ids, cache)
+        return cast(DecodeStep, step) if can_read else None
 
     def _step_bodies(self) -> Iterator[Callable[[], StepBody]]:
         """Yield ways to make a decode step on a GPU, the fastest first; each may raise an error."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.decoder import signed
 from sirchat.models.model_config import LENGTH_DEPENDENT
-from sirchat.models.packed import Int8Head, PackedLinear, SharedEmbedding
+from sirchat.models.packed import BlockLinear, PackedLinear, RefinedHead, SharedEmbedding
 
 MAX_BATCH = 16  # tokens of conversations that are read in one call
 
@@ -26,8 +26,8 @@ _REFINED_LOGITS = 16  # largest logits of a packed head, which are computed in f
 _HEAD_DIM_MULTIPLE = 16  # numbers that `step.cpp` loads together
 
 # As in `step.cpp`
-_KIND_OF_BITS = {4: 0, 5: 1, 8: 2}
-_KIND_OF_TYPE = {torch.float32: 3, torch.bfloat16: 4, torch.float16: 5}  # float16 only in a cache
+_KIND_OF_BITS = {4: 0, 8: 1}
+_KIND_OF_TYPE = {torch.float32: 2, torch.bfloat16: 3, torch.float16: 4}  # float16 only in a cache
 _WEIGHT_TYPES = (torch.float32, torch.bfloat16)
 
 # An id, its rotary position, and the cache of its conversation.
@@ -116,36 +116,48 @@ class NativeStep:
         # At the end of the process another thread may still read.
         weakref.finalize(self, end, self._step).atexit = False
 
-    def fits(self, token_id: int, cache: BoundedCache) -> bool:
-        """Whether the step can read a token: the id is valid, the cache has room and `dtype`."""
+    def fits(self, ids: Sequence[int], cache: BoundedCache) -> bool:
+        """Whether the step can read ids into a cache: it has room and `dtype`, they are valid."""
         if cache.pool is None and not cache.length:
             nothing = torch.empty(1, self._kv_heads, 0, self._head_dim, dtype=self._dtype)
             for layer in cache.row_layers:
                 layer.update(nothing, nothing)
         pool = cache.pool
-        has_room = cache.length < cache.capacity and 0 <= token_id < self._id_count
-        return pool is not None and pool.dtype == self._dtype and has_room
+        has_room = cache.length + len(ids) <= cache.capacity
+        are_valid = all(0 <= token_id < self._id_count for token_id in ids)
+        return pool is not None and pool.dtype == self._dtype and has_room and are_valid
 
     def __call__(self, tokens: Sequence[TokenToRead]) -> tuple[Tensor, Tensor]:
         """Read at most `MAX_BATCH` tokens into their caches, for which `fits` must be true.
 
         Returns float32 logits [B, V] and the states [B, layers x d] of the wanted layers.
         """
-        tokens_in_c = (_Token * len(tokens))(*(self._token(*one) for one in tokens))
+        return self._read_tokens([self._token(*token) for token in tokens])
+
+    def read_text(
+        self, ids: Sequence[int], positions: Sequence[int], cache: BoundedCache
+    ) -> tuple[Tensor, Tensor]:
+        """Read at most `MAX_BATCH` ids into a cache, which `fits` them; returns as above."""
+        numbered = enumerate(zip(ids, positions, strict=True))
+        return self._read_tokens([self._token(*token, cache, index) for index, token in numbered])
+
+    def _read_tokens(self, tokens: list[_Token]) -> tuple[Tensor, Tensor]:
+        tokens_in_c = (_Token * len(tokens))(*tokens)
         logits = torch.empty(len(tokens), self.vocab_size)
         states = torch.empty(len(tokens), self._state_size)
         count, threads = len(tokens), torch.get_num_threads()
         self._read(self._step, tokens_in_c, count, threads, logits.data_ptr(), states.data_ptr())
         return logits, states
 
-    def _token(self, token_id: int, position: int, cache: BoundedCache) -> _Token:
-        block, index = divmod(position, self._positions_per_block)
+    def _token(self, token_id: int, position: int, cache: BoundedCache, index: int = 0) -> _Token:
+        """Describe an id to be read into a cache after `index` others."""
+        block, in_block = divmod(position, self._positions_per_block)
         cos, sin, _ = self._rotations.get(block) or self._rotation_block(block)
-        offset, pool = 4 * index * self._head_dim, cache.pool  # bytes of float32
+        offset, pool = 4 * in_block * self._head_dim, cache.pool  # bytes of float32
         assert pool is not None
         rotation_stride = self._positions_per_block * self._head_dim
         addresses = cos + offset, sin + offset, rotation_stride, pool.data_ptr()
-        return _Token(token_id, cache.length, cache.capacity, *addresses)
+        return _Token(token_id, cache.length + index, cache.capacity, *addresses)
 
     @torch.inference_mode()
     def _rotation_block(self, block: int) -> tuple[int, int, Tensor]:
@@ -179,7 +191,7 @@ class NativeStep:
             *(*heads, self._head_dim, len(layers), len(wanted_layers)),
             *(_KIND_OF_TYPE[self._dtype], getattr(network, "uses_gelu", False)),
             self._number_type == torch.bfloat16,
-            _REFINED_LOGITS if isinstance(head, Int8Head) else 0,
+            _REFINED_LOGITS if isinstance(head, RefinedHead) else 0,
             attention.scaling,
             self._embedding_scale(),
             self._embedding_matrix(self._embeddings),
@@ -235,6 +247,8 @@ class NativeStep:
         if not layer.fits_native_products:
             raise ValueError(f"packed weights of the shape {list(shape)}")
         weights = (self._address(getattr(layer, name)) for name in layer.row_dims)
+        if isinstance(layer, BlockLinear):
+            return _Matrix(layer.blocks.shape[2], *shape, *weights)
         return _Matrix(_KIND_OF_BITS[layer.bits], *shape, *weights)
 
     def _embedding_matrix(self, embeddings: Any) -> _Matrix:

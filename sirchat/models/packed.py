@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from sirchat.models.gguf.header import BLOCK_LAYOUTS
 from sirchat.models.shape import MAX_UNPACKED_BYTES
 
 # Number of neighbouring four-bit weights that share a scale and a minimum.
@@ -47,7 +48,7 @@ class MatmulMethod(NamedTuple):
     max_kernel_rows_8bit: int = 8
     # and for which both are faster than a product with weights that were unpacked before.
     max_kernel_rows_shared: int = 8
-    max_native_rows: int = 0  # for which `products.cpp` is fastest; 0 where it is not loaded
+    max_native_rows: int = 0  # for which `products.cpp` is fastest, but for blocks, always
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -142,7 +143,7 @@ class Int4Linear(PackedLinear):
 
     def __init__(self, packed: Tensor, scales: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
-        self.in_features, self.out_features = packed.shape[1] * 8 // self.bits, len(packed)
+        self.in_features, self.out_features = packed.shape[1] * 2, len(packed)
         # here packed [N, K / 2], as torch's kernel has it; scales, bfloat16 [K / 32, N, 2], has
         # scale and zero: each weight is (q - 8) * scale + zero
         for name, buffer in zip(self.row_dims, (packed, scales), strict=True):
@@ -186,8 +187,7 @@ class Int4Linear(PackedLinear):
     def multiply_packed(self, x: Tensor) -> Tensor:
         scales = self.scales.contiguous()  # no copy, unless the layer is part of a joined one
         if len(x) <= self.max_native_rows:
-            multiply = getattr(torch.ops.sirchat, f"multiply_{self.bits}")
-            own: Tensor = multiply(x.float().contiguous(), self.packed, scales)
+            own: Tensor = torch.ops.sirchat.multiply_4(x.float().contiguous(), self.packed, scales)
             return own
         multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
         y: Tensor = multiply(x.bfloat16(), self.packed, GROUP, scales)
@@ -206,35 +206,45 @@ class Int4Linear(PackedLinear):
         return torch.addcmul(zero[:, None], grouped, scale[:, None], out=grouped).view_as(out)
 
 
-class Int5Linear(Int4Linear):
-    """A layer on a CPU with five-bit weights, in the layout of `products.cpp`: `(q - 16) * scale`.
+class BlockLinear(PackedLinear):
+    """A layer on a CPU with blocks of a GGUF file, which only the library in C++ multiplies."""
 
-    Without that library, weights are unpacked for each product.
-    """
+    row_dims: Mapping[str, int] = {"blocks": 0}
+    blocks: Tensor  # uint8 [N, K / columns, bytes]; the number of bytes tells the format
 
-    # here packed uint8 [N, K / 8 * 5] and scales, float16 [N, K / 32], each in blocks of 16 rows
-    bits, row_dims = 5, {"packed": 0, "scales": 0}
+    def __init__(self, blocks: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        size = blocks.shape[2]
+        layout = next(one for one in BLOCK_LAYOUTS.values() if one.row_bytes == size)
+        self.out_features, self.in_features = len(blocks), blocks.shape[1] * layout.columns
+        self.bits = layout.bits
+        self.register_buffer("blocks", blocks)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     @staticmethod
-    def fits(rows: int, columns: int) -> bool:
-        return rows % _NATIVE_ROW_BLOCK == 0 and columns % GROUP == 0
+    def fits(kind: str, rows: int, columns: int) -> bool:
+        """Whether a matrix in blocks of this kind can be packed."""
+        layout = BLOCK_LAYOUTS.get(kind)
+        return layout is not None and layout.fits(rows, columns)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, self.in_features)
+        return _add_bias(self.multiply_packed(flat), x, self.bias)
 
     def multiply_packed(self, x: Tensor) -> Tensor:
-        if len(x) <= self.max_native_rows:
-            return super().multiply_packed(x)
-        return self._multiply_unpacked(x.to(self.matmul_method.torch_dtype))
+        y: Tensor = torch.ops.sirchat.multiply_blocks(x.float().contiguous(), self.blocks)
+        return y
 
     def unpacked(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        groups = self.in_features // GROUP
-        planes = self.packed.view(-1, groups, 5, _NATIVE_ROW_BLOCK, 4)  # 4 neighbours of 16 rows
-        fours, fifths = planes[:, :, :4], planes[:, :, 4:]
-        low = torch.cat((fours & 15, fours >> 4), 2)  # [N / 16, K / 32, 8, 16, 4]
-        high = torch.cat([fifths >> at & 1 for at in range(8)], 2)
-        q = (low | high << 4).view(torch.int8) - 16
-        in_groups = q.permute(1, 2, 4, 0, 3).reshape(groups, GROUP, self.out_features)
-        scale = self.scales.view(-1, groups, _NATIVE_ROW_BLOCK).transpose(0, 1)
-        scale = scale.reshape(groups, 1, -1)
-        return (in_groups * scale.float()).to(dtype).view(-1, self.out_features)
+        return self.rows(torch.arange(self.out_features)).T.to(dtype)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Unpack the rows with these indices [...]; returns float32 [..., K]."""
+        flat = indices.flatten().long()
+        if len(flat) and not 0 <= int(flat.min()) <= int(flat.max()) < self.out_features:
+            raise IndexError(f"rows {flat.tolist()} of {self.out_features}")
+        rows: Tensor = torch.ops.sirchat.unpack_rows(self.blocks, flat)
+        return rows.view(*indices.shape, -1)
 
 
 class Int4GpuLinear(Int4Linear):
@@ -332,11 +342,15 @@ class Int8Linear(PackedLinear):
         return self.q[indices].float() * self.scale[indices].float()[..., None]
 
 
-class Int8Head(Int8Linear):
-    """The output head in eight bits; its largest logits are computed again in float32.
+class RefinedHead(PackedLinear):
+    """A packed output head; its largest logits are computed again in float32.
 
     In bfloat16, logits have steps of 0.06 to 0.12: close ones would be equal, and surprisal wrong.
     """
+
+    @abstractmethod
+    def rows(self, indices: Tensor) -> Tensor:
+        """Unpack the rows with these indices [...]; returns float32 [..., K]."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x).float()  # [..., V]
@@ -366,10 +380,21 @@ class Int8Head(Int8Linear):
         return y
 
 
+class Int8Head(RefinedHead, Int8Linear):
+    rows = Int8Linear.rows
+
+
+class BlockHead(RefinedHead, BlockLinear):
+    rows = BlockLinear.rows
+
+
+RowLinear = Int8Linear | BlockLinear  # of which single rows can be unpacked
+
+
 class SharedEmbedding(nn.Module):
     """Token embeddings read from the output head's weights; replaces the module `original`."""
 
-    def __init__(self, original: Any, head: Int8Linear, dtype: torch.dtype) -> None:
+    def __init__(self, original: Any, head: RowLinear, dtype: torch.dtype) -> None:
         super().__init__()
         self._head = (head,)  # not a submodule, whose buffers would count twice
         self._dtype = dtype
@@ -377,7 +402,7 @@ class SharedEmbedding(nn.Module):
         self.scale = float(torch.tensor(scale, dtype=dtype))
 
     @property
-    def head(self) -> Int8Linear:
+    def head(self) -> RowLinear:
         return self._head[0]
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -415,7 +440,7 @@ class SharedWeights:
     """
 
     def __init__(self, module: nn.Module, count: int = 1) -> None:
-        layers = [layer for layer in _layers_of(module) if not isinstance(layer, Int8Head)]
+        layers = [layer for layer in _layers_of(module) if not isinstance(layer, RefinedHead)]
         size = sum(
             layer.in_features * layer.out_features * layer.matmul_method.torch_dtype.itemsize
             for layer in layers

@@ -75,7 +75,8 @@ def fuse_projections(module: Any, path: str, store: WeightStore) -> None:
     packed = [layer for layer in layers if isinstance(layer, PackedLinear)]
     if len(packed) < len(layers):
         return
-    if len(packed) == 1 or len({type(layer) for layer in packed}) > 1:
+    kinds = {(type(layer), next(layer.buffers()).shape[1:]) for layer in packed}
+    if len(packed) == 1 or len(kinds) > 1:
         for layer in packed:
             store.move(layer)
         return

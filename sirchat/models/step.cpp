@@ -1,5 +1,5 @@
-// Reads one token in each of a few conversations: the whole decode step of a model like Llama or
-// Gemma 3, which `native_step.py` describes once.
+// Reads one token in each of a few conversations, or a few in one: the whole decode step of a model
+// like Llama or Gemma 3, which `native_step.py` describes once.
 //
 // The items of a part, such as blocks of a product's rows, go to whichever thread is free, and the
 // next part begins when all are done. Each number is computed by the same operations in one order,
@@ -19,7 +19,7 @@ inline int64_t process() { return getpid(); }
 #include "blocks.cpp"
 
 // What `native_step.py` describes, in fields of 8 bytes.
-enum Kind : int64_t { FOUR, FIVE, EIGHT, FLOAT32, BFLOAT16, FLOAT16 };
+enum Kind : int64_t { FOUR, EIGHT, FLOAT32, BFLOAT16, FLOAT16 };  // or bytes of a row's block
 
 struct Matrix {  // [N, K]
   int64_t kind, n, k;
@@ -119,6 +119,10 @@ inline float scale_of(const Matrix& m, int64_t row) {
   return scale;
 }
 
+void unpack_block_row(const Matrix& m, int64_t row, float* y) {
+  with_blocks(m.kind, (const uint8_t*)m.weights, m.n, m.k, 0, [=](const auto& weights) { unpack_row(weights, row, y); });
+}
+
 __attribute__((noinline)) void normalize(const float* x, const Norm& norm, int64_t n, float* y) {
   const float by = 1 / std::sqrt(dot(x, x, n) / n + (float)norm.epsilon);
   for (int64_t i = 0; i < n; i++) y[i] = x[i] * norm.weight[i] * by;
@@ -128,14 +132,14 @@ __attribute__((noinline)) void normalize(const float* x, const Norm& norm, int64
 struct Buffers {
   Memory memory;
   float *x, *normed, *heads, *attended, *added, *both, *inner, *parts;
-  char *rounded, *unpacked;
+  char* rounded;
 
-  void make(std::initializer_list<std::pair<float**, int64_t>> floats, int64_t rounding, int64_t unpacking) {
+  void make(std::initializer_list<std::pair<float**, int64_t>> floats, int64_t rounding) {
     int64_t size = rounding + 64;
     for (auto& [_, count] : floats) size += (count + 16) * 4;
-    char* p = memory.of(size + unpacking);
+    char* p = memory.of(size);
     for (auto& [place, count] : floats) *place = (float*)p, p += (count + 15) / 16 * 64;
-    rounded = p, unpacked = p + (rounding + 63) / 64 * 64;
+    rounded = p;
   }
 };
 
@@ -178,13 +182,11 @@ class Step {
     int64_t parts = 0;
     const int64_t widest = std::max({model.size, model.inner, query_size()});
     for (int64_t b = 0; b < m; b++) parts += (tokens[b].held / 128 + 1) * model.queries * (model.head_size + 2);
-    const int64_t unpacked = m < 2 ? 0 : threads->count() * Four::STRIPS * widest / 4 * sizeof(I);
     buffers.make({{&buffers.x, m * model.size}, {&buffers.normed, m * model.size},
                   {&buffers.heads, m * heads_size()}, {&buffers.attended, m * query_size()},
                   {&buffers.added, m * model.size}, {&buffers.both, 2 * m * model.inner},
                   {&buffers.inner, m * model.inner}, {&buffers.parts, parts}},
-                 Rounded::size(m, widest), unpacked);
-    unpacked_each = m < 2 ? 0 : unpacked / threads->count();
+                 Rounded::size(m, widest));
   }
 
   void embed(int64_t id, int64_t b) {
@@ -194,7 +196,11 @@ class Step {
       read_row((const int8_t*)of.weights + id * of.k, of.k, scale_of(of, id), x);
       for (int64_t i = 0; i < of.k; i++) x[i] *= by;
     } else if (of.kind == FLOAT32) read_row((const float*)of.weights + id * of.k, of.k, by, x);
-    else read_row((const Brain*)of.weights + id * of.k, of.k, by, x);
+    else if (of.kind == BFLOAT16) read_row((const Brain*)of.weights + id * of.k, of.k, by, x);
+    else {
+      unpack_block_row(of, id, x);
+      for (int64_t i = 0; i < of.k; i++) x[i] *= by;
+    }
     for (int64_t i = 0; i < of.k && model.rounds_embeddings; i++) {
       Brain rounded;
       narrow(x[i], rounded), read_row(&rounded, 1, 1, x + i);
@@ -320,10 +326,10 @@ class Step {
       const auto* w = (const uint8_t*)of.weights;
       const auto* scales = (const uint16_t*)of.scales;
       if (of.kind == FOUR) multiply(Four{w, scales, of.n, k, rows}, rounded, y);
-      else if (of.kind == FIVE) multiply(Five{w, scales, of.n, k, rows}, rounded, y);
       else if (of.kind == EIGHT) multiply(Eight{w, scales, of.n, k, rows}, rounded, y);
       else if (of.kind == FLOAT32) multiply(Plain<float>{(const float*)w, of.n, k, rows}, x, y);
-      else multiply(Plain<Brain>{(const Brain*)w, of.n, k, rows}, x, y);
+      else if (of.kind == BFLOAT16) multiply(Plain<Brain>{(const Brain*)w, of.n, k, rows}, x, y);
+      else with_blocks(of.kind, w, of.n, k, rows, [&](const auto& weights) { multiply(weights, rounded, y); });
       y += of.n;
     }
     for (int64_t b = 0; product.bias && b < m; b++)
@@ -333,7 +339,10 @@ class Step {
   Rounded round(const Product& product, const float* x, int64_t k) {
     Rounded rounded(m, k, buffers.rounded);
     bool are_plain = true;
-    for (int64_t i = 0; i < product.count; i++) are_plain &= product.parts[i].kind > EIGHT;
+    for (int64_t i = 0; i < product.count; i++) {
+      const int64_t kind = product.parts[i].kind;
+      are_plain &= kind == FLOAT32 || kind == BFLOAT16;
+    }
     const int64_t groups = rounded.groups;
     if (!are_plain) threads->split(m * groups, 128, [&](int64_t from, int64_t to, int64_t) {
       for (int64_t next; from < to; from = next) {
@@ -347,9 +356,9 @@ class Step {
 
   template <class W>
   void multiply(const W& weights, const Rounded& x, float* y) {
-    const int64_t bytes = W::ROWS * weights.k / (W::STRIPS > 1 ? 2 : 1);
-    threads->split(count_blocks(weights), 16384 / bytes + 1, [&](int64_t from, int64_t to, int64_t rank) {
-      multiply_blocks(weights, x, from, to, y, (I*)(buffers.unpacked + rank * unpacked_each));
+    const int64_t bytes = W::ROWS * weights.k * W::BITS / 8;
+    threads->split(count_blocks(weights), 16384 / bytes + 1, [&](int64_t from, int64_t to, int64_t) {
+      multiply_blocks(weights, x, from, to, y);
     });
   }
 
@@ -365,14 +374,17 @@ class Step {
     each_row([&](int64_t b) { normalize(b_of(buffers.x, d, b), model.norm, d, b_of(buffers.normed, d, b)); });
     multiply(model.head, buffers.normed, logits);
     if (model.refined)
-      each_row([&](int64_t b) { refine(b_of(buffers.normed, d, b), logits + b * count, count); });
+      each_row([&](int64_t b) {
+        const bool is_followed = b + 1 < m && tokens[b + 1].rows == tokens[b].rows;
+        refine(b_of(buffers.normed, d, b), logits + b * count, count, is_followed ? tokens[b + 1].id : -1);
+      });
   }
 
-  // Computes the largest logits again, from x that was not rounded.
-  void refine(const float* x, float* y, int64_t count) {
+  // Computes the largest logits again, and that of the id that follows (-1: none), from x that was not rounded.
+  void refine(const float* x, float* y, int64_t count, int64_t next) {
     const Matrix& head = model.head.parts[0];
     std::vector<std::pair<float, int64_t>> best;  // the largest first
-    float row[4096];
+    std::vector<float> row(head.k);
     auto see = [&](int64_t i) {
       if ((int64_t)best.size() == model.refined && !(y[i] > best.back().first)) return;
       auto place = best.begin();
@@ -391,21 +403,19 @@ class Step {
       for (int j = 0; j < BLOCK * L && any; j++) see(i + j);
     }
     for (; i < count; i++) see(i);
+    if (0 <= next && next < count) best.push_back({0, next});
     for (auto& [_, at] : best) {
-      float sum = 0;
-      for (int64_t from = 0; from < head.k; from += 4096) {
-        const int64_t some = std::min<int64_t>(head.k - from, 4096);
-        read_row((const int8_t*)head.weights + at * head.k + from, some, 1, row);
-        sum += dot(row, x + from, some);
-      }
-      y[at] = sum * scale_of(head, at) + (model.head.bias ? model.head.bias[at] : 0);
+      const float by = head.kind == EIGHT ? scale_of(head, at) : 1;
+      if (head.kind == EIGHT) read_row((const int8_t*)head.weights + at * head.k, head.k, 1, &row[0]);
+      else unpack_block_row(head, at, &row[0]);
+      y[at] = dot(&row[0], x, head.k) * by + (model.head.bias ? model.head.bias[at] : 0);
     }
   }
 
   Model model;
   Buffers buffers;
   const Token* tokens = nullptr;
-  int64_t m = 0, wanted = 0, unpacked_each = 0, owner = process();
+  int64_t m = 0, wanted = 0, owner = process();
   std::mutex mutex;
   std::unique_ptr<Threads> threads;
 };

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from sirchat.models.devices import has_vnni
-from sirchat.models.packed import Int8Linear, has_matrix_units
+from sirchat.models.packed import (
+    GROUP,
+    BlockLinear,
+    Int8Linear,
+    PackedLinear,
+    has_matrix_units,
+)
 
 # Types of models whose logits are the product of the last hidden states and the output head.
 _LINEAR_HEAD_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
@@ -52,7 +58,9 @@ def has_linear_head(module: Any) -> bool:
     """Whether logits are just the product of the last hidden states and the head's weights."""
     head, config = module.get_output_embeddings(), module.config
     is_bent = bool(getattr(config, "final_logit_softcapping", None))
-    is_linear = config.model_type in _LINEAR_HEAD_TYPES and isinstance(head, nn.Linear | Int8Linear)
+    is_linear = config.model_type in _LINEAR_HEAD_TYPES and isinstance(
+        head, nn.Linear | PackedLinear
+    )
     return is_linear and not is_bent
 
 
@@ -60,8 +68,8 @@ def has_linear_head(module: Any) -> bool:
 def surprisal_of_states(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
     """The surprisal of each id [m] after the hidden states [m, d]: float32 in nats, at least 0.
 
-    Logits are never all in memory. On a CPU they are float32, also for bfloat16 weights; for
-    eight-bit weights, `tiles.cpp` computes them with relative errors of about 2^-17.
+    Logits are never all in memory. On a CPU they are float32, also for bfloat16 weights;
+    `tiles.cpp` errs by 2^-17 for eight-bit weights, and by 0.01 nats for blocks.
     """
     weight = getattr(head, "weight", hidden)
     if not (hidden.device.type == weight.device.type == "cpu"):  # the head may be on disk
@@ -70,15 +78,22 @@ def surprisal_of_states(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
         blocks = zip(each, torch.split(ids, _BLOCK_ROWS), strict=True)
         parts = [log_p.gather(1, some.to(log_p.device)[:, None])[:, 0] for log_p, some in blocks]
         return -torch.cat(parts).clamp_max(0.0)
-    is_native = isinstance(head, Int8Linear) and head.max_native_rows > 0 and head.bias is None
-    if is_native and has_matrix_units():
-        given = hidden.float().contiguous(), head.q, head.scale, ids
-        scores: Tensor = torch.ops.sirchat.score_8(*given)  # of blocks of the vocabulary, and ids
+    is_block = isinstance(head, BlockLinear)
+    is_native = is_block or (isinstance(head, PackedLinear) and head.max_native_rows > 0)
+    if is_native and head.bias is None and has_matrix_units():
+        given = hidden.float().contiguous(), *(getattr(head, name) for name in head.row_dims), ids
+        ops = torch.ops.sirchat
+        score = ops.score_blocks if is_block else ops.score_8
+        scores: Tensor = score(*given)  # of blocks of the vocabulary, and ids
         return (torch.logsumexp(scores[:-1], 0) - scores[-1]).clamp_min_(0.0)
     total = torch.full((len(ids),), -torch.inf)  # log of the sum of exp(logit) so far
     chosen = torch.empty(len(ids))
     is_fast = isinstance(head, Int8Linear) and has_vnni()
-    products = _WholeNumberProducts(head, hidden) if is_fast else _FloatProducts(head, hidden)
+    products: _FloatProducts | _WholeNumberProducts | _BlockProducts
+    if is_block:
+        products = _BlockProducts(head, hidden)
+    else:
+        products = _WholeNumberProducts(head, hidden) if is_fast else _FloatProducts(head, hidden)
     for start in range(0, head.out_features, _BLOCK_TOKENS):
         end = min(start + _BLOCK_TOKENS, head.out_features)
         products.select_weights(start, end)
@@ -109,6 +124,25 @@ class _FloatProducts:
     def multiply(self, some: slice) -> Tensor:
         """Multiply some hidden states with the n selected weights: [m, n]."""
         return self._hidden[some] @ self._weight
+
+
+class _BlockProducts:
+    """Like `_FloatProducts`, by the library: a state is the sum of two parts of eight bits."""
+
+    def __init__(self, head: BlockLinear, hidden: Tensor) -> None:
+        groups = hidden.float().view(len(hidden), -1, GROUP)
+        step = groups.abs().amax(-1, keepdim=True).div_(127).clamp_min_(1e-30)
+        rounded = (groups / step).round_().mul_(step)
+        self._head = head
+        self._parts = torch.stack((rounded, groups - rounded)).flatten(2)  # [2, m, d]
+
+    def select_weights(self, start: int, end: int) -> None:
+        self._selected = self._head.blocks[start:end]
+
+    def multiply(self, some: slice) -> Tensor:
+        parts = self._parts[:, some].flatten(0, 1)
+        logits: Tensor = torch.ops.sirchat.multiply_blocks(parts, self._selected)
+        return logits.view(2, -1, logits.shape[1]).sum(0)
 
 
 class _WholeNumberProducts:

@@ -6,13 +6,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
+from numpy.typing import NDArray
 
 from sirchat.engine.engine import Engine
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import State
 from sirchat.recall import RecalledTurn
 from sirchat.recall.passage_search import PassageQuery, PassageSearch, rows_of
+from sirchat.recall.passages import texts_at
 from sirchat.text.detokenizer import text_with_gaps
 
 
@@ -20,8 +21,8 @@ from sirchat.text.detokenizer import text_with_gaps
 class SearchResult:
     """Archived tokens and their scores."""
 
-    positions: Positions
-    scores: Tensor
+    positions: Positions  # [n], ascending
+    scores: NDArray[np.float64]  # [n]
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,7 @@ def describe_turns(
         words = search.index.shared_words(text, found.query.text)
         reason = "" if words else found.reason(index, turn)
         rows = rows_of(passages.rows[number : number + 1])
-        ids = ledger.column("token_id")[rows]
-        pieces = passages.token_texts(ids.tolist(), rows.tolist())
+        pieces = texts_at(ledger, passages.token_texts, rows)
         is_held = ledger.column("state")[rows] == State.HELD
         best.setdefault(turn, (words, text_with_gaps(pieces, is_held | (not with_gaps)), reason))
     described = list[RecalledTurn]()

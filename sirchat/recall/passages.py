@@ -84,12 +84,12 @@ class Passages:
         rows = self.rows.copy()
         rows["start"], rows["end"] = rank[rows["start"]], rank[rows["end"] - 1] + 1
         is_whole = rows["end"] - rows["start"] == self.rows["end"] - self.rows["start"]
-        at = np.flatnonzero(is_whole & (rows["start"] >= 0))
-        at = at[np.argsort(rows["start"][at])]
-        rows = rows[at]
+        kept = np.flatnonzero(is_whole & (rows["start"] >= 0))
+        kept = kept[np.argsort(rows["start"][kept])]
+        rows = rows[kept]
         rows["turn"] = ledger.column("turn")[rows["start"]]
         same = rows == self.rows[: len(rows)]
-        self._replace(rows, self.vectors[at], ledger.seen)
+        self._replace(rows, self.vectors[kept], ledger.seen)
         self.torn = torn_sentences(ledger, self.token_texts)
         return int(np.argmin(np.append(same, False)))
 
@@ -104,12 +104,11 @@ class Passages:
 
     def texts(self, ledger: Ledger, start: int = 0, stop: int | None = None) -> list[str]:
         """The texts of passages number `start` to `stop` - 1, without torn sentences."""
-        columns = {name: ledger.column(name) for name in ("flags", "token_id")}
-        found = list[str]()
+        flags, found = ledger.column("flags"), list[str]()
         for first, end in self.rows[start:stop][["start", "end"]].tolist():
-            at = np.arange(first, end)
-            at = at[(columns["flags"][at] & _TEXTLESS == 0) & ~self.torn[at]]
-            found.append("".join(self.token_texts(columns["token_id"][at].tolist(), at.tolist())))
+            has_text = (flags[first:end] & _TEXTLESS == 0) & ~self.torn[first:end]
+            pieces = texts_at(ledger, self.token_texts, first + has_text.nonzero()[0])
+            found.append("".join(pieces))
         return found
 
     def state(self) -> dict[str, NDArray[np.generic]]:
@@ -142,9 +141,14 @@ class Passages:
 
     def _divided(self, ledger: Ledger, start: int, end: int) -> Iterator[tuple[int, int]]:
         """The passages in a run of tokens, each as (start, end) in the stream."""
-        ids = ledger.column("token_id")[start:end].tolist()
-        for first, last in divided(self.token_texts(ids, range(start, end))):
+        pieces = texts_at(ledger, self.token_texts, np.arange(start, end))
+        for first, last in divided(pieces):
             yield start + first, start + last
+
+
+def texts_at(ledger: Ledger, texts: Texts, positions: Positions) -> list[str]:
+    """The texts of the tokens at these stream positions."""
+    return texts(ledger.column("token_id")[positions].tolist(), positions.tolist())
 
 
 def sentences_of(ledger: Ledger, texts: Texts, turn: int) -> Iterator[tuple[Positions, list[str]]]:
@@ -152,14 +156,14 @@ def sentences_of(ledger: Ledger, texts: Texts, turn: int) -> Iterator[tuple[Posi
 
     The text of an erased token is a blank, or a line's end if the token ended a sentence.
     """
-    at = ledger.of_turn(turn)
-    at = at[ledger.column("role")[at] != Role.TEMPLATE]
-    pieces = texts(ledger.column("token_id")[at].tolist(), at.tolist())
-    flags = ledger.column("flags")[at]
+    positions = ledger.of_turn(turn)
+    positions = positions[ledger.column("role")[positions] != Role.TEMPLATE]
+    pieces = texts_at(ledger, texts, positions)
+    flags = ledger.column("flags")[positions]
     for number in np.flatnonzero(flags & np.uint8(Flag.ERASED)).tolist():
         pieces[number] = "\n" if flags[number] & Flag.ANCHOR else " "
     for start, end in pairwise(sentence_bounds(pieces)):
-        yield at[start:end], pieces[start:end]
+        yield positions[start:end], pieces[start:end]
 
 
 def torn_sentences(ledger: Ledger, texts: Texts) -> NDArray[np.bool_]:
@@ -168,8 +172,8 @@ def torn_sentences(ledger: Ledger, texts: Texts) -> NDArray[np.bool_]:
     is_erased: NDArray[np.bool_] = ledger.column("flags") & np.uint8(Flag.ERASED) != 0
     is_torn = is_erased.copy()
     for turn in np.unique(ledger.column("turn")[is_erased]).tolist():
-        for at, _ in sentences_of(ledger, texts, turn):
-            is_torn[at] = is_erased[at].any()
+        for positions, _ in sentences_of(ledger, texts, turn):
+            is_torn[positions] = is_erased[positions].any()
     is_torn[ledger.torn] = True
     return is_torn
 

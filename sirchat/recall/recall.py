@@ -32,6 +32,7 @@ from sirchat.recall.passage_search import (
     query_spans,
     rows_of,
 )
+from sirchat.recall.passages import texts_at
 from sirchat.recall.retrievers import retriever
 from sirchat.recall.retrievers.base import PassageRetriever
 from sirchat.recall.word_index import DISCOUNT, words_of
@@ -64,11 +65,9 @@ class NewTurn:
 
 @dataclass(frozen=True)
 class RecallResult:
-    """What recall did for a turn."""
+    """What recall did for a turn; `Recall` has scores and turns of the tokens."""
 
     positions: Positions  # of the restored tokens; if `focused`, of the held ones that fit, too
-    scores: tuple[float, ...]  # of these tokens
-    turns: tuple[RecalledTurn, ...]  # of these tokens
     released: Positions  # of the tokens that were restored for the turn before
     seconds: float
     problem: str = ""  # why the retriever could not search
@@ -111,11 +110,11 @@ class Recall:
     def update(self) -> None:
         """Add the passages of the complete turns that were read since the last update."""
         ledger, encoder = self._engine.ledger, self._model.encoder
-        own, ids = self._model.sentence_encoder, ledger.column("token_id")
+        own = self._model.sentence_encoder
 
         def vector_of(start: int, end: int) -> Tensor | None:
             if own is not None:
-                text = "".join(self._texts(ids[start:end].tolist(), range(start, end)))
+                text = "".join(texts_at(ledger, self._texts, np.arange(start, end)))
                 return own.vectors([text])[0]
             mean = ledger.token_vectors.mean(start, end)
             return None if mean is None else encoder.unit_vectors(mean.cpu())
@@ -124,11 +123,11 @@ class Recall:
         ledger.token_vectors.drop_before(ledger.seen)
 
     def restore_for_turn(
-        self, turn: NewTurn, at: TurnRef, asked: Sequence[int] = ()
+        self, turn: NewTurn, ref: TurnRef, asked: Sequence[int] = ()
     ) -> RecallResult | None:
         """Restore the archived tokens that fit a new turn, in place of those for the turn before.
 
-        The new turn is read after this call, as `at`. Tokens at positions `asked` are restored,
+        The new turn is read after this call, as `ref`. Tokens at positions `asked` are restored,
         too. Returns None if recall is off and `asked` has nothing to restore.
         """
         engine, recall = self._engine, self._engine.settings.recall
@@ -137,26 +136,25 @@ class Recall:
         if recall is None and not len(requested):
             self.undo()
             return None
-        start, result, problem = time.perf_counter(), None, ""
+        start, problem, result, restored = time.perf_counter(), "", None, _NO_POSITIONS
+        scores = np.zeros(0)
         released = np.fromiter(self.scores, np.int64)
         is_all_held = engine.resident == engine.ledger.seen
         has_room = engine.recalled.room(len(turn.ids)) > 0
         try:
-            result = self._search(turn, at, requested)
+            result = self._search(turn, ref, requested)
         except LookupError as error:
             problem = str(error)
         if len(requested):
             result = with_requested(result, requested)
         is_focused = self.found is not None and self.found.is_question
         if result is not None:
-            found, fits = result.positions, result.scores.numpy()
-            incoming = len(turn.ids)
-            engine.recalled.begin(found, incoming=incoming, focused=is_focused, scores=fits)
-        restored = engine.store.placement.recalled
-        if result is not None and is_focused:
-            restored = result.positions
-        scores = _scores_of(restored, result)
-        self.scores = dict(zip(restored.tolist(), scores, strict=True))
+            engine.recalled.begin(
+                result.positions, result.scores, incoming=len(turn.ids), focused=is_focused
+            )
+            restored = result.positions if is_focused else engine.store.placement.recalled
+            scores = result.scores[np.searchsorted(result.positions, restored)]
+        self.scores = dict(zip(restored.tolist(), scores.tolist(), strict=True))
         search = self.passage_search
         self.turns = describe_turns(engine, search, self.found, restored, with_gaps=True)
         if turn.tool_result_turn < 0:  # a reason is kept for the user's messages alone
@@ -165,9 +163,7 @@ class Recall:
             reason = "all was held" if is_all_held else reason
             self.nothing_restored_reason = reason if recall and not len(restored) else ""
         seconds = time.perf_counter() - start
-        return RecallResult(
-            restored, scores, self.turns, released, seconds, problem, focused=is_focused
-        )
+        return RecallResult(restored, released, seconds, problem, focused=is_focused)
 
     def _requested(self, asked: Sequence[int], incoming: int) -> Positions:
         """The positions in `asked` that can be restored: the newest, for half the free budget."""
@@ -177,14 +173,14 @@ class Recall:
         room = self._engine.choice.free_budget(incoming) // 2
         return positions[max(0, len(positions) - room) :]
 
-    def _search(self, turn: NewTurn, at: TurnRef, requested: Positions) -> SearchResult | None:
+    def _search(self, turn: NewTurn, ref: TurnRef, requested: Positions) -> SearchResult | None:
         """The tokens that fit a turn, beside `requested`; sets `found` after a passage search."""
         engine, recall, result = self._engine, self._engine.settings.recall, None
         is_all_held = engine.resident == engine.ledger.seen
         self.found = None
         if recall and not isinstance(retriever(recall.retriever), PassageRetriever):
             # This reads the turn first, which may evict tokens, so the room is known after it.
-            result = search(engine, self._model, turn.ids, turn.roles, at)
+            result = search(engine, self._model, turn.ids, turn.roles, ref)
             if result is not None:
                 room = engine.recalled.room(len(turn.ids)) - len(requested)
                 result = best_tokens(result, room, self.passage_search.passages.torn)
@@ -276,7 +272,7 @@ class Recall:
         wanted = set(search.index.informative_words(text) or words_of(text))
         having = [wanted & set(words_of(one)) for one in search.passages.texts(ledger)]
         scores, left, chosen = search.by_words((text,)), set(wanted), list[Positions]()
-        for number in sorted(range(len(having)), key=lambda at: (-len(having[at]), -scores[at])):
+        for number in sorted(range(len(having)), key=lambda n: (-len(having[n]), -scores[n])):
             if having[number] & left or having[number] == wanted:
                 chosen.append(rows_of(search.passages.rows[number : number + 1]))
                 left -= having[number]
@@ -289,9 +285,8 @@ class Recall:
         positions, scores = self.found.result.positions, self.found.result.scores
         is_held = ~np.isin(positions, list(self.scores))
         held = positions[is_held]
-        of_held = scores[torch.from_numpy(is_held)].tolist()
         turns = describe_turns(self._engine, self.passage_search, self.found, held)
-        return dict(zip(held.tolist(), of_held, strict=True)), turns
+        return dict(zip(held.tolist(), scores[is_held].tolist(), strict=True)), turns
 
     def _focus(self) -> int:
         """Most tokens from which a question is answered; 0 to answer from all held tokens."""
@@ -312,8 +307,8 @@ class Recall:
 
     def query_of(self, ids: Sequence[int], roles: Sequence[Role]) -> PassageQuery:
         """The search query for a turn; a message without informative words gives an empty query."""
-        said = [at for at, role in enumerate(roles) if role != Role.TEMPLATE]
-        pieces = self._texts([ids[at] for at in said], said)
+        said = [number for number, role in enumerate(roles) if role != Role.TEMPLATE]
+        pieces = self._texts([ids[number] for number in said], said)
         spans = query_spans(pieces)
         sentences = tuple("".join(pieces[start:end]) for start, end in spans)
         index = self.passage_search.index
@@ -321,7 +316,7 @@ class Recall:
             return PassageQuery(())
         if not self.by_meaning:
             return PassageQuery(sentences)
-        asked = [ids[at] for start, end in spans for at in said[start:end]]
+        asked = [ids[number] for start, end in spans for number in said[start:end]]
         header = list(ids[: said[0]])
         own, model_vector = self._model.sentence_encoder, None
         if self._model.encoder.layers:
@@ -356,7 +351,7 @@ class Recall:
 
 
 def search(
-    engine: Engine, model: LoadedModel, ids: Sequence[int], roles: Sequence[Role], at: TurnRef
+    engine: Engine, model: LoadedModel, ids: Sequence[int], roles: Sequence[Role], ref: TurnRef
 ) -> SearchResult | None:
     """Score the archived tokens for a turn of m `ids`; the engine's state is the same afterwards.
 
@@ -377,7 +372,7 @@ def search(
     checkpoint = engine.checkpoint()
     with engine.store.without_limit():
         try:
-            for _ in engine.prefill(ids[-longest:], roles[-longest:], at):
+            for _ in engine.prefill(ids[-longest:], roles[-longest:], ref):
                 pass
             turn = np.flatnonzero(engine.ledger.held_positions >= start)
             return _score_archived(engine, model, turn, start)
@@ -396,42 +391,28 @@ def _result_of(chosen: dict[int, tuple[Positions, float]]) -> SearchResult:
     positions = np.concatenate([_NO_POSITIONS, *(rows for rows, _ in chosen.values())])
     scores = [np.full(len(rows), score) for rows, score in chosen.values()]
     order = np.argsort(positions)
-    of_tokens = torch.from_numpy(np.concatenate([np.zeros(0), *scores])[order])
-    return SearchResult(positions[order], of_tokens)
+    return SearchResult(positions[order], np.concatenate([np.zeros(0), *scores])[order])
 
 
 def best_tokens(result: SearchResult, n: int, but: NDArray[np.bool_]) -> SearchResult:
-    """The n tokens with the best scores, without those at which the mask `but` [seen] is true."""
+    """The n tokens with the best scores, without those at which the mask `but` [seen] is true.
+
+    Of equal scores, the newer token wins.
+    """
     is_whole = ~but[result.positions]
-    scores, positions = result.scores[torch.from_numpy(is_whole)], result.positions[is_whole]
-    chosen = choose(scores, positions, max(0, n))
-    return SearchResult(chosen, scores[torch.from_numpy(np.searchsorted(positions, chosen))])
+    positions, scores = result.positions[is_whole], result.scores[is_whole]
+    best = np.sort(np.lexsort((positions, scores))[::-1][: max(0, n)])
+    return SearchResult(positions[best], scores[best])
 
 
 def with_requested(result: SearchResult | None, asked: Positions) -> SearchResult:
     """The found tokens, and the tokens at `asked` with a higher score than all others."""
-    found = result or SearchResult(_NO_POSITIONS, torch.zeros(0))
+    found = result or SearchResult(_NO_POSITIONS, np.zeros(0))
     is_other = ~np.isin(found.positions, asked)
-    positions = np.concatenate([found.positions[is_other], asked])
-    others, order = found.scores[torch.from_numpy(is_other)].double(), positions.argsort()
-    scores = torch.cat([others, torch.full((len(asked),), 1 + max([0.0, *others.tolist()]))])
-    return SearchResult(positions[order], scores[torch.from_numpy(order)])
-
-
-def choose(scores: Tensor, positions: Positions, n: int) -> Positions:
-    """Stream positions, ascending, of the n tokens with the highest scores.
-
-    `scores` [k] belong to `positions` [k]. Of equal scores, the newer token wins.
-    """
-    newest_first = torch.argsort(scores.flip(0), descending=True, stable=True)
-    return np.sort(positions[len(positions) - 1 - newest_first[:n].numpy()])
-
-
-def _scores_of(positions: Positions, result: SearchResult | None) -> tuple[float, ...]:
-    if result is None or not len(positions):
-        return ()
-    at = np.searchsorted(result.positions, positions)
-    return tuple(result.scores[torch.from_numpy(at)].tolist())
+    positions, others = np.concatenate([found.positions[is_other], asked]), found.scores[is_other]
+    scores = np.concatenate([others, np.full(len(asked), 1 + others.max(initial=0.0))])
+    order = positions.argsort()
+    return SearchResult(positions[order], scores[order])
 
 
 def _score_archived(
@@ -450,7 +431,7 @@ def _score_archived(
     scores = retriever(recall.retriever).score(candidates)
     if recall.weight == "surprisal":
         scores = weighted(scores, ledger.surprisal_of(archived))
-    return SearchResult(archived, scores.mean(0))
+    return SearchResult(archived, scores.mean(0).double().numpy())
 
 
 def _recent_rows(engine: Engine) -> NDArray[np.int64]:

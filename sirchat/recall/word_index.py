@@ -64,7 +64,7 @@ def letter_groups(word: str) -> list[str]:
     """
     marked = f"_{word}_"
     size = 2 if max(word) >= FIRST_CJK else _TERM_LETTERS
-    return [marked[at : at + size] for at in range(max(1, len(marked) - size + 1))]
+    return [marked[start : start + size] for start in range(max(1, len(marked) - size + 1))]
 
 
 def word_weights(tokenizer: Any) -> WordWeight:

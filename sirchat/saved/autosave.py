@@ -75,38 +75,36 @@ class Autosave:
         store = self._store = self._store or self._create_store()
         if store.name != self.name:
             store.rename(self.name)
-        if self._erasures != session.erasures or self._is_replaced:
-            metadata = session_metadata(session.model, self._family) if self._is_replaced else None
-            self._record = rewrite_file(store, session, metadata, self.extra_fields)
-            self._erasures, self._is_replaced = session.erasures, False
-            self._rescan_archive()
-        else:
-            self._append(store)
+        self._write(store, is_rewritten=self._erasures != session.erasures or self._is_replaced)
+        self._erasures, self._is_replaced = session.erasures, False
         self._save_evicted(store)
 
-    def _append(self, store: SessionStore) -> None:
-        """Cut off what has changed in the file, and append what is new."""
+    def _write(self, store: SessionStore, *, is_rewritten: bool) -> None:
+        """Cut off what changed in the file, or all if `is_rewritten`, and append what is new."""
         session, ledger, size = self._session, self._session.ledger, store.size
-        turn, start = min(session.state.saved_turns, size.turns), min(ledger.saved, size.rows)
+        held = min(session.state.saved_turns, size.turns)
+        turn, start = (0, 0) if is_rewritten else (held, min(ledger.saved, size.rows))
         old_encoder = self._record and self._record.fields.get("encoder")
         is_same_encoder = old_encoder == session.model.passage_encoder.checksum
         saved_end = min(start, size.passages) if is_same_encoder else 0
         passages, passages_end = new_passages(session, saved_end)
         saved = session.engine.save(start)
         record = self._make_record(saved)
-        turns, extent = _saved_turns(session, turn), Extent(turn, start, passages_end, turn)
+        turns, extent = _saved_turns(session, turn), Extent(turn, start, passages_end, held)
         flagged = sorted(position for position in ledger.flagged if position < start)
         flags = dict(zip(flagged, ledger.column("flags")[flagged].tolist(), strict=True))
         is_longer = turns or len(saved.rows) or len(passages.rows)
         is_cut = extent != size
         if is_longer or is_cut or flags or not _is_same_state(record, self._record):
-            store.append(turns, saved.rows, record, passages, extent, flags)
+            meta = session_metadata(session.model, self._family) if self._is_replaced else None
+            store.append(turns, saved.rows, record, passages, extent, flags, meta)
             self._record = record
         else:  # saved keys and values stay valid
             store.check_not_removed()
         if start < size.rows:
             self._rescan_archive()
-        _mark_as_saved(session)
+        session.state.saved_turns = len(session.turns)
+        ledger.saved, ledger.flagged = session.seen, set()
 
     def save_kv(self) -> bool:
         """Save keys and values, if the setting `save_kv` allows it; returns whether it did."""
@@ -213,30 +211,6 @@ class Autosave:
     def _make_record(self, saved: EngineState, stamp: str = "") -> StateRecord:
         record = make_state_record(saved, self._session, stamp)
         return replace(record, fields=record.fields | self.extra_fields)
-
-
-def rewrite_file(
-    store: SessionStore,
-    session: Session,
-    metadata: dict[str, Any] | None = None,
-    extra_fields: dict[str, Any] | None = None,
-) -> StateRecord:
-    """Replace all contents of a session's file by those of `session`, and `metadata` if given.
-
-    The old contents stay in no file. Returns the new state record, which has `extra_fields`, too.
-    """
-    passages, saved = new_passages(session)[0], session.engine.save()
-    record = make_state_record(saved, session)
-    record = replace(record, fields=record.fields | (extra_fields or {}))
-    turns, held = _saved_turns(session), session.state.saved_turns
-    store.replace(turns, saved.rows, record, metadata, passages, held=held)
-    _mark_as_saved(session)
-    return record
-
-
-def _mark_as_saved(session: Session) -> None:
-    session.state.saved_turns = len(session.turns)
-    session.ledger.saved, session.ledger.flagged = session.seen, set()
 
 
 def _saved_turns(session: Session, start: int = 0) -> list[SavedTurn]:

@@ -18,14 +18,13 @@ from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_values import CacheState, KeyValues
 from sirchat.models.model import LoadedModel
-from sirchat.saved.autosave import rewrite_file
+from sirchat.saved.autosave import Autosave
 from sirchat.saved.saved_state import (
     check_model,
     checked_state,
     decode_state,
     load_passages,
     saved_turns,
-    session_metadata,
 )
 from sirchat.saved.saved_tensors import (
     attention_fits,
@@ -50,7 +49,9 @@ def resume_session(session: Session, store: SessionStore, *, rebuild: bool = Fal
     if rebuild:
         pins = [PinnedText(*place) for place in state.pins]
         read_again(session, saved_turns(store), pins, state.conversation.unpinned)
-        rewrite_file(store, session, session_metadata(session.model, store.meta.get("family", "")))
+        autosave = Autosave(session, store)
+        autosave.replace_session(session)
+        autosave.save()
         return
     check_model(store, session.model)
     saved, conversation = decode_state(store, record, state, session.model.vocab_size)

@@ -177,7 +177,9 @@ def open_saved_file(
         return SessionStore.open(in_use[0].path), []  # raises what says by whom it is used
     if damaged := _damaged(errors):
         raise damaged[-1]
-    raise SessionError(f"there is no saved session in {folder}")
+    is_saved = own_id and (folder / f"{own_id}{SUFFIX}").exists()
+    others = "no other saved session than this chat" if is_saved else "no saved session"
+    raise SessionError(f"there is {others} in {folder}")
 
 
 def copy_session(folder: Path, ident: str, name: str) -> SessionStore:

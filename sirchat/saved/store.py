@@ -104,7 +104,7 @@ class Extent:
     held: int = _NO_LIMIT  # number of turns after which the file says which tokens were held
 
 
-_EVERYTHING, _NO_PASSAGES = Extent(), SavedPassages()
+_EVERYTHING, NOTHING, _NO_PASSAGES = Extent(), Extent(0, 0, 0, 0), SavedPassages()
 
 
 class SessionStore:
@@ -243,20 +243,32 @@ class SessionStore:
         passages: SavedPassages = _NO_PASSAGES,
         extent: Extent = _EVERYTHING,
         flags: Mapping[int, int] = MappingProxyType({}),
+        meta: Mapping[str, Any] | None = None,
     ) -> None:
         """Delete all that is not in `extent`; then add turns, ledger rows [k] and passages.
 
-        `record` replaces the old state. `flags` are new flags of older rows, by position; nothing
-        else of saved rows ever changes.
+        `record` replaces the old state, and `meta`, if given, the old one. `flags` are new flags of
+        older rows, by position; nothing else of saved rows ever changes. If no turn stays, the old
+        contents stay in no file.
         """
         size = self.size
         is_cut = extent.turns < size.turns or extent.rows < size.rows
+        is_erased = is_cut and not extent.turns
         if is_cut:
             self.kv.drop()
             self.segments.truncate(extent.rows)
+        if is_erased:
+            self.segments.drop()
         with self._transaction():
             self._write_flags(flags)
             self._write(turns, rows, record, passages, extent)
+            if is_erased:
+                self._write_about("erasing", True)
+            if meta is not None:
+                self._write_about("meta", dict(meta))
+        self.meta = self.meta if meta is None else dict(meta)
+        if is_erased:
+            self._finish_erasing()
         if is_cut:
             remove_from_index(self.path)
 
@@ -335,30 +347,6 @@ class SessionStore:
             records = self._fetch("SELECT seen, held, logits, fields FROM head LIMIT 1")
             require(bool(records) or not self.size.turns)
             return _parse_state_record(*records[0]) if records else None
-
-    def replace(
-        self,
-        turns: Sequence[SavedTurn],
-        rows: NDArray[Any],
-        record: StateRecord,
-        meta: Mapping[str, Any] | None = None,
-        passages: SavedPassages = _NO_PASSAGES,
-        held: int = 0,
-    ) -> None:
-        """Replace all contents, and `meta` if given; the old contents stay in no file.
-
-        Keys and values are deleted, too. The records of held tokens stay up to turn `held`.
-        """
-        self.kv.drop()
-        self.segments.drop()
-        with self._transaction():
-            self._write(turns, rows, record, passages, Extent(0, 0, 0, held))
-            self._write_about("erasing", True)
-            if meta is not None:
-                self._write_about("meta", dict(meta))
-                self.meta = dict(meta)
-        self._finish_erasing()
-        remove_from_index(self.path)
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:

@@ -35,11 +35,11 @@ from sirchat.server.anthropic import MessageSerializer, MessagesRequest
 from sirchat.server.completions import ChatCompletionSerializer
 from sirchat.server.conversation import History
 from sirchat.server.fields import RequestError, make_request, parse_json_object, parse_request
-from sirchat.server.formats import reply_format
 from sirchat.server.model_routes import ModelRoutes
 from sirchat.server.ollama import OllamaRequest, OllamaSerializer
 from sirchat.server.parts import ReplyOptions
 from sirchat.server.pool import ConversationPool, Limits
+from sirchat.server.replies import reply_format
 from sirchat.server.reply_thread import ReplyThread
 from sirchat.server.requests import (
     MAX_NAME_CHARS,

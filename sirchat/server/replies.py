@@ -1,4 +1,4 @@
-"""Generates the reply to one request in its conversation, one step at a time."""
+"""Generates the reply to one request in its conversation, one step at a time, in its format."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from sirchat.chat.editing import KeptTurn, edit
 from sirchat.chat.events import Event, Notice, TurnDone
+from sirchat.chat.formats import MAX_CALLS_PER_REPLY, ModelFormats
 from sirchat.chat.plain_reply import PlainReply, raise_budget_for
 from sirchat.chat.session import Session
 from sirchat.chat.turn import Interrupted, never
@@ -23,6 +24,7 @@ from sirchat.server.conversation import Continuation, History, ServedConversatio
 from sirchat.server.fields import RequestError
 from sirchat.server.matching import edited
 from sirchat.server.parts import ReplyEnd, ReplyOptions, ReplySplitter, ReplyText
+from sirchat.server.requests import ChatRequest, NamedTool
 from sirchat.text.other_templates import PromptedTools, ToolTemplate
 from sirchat.text.template import TurnIds
 from sirchat.text.tool_calls import (
@@ -215,7 +217,7 @@ def _raise_budget(conversation: ServedConversation, history: History) -> None:
         prompt = session.template.opening(text, history.system)[0]
     if prompt is None or len(prompt.ids) <= max_pins:
         return
-    size, max_budget = len(prompt.ids), session.model.affordable_rows
+    size, max_budget = len(prompt.ids), session.model.affordable_rows()
     if size * _MIN_BUDGET_RATIO > max_budget:
         needed = int(size * _MIN_BUDGET_RATIO)
         problem = f"system prompt and tools take {size} tokens, which needs a budget of {needed}; "
@@ -303,6 +305,35 @@ def _refuse_template_errors(param: str) -> Iterator[None]:
     try:
         yield
     except ModelError as error:
+        raise RequestError(str(error), param=param) from None
+
+
+def reply_format(
+    formats: ModelFormats, request: ChatRequest, notes: list[str], session: Session
+) -> TokenFilter | None:
+    """The format of the reply to a request, if any: JSON, calls, or strict calls.
+
+    Parts of a schema that are not enforced are added to `notes`. Raises RequestError if the model
+    or a schema can't be used, or if the chat template does not write calls as JSON.
+    """
+    required = request.required_tools
+    schema = None if required else request.response_format.reply_schema
+    may_be_strict = request.tool_choice == "auto" and isinstance(session.template, ToolTemplate)
+    tools = required or [tool.function for tool in request.tools if may_be_strict]
+    is_free_reply = not required and schema is None
+    if is_free_reply and not any(tool.strict for tool in tools):
+        return None
+    param = "tool_choice" if required else "tools" if is_free_reply else "response_format"
+    tool_schemas = [(t.name, t.parameters if t.strict or not is_free_reply else {}) for t in tools]
+    is_single = isinstance(request.tool_choice, NamedTool) or not request.parallel_tool_calls
+    # A small model would go on with calls of all other tools.
+    is_single |= bool(required) and "parallel_tool_calls" not in request.model_fields_set
+    max_calls = 1 if is_single else MAX_CALLS_PER_REPLY
+    try:
+        if is_free_reply:
+            return formats.strict(session, param, notes, tool_schemas)
+        return formats.json_or_calls(session, param, notes, schema, tool_schemas, max_calls)
+    except SettingError as error:
         raise RequestError(str(error), param=param) from None
 
 

@@ -29,9 +29,11 @@ _LIST_SECONDS = 5.0  # seconds that a server that runs may take to list its tool
 _REASON_SECONDS = 1.0  # seconds until an ended connection says why
 _POLL_SECONDS = 0.1  # seconds between two looks whether the user stops a call
 _MAX_NAME_CHARS = 64
+READ_RESOURCE = "read_resource"  # the tool that a server with resources gets
+_RESOURCE_TOOL = "Reads a resource of this server by its URI. Without a URI, it lists them."
 _STOPPED = "the user stopped this"
 # More would take the memory, or the disk, that the chat needs.
-_MAX_PAGES = 100  # of tools that a server lists
+_MAX_PAGES = 100  # of tools, resources or prompts that a server lists
 _MAX_RESULT_CHARS = 4_000_000  # characters of a result
 _MAX_EVENT_BYTES = 16_000_000  # bytes of a message over HTTP
 _MAX_STDERR_BYTES = 1 << 20  # bytes that are kept of a server's standard error
@@ -79,7 +81,7 @@ class ToolServers:
         for tool in running.listed:
             if tool.input_schema.get("properties") is None:  # templates need them
                 tool.input_schema["properties"] = {}
-        return [
+        tools = [
             ChatTool(
                 self._full_name((name, tool.name)),
                 tool.description or "",
@@ -90,6 +92,27 @@ class ToolServers:
             )
             for tool in running.listed
         ]
+        if running.has_resources and all(tool.origin[1] != READ_RESOURCE for tool in tools):
+            origin, schema = (name, READ_RESOURCE), {"properties": {"uri": {"type": "string"}}}
+            told = self._full_name(origin), _RESOURCE_TOOL, {"type": "object", **schema}
+            read = partial(self._read_resource, running)
+            tools.append(ChatTool(*told, read, origin, running.instructions))
+        return tools
+
+    def offers(self, name: str, interrupted: Interrupted = never) -> tuple[list[Any], list[Any]]:
+        """The resources and the prompts that a server, which was started, lists now."""
+        running = self._running[name]
+        work = running.list_offers()
+        resources, prompts = self._wait(running, work, self._limit(), interrupted)
+        return resources, prompts
+
+    def prompt(
+        self, name: str, prompt: str, given: dict[str, str], interrupted: Interrupted = never
+    ) -> str:
+        """The text of a prompt of a server, which was started, with these arguments."""
+        running = self._running[name]
+        result = self._wait(running, running.prompt(prompt, given), self._limit(), interrupted)
+        return _cut("\n\n".join(_as_text(message.content) for message in result.messages))
 
     def is_running(self, name: str) -> bool:
         return name in self._running and self._running[name].begun.done()
@@ -202,11 +225,20 @@ class ToolServers:
         text = "\n".join(map(_as_text, result.content))
         if not text and result.structured_content is not None:
             text = json.dumps(result.structured_content, ensure_ascii=False)
-        if len(text) > _MAX_RESULT_CHARS:
-            text = f"{text[:_MAX_RESULT_CHARS]}\n[cut: the result has {len(text):,} characters]"
+        text = _cut(text)
         if result.is_error:
             raise RuntimeError(text or "the tool does not say why")  # in all its lines
         return text
+
+    def _read_resource(
+        self, running: _Running, arguments: dict[str, Any], interrupted: Interrupted
+    ) -> str:
+        """The text of a resource; of an empty URI, those that the server lists."""
+        if uri := str(arguments.get("uri") or ""):
+            result = self._wait(running, running.read(uri), self._limit(), interrupted)
+            return _cut("\n".join(map(_as_text, result.contents)))
+        resources, _ = self._wait(running, running.list_offers(), self._limit(), interrupted)
+        return _cut("\n".join(f"{one.uri}: {one.description or one.name}" for one in resources))
 
 
 class _HangsError(SirchatError):
@@ -224,6 +256,7 @@ class _Running:
         self.ends = self.is_unread = False
         self.is_gone = threading.Event()  # set when the process has ended
         self.listed: list[Any] = []  # its tools
+        self.has_resources = False
         self.instructions = ""
         self.status = 0  # of the last answer over HTTP
         self.heard = 0.0  # when the wait for an answer began anew
@@ -254,13 +287,25 @@ class _Running:
         await asyncio.wrap_future(self.begun)
 
     async def list_tools(self) -> None:
-        listed, cursor = list[Any](), None
-        for _ in range(_MAX_PAGES):
-            page = await self._client.list_tools(cursor=cursor)
-            listed += page.tools
-            if not (cursor := page.next_cursor):
-                break
-        self.listed = listed
+        can = self._client.server_capabilities
+        self.has_resources = can.resources is not None
+        has_others = self.has_resources or can.prompts is not None
+        is_asked = can.tools is not None or not has_others  # some servers have no such method
+        self.listed = await _all_pages(self._client.list_tools, "tools") if is_asked else []
+
+    async def list_offers(self) -> tuple[list[Any], list[Any]]:
+        """The resources and the prompts."""
+        can, client = self._client.server_capabilities, self._client
+        return (
+            await _all_pages(client.list_resources, "resources") if can.resources else [],
+            await _all_pages(client.list_prompts, "prompts") if can.prompts else [],
+        )
+
+    async def read(self, uri: str) -> Any:
+        return await self._client.read_resource(uri)
+
+    async def prompt(self, name: str, arguments: dict[str, str]) -> Any:
+        return await self._client.get_prompt(name, arguments)
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
         async def progress(done: float, total: float | None, message: str | None) -> None:
@@ -309,6 +354,17 @@ class _Running:
         return Client(transport, message_handler=self._receive, cache=None)
 
 
+async def _all_pages(ask: Callable[..., Coroutine[Any, Any, Any]], what: str) -> list[Any]:
+    """What a server lists, such as `tools`, of up to 100 pages."""
+    listed, cursor = list[Any](), None
+    for _ in range(_MAX_PAGES):
+        page = await ask(cursor=cursor)
+        listed += getattr(page, what)
+        if not (cursor := page.next_cursor):
+            break
+    return listed
+
+
 def plain_name(name: str) -> str:
     """Replace characters that tool names may not have; the length stays the same."""
     return re.sub(r"[^\w-]", "_", name, flags=re.ASCII)
@@ -320,7 +376,13 @@ def _as_text(part: Any) -> str:
     if isinstance(text := getattr(inner, "text", None), str):
         return text
     what = getattr(inner, "uri", None) or inner.mime_type
-    return f"[{part.type}, not shown: {what}]"
+    return f"[{getattr(part, 'type', 'resource')}, not shown: {what}]"
+
+
+def _cut(text: str) -> str:
+    if len(text) <= _MAX_RESULT_CHARS:
+        return text
+    return f"{text[:_MAX_RESULT_CHARS]}\n[cut: the result has {len(text):,} characters]"
 
 
 def _first_error(error: BaseException) -> BaseException:

@@ -6,12 +6,8 @@ import os
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from time import time
-from typing import Any
 
-import yaml
 from rich.console import Group, RenderableType
 from rich.style import Style
 from rich.table import Table
@@ -24,6 +20,7 @@ from sirchat.chat.targets import without_quotes
 from sirchat.config.values import format_number
 from sirchat.errors import SettingError, UsageError, did_you_mean
 from sirchat.memory.registry import RETRIEVERS
+from sirchat.paths import read_yaml
 from sirchat.text.times import time_range
 from sirchat.ui.attaching import attach_named_files, describe_size
 from sirchat.ui.erasing import EraseCommand
@@ -43,12 +40,6 @@ from sirchat.ui.why import show_why
 _RECALL_CONTEXT_TOKENS = 12  # that `/recall WORDS` restores before the words, and as many after
 _MAX_COMMAND_CHARS = 40  # shown of an unknown command
 
-_FOREIGN_COMMANDS = {  # commands that other programs have, and what does the same here
-    **dict.fromkeys(("sessions", "chats", "list", "resume"), "/load lists the saved chats"),
-    **dict.fromkeys(("delete", "rm"), "sirchat sessions rm ID deletes a saved chat"),
-    "new": "did you mean /reset?",
-    "find": "/search WORDS finds messages of this chat, and other chats",
-}
 _ALIASES = {"?": "help", "quit": "exit", "bye": "exit", "regen": "retry"}
 _RENAMED_COMMANDS = {"forget": "erase", "forgotten": "evicted"}  # old names, which still work
 _SETTING_ALIASES = {"format": "json_schema"}  # the setting `format` is that of a transcript
@@ -121,14 +112,14 @@ class Commands:
 
     @classmethod
     def names(cls) -> list[str]:
-        return [*_load_help()["commands"], *_ALIASES]
+        return [*read_yaml(__file__, "help")["commands"], *_ALIASES]
 
     @classmethod
     def help_of(cls, name: str) -> tuple[str, str]:
         """The arguments of the command `name`, such as `[NAME]`, and what it does."""
         if name in _ALIASES:
             return "", f"the same as /{_ALIASES[name]}"
-        command = _load_help()["commands"][name]
+        command = read_yaml(__file__, "help")["commands"][name]
         return command.get("arguments", ""), command["does"]
 
     def run(self, line: str) -> Action | None:
@@ -139,7 +130,7 @@ class Commands:
         if arguments and not allowed:
             raise UsageError(f"/{word} takes no argument", hint=f"type /{word} alone")
         if not arguments and allowed and not allowed.startswith("["):
-            hint = f"for example: {_load_help()['commands'][name]['example']}"
+            hint = f"for example: {read_yaml(__file__, 'help')['commands'][name]['example']}"
             raise UsageError(f"/{word} needs {allowed}", hint=hint)
         command: Callable[[str], Action | None] | None = getattr(self, f"do_{name}", None)
         if command is None:
@@ -156,7 +147,8 @@ class Commands:
             self._screen.note(f"/{word} is now called /{_RENAMED_COMMANDS[word]}")
             return _RENAMED_COMMANDS[word]
         if word not in self.names():
-            hint = _FOREIGN_COMMANDS.get(word) or did_you_mean(word, self.names(), "/")
+            hint = read_yaml(__file__, "help")["others"].get(word)
+            hint = hint or did_you_mean(word, self.names(), "/")
             if os.path.isfile(f"/{word}"):
                 hint = "@ before a path sends the file's text"
             raise UsageError(
@@ -166,7 +158,7 @@ class Commands:
         return _ALIASES.get(word, word)
 
     def do_help(self, arguments: str) -> None:
-        keys, quiet = _load_help()["keys"], self._screen.theme.secondary
+        keys, quiet = read_yaml(__file__, "help")["keys"], self._screen.theme.secondary
         if not arguments:
             self._screen.page(Group(_draw_command_names(), Text(_HELP_HINT + keys, quiet)))
         elif arguments == "all":
@@ -287,8 +279,9 @@ class Commands:
         )
         self._screen.note(describe_memory(session))
 
-    def do_tools(self, arguments: str) -> None:
-        run_tools_command(self._session, arguments)
+    def do_tools(self, arguments: str) -> Action | None:
+        text = run_tools_command(self._session, arguments)
+        return Send(text) if text else None
 
     def do_pin(self, arguments: str) -> None:
         if arguments:
@@ -315,11 +308,11 @@ class Commands:
             screen.note("nothing is evicted")
 
     def do_facts(self, arguments: str) -> None:
-        facts = self._session.facts(without_quotes(arguments))
+        facts, screen = self._session.facts(without_quotes(arguments)), self._screen
         if facts:
-            self._screen.page(draw_facts(facts, time(), self._screen.theme))
+            screen.page(draw_facts(facts, time(), screen.theme, screen.width))
         else:
-            self._screen.note("you stated no facts" + (" with these words" if arguments else ""))
+            screen.note("you stated no facts" + (" with these words" if arguments else ""))
 
     def do_summarize(self, arguments: str) -> Action:
         return Summarize()
@@ -413,15 +406,9 @@ class Commands:
         return sorted(rows, key=lambda row: row.shown_rank)
 
 
-@cache
-def _load_help() -> dict[str, Any]:
-    content: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("help.yaml").read_bytes())
-    return content
-
-
 def _draw_command_names() -> RenderableType:
     table = Table.grid(padding=(0, 2, 0, 0))
-    for group, commands in _load_help()["groups"].items():
+    for group, commands in read_yaml(__file__, "help")["groups"].items():
         table.add_row(Text(group, "bold"), Text(" ".join(re.findall(r"/\w+", " ".join(commands)))))
     return table
 
@@ -431,7 +418,7 @@ def _draw_command(name: str, quiet: Style) -> RenderableType:
     aliases = ", ".join(f"/{alias}" for alias, target in _ALIASES.items() if target == name)
     also = f" (also {aliases})" if aliases else ""
     usage = Text.assemble((f"/{name} {arguments}".rstrip(), "bold"), also)
-    command = _load_help()["commands"][name]
+    command = read_yaml(__file__, "help")["commands"][name]
     meaning = f"{description[:1].upper()}{description[1:]} {command['more']}"
     return Group(usage, Text(meaning), Text(f"Example: {command['example']}", quiet))
 
@@ -439,7 +426,7 @@ def _draw_command(name: str, quiet: Style) -> RenderableType:
 def draw_help(width: int) -> RenderableType:
     """Draw the help of all commands in groups, in as many columns as fit `width` cells."""
     num_columns = max(1, min(_MAX_COLUMNS, (width + 2) // _GROUP_CELLS))
-    groups = list(_load_help()["groups"])
+    groups = list(read_yaml(__file__, "help")["groups"])
     column_length = -(-len(groups) // num_columns)
     columns = [groups[i : i + column_length] for i in range(0, len(groups), column_length)]
     table = Table.grid(padding=(0, 2, 0, 0))
@@ -450,7 +437,7 @@ def draw_help(width: int) -> RenderableType:
 def _draw_group(name: str) -> RenderableType:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(min_width=_COMMAND_CELLS)
-    for commands, meaning in _load_help()["groups"][name].items():
+    for commands, meaning in read_yaml(__file__, "help")["groups"][name].items():
         table.add_row(Text(f" {commands}", no_wrap=True), Text(meaning))
     return Group(Text(name, style="bold"), table)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from sirchat import paths
 from sirchat.chat.events import Erased
 from sirchat.chat.session import Session
-from sirchat.chat.targets import turn_of_target, whole_words, without_quotes
+from sirchat.chat.targets import tokens_to_erase, turn_of_target, whole_words, without_quotes
 from sirchat.errors import UsageError
 from sirchat.ui.cells import clear_width_cache
 from sirchat.ui.pasted import escape_message
@@ -59,7 +59,7 @@ class EraseCommand:
         tokens, turns = self._matching_tokens(target)
         of_this_chat, of_other_chats = self._count_typed_lines(target)
         if not (tokens or turns or of_this_chat or of_other_chats):
-            self._session.tokens_to_erase(target)  # raises the error that says what is missing
+            tokens_to_erase(self._session, target)  # raises the error that says what is missing
         parts = [f"{pluralize(tokens, 'token')}{' in ' if turns else ''}{_name_turns(turns)}"]
         if of_this_chat:
             parts.append(pluralize(of_this_chat, "typed line"))
@@ -116,7 +116,7 @@ class EraseCommand:
         else:
             matching_turns = [turn] if 0 <= turn < len(turns) else []
         try:
-            return len(self._session.tokens_to_erase(target)), matching_turns
+            return len(tokens_to_erase(self._session, target)), matching_turns
         except UsageError:
             return 0, matching_turns
 

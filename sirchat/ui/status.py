@@ -95,10 +95,14 @@ def describe_recalled(recall: Recall, seen: int) -> str:
     rest = len(found.passages if found.is_question else turns) - 1  # a turn may have several
     if found.is_question:
         tokens = f"answered from {pluralize(rest + 1, 'passage')}, found in {seen:,} tokens"
-    best_first = recall.passage_search.passages.rows["turn"][list(found.passages)].tolist()
+    rows, at = recall.passage_search.passages.rows, list(found.passages)
+    best_first = rows["turn"][at].tolist()
     best = min(turns, key=lambda turn: [*best_first, turn.turn].index(turn.turn))
+    size = int((rows["end"] - rows["start"])[at[:1]].sum())
+    is_part = not rest and not found.is_question and best.tokens < size  # others were held
     more = f" and {rest:,} more" if rest else ""
-    return f'{tokens}: "{shorten(displayable_line(best.text), _MAX_QUOTED_CHARS)}"{more}'
+    quoted = shorten(displayable_line(best.text), _MAX_QUOTED_CHARS)
+    return f'{tokens}{" of" if is_part else ":"} "{quoted}"{more}'
 
 
 def continue_hint(finish: Finish, profile: Profile) -> str:

@@ -23,6 +23,7 @@ from sirchat.chat.rereading import (
 from sirchat.chat.session import Session
 from sirchat.chat.settings import hint_for_fixed, options_of
 from sirchat.chat.targets import Target
+from sirchat.chat.words import without_template
 from sirchat.config.profile import FIXED_SETTINGS, Profile
 from sirchat.config.profile_files import list_profiles, load_profile, resolve
 from sirchat.config.values import describe_allowed, format_setting, parse_option, parse_value
@@ -41,7 +42,7 @@ from sirchat.text.times import TimeRange, time_ago
 from sirchat.ui.interrupt import InterruptFlag
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import loading_bar
-from sirchat.ui.text import pluralize, shorten
+from sirchat.ui.text import displayable_line, pluralize, shorten
 
 if TYPE_CHECKING:  # loads the prompt, which a program in a pipe does not need
     from sirchat.ui.saved_chat import SavedChat
@@ -180,11 +181,14 @@ class Switching:
 
     def show_pins(self) -> None:
         """List the pinned text by messages, and its tokens."""
-        pinned = self._session.ledger.pinned_positions.tolist()
+        session, pinned = self._session, self._session.ledger.pinned_positions.tolist()
         for (turn, role), at in self._by_message(pinned).items():
             message = f"turn {turn}, {_WHOSE.get(role, role)}, {pluralize(len(at), 'token')}"
-            self._screen.note(f"{message}: “{self._text_of(at)}”")
+            said = [row.position for row in without_template(session.tokens(at))]
+            self._screen.note(f"{message}: “{self._text_of(said or at)}”")
         total = f"{pluralize(len(pinned), 'token')} pinned; /unpin TEXT lets go"
+        if not session.engine.settings.policy.honours_pins:
+            total += f"; but policy {displayable_line(session.profile.policy)} ignores pins"
         self._screen.note(total if pinned else "nothing is pinned; /pin TEXT keeps words")
 
     def unpin(self, target: Target) -> None:
@@ -297,6 +301,14 @@ def _describe_held(session: Session) -> str:
     return f"holds {session.resident:,}/{session.budget:,}"
 
 
+# What `/undo` says of tokens that were pinned, unpinned, or lost their pin, with the verb.
+_CARRIED_PINS = (
+    "that you had pinned meanwhile {} pinned here, too",
+    "that you had unpinned meanwhile {} no longer pinned here, either",
+    "that you had pinned {} not: there is no room for more pins, or it is not archived",
+)
+
+
 class ModelSwitching:
     """Changes the model of a chat.
 
@@ -356,14 +368,10 @@ class ModelSwitching:
             f"back to {previous.model.name}, with the chat as it was; "
             f"the cache {_describe_held(previous)}"
         )
-        kept, freed, lost = carried
-        for count, what in (
-            (kept, "pinned meanwhile: pinned"),
-            (freed, "unpinned meanwhile: no longer pinned"),
-            (lost, "pinned: no longer pinned, as there is no room, or it is not archived"),
-        ):
+        for count, what in zip(carried, _CARRIED_PINS, strict=True):
             if count:
-                self._screen.note(f"{pluralize(count, 'token')} that you had {what}")
+                verb = "is" if count == 1 else "are"
+                self._screen.note(f"{pluralize(count, 'token')} {what.format(verb)}")
         return previous
 
     def drop_previous(self) -> None:

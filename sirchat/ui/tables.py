@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import inf
 from typing import Any, Final
 
@@ -40,8 +40,6 @@ _TEXT_COLUMNS: Final[dict[str, dict[str, Any]]] = {
 }
 _GAP = 2  # cells between two columns
 _SHARE_GLYPHS: Final = "▁▂▃▄▅▆▇"
-_MAX_MISSING_WORDS = 2  # of a statement that are named
-_MAX_NEWER_CHARS = 40  # of a newer statement
 
 
 def draw_tokens(rows: Sequence[TokenRow], theme: Theme, width: int | None = None) -> RenderableType:
@@ -75,25 +73,27 @@ def _rank_state(rank: TokenRank) -> str:
     return ", ".join([state, *(flag for flag in rank.row.flags if flag in ("sink", "pinned"))])
 
 
-def draw_facts(facts: Sequence[StatedFact], now: float, theme: Theme) -> Table:
+def draw_facts(facts: Sequence[StatedFact], now: float, theme: Theme, width: int) -> Table:
     """Draw a row for each fact: its time, whether it is held or a rule, and its text."""
     columns: Columns = {
         "when": [time_ago(fact.time, now) for fact in facts],
-        "is": [_fact_state(fact) for fact in facts],
+        "is": [_fact_state(fact, width // 4) for fact in facts],
         "you said": [displayable_line(fact.text) for fact in facts],
     }
     return _table(theme, columns)
 
 
-def _fact_state(fact: StatedFact) -> str:
-    state = fact.state
-    if state == "partly held":
-        named = ", ".join(f'"{word}"' for word in fact.missing[:_MAX_MISSING_WORDS])
-        more = len(fact.missing) - _MAX_MISSING_WORDS
-        state += f", without {displayable_line(named)}" + f" and {more} more" * (more > 0)
+def _fact_state(fact: StatedFact, max_quoted: int) -> str:
+    """Such as `partly held, without "Anna"; newer: "My name is Berta."`; quotes are cut."""
+    state, newer = fact.state, shorten(displayable_line(fact.newer_text), max_quoted)
+    if state == "partly held" and not newer:  # else the text would have too little room
+        words = [f'"{displayable_line(word)}"' for word in fact.missing]
+        count = 2 if cell_len(", ".join(words[:2])) <= max_quoted else 1
+        more = f" and {len(words) - count} more" if len(words) > count else ""
+        state += f", without {', '.join(words[:count])}{more}"
     if fact.is_rule:
         state += ", pinned as a rule"
-    if newer := shorten(displayable_line(fact.newer_text), _MAX_NEWER_CHARS):
+    if newer:
         state += f'; newer{" in part" if fact.is_newer_in_part else ""}: "{newer}"'
     return state
 
@@ -114,18 +114,18 @@ def draw_recalled_turns(
     }
     if any(turn.bits for turn in turns):
         columns["restored from"] = [f"{turn.bits} bits" if turn.bits else "" for turn in turns]
-    texts = (turn.text or _text_with_gaps(rows, turn.turn) for turn in turns)
+    by_turn = {at: [*of_turn] for at, of_turn in groupby(rows, key=lambda row: row.turn)}
+    texts = (turn.text or text_of_rows(by_turn.get(turn.turn, ())) for turn in turns)
     columns["text"] = list(map(displayable_line, texts))
     return _table(theme, columns)
 
 
-def _text_with_gaps(rows: Iterable[TokenRow], turn: int) -> str:
-    """The text of a turn's tokens, with … where others are missing between them."""
+def text_of_rows(rows: Iterable[TokenRow]) -> str:
+    """The text of tokens in stream order, with … where others are missing between them."""
     text, next_position = "", None
     for row in rows:
-        if row.turn == turn:
-            text += row.text if row.position == next_position else f" … {row.text}"
-            next_position = row.position + 1
+        text += row.text if row.position == next_position else f" … {row.text}"
+        next_position = row.position + 1
     return text.strip(" …")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from enum import Enum
 
 from sirchat.errors import SirchatError
 
@@ -13,23 +12,15 @@ WORD_OR_SIGN = re.compile(r"[^\s\u2e80-\U0003ffff]+|.", re.DOTALL)
 _BIDI_CONTROLS = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 # C0 but newline and tab, DEL, C1, and the controls of bidirectional text.
 _CONTROLS = re.compile(f"[\x00-\x08\x0b-\x1f\x7f-\x9f{_BIDI_CONTROLS}]")
-_STRING_OPENERS = "]PX^_"  # after ESC: OSC, DCS, SOS, PM, APC
-
-
-class _State(Enum):
-    TEXT = 0
-    ESCAPE = 1  # after ESC
-    CSI = 2  # inside CSI, until its final byte
-    STRING = 3  # inside OSC, DCS, ..., until BEL or ST
-    STRING_ESCAPE = 4  # after ESC inside a string
-    CHARSET = 5  # after ESC and an intermediate byte, such as ESC ( B
-
-
-_OPENERS = {
-    "\x1b": _State.ESCAPE,
-    "\x9b": _State.CSI,
-    **dict.fromkeys("\x9d\x90\x98\x9e\x9f", _State.STRING),
-}
+# An escape sequence; `end` is missing if it is open. A line break, or the next sequence, ends any,
+# so that it can't hide the text after it.
+_SEQUENCE = re.compile(
+    r"""(?: (?:\x1b\[|\x9b)[ -?]*  # CSI
+    | (?:\x1b[]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x9c\x18\x1a\n\x1b]*  # a control string, such as OSC
+    | \x1b[ -/]* )  # ESC and a character, such as ESC ( B
+    (?P<end>\x1b\\|[^\n\x1b])?""",
+    re.VERBOSE,
+)
 
 
 class DisplayFilter:
@@ -39,44 +30,20 @@ class DisplayFilter:
     """
 
     def __init__(self) -> None:
-        self._state = _State.TEXT
+        self._open = ""  # how a sequence begins that has not ended
 
     def push(self, text: str) -> str:
         """Return what may be shown of the stream's next chunk."""
-        if self._state is _State.TEXT and not _CONTROLS.search(text):
+        if not self._open and not _CONTROLS.search(text):
             return text
-        return "".join(char for char in text if self._take_char(char))
+        text, self._open = self._open + text, ""
 
-    def _take_char(self, char: str) -> bool:
-        """Update the state; return whether the character is shown."""
-        if char == "\n":  # ends any sequence, so that an open one can't hide the text after it
-            self._state = _State.TEXT
-            return True
-        if self._state is _State.TEXT:
-            self._state = _OPENERS.get(char, _State.TEXT)
-            return not _CONTROLS.match(char)
-        self._state = self._next_state(char)
-        return False
+        def drop(sequence: re.Match[str]) -> str:
+            if sequence.end() == len(text) and not sequence["end"]:
+                self._open = sequence[0][:2]
+            return ""
 
-    def _next_state(self, char: str) -> _State:
-        state = self._state
-        if char == "\x1b":
-            return _State.STRING_ESCAPE if state is _State.STRING else _State.ESCAPE
-        if char in "\x18\x1a":  # CAN and SUB abort a sequence
-            return _State.TEXT
-        if state is _State.CSI:
-            return state if " " <= char <= "?" else _State.TEXT
-        if state is _State.CHARSET:
-            return state if " " <= char <= "/" else _State.TEXT
-        if state is _State.STRING:
-            return _State.TEXT if char in "\x07\x9c" else state
-        if state is _State.STRING_ESCAPE and char == "\\":
-            return _State.TEXT
-        if char == "[":
-            return _State.CSI
-        if char in _STRING_OPENERS:
-            return _State.STRING
-        return _State.CHARSET if " " <= char <= "/" else _State.TEXT
+        return _CONTROLS.sub("", _SEQUENCE.sub(drop, text))
 
 
 def displayable(text: str) -> str:

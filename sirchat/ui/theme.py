@@ -1,4 +1,4 @@
-"""Styles of tokens, labels and bars.
+"""Styles of tokens, labels and bars; `themes.yaml` has those of each theme.
 
 A token's hue shows its surprisal; its brightness shows how much surprisal is left after decay. High
 surprisal is also bold or underlined, so that it shows without colour.
@@ -9,11 +9,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 from rich.style import Style
 
 from sirchat.chat.events import TokenRow
+from sirchat.paths import read_yaml
 
 # Upper limits, in nats, of the buckets: ranges of surprisal that have one colour each.
 BUCKET_LIMITS: Final = (0.5, 2.0, 4.0, 7.0, float("inf"))
@@ -85,74 +87,19 @@ def find_theme(name: str, environ: Mapping[str, str], *, is_light: bool = False)
         background = environ.get("COLORFGBG", "")
         is_light = background.rpartition(";")[2] in ("7", "15") or (is_light and not background)
         name = "light" if is_light else "dark"
-    if name not in _THEMES:
-        raise ValueError(f"no theme {name!r}; there are auto, {', '.join(_THEMES)}")
-    return _THEMES[name]
+    themes = _themes()
+    if name not in themes:
+        raise ValueError(f"no theme {name!r}; there are auto, {', '.join(themes)}")
+    return themes[name]
 
 
-def _colour(number: int, weights: str = "") -> Style:
-    return Style.parse(f"color({number}) {weights}")
-
-
-def _bucket_shades(*buckets: tuple[int, int, int]) -> tuple[Shades, ...]:
-    weights = ("", "", "", "bold", "bold underline")
-    return tuple(
-        tuple(_colour(number, weight) for number in numbers)
-        for numbers, weight in zip(buckets, weights, strict=True)
-    )
-
-
-def _colourless_shades(style: Style) -> Shades:
-    return style, style, style + Style(dim=True)
-
-
-def _colour_theme(name: str, *buckets: tuple[int, int, int], **colours: int) -> Theme:
-    styles = {part: _colour(colour) for part, colour in colours.items()}
-    styles["evicted"] += Style(strike=True)
-    return Theme(name, _bucket_shades(*buckets), **styles, system=styles["bracket"])
-
-
-# Of 256 colours, those whose hues stay apart on a terminal with 16, and whose contrast with black,
-# or white, is at least 4.5. Grey 243 has it with both, for where nobody knows the background.
-_DARK = _colour_theme(
-    "dark",
-    *((248, 245, 243), (117, 38, 31), (113, 71, 34), (222, 178, 136), (209, 173, 131)),
-    secondary=243,
-    heading=250,
-    filled=37,
-    empty=243,
-    evicted=175,
-    bracket=141,
-    user=44,
-)
-_LIGHT = _colour_theme(
-    "light",
-    *((240, 242, 243), (19, 26, 63), (22, 28, 29), (58, 94, 130), (88, 124, 131)),
-    secondary=243,
-    heading=238,
-    filled=23,
-    empty=243,
-    evicted=126,
-    bracket=91,
-    user=20,
-)
-_NONE = Theme(
-    name="none",
-    tokens=(
-        _colourless_shades(Style(dim=True)),
-        _colourless_shades(Style()),
-        _colourless_shades(Style(underline=True)),
-        _colourless_shades(Style(bold=True)),
-        _colourless_shades(Style(bold=True, underline=True)),
-    ),
-    secondary=Style(dim=True),
-    heading=Style(),
-    filled=Style(),
-    empty=Style(dim=True),
-    evicted=Style(dim=True, strike=True),
-    bracket=Style(),
-    system=Style(italic=True),
-    user=Style(bold=True),
-)
-
-_THEMES: Final = {theme.name: theme for theme in (_DARK, _LIGHT, _NONE)}
+@cache
+def _themes() -> dict[str, Theme]:
+    return {
+        name: Theme(
+            name,
+            tuple(tuple(map(Style.parse, shades)) for shades in styles["tokens"]),
+            **{part: Style.parse(text) for part, text in styles.items() if part != "tokens"},
+        )
+        for name, styles in read_yaml(__file__, "themes").items()
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -15,7 +16,7 @@ from sirchat.chat.turn import Interrupted, never
 from sirchat.errors import SirchatError, UsageError, did_you_mean, format_value
 from sirchat.text.tool_calls import ToolCall
 from sirchat.tools.config import ToolFlags
-from sirchat.tools.servers import ToolServers, plain_name
+from sirchat.tools.servers import READ_RESOURCE, ToolServers, plain_name
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line, pluralize, shorten
 
@@ -85,14 +86,19 @@ class ToolUse(Toolbox):
     def close(self) -> None:
         self._tool_servers.close()
 
-    def command(self, session: Session, arguments: str) -> None:
-        """Run `/tools [NAME|on NAME|off NAME]`; raises UsageError."""
+    def command(self, session: Session, arguments: str) -> str:
+        """Run `/tools [NAME|on NAME|off NAME|prompt NAME [ARG=VALUE ...]]`; raises UsageError.
+
+        Returns the text of a prompt, or "".
+        """
         if not self._server_names:
             raise UsageError(_NO_SERVERS)
         verb, _, name = arguments.strip().partition(" ")
         name = name.strip()
         if not verb:
             self._print_servers()
+        elif verb == "prompt" and name:
+            return self._fill_prompt(name)
         elif verb not in ("on", "off"):
             self._print_tools(arguments.strip())
         elif not name:
@@ -101,6 +107,28 @@ class ToolUse(Toolbox):
             self._turn_on(session, name)
         else:
             self._turn_off(name)
+        return ""
+
+    def _fill_prompt(self, words: str) -> str:
+        """The text of the prompt `SERVER__PROMPT` with arguments `NAME=VALUE`."""
+        try:
+            name, *pairs = shlex.split(words)
+        except ValueError as error:
+            raise UsageError(f"/tools prompt: {error}", hint="quote values with blanks") from None
+        server, given = self._find_server(name), dict(pair.partition("=")[::2] for pair in pairs)
+        self._list_tools(server)  # starts it
+        listed = self._tool_servers.offers(server, self._stops)[1]
+        prompts = {f"{server}__{one.name}": one for one in listed}
+        if name not in prompts:
+            hint = did_you_mean(name, list(prompts))
+            there = ", ".join(map(displayable_line, prompts)) or "none"
+            raise UsageError(
+                f"there is no prompt {format_value(name)}; there are: {there}", hint=hint
+            )
+        text = self._tool_servers.prompt(server, prompts[name].name, given, self._stops)
+        shown = shorten(displayable_line(text), _MAX_RESULT_CHARS)
+        self._screen.note(f"sent, {pluralize(len(text), 'character')}: {shown}")
+        return text
 
     def _print_servers(self) -> None:
         for server in self._server_names:
@@ -155,6 +183,16 @@ class ToolUse(Toolbox):
                 self._screen.note(f"{state} {tool.name}: {_describe(tool, 100)}")
             elif self._matches(name, tool.name, tool):
                 self._screen.note(f"{state} {_readable_json(Toolbox([tool]).tools_json)}")
+        if name != server:
+            return
+        resources, prompts = self._tool_servers.offers(server, self._stops)
+        for one in prompts:
+            names = (f"{each.name}=..." for each in one.arguments or ())
+            usage = " ".join(["/tools prompt", f"{server}__{one.name}", *names])
+            self._screen.note(shorten(displayable_line(f"{usage}: {one.description or ''}"), 160))
+        if resources:
+            count = pluralize(len(resources), "resource")
+            self._screen.note(f"{count}: {server}__{READ_RESOURCE} lists and reads them")
 
     def _find_server(self, name: str) -> str:
         """The server called `name`, or with a tool of this name; raises UsageError if none."""
@@ -275,11 +313,14 @@ def _readable_json(text: str) -> str:
     )
 
 
-def run_tools_command(session: Session, arguments: str) -> None:
-    """Run the command `/tools` in a chat; raises UsageError if the chat has no tool servers."""
+def run_tools_command(session: Session, arguments: str) -> str:
+    """Run the command `/tools` in a chat; returns a message to send, or "".
+
+    Raises UsageError if the chat has no tool servers.
+    """
     if not isinstance(session.toolbox, ToolUse):
         raise UsageError(_NO_SERVERS)
-    session.toolbox.command(session, arguments)
+    return session.toolbox.command(session, arguments)
 
 
 @contextmanager

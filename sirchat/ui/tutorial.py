@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import yaml
 from rich.text import Text
 
 from sirchat.chat.session import Interrupted, Session
 from sirchat.errors import SirchatError, UsageError
+from sirchat.paths import read_yaml
 from sirchat.ui.commands import Action, Commands, Leave
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.interrupt import InterruptFlag
@@ -68,7 +67,7 @@ class TutorialStep:
     shows_panel: bool = False  # `after` explains the compact panel
 
 
-_SCRIPT = yaml.safe_load(Path(__file__).with_name("tutorial.yaml").read_text(encoding="utf-8"))
+_SCRIPT = read_yaml(__file__, "tutorial")
 
 STEPS: Final = tuple(
     TutorialStep(**{**step, "effects": tuple(ExpectedEffect(**e) for e in step.get("effects", ()))})

@@ -20,7 +20,7 @@ from sirchat.errors import UsageError
 from sirchat.recall import RecalledTurn
 from sirchat.text.detokenizer import sentence_bounds
 from sirchat.ui.screen import Screen
-from sirchat.ui.tables import draw_token_ranks
+from sirchat.ui.tables import draw_token_ranks, text_of_rows
 from sirchat.ui.text import displayable_line, messages_ago, restored_from_bits, shorten
 
 _ALL_FLAG = re.compile(r"(?:^|\s)--all(?=\s|$)")
@@ -87,6 +87,10 @@ def describe_use(
     if not before:
         return ""
     if not held:
+        if any(rank.row.position in paid.aside for rank in before):
+            return (
+                f"{what} had stepped aside for what was recalled for the last reply, and is back."
+            )
         if any(rank.state == "held" for rank in before):
             return f"{what} was evicted when the last reply was generated, and restored after it."
         return f"{what} was evicted, so the {_could_not_use(can_retry)}"
@@ -198,8 +202,7 @@ def _most_used_sentence(session: Session, paid: AttentionPaid, question: int) ->
     best = max(sentences, key=attention, default=None)
     if best is None or not attention(best):
         return []
-    text = "".join(row.text for row in best)
-    quoted = shorten(displayable_line(text).strip(), _MAX_SENTENCE_CHARS)
+    quoted = shorten(displayable_line(text_of_rows(best)), _MAX_SENTENCE_CHARS)
     role = best[0].role
     whose = {"user": "yours", "assistant": "the model's"}.get(role, role)
     return [f"Of earlier sentences it used most, of {whose}: “{quoted}”."]

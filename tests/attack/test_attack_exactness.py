@@ -84,7 +84,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[LoadedMode
         if MANY:
             use_compiled(quick, "auto")
         for one in (plain, quick):  # found out once, for all chats
-            _ = one.cache_dtype, one.decode_step, one.exposes_attention, one.row_bytes
+            _ = one.cache_dtype, one.decode_step, one.exposes_attention(), one.row_bytes()
         with watching():
             yield [quick, plain]
 

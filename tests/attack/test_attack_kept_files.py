@@ -270,4 +270,4 @@ def test_harmed_files_give_right_numbers_or_one_line(
                     place.chmod(0o700)
             shutil.rmtree(home)
 
-    attack(trial, few=8, seconds=30)
+    attack(trial, few=3, seconds=30)

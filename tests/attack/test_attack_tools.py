@@ -47,6 +47,7 @@ def test_whatever_a_server_of_tools_sends_the_chat_goes_on(
     servers = {"odd": ServerFields(command=sys.executable, args=["-S", odd_tool_server.__file__])}
     out, limit = io.StringIO(), [_SECONDS]
     screen = Screen(out, out)
+    monkeypatch.setattr("mcp.client.stdio.PROCESS_TERMINATION_TIMEOUT", 0.3)  # of a hung one
     use = ToolUse(ToolFlags(servers), screen, lambda *_: "y", timeout=lambda: limit[0])
 
     def call(random: Random) -> None:

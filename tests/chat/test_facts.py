@@ -97,7 +97,7 @@ def held_state(text: str, *gone: str) -> tuple[str, str]:
                 at.append(row.position)
     chat.engine.evictor.exclude(np.asarray(at))
     (fact,) = chat.facts()
-    is_shown = lines(draw_facts([fact], 0.0, NONE), 200)[1].split("  ")
+    is_shown = lines(draw_facts([fact], 0.0, NONE, 200), 200)[1].split("  ")
     return fact.state, next(one.strip() for one in is_shown if "held" in one or "evicted" in one)
 
 
@@ -130,6 +130,15 @@ def test_missing_words_are_whole_and_in_order(
     pieces: list[str], there: str, missing: tuple[str, ...]
 ) -> None:
     assert words_missing(pieces, np.array(list(there)) == "1") == missing
+
+
+def test_in_80_columns_a_replaced_fact_keeps_room_for_its_text() -> None:
+    fact = replace(chat_of(FACTS[0]).facts()[0], newer=2, newer_text="No, my cat is called " * 4)
+    partly = replace(fact, held=3, missing=("called", "Tom"), left="My cat is …")
+    for one in (fact, partly):
+        row = lines(draw_facts([one], 0.0, NONE, 80), 80)[1]
+        assert 'held; newer: "No, my cat is calle…"' in row
+        assert FACTS[0] in row
 
 
 def test_vectors_are_those_of_reading_and_a_resumed_chat_makes_them_again() -> None:
@@ -192,7 +201,7 @@ def test_the_command_shows_them_in_a_table() -> None:
 def test_a_fact_that_the_window_cuts_ends_with_a_mark() -> None:
     long = replace(chat_of(FACTS[0]).facts()[0], text="My cat is called Tom, " + "a tabby " * 20)
     for width in range(40, 90, 7):
-        row = lines(draw_facts([long], 0.0, NONE), width)[1].rstrip()
+        row = lines(draw_facts([long], 0.0, NONE, width), width)[1].rstrip()
         assert re.fullmatch(r".*My cat is .*…", row)
         assert len(row) == width
 
@@ -256,7 +265,7 @@ def test_of_a_sentence_that_tells_two_things_one_may_be_replaced(
     facts = chat.facts()
     assert [fact.newer_text for fact in facts] == [newer, ""]
     how = "newer in part" if is_in_part else "newer"
-    assert f'held; {how}: "{newer}"' in lines(draw_facts(facts, 0.0, NONE), 200)[1]
+    assert f'held; {how}: "{newer}"' in lines(draw_facts(facts, 0.0, NONE, 200), 200)[1]
     (left_out,) = omitted_facts(facts, newer)
     corrected = "corrected in part" if is_in_part else "corrected"
     assert left_out.text.endswith(f'"{older}" ({corrected})')
@@ -312,7 +321,7 @@ def test_a_real_model_marks_corrections_and_takes_nothing_else_for_one() -> None
 
     def marked(pairs: list[tuple[str, str]]) -> int:
         count = 0
-        for older, newer in pairs if MANY else pairs[:4]:
+        for older, newer in pairs if MANY else pairs[:3]:
             chat = session(smollm2(), pin_instructions=False)
             list(chat.read_user(older))
             list(chat.read_reply("Okay."))
@@ -320,5 +329,5 @@ def test_a_real_model_marks_corrections_and_takes_nothing_else_for_one() -> None
             count += chat.facts()[0].newer_text == newer
         return count
 
-    assert marked(CORRECTIONS) >= (8 if MANY else 3)
+    assert marked(CORRECTIONS) >= (8 if MANY else 2)
     assert marked(UNLIKE) == 0

@@ -82,6 +82,9 @@ def test_a_server_that_nobody_asks_ends_by_itself_and_leaves_no_socket(
 ) -> None:
     home = tmp_path_factory.mktemp("h")
     with serve_program(home, "-m", "tiny", "--idle", "1s") as (process, url):
+        assert process.stdout is not None
+        told_page = process.stdout.readline()
+        assert told_page == f"chat with it, and see its memory, in a browser: {url[:-2]}\n"
         assert list((home / "state" / "servers").iterdir())
         body = json.dumps({"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 4})
         for _ in range(2):  # each request begins the time anew; looking on does not

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -81,7 +81,6 @@ steps = st.lists(
 
 @pytest.mark.slow
 @given(settings_, steps)
-@settings(max_examples=150)
 def test_no_conversation_ever_exceeds_its_budget(
     first: dict[str, Any], plan: list[tuple[str, Any]]
 ) -> None:
@@ -199,7 +198,7 @@ def test_what_is_evicted_does_not_depend_on_how_many_chunks_are_read_at_once(
     def after_some_turns() -> tuple[Any, ...]:
         settings = CacheSettings(policy_class(name)(), budget=48, sinks=2)
         engine, gone = Engine(loaded("llama"), settings), []
-        for turn, count in enumerate((30, 5, 17, 40, 1, 90, 23)):
+        for turn, count in enumerate((30, 5, 17, 40, 1, 60)):
             gone += evicted(prefill(engine, some_ids(count), turn=turn))
             engine.decay_at_round_end()
         return gone, engine.ledger.held_positions.tolist()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy.stats import chisquare, kstest, pearsonr
 from torch import Tensor
@@ -133,7 +133,6 @@ def test_tokens_are_drawn_with_the_probabilities_that_transformers_gives(
     st.none() | st.floats(0.01, 0.99),
     st.none() | st.floats(1e-4, 0.99),
 )
-@settings(max_examples=100)
 def test_ids_are_left_with_their_chances_and_equally_likely_ones_together(
     kind: str, vocab: int, top_k: int | None, top_p: float | None, min_p: float | None
 ) -> None:

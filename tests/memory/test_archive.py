@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -79,7 +79,6 @@ class Late(Transfers):
 
 
 @given(steps, st.booleans(), st.booleans())
-@settings(max_examples=90)
 def test_it_stores_what_was_added_and_not_removed(
     plan: list[tuple[str, set[int] | int]], on_disk: bool, late: bool
 ) -> None:
@@ -339,7 +338,7 @@ def test_reachable_tokens_are_those_that_a_scan_of_all_finds(
 ) -> None:
     draw = random.Random(limit + recall)
     chat = Session(tiny(), Profile(budget=96, archive_limit=limit, recall=recall, seed=1))
-    for n in range(14):
+    for n in range(10):
         list(chat.read_user(f"{n} is {draw.random()}, and so on. " * draw.randint(1, 5)))
         list(chat.read_reply("Yes. " * draw.randint(1, 9)))
         match draw.randrange(5):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -45,7 +45,6 @@ class Row:
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [LAYERS, POOLED])
 @given(plan=steps)
-@settings(max_examples=30)
 def test_slot_i_holds_row_i_as_first_written_and_rotated_once(
     plan: list[tuple[str, Any]], layers: list[LayerRotation]
 ) -> None:

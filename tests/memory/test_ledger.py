@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -229,7 +229,6 @@ vector_steps = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(vector_steps, max_size=12), st.data())
 def test_a_mean_is_that_of_a_list_with_an_entry_for_each_token(
     played: list[tuple[str, int]], data: st.DataObject

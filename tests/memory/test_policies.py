@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -197,7 +197,6 @@ def cases(pick: st.DrawFn) -> Case:
 
 @pytest.mark.slow
 @given(case=cases())
-@settings(max_examples=60)
 def test_a_policy_keeps_what_its_description_says(case: Case) -> None:
     for name, options, oracle in ORACLES:
         policy = policy_class(name)(**options)
@@ -265,7 +264,6 @@ SCORES: list[tuple[str, dict[str, Any], Callable[[Case, Row], float]]] = [
 
 @pytest.mark.slow
 @given(case=cases())
-@settings(max_examples=60)
 def test_a_score_is_what_its_description_says(case: Case) -> None:
     for name, options, score in SCORES:
         policy = policy_class(name)(**{"recent": 5, **options})
@@ -302,7 +300,6 @@ def test_a_thousand_rounds_fade_to_less_than_a_float_holds_and_still_rank_rightl
 
 @pytest.mark.slow
 @given(case=cases())
-@settings(max_examples=60)
 def test_every_policy_keeps_the_contract(case: Case) -> None:
     before = deepcopy(vars(case.held))
     for name in BOUNDED:

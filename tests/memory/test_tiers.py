@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -72,7 +72,6 @@ def filled(segments: int, limit: float, **rows: Any) -> tuple[Archive, KeyValues
 
 
 @given(st.integers(0, 2**16), st.sampled_from(list(TYPES)), st.sampled_from([0.0, 3.0, 90.0]))
-@settings(max_examples=25, deadline=None)
 def test_rounded_numbers_are_within_half_a_step(seed: int, kind: str, far: float) -> None:
     """A step is the power of two from which on 127 steps reach all numbers of a head."""
     archive, exact = filled(6, 2.5, seed=seed, kind=kind, far=far)

@@ -155,7 +155,7 @@ class Weights:
 def test_observers_see_the_attention_weights_and_the_logits_stay(case: str, folder: Path) -> None:
     seen = []
     for model in pair(file_of(case, folder)):
-        assert model.exposes_attention
+        assert model.exposes_attention()
         observer, plain = Weights(), outcome(model)
         for one, wanted in zip(outcome(model, observer=observer), plain, strict=True):
             torch.testing.assert_close(one, wanted, rtol=1e-5, atol=2e-5)

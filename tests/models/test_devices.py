@@ -239,7 +239,7 @@ def test_a_chat_over_several_devices_is_that_on_one(
         if name != "cpu and disk":
             stack.enter_context(simulated_devices())
         model = load(folder, MAPS[name])
-        assert [str(one) for one in model.row_devices] == ROWS_AT[name]
+        assert [str(one) for one in model.row_devices()] == ROWS_AT[name]
         found = talk(model)
         for step, (here, there) in enumerate(zip(found, expected, strict=True)):
             if not isinstance(there, tuple):
@@ -363,7 +363,7 @@ def test_a_plan_fills_devices_or_gives_them_equally_much(
 ) -> None:
     monkeypatch.setattr("sirchat.models.device_map.free_memory", lambda: 10**10)
     model = load_model(str(folder), device_map=plan, dtype="float32", cache_rows=48)
-    where = [str(one) for one in model.row_devices]
+    where = [str(one) for one in model.row_devices()]
     assert where == sorted(where)
     assert where.count(SIM_0) == (4 if plan == "auto" else 2)
 

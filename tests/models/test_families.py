@@ -9,6 +9,7 @@ import random
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def test_after_evictions_rows_and_logits_are_those_of_the_model_that_never_evict
 ) -> None:
     worst, _ = largest_difference(loaded(name))
     assert worst < 1e-4
+    assert table()[HELD[name][0]].startswith("runs")
 
 
 @pytest.mark.parametrize(
@@ -142,13 +144,13 @@ def test_the_cache_is_passed_under_the_name_that_the_model_gives_it() -> None:
 
 TABLE = Path(sirchat.models.__file__).with_name("FAMILIES.md")
 SAMPLE = [
-    *causal_families()[::32],
-    *("deepseek_v3", "doge", "gemma3", "gemma3_text", "gemma4_text", "glm_moe_dsa", "gpt2"),
-    *("gptj", "helium", "jamba", "lfm2", "mamba", "minicpm3", "nanochat", "qwen3_next"),
-    *("smollm3", "zamba2"),
+    *causal_families()[::96],
+    *("deepseek_v3", "doge", "gemma3", "gemma4_text", "glm_moe_dsa", "gpt2", "lfm2", "mamba"),
+    *("qwen3_next", "zamba2"),
 ]
 
 
+@cache
 def table() -> dict[str, str]:
     """For each family, what FAMILIES.md says of it."""
     rows = re.findall(

@@ -1,6 +1,6 @@
-"""Matrices of GGUF files are packed by the library as by torch's operations, to the last bit.
+"""Matrices of GGUF files are packed by the library with the file's values, to the last bit.
 
-Those of five bits have the values of the file.
+In eight bits, where a format or shape is not the library's own, they are as by torch's operations.
 """
 
 from __future__ import annotations
@@ -9,48 +9,32 @@ import ctypes
 import threading
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 import torch
 
-from gguf_models import random_model, write_model
+from gguf_models import random_blocks, random_model, write_model
 from native_library import built_library, has_library
 from sirchat.config.profile import Profile
 from sirchat.models import load, packed, prepared, products
 from sirchat.models.compiling import use_compiled
 from sirchat.models.fit import compute_fit
-from sirchat.models.gguf import blocks
-from sirchat.models.gguf.blocks import NativePacking, split_four_bit, unpack_floats
-from sirchat.models.gguf.header import FIVE_BIT, FOUR_BIT, GgufTensor
+from sirchat.models.gguf.blocks import NativePacking, unpack_floats
+from sirchat.models.gguf.header import BLOCK_LAYOUTS
 from sirchat.models.gguf.prepared import WRITER_THREAD
 from sirchat.models.listing import find_model
 from sirchat.models.load import load_model
-from sirchat.models.packed import Int4Linear, PackedLinear, quantize_int8
+from sirchat.models.packed import BlockLinear, PackedLinear, quantize_int8
 from sirchat.paths import compiled_dir, make_private_dir
 
 pytestmark = has_library
 
 KINDS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
-COLUMNS = 512
-# Rows of a block, and whether a byte has two that follow one another, on several processors.
-LAYOUTS = [(64, False), (32, False), (32, True), (16, True)]
 
 
 @pytest.fixture(scope="module")
 def library() -> ctypes.CDLL:
     return products.load_library(built_library())
-
-
-def random_blocks(kind: str, rows: int, rng: np.random.Generator) -> GgufTensor:
-    """A matrix of blocks with all values of their bits, and with floats of usual sizes."""
-    each, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    data = rng.integers(0, 256, (rows, COLUMNS // each, size), np.uint8)
-    halves = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}.get(kind, (0, 2))
-    for at in halves if kind not in ("Q4_0", "Q5_0", "Q8_0") else (0,):
-        floats = rng.normal(0, 1e-2, data.shape[:2]).astype(np.float16)
-        data[:, :, at : at + 2] = floats[..., None].view(np.uint8)
-    return GgufTensor((rows, COLUMNS), kind, data.reshape(-1))
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -67,18 +51,10 @@ def test_a_matrix_has_the_bits_of_torch(
     made = native.pack_eight_bits(tensor, order, torch.empty)
     assert torch.equal(made.q, q)
     assert torch.equal(made.scale, scale)
-    if kind in FIVE_BIT:
-        own = native.pack_five_bits(tensor, order, torch.empty)
+    assert BlockLinear.fits(kind, *tensor.shape) is (kind in BLOCK_LAYOUTS)
+    if kind in BLOCK_LAYOUTS:
+        own = native.pack_blocks(tensor, order, torch.empty)
         assert torch.equal(own.unpacked(torch.float32).T, unpack_floats(tensor)[order])
-    if kind not in FOUR_BIT:
-        return
-    for layout in LAYOUTS:
-        for module in (blocks, packed):
-            monkeypatch.setattr(module, "int4_layout", lambda layout=layout: layout)
-        wanted = Int4Linear.from_nibbles(*(part[order] for part in split_four_bit(tensor)))
-        four = native.pack_four_bits(tensor, order, torch.empty)
-        assert torch.equal(four.packed, wanted.packed)
-        assert torch.equal(four.scales, wanted.scales)
 
 
 def wait_for_the_writer() -> None:
@@ -87,7 +63,7 @@ def wait_for_the_writer() -> None:
             thread.join()
 
 
-def test_a_file_of_five_bits_is_read_and_mapped_in_these_with_its_own_values(
+def test_a_file_is_read_and_mapped_in_its_own_bits_and_values(
     own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def kind_of(name: str, shape: tuple[int, ...]) -> str:
@@ -118,7 +94,7 @@ def test_a_file_of_five_bits_is_read_and_mapped_in_these_with_its_own_values(
         monkeypatch.setattr(load, "parse_gguf", None)  # the second time, the file is mapped
         layers = model.module.model.layers[0]
         projections = layers.self_attn.q_proj, layers.mlp.gate_proj, layers.mlp.down_proj
-        assert [one.bits for one in projections] == [5, 5, 8]
+        assert [one.bits for one in projections] == [5, 5, 6]
         gate = original.model.layers[0].mlp.gate_proj.weight
         assert torch.equal(projections[1].unpacked(torch.float32).T, gate)
         cache = model.new_cache(32)

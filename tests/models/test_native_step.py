@@ -208,7 +208,7 @@ STORED = {
 }
 
 
-@settings(max_examples=40 * ATTACK, phases=[Phase.generate])
+@settings(max_examples=20 * ATTACK, phases=[Phase.generate])
 @given(st.data())
 def test_it_is_as_near_to_the_truth_as_rounding_allows(library: ctypes.CDLL, data: Any) -> None:
     draw = data.draw
@@ -286,6 +286,35 @@ def test_a_token_has_the_same_bits_alone_among_others_and_with_any_number_of_thr
         for one, wanted in zip(chats[1].next(tokens[1][0]), alone[1], strict=False):
             assert torch.equal(one, wanted)
     torch.set_num_threads(1)
+
+
+@settings(max_examples=10 * ATTACK)
+@given(st.data())
+@torch.inference_mode()
+def test_a_few_tokens_of_a_text_have_the_bits_of_one_after_the_other(
+    library: ctypes.CDLL, data: Any
+) -> None:
+    weights, bits, _ = STORED[data.draw(st.sampled_from(sorted(STORED)))]
+    kind = data.draw(st.sampled_from(["qwen2", "gemma3_text"]))  # with biases; with windows
+    module = made(kind, bits, weights, data.draw(st.integers(0, 99)))
+    step = native(library, module, data.draw(st.sampled_from(TYPES)), 2)
+    held, count = data.draw(st.integers(1, 140)), data.draw(st.integers(2, MAX_BATCH))
+    ids = [5 + 7 * index % 90 for index in range(count)]
+    chat, other = (Conversation(step, module, some_ids(held), free=MAX_BATCH) for _ in range(2))
+    wanted = list[tuple[Tensor, ...]]()
+    for token_id in ids:
+        wanted.append((*chat.next(token_id), chat.written()))
+        chat.cache.commit(1)
+    assert step.can_read_text(ids, other.cache)
+    assert not step.can_read_text([*ids, 3] * MAX_BATCH, other.cache)
+    logits, states = step.read_text(ids, range(held, held + count), other.cache)
+    for index, (alone, state, rows) in enumerate(wanted):
+        if bits is not None and index + 1 < count:  # computed again for the id that follows
+            alone[ids[index + 1]] = logits[index, ids[index + 1]]
+        assert torch.equal(logits[index], alone)
+        assert torch.equal(states[index], state)
+        assert other.cache.pool is not None
+        assert torch.equal(other.cache.pool[:, :, :, held + index], rows)
 
 
 @torch.inference_mode()

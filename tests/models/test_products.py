@@ -5,27 +5,32 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gguf_models import random_blocks
 from native_library import built_library, has_library
 from sirchat.engine.reader import Reader
 from sirchat.memory.ledger import Ledger
 from sirchat.models import products
+from sirchat.models.gguf.blocks import NativePacking
+from sirchat.models.gguf.header import BLOCK_LAYOUTS
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.packed import (
     GROUP,
     UNLIMITED_ROWS,
+    BlockLinear,
     Int4Linear,
-    Int5Linear,
     Int8Linear,
     MatmulMethod,
     has_matrix_units,
@@ -62,12 +67,17 @@ def four_bits(rows: int, columns: int, seed: int) -> Int4Linear:
     return layer
 
 
-def five_bits(rows: int, columns: int, seed: int) -> Int5Linear:
-    made, rows = torch.Generator().manual_seed(seed), rows // 16 * 16
-    packed = torch.randint(0, 256, (rows, columns // 8 * 5), generator=made, dtype=torch.uint8)
-    layer = Int5Linear(packed, torch.randn(rows, columns // GROUP, generator=made).half())
-    set_matmul_method(layer, MatmulMethod(max_native_rows=2**30))
-    return layer
+def blocks(kind: str) -> Callable[[int, int, int], BlockLinear]:
+    def make(rows: int, columns: int, seed: int) -> BlockLinear:
+        layout = BLOCK_LAYOUTS[kind]
+        count, rows = -(-columns // layout.columns), rows // 16 * 16
+        tensor = random_blocks(kind, rows, np.random.default_rng(seed), count * layout.columns)
+        native = NativePacking(products.load_library(built_library()))
+        layer = native.pack_blocks(tensor, torch.arange(rows), torch.empty)
+        set_matmul_method(layer, MatmulMethod(max_native_rows=2**30))
+        return layer
+
+    return make
 
 
 def eight_bits(rows: int, columns: int, seed: int) -> Int8Linear:
@@ -78,14 +88,14 @@ def eight_bits(rows: int, columns: int, seed: int) -> Int8Linear:
     return layer
 
 
-MAKERS = st.sampled_from([five_bits, eight_bits])
-ALL = [four_bits, five_bits, eight_bits]
+MAKERS = st.sampled_from([eight_bits, *map(blocks, BLOCK_LAYOUTS)])
+ALL = [four_bits, eight_bits, *map(blocks, ("Q4_1", "Q5_0", "Q4_K", "Q6_K"))]
 
 
 def exact_weights(layer: Any) -> Tensor:
     """The weights [K, N] that a layer stands for."""
     weights: Tensor = layer.unpacked(torch.float64)
-    return weights if isinstance(layer, Int4Linear) else weights * layer.scale.double()
+    return weights * layer.scale.double() if isinstance(layer, Int8Linear) else weights
 
 
 @settings(max_examples=20 * ATTACK)
@@ -134,7 +144,8 @@ def test_of_many_rows_tiles_round_numbers_and_weights_to_bfloat16_alone(
 
 @pytest.mark.parametrize("make", ALL)
 def test_a_row_has_the_same_bits_among_any_number_of_many(tiles: None, make: Any) -> None:
-    layer, x = make(5 * int4_block_rows(), 160, 7), torch.randn(100, 160)
+    layer = make(5 * int4_block_rows(), 160, 7)
+    x = torch.randn(100, layer.in_features)
     left, right = torch.randn(2, 64, 64).bfloat16()  # multiplied by tiles of torch
     of_torch, wanted = left @ right, layer(x)
     for some in (slice(33), slice(60, 100), slice(1, 98)):
@@ -149,17 +160,21 @@ def test_a_row_has_the_same_bits_among_any_number_of_many(tiles: None, make: Any
 
 
 @settings(max_examples=10 * ATTACK)
-@given(size=st.integers(16, 900), rows=st.integers(1, 70), seed=st.integers(0, 99))
+@given(size=st.integers(16, 900), rows=st.integers(1, 70), seed=st.integers(0, 99), data=st.data())
 def test_tiles_tell_the_surprisal_of_any_vocabulary(
-    tiles: None, size: int, rows: int, seed: int
+    tiles: None, size: int, rows: int, seed: int, data: Any
 ) -> None:
-    head, made = eight_bits(size, 96, seed), torch.Generator().manual_seed(seed)
-    head.scale.mul_(0.02)
-    x, ids = torch.randn(rows, 96, generator=made), torch.arange(rows) * 7 % size
-    logits = torch.log_softmax(x.double() @ exact_weights(head), -1)
+    make, made = data.draw(MAKERS), torch.Generator().manual_seed(seed)
+    head: Any = make(size, 96, seed)
+    weights = exact_weights(head)
+    if isinstance(head, BlockLinear):  # these become bfloat16
+        weights = head.unpacked(torch.bfloat16).double()
+    x = torch.randn(rows, head.in_features, generator=made) / weights.norm(dim=0).mean()
+    ids = torch.arange(rows) * 7 % head.out_features
+    logits = torch.log_softmax(x.double() @ weights, -1)
     found = surprisal_of_states(head, x, ids)
     wanted = -logits.gather(1, ids[:, None])[:, 0]
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=2e-4)
     assert torch.equal(surprisal_of_states(head, x[:1], ids[:1]), found[:1])
 
 
@@ -168,7 +183,8 @@ def test_tiles_tell_the_surprisal_of_any_vocabulary(
 def test_a_row_has_the_same_bits_alone_among_others_and_with_any_number_of_threads(
     rows: int, make: Any
 ) -> None:
-    layer, x = make(5 * int4_block_rows(), 160, rows), torch.randn(rows, 160)
+    layer = make(5 * int4_block_rows(), 160, rows)
+    x = torch.randn(rows, layer.in_features)
     alone = torch.cat([layer(row[None]) for row in x])
     assert torch.equal(layer(x), alone)
     assert torch.equal(layer(x[1:]), alone[1:])
@@ -181,10 +197,23 @@ def test_a_row_has_the_same_bits_alone_among_others_and_with_any_number_of_threa
         torch.set_num_threads(1)
 
 
+@pytest.mark.parametrize("kind", BLOCK_LAYOUTS)
+def test_without_tiles_surprisal_errs_by_the_sixteenth_bit_of_states(kind: str) -> None:
+    if has_matrix_units():
+        pytest.skip("this processor has tiles")
+    head = blocks(kind)(336, 256, 3)
+    weights = exact_weights(head)
+    x, ids = torch.randn(40, 256) / weights.norm(dim=0).mean(), torch.arange(40) * 8
+    wanted = -torch.log_softmax(x.double() @ weights, -1).gather(1, ids[:, None])[:, 0]
+    found = surprisal_of_states(head, x, ids)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=2e-4)
+
+
 @pytest.mark.parametrize("rows", [3, 40])
 @pytest.mark.parametrize("make", ALL)
 def test_what_is_no_number_stays_none(make: Any, rows: int) -> None:
-    layer, x = make(int4_block_rows(), 64, 0), torch.randn(rows, 64)
+    layer = make(int4_block_rows(), 64, 0)
+    x = torch.randn(rows, layer.in_features)
     x[0, 5], x[2, 40] = torch.nan, torch.inf
     found = layer(x).isfinite()
     assert found[1].all()

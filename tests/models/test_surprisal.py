@@ -9,7 +9,7 @@ from weakref import ref
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -156,7 +156,6 @@ def test_nothing_evicted_every_surprisal_is_that_of_one_long_read(max_pass_ids: 
 
 @pytest.mark.slow
 @given(st.lists(st.integers(1, 120), min_size=1, max_size=5), st.integers(16, 80))
-@settings(max_examples=30)
 def test_evictions_do_not_touch_the_surprisal_of_the_next_token(
     turns: list[int], budget: int
 ) -> None:

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -97,7 +97,6 @@ def test_a_passage_ends_with_its_sentence_but_not_with_a_title_or_in_a_number() 
     ]
 
 
-@settings(max_examples=20, deadline=None)
 @given(said=turns, cuts=st.sets(st.integers(0, 6)))
 def test_taken_in_piece_by_piece_they_are_as_at_once(said: list[str], cuts: set[int]) -> None:
     whole, ledger = Ledger(), Ledger()
@@ -109,7 +108,6 @@ def test_taken_in_piece_by_piece_they_are_as_at_once(said: list[str], cuts: set[
     assert same(made, search(whole))
 
 
-@settings(max_examples=20, deadline=None)
 @given(said=turns, gone=turns)
 def test_an_undone_turn_leaves_nothing(said: list[str], gone: list[str]) -> None:
     ledger = Ledger()
@@ -224,7 +222,6 @@ def bm25(said: Sequence[tuple[str, int]], sentence: str) -> list[float]:
     return found
 
 
-@settings(max_examples=20, deadline=None)
 @given(
     said=st.lists(st.tuples(st.sampled_from(TEXTS), st.integers(0, 1)), min_size=1, max_size=14),
     asked=st.sampled_from(["Who buys walnut tables?", "Is Lisbon rainy?", "Priya", "and"]),

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from chatting import babbler, session
@@ -25,7 +25,8 @@ from sirchat.errors import SettingError
 from sirchat.lab.studies.retrieval import Retrieval, cells
 from sirchat.memory.registry import BEST_RETRIEVER, RETRIEVERS
 from sirchat.recall import retrievers
-from sirchat.recall.recall import choose, weighted
+from sirchat.recall.found_passages import SearchResult
+from sirchat.recall.recall import best_tokens, weighted
 from sirchat.recall.retrievers import retriever
 
 
@@ -81,7 +82,6 @@ def test_a_retriever_is_one_file_more(my_newest: str) -> None:
     assert last.positions == tuple(range(last.positions[0], last.positions[-1] + 1))
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     scores=st.lists(st.integers(0, 5).map(float), min_size=1, max_size=40),
     n=st.integers(1, 45),
@@ -90,7 +90,8 @@ def test_a_retriever_is_one_file_more(my_newest: str) -> None:
 def test_choice_takes_the_best(scores: list[float], n: int, data: st.DataObject) -> None:
     some = st.sets(st.integers(0, 80), min_size=len(scores), max_size=len(scores))
     positions = sorted(data.draw(some))
-    got = choose(torch.tensor(scores), np.array(positions), n).tolist()
+    found = SearchResult(np.array(positions), np.array(scores))
+    got = best_tokens(found, n, np.zeros(81, bool)).positions.tolist()
     best = sorted(zip(scores, positions, strict=True), reverse=True)[:n]
     assert got == sorted(position for _, position in best)
 

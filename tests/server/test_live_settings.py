@@ -102,7 +102,7 @@ def test_words_that_could_not_be_erased_from_the_file_are_said_to_be_there(
         ident = asked(server, SECRET)[1]
         change(server, ident, pin="Oslo")  # when that is answered, it is saved
         with monkeypatch.context() as broken:
-            broken.setattr(SessionStore, "replace", full)
+            broken.setattr(SessionStore, "append", full)
             address = f"/v1/sirchat/sessions/{ident}"
             error = refusal(server.client.post(address, json={"erase": "Zebulon"}), 500)
             assert "the conversation's file can't be written" in error["message"]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from chatting import hub_tokenizer, tiny
@@ -105,19 +105,11 @@ def test_a_history_with_calls_that_the_model_did_not_make_is_read_as_the_templat
     assert reply["usage"]["prompt_tokens"] == len(whole)
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        "<tool_call>\n<function=weather>\n<parameter=city>\n7\n</parameter>\n</function>\n</tool_call>",
-        "<function=weather>\n<parameter=city>\n7\n</parameter>\n</function>",
-        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>7</arg_value>\n</tool_call>",
-    ],
-)
 @pytest.mark.parametrize("stream", [False, True])
-def test_calls_in_other_forms_have_the_types_of_the_schema(
-    server: Served, monkeypatch: pytest.MonkeyPatch, said: str, stream: bool
+def test_a_call_in_another_form_has_the_types_of_the_schema(
+    server: Served, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    script(monkeypatch, [said])
+    script(monkeypatch, ["<function=weather>\n<parameter=city>\n7\n</parameter>\n</function>"])
     if stream:
         deltas = [c["choices"][0]["delta"] for c in server.chunks(ASKED, tools=[WEATHER])]
         assert not "".join(delta.get("content") or "" for delta in deltas)
@@ -231,7 +223,6 @@ ANSWERED = f'```json\n{ONE[:-1]}, "response": "Rain."}}\n```'  # no other call
         ("", "", 0),
     ],
 )
-@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_calls_are_found_however_the_reply_is_divided(
     reply: str, text: str, calls: int, data: st.DataObject

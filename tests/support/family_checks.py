@@ -161,7 +161,7 @@ def _in_short(error: Exception) -> str:
 
 def _limits(model: LoadedModel) -> Iterator[str]:
     """Yield the limits of a model that sirchat can run, such as `compressed keys`."""
-    if not model.exposes_attention:
+    if not model.exposes_attention():
         yield "no attention weights"
     if model.caches_latents:
         yield "compressed keys"

@@ -21,6 +21,8 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from sirchat.models.gguf.header import GgufTensor
+
 _CONFIGS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = _CONFIGS["models"]
 VOCABULARY: int = _CONFIGS["sizes"]["vocab_size"]
@@ -377,3 +379,14 @@ def _add(writer: Any, tokens: list[str], kinds: list[Any], size: int) -> None:
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_chat_template(TEMPLATE)
+
+
+def random_blocks(kind: str, rows: int, rng: np.random.Generator, columns: int = 512) -> GgufTensor:
+    """A matrix of blocks with all values of their bits, and with floats of usual sizes."""
+    each, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    data = rng.integers(0, 256, (rows, columns // each, size), np.uint8)
+    halves = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}.get(kind, (0, 2))
+    for at in halves if kind not in ("Q4_0", "Q5_0", "Q8_0") else (0,):
+        floats = rng.normal(0, 1e-2, data.shape[:2]).astype(np.float16)
+        data[:, :, at : at + 2] = floats[..., None].view(np.uint8)
+    return GgufTensor((rows, columns), kind, data.reshape(-1))

@@ -71,4 +71,4 @@ def as_if_at_zero(given: KeyValues, tensor: int, rotation: Rotation | None) -> T
 def restore(engine: Engine, found: SearchResult, incoming: int) -> None:
     """Restore the best of the tokens found, for a turn of so many ids."""
     best = best_tokens(found, engine.recalled.room(incoming), np.zeros(engine.ledger.seen, bool))
-    engine.recalled.begin(best.positions, incoming=incoming, scores=best.scores.numpy())
+    engine.recalled.begin(best.positions, incoming=incoming, scores=best.scores)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,16 @@ from sirchat.ui import live
 SECONDS = 0.002  # pause before each token, so that a reply is seen in many states
 
 
-def saying(text: str) -> Callable[..., int]:
-    """A `Sampler.pick` with which every reply is this text, in tokens of the bundled tokenizer."""
+@cache
+def _tokenizer() -> Any:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir())
+    return AutoTokenizer.from_pretrained(tiny_model_dir())
+
+
+def saying(text: str) -> Callable[..., int]:
+    """A `Sampler.pick` with which every reply is this text, in tokens of the bundled tokenizer."""
+    tokenizer = _tokenizer()
     ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
     said: dict[int, int] = {}
 

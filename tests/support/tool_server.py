@@ -21,6 +21,7 @@ def scripted(folder: Path, **script: Any) -> Path:
     """A file that names a server `snow` with other answers; each tool of these is listed.
 
     Script: `tools`, as they are listed; `results` by tool; `instructions`; `cursor`: no list ends;
+    `capabilities`, and `answers` by method, of a server that has more than tools;
     `noise`: so many bytes of standard error; `sleep`: seconds before it starts; `pid`: the file
     that has its process id.
     """
@@ -121,7 +122,7 @@ def answer(written: str | bytes) -> str:
     if asked["method"] == "initialize":
         result = {
             "protocolVersion": asked["params"]["protocolVersion"],
-            "capabilities": {"tools": {}},
+            "capabilities": SCRIPT.get("capabilities", {"tools": {}}),
             "serverInfo": {"name": "snow", "version": "1"},
             "instructions": SCRIPT.get("instructions", ""),
         }
@@ -133,6 +134,8 @@ def answer(written: str | bytes) -> str:
         params = asked["params"]
         token = params.get("_meta", {}).get("progressToken")
         answer = {"result": call(params["name"], params.get("arguments") or {}, token)}
+    elif asked["method"] in SCRIPT.get("answers", {}):
+        answer = {"result": SCRIPT["answers"][asked["method"]]}
     return json.dumps({"jsonrpc": "2.0", "id": asked["id"], **answer})
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sirchat.text.reply_marks import CONTROL, Marks, without_delimiters
@@ -18,7 +17,6 @@ from sirchat.text.reply_parts import PartSplitter
 from sirchat.text.tokenizer import CONTROL_END, CONTROL_START
 from sirchat.text.tool_calls import CallParser
 
-MANY = int(os.environ.get("SIRCHAT_ATTACK", 1))
 SCHEMAS: dict[str, dict[str, Any]] = {
     "weather": {
         "properties": {
@@ -220,7 +218,6 @@ def read(parser: CallParser, pieces: list[str], marks: Marks) -> str:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=60 * MANY)
 @given(st.data())
 def test_calls_come_back_however_a_reply_is_divided(form: str, data: st.DataObject) -> None:
     """Also behind text, or reasoning that names the mark of a call."""
@@ -262,6 +259,10 @@ def test_names_of_tools_and_arguments_need_not_be_pythons(form: Callable[..., st
         ("<tool_call>[(n5)(x=1)]</tool_call>", []),
         ("<tool_call>\n<function=weather>\n<parameter=hot>\nTrue\n</parameter>\n</function>",
          [("weather", {"hot": True})]),
+        ("<tool_call>\n<function=weather>\n<parameter=city>\n7\n</parameter>\n</function>",
+         [("weather", {"city": "7"})]),
+        ("<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>7</arg_value>\n</tool_call>",
+         [("weather", {"city": "7"})]),
         ("<tool_call>\n<function=weather>\n<parameter=days>\nmany\n</parameter>\n</function>",
          [("weather", {"days": "many"})]),  # what it may not be is for the tool to say
         ("<tool_call>\n<function=weather>\n<parameter=city>\nOs", []),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -23,7 +23,6 @@ from template_shapes import tokenizer
 _IT = tokenizer("chatml")
 
 
-@settings(deadline=None)
 @given(st.text(st.characters(codec="utf-8"), max_size=40))
 def test_the_parts_join_to_the_whole_text_without_half_characters(text: str) -> None:
     stream = TextStream(_IT)
@@ -41,7 +40,6 @@ def test_flush_returns_an_incomplete_character() -> None:
     assert stream.flush() == "\ufffd"
 
 
-@settings(deadline=None)
 @given(st.text(st.characters(codec="utf-8"), max_size=40))
 def test_the_texts_of_tokens_join_to_the_whole_text(text: str) -> None:
     ids = _IT.encode(text, add_special_tokens=False, split_special_tokens=True)

@@ -26,6 +26,12 @@ from tool_server import OverHttp, scripted, servers_file, tool
 KILLS = int(os.environ.get("SIRCHAT_ATTACK", "2"))
 
 
+@pytest.fixture(autouse=True)
+def _is_ended_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hung server is waited for less long than the library's two seconds."""
+    monkeypatch.setattr("mcp.client.stdio.PROCESS_TERMINATION_TIMEOUT", 0.3)
+
+
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToolServers]:
     notes.clear()

@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from chatting import session
+from chatting import session, smallest
 from fake_terminal import FakeTerminal
 from saved_chats import Chat, refusal
 from sirchat.chat.events import Delta
 from sirchat.chat.evicted_text import evicted_words
 from sirchat.chat.pinned_summary import last_user_message, pin_summary, undo_summaries
+from sirchat.chat.targets import positions_of
 from sirchat.ui.commands import Edit
+from template_shapes import HEADERS, with_template
 from typed_chat import TypedChat
 
 SAID = ("The Pelican is grey.", "red " * 30, "green " * 30)
@@ -93,6 +96,22 @@ def test_pin_alone_lists_what_is_pinned_by_message_and_writer(chat: Chat) -> Non
     assert models.startswith("turn 1, of the model's, ")
     assert models.endswith(f"{reply.split()[-1]}”")
     assert total.endswith(" tokens pinned; /unpin TEXT lets go")
+    chat.do("/system Be brief.")
+    assert chat.do("/pin").splitlines()[-2].endswith(": “Be brief.”"), "without the marks around it"
+    chat.do("/policy window")
+    assert chat.do("/pin").endswith(
+        " tokens pinned; /unpin TEXT lets go; but policy window ignores pins\n"
+    )
+
+
+def test_words_around_a_word_are_of_its_writer_and_not_of_the_prompt_that_a_template_adds() -> None:
+    own = "<|im_start|>system\nYou are kind.<|im_end|>\n"
+    it = with_template(own + HEADERS["thinking is kept"].replace("</think>{% endif", "{% endif"))
+    chat = session(smallest("own", it), policy="full", max_new_tokens=4)
+    list(chat.ask("The Pelican is grey."))
+    for word, text in (("Pelican", "The Pelican is grey."), ("kind", "You are kind.")):
+        at = positions_of(chat, word, np.arange(chat.seen), around=12)
+        assert "".join(row.text for row in chat.tokens(at.tolist())).strip() == text
 
 
 @pytest.mark.parametrize(

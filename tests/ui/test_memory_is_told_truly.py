@@ -116,7 +116,7 @@ class Talk:
                 found.append((how, one))
         return found
 
-    def lacks(self, one: Said, state: str) -> bool:
+    def lacks(self, one: Said, state: str, is_newer: bool) -> bool:
         """Whether the words that `state` says a statement is without are those with a gap."""
         ids, gone = self.column("token_id"), list[str]()
         ends = [len(hub_tokenizer().decode(ids[one.at[: n + 1]])) for n in range(len(one.at))]
@@ -128,7 +128,7 @@ class Talk:
                 if start < match.end() and end > match.start()
             ]
             gone += [match[0]] * (not self.held.issuperset(of_word))
-        if not state.startswith("partly held"):
+        if not state.startswith("partly held") or is_newer:
             return True
         more = [f" and {len(gone) - 2} more"] if len(gone) > 2 else [""]
         named = ", ".join(f'"{word}"' for word in gone[:2])
@@ -330,7 +330,8 @@ class Talk:
         self.claim(not rows or texts == [(how, one.text) for how, one in facts], listed)
         for number, row in enumerate(rows if len(rows) == len(facts) else []):
             newer = row[0].partition('; newer: "')[2].rstrip('"')
-            self.claim(self.lacks(facts[number][1], row[0].partition(";")[0]), f"{row}")
+            state = row[0].partition(";")[0]
+            self.claim(self.lacks(facts[number][1], state, bool(newer)), f"{row}")
             later = [one.text for _, one in facts[number + 1 :]]
             same = [one.text for _, one in facts if one.about == facts[number][1].about]
             self.claim(not newer or (newer in later and newer in same), f"{row}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -160,7 +161,13 @@ class _Recall(NamedTuple):
     turns: list[RecalledTurn]
     found: Any
     passage_search: Any = SimpleNamespace(
-        passages=SimpleNamespace(rows={"turn": np.array([4] * 7 + [0, 4, 0])})
+        passages=SimpleNamespace(
+            rows={
+                "turn": np.array([4] * 7 + [0, 4, 0]),
+                "start": np.zeros(10, int),
+                "end": np.full(10, 14),
+            }
+        )
     )
 
 
@@ -169,6 +176,7 @@ def test_what_passages_say_is_quoted() -> None:
     more = [*told, RecalledTurn(4, 9, (), "My aunt has a boat.")]
     for is_question, turns, line in (
         (False, told, 'recalled 14 tokens: "I drive a red Volvo."'),
+        (False, [replace(told[0], tokens=1)], 'recalled 1 token of "I drive a red Volvo."'),
         (False, more, 'recalled 23 tokens: "I drive a red Volvo." and 1 more'),
         (
             True,

@@ -84,8 +84,8 @@ def test_pins_made_in_between_stay_after_undo_and_what_was_unpinned_stays_so() -
     assert chat.session is first
     assert pinned() == "catLisbonLisbon"  # the reply said it, too
     now = len(first.ledger.pinned_positions)
-    assert f"{now} tokens that you had pinned meanwhile: pinned" in shown
-    assert f"{count} tokens that you had unpinned meanwhile: no longer pinned" in shown
+    assert f"{now} tokens that you had pinned meanwhile are pinned here, too" in shown
+    assert f"{count} tokens that you had unpinned meanwhile are no longer" in shown
     chat.do("/model tiny-anchor")
     assert "meanwhile" not in chat.do("/undo")
     assert pinned() == "catLisbonLisbon"  # the reply said it, too
@@ -246,7 +246,7 @@ def test_where_writing_failed_save_writes_all_of_it(
 
     chat = chat_of(*SAYINGS[:2])
     with monkeypatch.context() as broken:
-        broken.setattr(SessionStore, "replace", full)
+        broken.setattr(SessionStore, "append", full)
         assert "not saved now" in chat.do("/model tiny-anchor")
     assert models_saved(folder) == ["tiny"]
     chat.say(SAYINGS[2])

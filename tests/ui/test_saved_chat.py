@@ -67,6 +67,12 @@ def test_a_chat_that_was_not_saved_is_from_now_on_with_all_that_was_said(folder:
     assert again.profile.save
 
 
+def test_a_saved_chat_alone_is_not_called_no_saved_session(folder: Path) -> None:
+    chat = Chat()
+    chat.say(SAYINGS[0])
+    assert "there is no other saved session than this chat in " in refusal(chat, "/load last")
+
+
 @pytest.mark.slow
 def test_load_lists_the_newest_first_and_last_is_the_last_of_the_others(folder: Path) -> None:
     chat = Chat()

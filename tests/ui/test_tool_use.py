@@ -338,6 +338,47 @@ def test_a_command_shows_all_that_the_model_reads_of_a_tool(
             run_tools_command(asked.chat, "off snow__one")
 
 
+ARGUMENTS = [{"name": "who"}, {"name": "city", "required": True}]
+GREET = {"name": "greet", "description": "Says hello.", "arguments": ARGUMENTS}
+OFFERS = {
+    "resources/list": {"resources": [{"uri": "notes://a", "name": "a", "description": "My notes"}]},
+    "resources/read": {"contents": [{"uri": "notes://a", "text": "Buy milk."}]},
+    "prompts/list": {"prompts": [GREET]},
+    "prompts/get": {
+        "messages": [
+            {"role": "user", "content": {"type": "text", "text": text}}
+            for text in ("Say hello to Oslo.", "\x1b[2JBe brief.")
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("has_tools", [True, False])
+def test_resources_are_read_by_a_tool_and_a_prompt_is_sent_as_a_message(
+    tmp_path: Path, asked_with: Callable[..., Asked], has_tools: bool
+) -> None:
+    can: dict[str, object] = {"resources": {}, "prompts": {}}
+    can.update({"tools": {}} if has_tools else {})
+    file = scripted(tmp_path, tools=[tool("one")], capabilities=can, answers=OFFERS)
+    asked = asked_with("yyy", file=file)
+    run_tools_command(asked.chat, "snow")
+    said = " ".join(asked.out.getvalue().split())
+    assert "/tools prompt snow__greet who=... city=...: Says hello." in said
+    assert "1 resource: snow__read_resource lists and reads them" in said
+    run_tools_command(asked.chat, "on snow")
+    assert [*asked.use.tools] == ["snow__one"] * has_tools + ["snow__read_resource"]
+    assert asked.call("read_resource") == "notes://a: My notes"
+    assert asked.call("read_resource", uri="notes://a") == "Buy milk."
+    assert "snow__read_resource" in asked.use.tools_json
+    sent = run_tools_command(asked.chat, 'prompt snow__greet city="New York"')
+    assert sent == "Say hello to Oslo.\n\n\x1b[2JBe brief."
+    assert "sent, 33 characters: Say hello to Oslo. Be brief." in asked.out.getvalue()
+    with pytest.raises(UsageError, match=r"no prompt .snow__gret.; there are: snow__greet"):
+        run_tools_command(asked.chat, "prompt snow__gret")
+    with pytest.raises(UsageError, match=r"No closing quotation .quote values"):
+        run_tools_command(asked.chat, "prompt snow__greet city='a")
+
+
 def test_more_tools_than_fit_are_not_turned_on(
     tmp_path: Path, asked_with: Callable[..., Asked]
 ) -> None:

@@ -20,7 +20,7 @@ from sirchat.chat.why import AttentionPaid
 from sirchat.errors import UsageError
 from sirchat.memory.policies import policy_names
 from sirchat.ui.screen import Screen
-from sirchat.ui.why import describe_use, explain_state, show_why
+from sirchat.ui.why import _most_used_sentence, describe_use, explain_state, show_why
 
 SAID = ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?")
 
@@ -180,6 +180,34 @@ def test_what_was_restored_after_the_reply_was_not_there_for_it() -> None:
     evicted = next(rank for rank in chat.why("turn 6") if rank.state != "held")
     paid = chat.attention_paid(9)
     assert "evicted after it" in describe_use([evicted], "It", paid, can_retry=True)
+
+
+def test_what_stepped_aside_for_what_was_recalled_is_not_called_evicted() -> None:
+    settings: dict[str, Any] = {"policy": "sink", "budget": 64, "recent": 0, "recall_n": 20}
+    chat = session(tiny(), max_new_tokens=8, recall="words", **settings)
+    for text in ("My cat is called Luna.", *SAID[2:] * 2, "What is my cat called?"):
+        list(chat.ask(text))
+    paid = chat.attention_paid(len(chat.turns) - 1)
+    held = [row for row in chat.snapshot().rows if row.position in paid.aside]
+    assert held
+    ranks = [rank for rank in chat.why(f"turn {held[-1].turn}") if rank.row.position in paid.aside]
+    said = "It had stepped aside for what was recalled for the last reply, and is back."
+    assert describe_use(ranks, "It", paid, can_retry=True) == said
+
+
+def test_a_sentence_with_evicted_words_is_quoted_with_gaps() -> None:
+    chat = _told("entropy")
+    paid = chat.attention_paid(7)
+    assert paid.shares is not None
+    of_turn = [at for at in paid.shares if chat.ledger.column("turn")[at] == 2]
+    for at in paid.shares:
+        paid.shares[at] = 9.0 * (at in of_turn)
+    shown = _most_used_sentence(chat, paid, 6)[0]
+    assert len(of_turn) >= 4
+    assert "“I live in Lisbon.”" in shown
+    del paid.shares[of_turn[2]]
+    shown = _most_used_sentence(chat, paid, 6)[0]
+    assert re.search("“I live … Lisbon.”", shown)
 
 
 @pytest.mark.slow

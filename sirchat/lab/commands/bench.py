@@ -5,15 +5,16 @@ from typing import Any
 
 import typer
 
-from sirchat.cli.flags import declared, with_flags
+from sirchat.cli.flags import with_flags
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile, resolve
 from sirchat.errors import SirchatError, UsageError
 from sirchat.lab.commands.study_flags import whole_numbers
+from sirchat.paths import read_yaml
 
 bench_app = typer.Typer(add_completion=False, invoke_without_command=True)
 
-_declared = declared(__file__, "bench")
+_declared = read_yaml(__file__, "bench")
 
 
 @bench_app.command()

@@ -12,7 +12,6 @@ import typer
 
 from sirchat.cli.flags import (
     Trust,
-    declared,
     load_profile_model,
     profile_from_flags,
     with_flags,
@@ -23,7 +22,7 @@ from sirchat.config.profile_files import changed_profile, trusted_policies
 from sirchat.config.values import format_setting, parse_value
 from sirchat.errors import TranscriptError, UsageError
 from sirchat.lab.commands.study_flags import command_line, settings_of
-from sirchat.paths import make_private_dir, open_private
+from sirchat.paths import make_private_dir, open_private, read_yaml
 from sirchat.ui.text import displayable, displayable_line
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ until then are shown.
 
 @compare_app.command()
 @with_setting_flags
-@with_flags(declared(__file__, "common")["compare"], _HELP)
+@with_flags(read_yaml(__file__, "common")["compare"], _HELP)
 def compare(
     file: Annotated[Path, typer.Argument(help="The transcript; - is standard input.")],
     flags: dict[str, Any],

@@ -5,8 +5,8 @@
 
 import typer
 
-from sirchat.cli.flags import declared
 from sirchat.lab.commands.study_flags import add_study
+from sirchat.paths import read_yaml
 
 eval_app = typer.Typer(
     add_completion=False,
@@ -14,5 +14,5 @@ eval_app = typer.Typer(
     no_args_is_help=True,
 )
 
-for _name, _declaration in declared(__file__, "eval").items():
+for _name, _declaration in read_yaml(__file__, "eval").items():
     add_study(eval_app, _name, **_declaration)

@@ -15,7 +15,6 @@ import typer
 
 from sirchat.cli.flags import (
     Trust,
-    declared,
     load_profile_model,
     parameters_of,
     profile_from_flags,
@@ -26,13 +25,14 @@ from sirchat.config.profile_files import changed_profile
 from sirchat.config.values import parse_option, parse_value
 from sirchat.errors import SettingError, format_value
 from sirchat.memory.policies import import_typed, policy_class
+from sirchat.paths import read_yaml
 
 if TYPE_CHECKING:
     from sirchat.lab.studies.study import Study
     from sirchat.models.model import LoadedModel
 
 
-_FLAGS = declared(__file__, "common")
+_FLAGS = read_yaml(__file__, "common")
 _POLICY_SETTINGS = ("budget", "decay", "recent", "sinks")  # which some policies ignore
 
 

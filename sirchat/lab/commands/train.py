@@ -4,15 +4,16 @@ from typing import Any, get_args
 
 import typer
 
-from sirchat.cli.flags import Trust, declared, with_flags
+from sirchat.cli.flags import Trust, with_flags
 from sirchat.lab.commands.study_flags import whole_numbers
+from sirchat.paths import read_yaml
 
 train_app = typer.Typer(
     add_completion=False,
     help="Train a model with anchor tokens, or a sentence encoder.",
     no_args_is_help=True,
 )
-_declared = declared(__file__, "train")
+_declared = read_yaml(__file__, "train")
 
 
 @train_app.command("anchor")

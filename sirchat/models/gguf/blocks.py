@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sirchat.models.gguf.header import BLOCKS, GgufTensor
-from sirchat.models.packed import GROUP, Empty, Int4Linear, Int5Linear, Int8Linear, int4_layout
+from sirchat.models.gguf.header import BLOCK_LAYOUTS, BLOCKS, GgufTensor
+from sirchat.models.packed import GROUP, BlockLinear, Empty, Int8Linear
 
 # In eight bytes: 1 in each; bit 0 to bit 7, one in each; what brings each of them up to bit 7.
 _ONES = 0x0101_0101_0101_0101
@@ -49,43 +49,31 @@ def split_four_bit(tensor: GgufTensor) -> FourBit:
 
 
 class NativePacking:
-    """Packs matrices of a GGUF file by the library of `blocks.cpp`, bit for bit as this file does.
+    """Packs matrices of a GGUF file by the library of `blocks.cpp`: as they are, or in eight bits.
 
-    `can_read` says which block formats; row r of a layer is row `order[r]` of the matrix.
+    Eight bits are those of `quantize_int8`. Row r of a layer is row `order[r]` of the matrix.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         number, address = ctypes.c_int64, ctypes.c_void_p
         source: list[Any] = [number, address, number, number, address]
-        self._four, self._eight = library.sirchat_pack_four, library.sirchat_pack_eight
-        self._five = library.sirchat_pack_five
-        self._four.argtypes = [*source, number, ctypes.c_bool, address, address, number]
+        self._blocks, self._eight = library.sirchat_pack_blocks, library.sirchat_pack_eight
+        self._blocks.argtypes = [*source, address, number]
         self._eight.argtypes = [*source, address, address, number]
-        self._five.argtypes = self._eight.argtypes
-        self._four.restype = self._eight.restype = self._five.restype = None
+        self._blocks.restype = self._eight.restype = None
 
     @staticmethod
     def can_read(tensor: GgufTensor) -> bool:
-        """Whether a matrix can be packed in eight bits, and a four-bit matrix also in four."""
+        """Whether a matrix can be packed in eight bits."""
         return tensor.type in _SPLITTERS
 
-    def pack_four_bits(self, tensor: GgufTensor, order: Tensor, empty: Empty) -> Int4Linear:
-        """Pack a four-bit matrix without loss; `empty` makes the tensors."""
+    def pack_blocks(self, tensor: GgufTensor, order: Tensor, empty: Empty) -> BlockLinear:
+        """Pack a matrix that `BlockLinear.fits` without loss; `empty` makes the tensor."""
         rows, columns = tensor.shape
-        packed = empty((rows, columns // 2), dtype=torch.uint8)
-        scales = empty((columns // GROUP, rows, 2), dtype=torch.bfloat16)
-        target = packed.data_ptr(), scales.data_ptr(), torch.get_num_threads()
-        self._four(*_source(tensor, order), *int4_layout(), *target)
-        return Int4Linear(packed, scales)
-
-    def pack_five_bits(self, tensor: GgufTensor, order: Tensor, empty: Empty) -> Int5Linear:
-        """Pack a matrix of Q5_0 without loss; `empty` makes the tensors."""
-        rows, columns = tensor.shape
-        packed = empty((rows, columns // 8 * 5), dtype=torch.uint8)
-        scales = empty((rows, columns // GROUP), dtype=torch.float16)
-        target = packed.data_ptr(), scales.data_ptr(), torch.get_num_threads()
-        self._five(*_source(tensor, order), *target)
-        return Int5Linear(packed, scales)
+        layout = BLOCK_LAYOUTS[tensor.type]
+        blocks = empty((rows, columns // layout.columns, layout.row_bytes), dtype=torch.uint8)
+        self._blocks(*_source(tensor, order), blocks.data_ptr(), torch.get_num_threads())
+        return BlockLinear(blocks)
 
     def pack_eight_bits(self, tensor: GgufTensor, order: Tensor, empty: Empty) -> Int8Linear:
         """Round a matrix as `quantize_int8` does; `empty` makes the tensors."""

@@ -65,7 +65,29 @@ IMAGE_LAYERS = "vision.block_count"  # the setting of a file with text and image
 
 # The types of tensors whose matrices sirchat can keep in four bits.
 FOUR_BIT = ("Q4_0", "Q4_1", "Q4_K")
-FIVE_BIT = ("Q5_0",)  # `products.cpp` alone multiplies these in five bits
+
+
+class BlockLayout(NamedTuple):
+    """How `weights.cpp` lays out a block format of GGUF files, for 16 rows together."""
+
+    columns: int  # of a block
+    row_bytes: int  # of a row's block; the file's own, and up to 4 more
+    bits: int
+
+    def fits(self, rows: int, columns: int) -> bool:
+        return rows > 0 and rows % 16 == 0 and columns % self.columns == 0
+
+
+BLOCK_LAYOUTS = {
+    "Q4_0": BlockLayout(32, 18, 4),
+    "Q4_1": BlockLayout(32, 20, 4),
+    "Q5_0": BlockLayout(32, 22, 5),
+    "Q5_1": BlockLayout(32, 24, 5),
+    "Q8_0": BlockLayout(32, 34, 8),
+    "Q4_K": BlockLayout(256, 148, 4),
+    "Q5_K": BlockLayout(256, 180, 5),
+    "Q6_K": BlockLayout(256, 210, 6),
+}
 
 _FORMATS = {number: (name, weights, size) for name, (number, weights, size) in BLOCKS.items()}
 

@@ -15,15 +15,17 @@ from sirchat.memory.free_memory import trim_memory
 from sirchat.models.decoder import Decoder
 from sirchat.models.gguf.architectures import ARCHITECTURES, Conversion
 from sirchat.models.gguf.blocks import NativePacking, split_four_bit, unpack_floats
-from sirchat.models.gguf.header import BLOCKS, FIVE_BIT, FOUR_BIT, GgufFile, GgufTensor
+from sirchat.models.gguf.header import BLOCK_LAYOUTS, BLOCKS, FOUR_BIT, GgufFile, GgufTensor
 from sirchat.models.gguf.translate import config_values, find_target
 from sirchat.models.model_config import DecoderConfig
 from sirchat.models.packed import (
     GROUP,
-    Int5Linear,
+    BlockHead,
+    BlockLinear,
     Int8Head,
     Int8Linear,
     PackedLinear,
+    RowLinear,
     SharedEmbedding,
     int4_class,
     quantize_int8,
@@ -49,9 +51,9 @@ def load_module(
 ) -> Any:
     """Make the model of a GGUF file, with weights of `dtype` on the CPU, or packed on `device`.
 
-    With `keep_packed`, four-bit matrices keep four bits, and other blocks get eight; on a CPU,
-    `native`, if given, packs them and keeps five bits, too. With `for_hub`, the model is one of
-    transformers. Raises ModelError if tensors are missing or of a wrong shape.
+    With `keep_packed`, four-bit matrices keep four bits, and other blocks get eight; `native`, if
+    given, keeps the file's bits. With `for_hub`, the model is one of transformers. Raises
+    ModelError if tensors are missing or of a wrong shape.
     """
     loader = _Loader(file, dtype, keep_packed, for_hub, device, native)
     read = 0
@@ -88,7 +90,8 @@ class _Loader:
         for_hub |= device.type != "cpu" and bool(self._values.get("sliding_window"))
         self.module = empty_module(self._values, dtype, for_hub=for_hub)
         self._four_bit_kind = int4_class(device)
-        self._store = WeightStore(_max_packed_bytes(file) if keep_packed else 0, device)
+        packed_bytes = _max_packed_bytes(file, native is not None) if keep_packed else 0
+        self._store = WeightStore(packed_bytes, device)
         self._waiting = defaultdict[str, dict[Conversion, Any]](dict)
 
     def add(self, name: str, tensor: GgufTensor) -> None:
@@ -167,10 +170,8 @@ class _Loader:
         native = self._native if conversion != "value columns" else None
         if native is not None and native.can_read(tensor):
             pack: Callable[..., PackedLinear] = native.pack_eight_bits
-            if is_4_bit:
-                pack = native.pack_four_bits
-            elif may_be_4_bit and tensor.type in FIVE_BIT and Int5Linear.fits(*tensor.shape):
-                pack = native.pack_five_bits
+            if BlockLinear.fits(tensor.type, *tensor.shape):
+                pack = native.pack_blocks
             return pack(tensor, undo(torch.arange(tensor.shape[0])).contiguous(), empty)
         max_rows = _WEIGHTS_AT_ONCE // tensor.shape[1] // 64 * 64 or 64
         if is_4_bit:
@@ -205,7 +206,9 @@ def finish_module(module: Any) -> Any:
     if not isinstance(module.get_input_embeddings(), SharedEmbedding):
         module.tie_weights()
     head = module.get_output_embeddings()
-    if isinstance(head, Int8Linear):
+    if isinstance(head, BlockLinear):
+        module.set_output_embeddings(BlockHead(head.blocks, head.bias))
+    elif isinstance(head, Int8Linear):
         module.set_output_embeddings(Int8Head(head.q, head.scale, head.bias))
     for name, parameter in module.named_parameters():
         if parameter.is_meta:
@@ -270,10 +273,14 @@ def _has_packed_experts(name: str, file: GgufFile) -> bool:
     return all(BLOCKS[part.type][1] > 1 for part in parts)
 
 
-def _max_packed_bytes(file: GgufFile) -> int:
+def _max_packed_bytes(file: GgufFile, is_native: bool) -> int:
     size = 0
     for name, tensor in file.tensors.items():
         if len(tensor.shape) > 1 and BLOCKS[tensor.type][1] > 1:
+            if is_native and BlockLinear.fits(tensor.type, *tensor.shape[-2:]):
+                columns, row_bytes, _ = BLOCK_LAYOUTS[tensor.type]
+                size += prod(tensor.shape) // columns * row_bytes + 64 * prod(tensor.shape[:-2])
+                continue
             can_be_4_bit = tensor.type in FOUR_BIT and _may_be_4_bit(name)
             # 32 weights take 20 bytes (four bits each, two bfloat16) or 32 (eight bits)
             size += prod(tensor.shape) // 32 * (20 if can_be_4_bit else 32)
@@ -290,7 +297,7 @@ def _replace_layer(
     shape = [packed.out_features, packed.in_features]
     if list(layer.weight.shape) != shape:
         raise ModelError(f"{name} has the shape {shape} in the GGUF file, another one in the model")
-    if isinstance(layer, nn.Embedding) and isinstance(packed, Int8Linear):
+    if isinstance(layer, nn.Embedding) and isinstance(packed, RowLinear):
         store.move(packed)
         if layer is module.get_input_embeddings() and module.config.tie_word_embeddings:
             module.set_output_embeddings(packed)

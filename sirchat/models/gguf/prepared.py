@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sirchat.models import background, packed
 from sirchat.models.gguf.model import empty_module, finish_module, set_weight
-from sirchat.models.packed import Int8Linear, PackedLinear, SharedEmbedding
+from sirchat.models.packed import PackedLinear, RowLinear, SharedEmbedding
 from sirchat.models.packing import PackedExperts
 from sirchat.models.prepared import ALIGNMENT, UNFINISHED_SUFFIX, Header, make_room, read_header
 from sirchat.paths import open_private
@@ -180,9 +180,9 @@ class _StoredModule:
             if isinstance(layer, PackedExperts):
                 experts[path] = {part: len(getattr(layer, part)) for part in ("gate", "up", "down")}
             elif isinstance(layer, SharedEmbedding):
-                layers.append({"path": path, **self._layer(layer.head, SharedEmbedding)})
+                layers.append({"path": path, "is_embedding": True, **self._layer(layer.head)})
             elif isinstance(layer, PackedLinear):
-                layers.append({"path": path, **self._layer(layer, type(layer))})
+                layers.append({"path": path, "is_embedding": False, **self._layer(layer)})
                 for name in layer.row_dims:
                     plain.pop(f"{path}.{name}")
         self.manifest: dict[str, Any] = {
@@ -193,18 +193,19 @@ class _StoredModule:
             "tensors": [list(place) for place in self._places],
         }
 
-    def _layer(self, layer: PackedLinear, kind: type) -> dict[str, Any]:
+    def _layer(self, layer: PackedLinear) -> dict[str, Any]:
+        kind = type(layer).__name__
         if layer.joined is None:
             tensors = [self._number(getattr(layer, name)) for name in layer.row_dims]
-            return {"kind": kind.__name__, "tensors": tensors}
+            return {"kind": kind, "tensors": tensors}
         joined_layer, (name, dim) = layer.joined[0], next(iter(layer.row_dims.items()))
         if id(joined_layer) not in self._joins:
             self._joins[id(joined_layer)] = len(self._joined)
-            self._joined.append(self._layer(joined_layer, type(joined_layer)))
+            self._joined.append(self._layer(joined_layer))
         first, part = getattr(joined_layer, name), getattr(layer, name)
         start = (part.storage_offset() - first.storage_offset()) // first.stride(dim)
         return {
-            "kind": kind.__name__,
+            "kind": kind,
             "joined": self._joins[id(joined_layer)],
             "rows": [start, layer.out_features],
         }
@@ -233,8 +234,7 @@ def _restore_module(manifest: Mapping[str, Any], tensors: list[Tensor], dtype: t
         set_weight(module, name, tensors[number])
 
     def make_layer(entry: Mapping[str, Any]) -> PackedLinear:
-        is_shared = entry["kind"] == SharedEmbedding.__name__
-        kind: type[PackedLinear] = Int8Linear if is_shared else getattr(packed, entry["kind"])
+        kind: type[PackedLinear] = getattr(packed, entry["kind"])
         if "joined" not in entry:
             return kind(*(tensors[number] for number in entry["tensors"]))
         joined_layer = joined[entry["joined"]]
@@ -249,7 +249,7 @@ def _restore_module(manifest: Mapping[str, Any], tensors: list[Tensor], dtype: t
     joined = list[PackedLinear]()
     joined += [make_layer(entry) for entry in manifest["joined"]]
     layers = {entry["path"]: make_layer(entry) for entry in manifest["layers"]}
-    shared = {entry["path"] for entry in manifest["layers"] if entry["kind"] == "SharedEmbedding"}
+    shared = {entry["path"] for entry in manifest["layers"] if entry["is_embedding"]}
     for path in manifest["experts"]:
         of_experts = {
             part: [layers.pop(f"{path}.{part}.{index}") for index in range(count)]
@@ -258,7 +258,7 @@ def _restore_module(manifest: Mapping[str, Any], tensors: list[Tensor], dtype: t
         module.set_submodule(path, PackedExperts(module.get_submodule(path), of_experts))
     for path, layer in layers.items():
         before = module.get_submodule(path)
-        if path in shared and isinstance(layer, Int8Linear):
+        if path in shared and isinstance(layer, RowLinear):
             module.set_submodule(path, SharedEmbedding(before, layer, dtype))
         else:
             layer.bias = before.bias
