@@ -58,7 +58,7 @@ def damage(random: Random, home: Path) -> str:
     if kind == "change" and place.is_file():
         place.write_bytes(mutated(random, place.read_bytes()))
         return f"{kind} {place.relative_to(home)}"
-    if kind == "no rights":
+    if kind == "no rights" and place.exists():
         place.chmod(random.choice((0, 0o200, 0o400, 0o500)))
         return f"{kind} {place.relative_to(home)}"
     shutil.rmtree(place) if place.is_dir() and not place.is_symlink() else place.unlink()
