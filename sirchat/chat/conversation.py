@@ -21,7 +21,6 @@ from sirchat.chat.state import (
     Turn,
     TurnStats,
 )
-from sirchat.chat.statements import StatementCache, pin_rules
 from sirchat.chat.turn import Interrupted, OpenTurn, never
 from sirchat.chat.undo_history import UndoHistory, UndoPoint, undo_depth
 from sirchat.config.profile import Profile
@@ -78,7 +77,6 @@ class Conversation:
         self.history = UndoHistory()
         self.recall = Recall(self.engine, self.model, self.texts)
         self._events = EventBuilder(self.engine, self.texts, self._rows_in_events)
-        self._statement_cache = StatementCache()
 
     @property
     def template(self) -> Template:
@@ -128,20 +126,6 @@ class Conversation:
     def budget(self) -> int:
         """Most tokens that the KV cache may hold."""
         return self.engine.budget
-
-    def read_question(
-        self,
-        text: str,
-        interrupted: Interrupted = never,
-        *,
-        next_role: str | None = None,
-        given: TurnIds | None = None,
-    ) -> Iterator[Event]:
-        """Read a user turn, as `read_user` does, and pin its rules and preferences."""
-        yield from self.read_user(text, interrupted, next_role=next_role, given=given)
-        engine, encoder, cache = self.engine, self.model.encoder, self._statement_cache
-        wanted = self.profile.pin_instructions and engine.settings.policy.honours_pins
-        yield from pin_rules(engine, self.texts, encoder, self.state, cache, is_wanted=wanted)
 
     def read_user(
         self,

@@ -27,6 +27,7 @@ from sirchat.chat.statements import (
     StatedFact,
     StatementCache,
     find_statements,
+    pin_rules,
     sentences_at,
     unpin_excess_rules,
 )
@@ -70,6 +71,11 @@ class Session(Conversation):
         self.toolbox = Toolbox()
         self.erasures = 0  # calls of `erase`, after which saved text must be written again
 
+    def reset(self) -> None:
+        """Start an empty conversation; the settings stay."""
+        super().reset()
+        self._statement_cache = StatementCache()
+
     @property
     def memory(self) -> list[DeviceMemory]:
         """The bytes that model, cache and archive take on each device."""
@@ -107,6 +113,18 @@ class Session(Conversation):
         yield from self.read_question(text, interrupted)
         self.state.attempt = attempt
         yield from answer_with_tools(self, box, text, interrupted, reply, allowed)
+
+    def read_question(
+        self,
+        text: str,
+        interrupted: Interrupted = never,
+        *,
+        next_role: str | None = None,
+        given: TurnIds | None = None,
+    ) -> Iterator[Event]:
+        """Read a user turn, as `read_user` does, and pin its rules and preferences."""
+        yield from self.read_user(text, interrupted, next_role=next_role, given=given)
+        yield from pin_rules(self, self._statement_cache)
 
     def _tell_tools(self, tools_json: str) -> list[Event]:
         """Let the model read the tools `told`, in place of the tools that it was told before."""
@@ -207,7 +225,7 @@ class Session(Conversation):
         settings = build_cache_settings(profile, self._folder)
         size = len(prompt.ids) if prompt is not None else 0
         with all_or_nothing(engine):
-            events = unpin_excess_rules(engine, self.texts, settings)
+            events = unpin_excess_rules(self, settings)
             if is_replaced or profile.pin_system != self.profile.pin_system:
                 self.ledger.pin(old_prompt, profile.pin_system and not is_replaced)
             moves = engine.switcher.switch(settings, size if profile.pin_system else 0)
@@ -251,7 +269,7 @@ class Session(Conversation):
             positions = without_generated(self, positions)
         moves = self.engine.switcher.pin(positions, pinned)
         self.ledger.release_rules(positions)  # from now on they are the user's choice
-        said = sentences_at(self.ledger, self.texts, positions)
+        said = sentences_at(self, positions)
         before = self.state.unpinned_sentences
         self.state.unpinned_sentences = before - said if pinned else before | said
         events = self._events.moved(self.state.last_turn, moves)
@@ -273,7 +291,7 @@ class Session(Conversation):
         self._statement_cache = StatementCache()
         unpinned = [turn for turn, _ in self.state.unpinned_sentences]
         positions = np.flatnonzero(np.isin(self.ledger.column("turn"), unpinned))
-        self.state.unpinned_sentences &= sentences_at(self.ledger, self.texts, positions)
+        self.state.unpinned_sentences &= sentences_at(self, positions)
         self.recall.erase_words()
         self.erasures += 1
         return [Erased(count, self.resident)]
@@ -286,8 +304,7 @@ class Session(Conversation):
 
     def facts(self, words: str = "") -> list[StatedFact]:
         """The user's pinned rules, then the stated facts; only those with all `words`, if given."""
-        chat = self.model, self.template, self.ledger, self.texts, self.turns
-        return find_statements(*chat, self._statement_cache, words)
+        return find_statements(self, self._statement_cache, words)
 
     def attention_paid(self, turn: int) -> AttentionPaid:
         """The attention of the reply with turn index `turn` to the tokens held before it."""

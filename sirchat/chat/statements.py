@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sirchat.chat.conversation import Conversation
 from sirchat.chat.corrections import (
     CORRECTION_WORDS,
     FIRST_PERSON_STATEMENT,
@@ -25,7 +26,7 @@ from sirchat.chat.corrections import (
 )
 from sirchat.chat.events import Event, Notice, Pinned
 from sirchat.chat.rule_forms import is_rule, preference_in
-from sirchat.chat.state import ConversationState, RetriedMessage, Turn
+from sirchat.chat.state import RetriedMessage
 from sirchat.chat.words import is_punctuation, words_missing
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import CacheSettings
@@ -33,17 +34,14 @@ from sirchat.errors import SettingError, format_value
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger, Role, State
 from sirchat.models.encoder import Encoder
-from sirchat.models.model import LoadedModel
 from sirchat.recall.passages import sentences_of, texts_at
 from sirchat.recall.word_index import words_of
 from sirchat.text.detokenizer import (
     QUESTION_MARKS,
-    Texts,
     sentence_bounds,
     text_with_gaps,
     tokens_spelling,
 )
-from sirchat.text.template import Template
 
 _MAX_SENTENCES = 12  # a message with more is a text, and its rules are not for the model
 _MAX_RULES = 2  # sentences of one message
@@ -89,22 +87,15 @@ class StatementCache:
     found: tuple[object, list[StatedFact]] = (None, [])  # after all on which they depend
 
 
-def pin_rules(
-    engine: Engine,
-    texts: Texts,
-    encoder: Encoder,
-    state: ConversationState,
-    cache: StatementCache,
-    *,
-    is_wanted: bool,
-) -> Iterator[Event]:
-    """Pin the rules and preferences in the user's turn just read, if `is_wanted`.
+def pin_rules(chat: Conversation, cache: StatementCache) -> Iterator[Event]:
+    """Pin the rules and preferences in the user's turn just read, if the settings want that.
 
     If the turn was read before, the user's pins in it are pinned first. Rules have at most a
     quarter of the budget; the oldest are unpinned. Must be called while the ledger has the turn's
     token vectors.
     """
-    turn, switcher, ledger = state.last_turn, engine.switcher, engine.ledger
+    engine, ledger, state = chat.engine, chat.ledger, chat.state
+    turn, switcher = state.last_turn, engine.switcher
     retried, state.retried = state.retried, RetriedMessage()
     if retried.pinned_tokens and retried.text == state.turns[turn].text:
         said = ledger.of_turn(turn, Role.USER)
@@ -115,8 +106,9 @@ def pin_rules(
                 yield Notice(f"evicted, and not pinned again: {of}")
         except SettingError as error:  # older rules that had been let go may have the room again
             yield Notice(f"what you had pinned in this message is not pinned again: {error}")
-    is_wanted = is_wanted and state.turns[turn].finish != "interrupt"
-    for text, positions in _find_rules(ledger, texts, encoder, turn, cache.vectors):
+    is_wanted = chat.profile.pin_instructions and engine.settings.policy.honours_pins
+    is_wanted &= state.turns[turn].finish != "interrupt"
+    for text, positions in _find_rules(chat, turn, cache.vectors):
         # Where tools have changed since, system prompts stand between, or no longer.
         was_unpinned = any(
             text in whole and all(one.role == "system" for one in state.turns[earlier:turn])
@@ -132,31 +124,30 @@ def pin_rules(
             old = _rules_to_unpin(ledger, engine.settings, count)
             switcher.pin_held(positions, pins_released=sum(map(len, old)))
             ledger.flag(Flag.RULE, positions, True)
-            yield from _unpin_rules(engine, texts, old)
+            yield from _unpin_rules(chat, old)
             yield Pinned(count, True, engine.cache.length)
             yield Notice(f"pinned your instruction {short}: /unpin {what} lets go")
         except SettingError as error:
             yield Notice(f"your instruction {short} is not pinned: {error}")
 
 
-def unpin_excess_rules(engine: Engine, texts: Texts, settings: CacheSettings) -> list[Event]:
+def unpin_excess_rules(chat: Conversation, settings: CacheSettings) -> list[Event]:
     """Unpin the oldest rules that have no room under the new `settings`."""
-    return list(_unpin_rules(engine, texts, _rules_to_unpin(engine.ledger, settings, 0)))
+    return list(_unpin_rules(chat, _rules_to_unpin(chat.ledger, settings, 0)))
 
 
-def _pinned_rules(
-    ledger: Ledger, texts: Texts, turns: Sequence[Turn], words: str
-) -> list[StatedFact]:
+def _pinned_rules(chat: Conversation, words: str) -> list[StatedFact]:
     """The pinned rules and preferences, in order; only those that have all `words`, if given."""
-    found, states = list[StatedFact](), ledger.column("state")
+    found, ledger = list[StatedFact](), chat.ledger
+    states = ledger.column("state")
     for run in ledger.rules():
-        pieces = texts_at(ledger, texts, run)
+        pieces = texts_at(ledger, chat.texts, run)
         for start, end in pairwise(sentence_bounds(pieces)):
             text, positions = "".join(pieces[start:end]).strip(), run[start:end]
             turn = int(ledger.column("turn")[positions[0]])
             if text and set(words_of(words)) <= set(words_of(text)):
                 held = _describe_held(pieces[start:end], states[positions] == _HELD)
-                found.append(StatedFact(turn, text, turns[turn].time, **held, is_rule=True))
+                found.append(StatedFact(turn, text, chat.turns[turn].time, **held, is_rule=True))
     return found
 
 
@@ -182,37 +173,37 @@ def _rules_to_unpin(ledger: Ledger, settings: CacheSettings, count: int) -> list
     return rules[:gone]
 
 
-def _unpin_rules(engine: Engine, texts: Texts, rules: Sequence[Positions]) -> Iterator[Event]:
+def _unpin_rules(chat: Conversation, rules: Sequence[Positions]) -> Iterator[Event]:
     for rule in rules:
-        engine.switcher.unpin_held(rule)
-        text = format_value("".join(texts_at(engine.ledger, texts, rule)).strip())
-        yield Pinned(len(rule), False, engine.cache.length)
+        chat.engine.switcher.unpin_held(rule)
+        text = format_value("".join(texts_at(chat.ledger, chat.texts, rule)).strip())
+        yield Pinned(len(rule), False, chat.resident)
         yield Notice(f"{text} is no longer pinned, as instructions have a quarter of the budget")
 
 
-def sentences_at(ledger: Ledger, texts: Texts, positions: Positions) -> frozenset[tuple[int, str]]:
+def sentences_at(chat: Conversation, positions: Positions) -> frozenset[tuple[int, str]]:
     """Turn and text of each user's sentence with a token at one of `positions`."""
     return frozenset(
         (turn, text)
-        for turn in np.unique(ledger.column("turn")[positions]).tolist()
-        for text, own in _user_sentences(ledger, texts, turn)
+        for turn in np.unique(chat.ledger.column("turn")[positions]).tolist()
+        for text, own in _user_sentences(chat, turn)
         if np.isin(own, positions).any()
     )
 
 
 def _find_rules(
-    ledger: Ledger, texts: Texts, encoder: Encoder, turn: int, vectors: dict[str, Tensor]
+    chat: Conversation, turn: int, vectors: dict[str, Tensor]
 ) -> Iterator[tuple[str, Positions]]:
     """The first rules and preferences of a turn, recognized by form or by the encoder."""
-    count = 0
-    for text, positions in _user_sentences(ledger, texts, turn):
+    count, encoder, ledger = 0, chat.model.encoder, chat.ledger
+    for text, positions in _user_sentences(chat, turn):
         stated, span = is_rule(text), preference_in(text)
         mean = ledger.token_vectors.mean(int(positions[0]), int(positions[-1]) + 1)
         if mean is not None and len(encoder.kinds):
             vectors[text] = encoder.unit_vectors(mean).cpu()
             stated = stated or bool(encoder.is_kind("instruction", vectors[text][None])[0])
         if span is not None and not stated:  # of a long sentence, only what is preferred
-            pieces = texts_at(ledger, texts, positions)
+            pieces = texts_at(ledger, chat.texts, positions)
             before = len("".join(pieces)) - len("".join(pieces).lstrip())
             ends, (start, end) = np.cumsum([len(piece) for piece in pieces]), span
             positions = positions[tokens_spelling(ends, start + before, end + before)]
@@ -222,55 +213,41 @@ def _find_rules(
             yield text, positions
 
 
-def find_statements(
-    model: LoadedModel,
-    template: Template,
-    ledger: Ledger,
-    texts: Texts,
-    turns: Sequence[Turn],
-    cache: StatementCache,
-    words: str = "",
-) -> list[StatedFact]:
-    """The pinned rules, then the facts in `turns`; only those that have all `words`, if given.
+def find_statements(chat: Conversation, cache: StatementCache, words: str) -> list[StatedFact]:
+    """The pinned rules, then the facts of a chat; only those that have all `words`, if given.
 
     Without an encoder, facts and their corrections are recognized by their form.
     """
-    about = [(turn.role, turn.time, turn.is_summary) for turn in turns]
+    about = [(turn.role, turn.time, turn.is_summary) for turn in chat.turns]
     columns = ("token_id", "turn", "role", "flags", "state")
-    stamp = words, about, [ledger.column(name).tobytes() for name in columns]
+    stamp = words, about, [chat.ledger.column(name).tobytes() for name in columns]
     if cache.found[0] == stamp:
         return [*cache.found[1]]
-    encoder, rules = model.encoder, _pinned_rules(ledger, texts, turns, words)
 
     def vector_of(text: str) -> Tensor:
         if text not in cache.vectors:
-            turn = template.opening(text)[1]
+            turn = chat.template.opening(text)[1]
             start, end = turn.content
-            cache.vectors[text] = model.encode(turn.ids[:end], start)
+            cache.vectors[text] = chat.model.encode(turn.ids[:end], start)
         return cache.vectors[text]
 
-    cache.found = stamp, rules + _find_facts(ledger, texts, encoder, turns, vector_of, words)
+    cache.found = stamp, _pinned_rules(chat, words) + _find_facts(chat, vector_of, words)
     return [*cache.found[1]]
 
 
 def _find_facts(
-    ledger: Ledger,
-    texts: Texts,
-    encoder: Encoder,
-    turns: Sequence[Turn],
-    vector_of: Callable[[str], Tensor],
-    words: str,
+    chat: Conversation, vector_of: Callable[[str], Tensor], words: str
 ) -> list[StatedFact]:
     """The facts that are no part of a rule, and the corrections of facts, in order."""
-    wanted = set(words_of(words))
+    wanted, ledger = set(words_of(words)), chat.ledger
     said = [
         (index, text, positions)
-        for index, turn in enumerate(turns)
+        for index, turn in enumerate(chat.turns)
         if turn.role == "user" and not turn.is_summary
-        for text, positions in _user_sentences(ledger, texts, index)
+        for text, positions in _user_sentences(chat, index)
         if not text.endswith(QUESTION_MARKS)  # the encoder takes some questions for facts
     ]
-    stated, newer, is_near = _classify([text for _, text, _ in said], encoder, vector_of)
+    stated, newer, is_near = _classify([text for _, text, _ in said], chat.model.encoder, vector_of)
     states, flags = ledger.column("state"), ledger.column("flags")
     newest = dict[int, int | None]()  # of each fact, and of what corrects one and is none itself
     for place, number in enumerate(stated):
@@ -284,10 +261,10 @@ def _find_facts(
         index, text, positions = said[number]
         if not wanted <= set(words_of(text)) or (flags[positions] & _OF_RULE == _OF_RULE).any():
             continue
-        held = _describe_held(texts_at(ledger, texts, positions), states[positions] == _HELD)
+        held = _describe_held(texts_at(ledger, chat.texts, positions), states[positions] == _HELD)
         last = newest[number]
         newer_turn, newer_text = (None, "") if last is None else said[last][:2]
-        when = turns[index].time
+        when = chat.turns[index].time
         found.append(StatedFact(index, text, when, newer=newer_turn, newer_text=newer_text, **held))
     return found
 
@@ -324,11 +301,11 @@ def _describe_held(pieces: Sequence[str], is_held: NDArray[np.bool_]) -> dict[st
     return {**described, "left": left, "missing": missing}
 
 
-def _user_sentences(ledger: Ledger, texts: Texts, turn: int) -> Iterator[tuple[str, Positions]]:
+def _user_sentences(chat: Conversation, turn: int) -> Iterator[tuple[str, Positions]]:
     """A user turn's sentences and their tokens' positions; none if the message is long."""
     # Sentences from which words were erased are left out.
+    ledger, found = chat.ledger, list(sentences_of(chat.ledger, chat.texts, turn))
     flags, roles = ledger.column("flags"), ledger.column("role")
-    found = list(sentences_of(ledger, texts, turn))
     for positions, pieces in found if len(found) <= _MAX_SENTENCES else ():
         text = "".join(pieces).strip()
         is_torn = (flags[positions] & _ERASED).any() or np.isin(positions, ledger.torn).any()

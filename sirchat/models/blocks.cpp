@@ -1,7 +1,7 @@
 // Repacks matrices of GGUF files, whose blocks are laid out as in ggml, for `products.cpp`.
 //
 // In groups, each weight is q * scale + minimum. The product is exact in float32: in each format,
-// q and scale have at most 24 bits together. So the results have the bits of `gguf/blocks.py`, which does it by torch.
+// q and scale have at most 24 bits together. So eight bits, to which `pack_eight` rounds, are those of `packed.py`.
 // `step.cpp` includes this file.
 #include <algorithm>
 #include <cstdint>

@@ -18,9 +18,11 @@ from itertools import product
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from sirchat.models.gguf.header import BLOCK_LAYOUTS
+from sirchat.models.gguf.blocks import NativePacking, unpack_floats
+from sirchat.models.gguf.header import BLOCK_LAYOUTS, BLOCKS, GgufTensor
 from sirchat.models.packed import (
     GROUP,
     BlockLinear,
@@ -100,21 +102,26 @@ def load_library(path: Path) -> ctypes.CDLL:
     """
     check_digest(path)
     library = ctypes.CDLL(str(path))
-    _compare_with_torch()
+    _compare_with_torch(library)
     return library
 
 
 @torch.inference_mode()
-def _compare_with_torch() -> None:
+def _compare_with_torch(library: ctypes.CDLL) -> None:
     block, columns = int4_block_rows(), 5 * GROUP
     q = (7 * torch.arange(2 * block * columns) // 3).view(-1, columns) % 16
     scale = torch.linspace(0.1, 0.2, len(q) * 5).view(-1, 5)
     four = Int4Linear.from_values(q.to(torch.uint8), scale, -7 * scale)
     eight = Int8Linear((17 * q - 127)[:-3].to(torch.int8), scale[:-3, 0].bfloat16())
     layers: list[PackedLinear] = [four, eight]
-    for layout in BLOCK_LAYOUTS.values():  # their floats are at most 0.98
-        shape = 32, -(-columns // layout.columns), layout.row_bytes
-        layers.append(BlockLinear((37 * torch.arange(prod(shape)) % 60).byte().view(shape)))
+    for kind in BLOCK_LAYOUTS:
+        shape = 32, BLOCK_LAYOUTS[kind].columns * 5
+        _, each, size = BLOCKS[kind]
+        content = (37 * np.arange(prod(shape) // each * size) % 60).astype(np.uint8)
+        tensor = GgufTensor(shape, kind, content)  # its floats are at most 0.98
+        layers.append(NativePacking(library).pack_blocks(tensor, torch.arange(32), torch.empty))
+        if not torch.equal(layers[-1].unpacked(torch.float32).T, unpack_floats(tensor)):
+            raise WrongProgramError(f"the compiled library changes weights in {kind}")
     for layer, rows in product(layers, (1, 19, 40)):
         x = torch.linspace(-2, 3, rows * layer.in_features).sin_().view(rows, -1)
         is_block = isinstance(layer, BlockLinear)

@@ -36,19 +36,19 @@ class TileShapes {
   alignas(64) uint8_t before[64];
 };
 
-// 32 rows of x from `row` on, of which there may be fewer: for each group, and each of the parts whose sum
+// 32 rows of x from `row` on, of which there may be fewer: for each group, and each of the terms whose sum
 // a number is, two tiles.
-template <int PARTS>
+template <int TERMS>
 void to_tiles(const float* x, int64_t m, int64_t k, int64_t row, char* tiles) {
   for (int64_t i = 0; i < PAIR; i++)
     for (int64_t g = 0; g < k / GROUP; g++) {
       F left{}, right{};
       const float* from = x + (row + i) * k + g * GROUP;
       if (row + i < m) left = (F)load(from), right = (F)load(from + L);
-      for (int p = 0; p < PARTS; p++) {
+      for (int p = 0; p < TERMS; p++) {
         uint16_t both[GROUP];
         store((float*)both, (F)_mm512_cvtne2ps_pbh(right, left));
-        memcpy(tiles + ((g * PARTS + p) * PAIR + i) * sizeof(both), both, sizeof(both));
+        memcpy(tiles + ((g * TERMS + p) * PAIR + i) * sizeof(both), both, sizeof(both));
         left -= halves(both), right -= halves(both + L);
       }
     }
@@ -67,9 +67,9 @@ inline I neighbours(I w, F scale, F zero) {
 // `count` groups of a unit, from g on, to tiles [2, count, 2].
 template <class W>
 void unpack(const W& weights, int64_t unit, int64_t g, int64_t count, I* tiles) {
-  constexpr int S = W::STRIPS, P = W::PARTS, BLOCKS = UNIT / W::ROWS;
-  for (int64_t b = 0; b < BLOCKS; b++) {
-    const int64_t row = std::min<int64_t>((unit * BLOCKS + b) * W::ROWS, weights.n - W::ROWS);
+  constexpr int S = W::STRIPS, P = W::PARTS, EACH = UNIT / W::ROWS;
+  for (int64_t b = 0; b < EACH; b++) {
+    const int64_t row = std::min<int64_t>((unit * EACH + b) * W::ROWS, weights.n - W::ROWS);
     for (int64_t i = 0; i < count; i++) {
       const auto group = weights.group(row, g + i);
       F scale[S][P], zero[S][P];
@@ -94,7 +94,7 @@ void unpack(const W& weights, int64_t unit, int64_t g, int64_t count, I* tiles) 
 }
 
 // Adds products of `count` groups of 32 rows of x and 32 of the weights to four tiles of sums.
-template <int PARTS>
+template <int TERMS>
 void add_tiles(const char* x, const char* w, int64_t count, char* sums) {
   constexpr int64_t ROW = 64;
   _tile_loadd(0, sums, ROW);
@@ -104,7 +104,7 @@ void add_tiles(const char* x, const char* w, int64_t count, char* sums) {
   for (int64_t i = 0; i < count; i++, w += 2 * TILE_BYTES) {
     _tile_loadd(6, w, ROW);
     _tile_loadd(7, w + TILE_BYTES, ROW);
-    for (int p = 0; p < PARTS; p++, x += 2 * TILE_BYTES) {
+    for (int p = 0; p < TERMS; p++, x += 2 * TILE_BYTES) {
       _tile_stream_loadd(4, x, ROW);  // so that w stays in the first-level cache
       _tile_stream_loadd(5, x + TILE_BYTES, ROW);
       _tile_dpbf16ps(0, 4, 6);
@@ -139,14 +139,14 @@ struct Sums {
 };
 
 // Calls `use` with all sums of products of x with the weights: of WIDE units at most, from a multiple of `step` on.
-template <int PARTS, class W, class Use>
+template <int TERMS, class W, class Use>
 void add_products(const W& weights, const float* x, int64_t m, int64_t step, const Use& use) {
   const int64_t k = weights.k, groups = k / GROUP, pairs = (m + PAIR - 1) / PAIR, units = (weights.n + UNIT - 1) / UNIT;
-  const int64_t x_bytes = PARTS * 2 * TILE_BYTES, sum_bytes = pairs * 8 * TILE_BYTES;  // of a group; of a unit
+  const int64_t x_bytes = TERMS * 2 * TILE_BYTES, sum_bytes = pairs * 8 * TILE_BYTES;  // of a group; of a unit
   Memory memory;
   char* tiles = memory.of(pairs * groups * x_bytes);
   auto round = [&](int64_t from, int64_t to) {
-    for (; from < to; from++) to_tiles<PARTS>(x, m, k, from * PAIR, tiles + from * groups * x_bytes);
+    for (; from < to; from++) to_tiles<TERMS>(x, m, k, from * PAIR, tiles + from * groups * x_bytes);
   };
   auto part = [&](int64_t from, int64_t to) {
     Memory memory;
@@ -162,7 +162,7 @@ void add_products(const W& weights, const float* x, int64_t m, int64_t step, con
         for (int64_t unit = from; unit < end; unit++) {
           unpack(weights, unit, g, count, (I*)unpacked);
           for (int64_t i = 0; i < 2 * pairs; i++)
-            add_tiles<PARTS>(tiles + (i % pairs * groups + g) * x_bytes, unpacked + i / pairs * count * 2 * TILE_BYTES,
+            add_tiles<TERMS>(tiles + (i % pairs * groups + g) * x_bytes, unpacked + i / pairs * count * 2 * TILE_BYTES,
                              count, sums + (unit - from) * sum_bytes + i * 4 * TILE_BYTES);
         }
       }

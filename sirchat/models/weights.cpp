@@ -48,19 +48,25 @@ constexpr int EIGHT_BIT_CENTER = 0;
 constexpr int EIGHT_BIT_CENTER = L == 4 ? 0 : 128;
 #endif
 
-// Blocks of a GGUF file, of SIZE columns, those of 16 rows together (`pack_blocks`). For each group of 32 columns: the
-// rows' scales and minima; in vectors of four neighbours of each row, the low four bits of four columns and of those 16
-// after (4 vectors); then the other bits. Where SIZE is 256, scales and minima are whole numbers, and what they are
-// multiplied with is at the block's beginning. A weight is (w - CENTER) * scale + minimum.
+// Blocks of a GGUF file, of SIZE columns, those of 16 rows together (`pack_blocks`):
+//
+//   SIZE 32:  scales, minima | low bits | high bits
+//   SIZE 256: what all scales, and all minima, are multiplied with, then for each of 8 groups of 32 columns
+//             scales, minima | low bits | high bits
+//
+// Each has a number of each row; minima are there if HAS_MINIMA, and are subtracted where SIZE is 256. Q6_K has a
+// scale for each half of a group. Low bits are four vectors: in a byte, the low half is of one column, the high half
+// of that 16 after; four neighbouring columns of a row are neighbours. A weight is (q - CENTER) * scale + minimum.
 template <int BITS_, int SIZE, bool HAS_MINIMA>
 struct Blocks {
   static constexpr int ROWS = 16, STRIPS = ROWS / L, BITS = BITS_, GROUPS = SIZE / GROUP;
   static constexpr bool HAS_ZEROS = HAS_MINIMA;
-  static constexpr int PARTS = BITS == 6 ? 2 : 1;  // of a group, with a scale each
+  static constexpr int PARTS = BITS == 6 ? 2 : 1;  // of a group, each with a scale
   static constexpr int CENTER = HAS_MINIMA ? 0 : BITS == 8 ? EIGHT_BIT_CENTER : 1 << (BITS - 1);
-  static constexpr int FLOATS = 2 * ROWS, HEAD = GROUPS > 1 ? FLOATS << HAS_MINIMA : 0;
-  static constexpr int SCALES = GROUPS > 1 ? 2 * ROWS : FLOATS << HAS_MINIMA;
-  static constexpr int CELL = SCALES + 64 * BITS, BYTES = HEAD + GROUPS * CELL;  // of a group, of a block; of 16 rows
+  // Bytes of 16 rows: a float16 of each; all floats; the beginning of a block; a group's scales; a group; a block
+  static constexpr int HALVES = 2 * ROWS, FLOATS = HAS_MINIMA ? 2 * HALVES : HALVES;
+  static constexpr int HEAD = GROUPS > 1 ? FLOATS : 0, SCALES = GROUPS > 1 ? 2 * ROWS : FLOATS;
+  static constexpr int CELL = SCALES + 64 * BITS, BYTES = HEAD + GROUPS * CELL;
   const uint8_t* packed;
   int64_t n, k, apart;  // N, K, and from a row of y to the next
 
@@ -91,10 +97,10 @@ struct Blocks {
     auto floats = [at](const uint8_t* from) { return floats16((const uint16_t*)from + at); };
     if (GROUPS == 1) {
       *scale = floats(p);
-      if (HAS_MINIMA) zero = floats(p + FLOATS);
+      if (HAS_MINIMA) zero = floats(p + HALVES);
     } else if (HAS_MINIMA) {
       *scale = floats(first) * of_bytes(p + at);
-      zero = -floats(first + FLOATS) * of_bytes(p + ROWS + at);
+      zero = -floats(first + HALVES) * of_bytes(p + ROWS + at);
     } else
       for (int i = 0; i < PARTS; i++) scale[i] = floats(first) * of_bytes((const int8_t*)p + i * ROWS + at);
   }

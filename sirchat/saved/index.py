@@ -247,9 +247,10 @@ def _file_stamps(folder: Path) -> Iterator[tuple[str, int, int]]:
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.endswith(SUFFIX) and entry.name.isprintable():  # UTF-8, too
-                with suppress(FileNotFoundError):
-                    state = entry.stat()
-                    yield entry.name[: -len(SUFFIX)], state.st_mtime_ns, state.st_size
+                with suppress(OSError):  # the file was just removed, or is a link to itself
+                    if entry.is_file():  # opening a pipe would block
+                        state = entry.stat()
+                        yield entry.name[: -len(SUFFIX)], state.st_mtime_ns, state.st_size
 
 
 def _update(connection: sqlite3.Connection, path: Path, changed: int, size: int) -> bool:

@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Self
 
+# What may take long, and changes nothing that lasts: a forward pass, scores, a search.
+_INTERRUPTIBLE = ("sirchat.models.", "sirchat.memory.policies.", "sirchat.recall.")
+
 
 @contextmanager
 def interruptible_imports() -> Iterator[None]:
@@ -112,7 +115,8 @@ class CtrlCGuard(_CtrlCHandler):
 class InterruptFlag(_CtrlCHandler):
     """Context manager; calling it returns whether Ctrl-C was pressed inside.
 
-    The engine calls it between two forward passes. The third Ctrl-C raises KeyboardInterrupt.
+    The engine calls it between two forward passes. The third Ctrl-C raises KeyboardInterrupt, or
+    the first one after it that does not come while tokens are moved or noted.
     """
 
     _count = 0
@@ -122,5 +126,17 @@ class InterruptFlag(_CtrlCHandler):
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._count += 1
-        if self._count >= 3:  # the next check may take too long
+        if self._count >= 3 and not _is_moving_tokens(frame):  # the next check may take too long
             raise KeyboardInterrupt
+
+
+def _is_moving_tokens(frame: FrameType | None) -> bool:
+    """Whether the engine or its memory is at work, which must not end halfway, but not a model."""
+    while frame is not None:
+        module = f"{frame.f_globals.get('__name__')}."
+        if module.startswith(_INTERRUPTIBLE):
+            return False
+        if module.startswith(("sirchat.engine.", "sirchat.memory.")):
+            return True
+        frame = frame.f_back
+    return False

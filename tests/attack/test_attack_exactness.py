@@ -44,6 +44,7 @@ from sirchat.saved.autosave import Autosave
 from sirchat.saved.database import SUFFIX
 from sirchat.saved.resume import resume_session
 from sirchat.saved.store import SessionStore
+from sirchat.ui.interrupt import InterruptFlag
 
 IS_REAL = bool(MANY) and os.environ.get("SIRCHAT_ATTACK_MODEL") != "tiny"
 pytestmark = [pytest.mark.slow, *[pytest.mark.real] * IS_REAL]
@@ -116,7 +117,6 @@ class Talk:
         self.model, self.folder, self.leader = WatchedModel.of(model), folder, leader
         self.theta = float(model.module.config.rope_parameters["rope_theta"])
         self.reply: GeneratedReply | None = None
-        self.interrupts = 0
         self.left: list[tuple[Session, list[Any]]] = []  # chats that went on as branches
         self._use(Session(self.model, profile))
 
@@ -253,28 +253,31 @@ class Talk:
         self.model.fail_in.clear()
 
     def hurt(self, random: Random, text: str) -> None:
-        """A third Ctrl-C raises KeyboardInterrupt at any instruction but the shadow's own."""
+        """A third Ctrl-C comes at any moment; of forward passes, `fail` interrupts the middle."""
         started = time.perf_counter()
         copy = copy_session(self.chat)
         if copy is not None:
             follow(copy, shadow_of(self.chat))
             list(copy.ask(text))
         seconds = time.perf_counter() - started
+        flag = InterruptFlag()
+        flag._count = 2
 
         def ring(number: int, frame: FrameType | None) -> None:
-            while frame is not None:
-                if frame.f_code.co_filename.endswith("shadow.py"):
-                    signal.setitimer(signal.ITIMER_REAL, 1e-4)
-                    return
-                frame = frame.f_back
-            raise KeyboardInterrupt
+            files, at = list[str](), frame
+            while at is not None and at.f_code.co_name != "hurt":
+                files.append(at.f_code.co_filename)
+                at = at.f_back
+            if files and not any(file.endswith("shadow.py") for file in files):
+                flag._on_signal(number, frame)
+            signal.setitimer(signal.ITIMER_REAL, 1e-3 if files else 0)  # the turn has just ended
 
         former = signal.signal(signal.SIGALRM, ring)
         try:
             signal.setitimer(signal.ITIMER_REAL, 1e-5 + seconds * random.random())
             list(self.chat.ask(text))
         except KeyboardInterrupt:
-            self.interrupts += 1
+            pass
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, former)

@@ -198,7 +198,7 @@ def test_a_row_has_the_same_bits_alone_among_others_and_with_any_number_of_threa
 
 
 @pytest.mark.parametrize("kind", BLOCK_LAYOUTS)
-def test_without_tiles_surprisal_errs_by_the_sixteenth_bit_of_states(kind: str) -> None:
+def test_without_tiles_surprisal_errs_by_what_is_rounded_of_other_logits(kind: str) -> None:
     if has_matrix_units():
         pytest.skip("this processor has tiles")
     head = blocks(kind)(336, 256, 3)
@@ -206,7 +206,9 @@ def test_without_tiles_surprisal_errs_by_the_sixteenth_bit_of_states(kind: str) 
     x, ids = torch.randn(40, 256) / weights.norm(dim=0).mean(), torch.arange(40) * 8
     wanted = -torch.log_softmax(x.double() @ weights, -1).gather(1, ids[:, None])[:, 0]
     found = surprisal_of_states(head, x, ids)
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=2e-4)
+    error = (found - wanted).abs()
+    assert error.mean() < 0.01 * wanted.std()
+    assert error.max() < 0.05 * wanted.std()
 
 
 @pytest.mark.parametrize("rows", [3, 40])

@@ -51,6 +51,13 @@ def test_the_best_chat_is_first_and_of_equals_the_newest(tmp_path: Path) -> None
     assert found(tmp_path, "rome") == [paths[at] for at in (4, 7, 5, 2, 0)]
 
 
+def test_a_pipe_or_a_link_in_the_place_of_a_chat_keeps_no_search_waiting(tmp_path: Path) -> None:
+    path = new(tmp_path, "Tell me about Oslo.")
+    os.mkfifo(tmp_path / "pipe.sqlite")
+    (tmp_path / "loop.sqlite").symlink_to(tmp_path / "loop.sqlite")
+    assert found(tmp_path, "oslo") == [path]
+
+
 @pytest.mark.parametrize(
     ("text", "words", "marked"),
     [

@@ -10,6 +10,7 @@ import pytest
 
 from chatting import babbler
 from fake_terminal import FakeTerminal
+from sirchat.ui.interrupt import InterruptFlag
 from terminal import PASTE_ON, Terminal, pager_into
 from typed_chat import TypedChat
 
@@ -111,6 +112,27 @@ def test_what_is_typed_ahead_is_in_the_next_prompt_and_not_in_the_reply(speaker:
     speaker.wait_screen("pasted text: sent as it is, never run as a command")
     assert speaker.everything.count("zzqq") == 1
     speaker.send(CTRL_C)
+
+
+def test_the_third_ctrl_c_ends_a_forward_pass_at_once_but_no_move_of_tokens() -> None:
+    press = compile("import signal; signal.raise_signal(signal.SIGINT)", "press", "exec")
+
+    def call_from(module: str) -> None:
+        exec(press, {"__name__": module})
+
+    with InterruptFlag() as flag:
+        for _ in range(4):
+            call_from("sirchat.memory.cache")
+        assert flag()
+        for module in (
+            "sirchat.models.model",
+            "sirchat.memory.policies.sink",
+            "outside",
+            "sirchat",
+        ):
+            with pytest.raises(KeyboardInterrupt):
+                call_from(module)
+        call_from("sirchat.engine.reader")
 
 
 def test_an_error_in_a_turn_is_one_line_and_keeps_the_conversation(
