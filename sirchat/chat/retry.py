@@ -141,7 +141,7 @@ def _generate_again(
 @contextmanager
 def trial(session: Session, source: str, updates: dict[str, Any]) -> Iterator[None]:
     """Context manager, between rounds: `updates` hold in its block; all is undone at its end."""
-    profile, history, engine = session.profile, session.history, session.engine
+    profile, history, engine = session.profile, replace(session.history), session.engine
     settings, start = engine.settings, UndoPoint.now(session.state, engine)
     with engine.store.without_limit():
         try:

@@ -176,7 +176,7 @@ class OpenTurn:
         return [event for event in events if not isinstance(event, Reading)]
 
     def flag_thinking(self, stream: ReplyStream, positions: Sequence[int]) -> Positions:
-        """Flag the reasoning of a reply divided by `stream`; returns their positions."""
+        """Flag the reasoning in a reply at `positions`, divided by `stream`; returns them all."""
         tokens: Positions = np.asarray(positions, np.int64)
         self.engine.ledger.flag(Flag.THINKING, tokens[stream.tokens("thinking")], True)
         return tokens

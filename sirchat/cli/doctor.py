@@ -14,7 +14,6 @@ from sirchat.config.profile_files import resolve
 from sirchat.errors import UsageError
 from sirchat.models.hub import require_available
 from sirchat.paths import read_yaml
-from sirchat.ui.lists import format_bytes
 from sirchat.ui.text import displayable, pluralize
 
 _FLAGS = read_yaml(__file__, "app")
@@ -113,6 +112,8 @@ def man() -> None:
 
 def describe_size(path: Path) -> str:
     """The size and the number of files of a file or folder, such as `1.5 MB in 3 files`."""
+    from sirchat.ui.lists import format_bytes  # not at each start of a command
+
     if not path.exists():
         return "nothing yet"
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]

@@ -39,7 +39,7 @@ class Division:
 
 
 class PolicyChoice:
-    """Chooses by the policy in `settings`, and moves no token. Only `Switcher` changes `settings`.
+    """Chooses by the policy in `settings`, and moves no token.
 
     `round` is the current round, whose newest tokens are protected from eviction.
     """
@@ -153,6 +153,7 @@ class PolicyChoice:
 
         Raises SettingError if its choice is invalid, or whatever the policy raises.
         """
+        positions = rows.position.numpy().copy()  # a policy may change what it is given
         chosen = self.settings.policy.keep(rows, count)
         is_valid = len(chosen) == count and bool((chosen.diff() > 0).all())
         if count and is_valid:
@@ -162,7 +163,7 @@ class PolicyChoice:
                 f"policy {type(self.settings.policy).__name__} made an invalid choice of tokens",
                 hint="`sirchat policies check` shows why; /policy NAME chooses another policy",
             )
-        kept: Positions = rows.position[chosen].numpy()
+        kept: Positions = positions[chosen.numpy()]
         return kept
 
     def keep_at_most(self, positions: Positions, most: int) -> Positions:

@@ -95,7 +95,7 @@ class RecalledTokens:
     def end(self, count: int = 0) -> list[EvictedRows]:
         """Evict the recalled tokens, and restore the tokens that were set aside for them.
 
-        Returns tokens that are evicted instead, as otherwise no room is left for `count` more.
+        Returns what is evicted so that `count` more fit; without recall that is all it does.
         """
         placement, kept = self._store.placement, self.held_at_end(count)
         if not placement.has_recall and len(kept) == len(placement.held):

@@ -25,7 +25,7 @@ class _BeforeSwitch:
 
 
 class Switcher:
-    """Puts new settings and pins into effect: the policy chooses again among all tokens."""
+    """Puts new settings and pins into effect; with new settings the policy chooses anew."""
 
     def __init__(self, choice: PolicyChoice, recalled: RecalledTokens) -> None:
         self._choice, self._recalled = choice, recalled

@@ -24,9 +24,11 @@ _WRITER_LOCK = "background"  # the lock of what writes a prepared file
 def lock_file(name: str) -> Path:
     """The file that a background process locks while it works; its text may name the work."""
     folder = memory_dir()
-    if sys.platform == "win32" or folder is None:
-        return state_dir() / f"{name}.lock"
-    return Path(folder) / f"sirchat-{os.getuid()}-{name}.lock"
+    if sys.platform != "win32" and folder is not None:
+        shared = Path(folder) / f"sirchat-{os.getuid()}-{name}.lock"
+        if not os.path.lexists(shared) or shared.lstat().st_uid == os.getuid():
+            return shared  # others may write into that folder, too
+    return state_dir() / f"{name}.lock"
 
 
 def lock(name: str = _WRITER_LOCK) -> int | None:

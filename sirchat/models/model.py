@@ -394,7 +394,7 @@ class LoadedModel:
         observer: AttentionObserver | None,
     ) -> DecodeStep | None:
         """The decode step, if it reads a few ids faster than the module."""
-        if len(ids) == 1 or visible is not None or observer is not None or OBSERVERS.get():
+        if len(ids) < 2 or visible is not None or observer is not None or OBSERVERS.get():
             return None
         step = self.decode_step
         can_read = isinstance(step, DecodeStep) and step.can_read_text(ids, cache)

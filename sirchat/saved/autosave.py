@@ -95,13 +95,14 @@ class Autosave:
         flags = dict(zip(flagged, ledger.column("flags")[flagged].tolist(), strict=True))
         is_longer = turns or len(saved.rows) or len(passages.rows)
         is_cut = extent != size
-        if is_longer or is_cut or flags or not _is_same_state(record, self._record):
+        is_other = self._is_replaced or not _is_same_state(record, self._record)
+        if is_longer or is_cut or flags or is_other:
             meta = session_metadata(session.model, self._family) if self._is_replaced else None
             store.append(turns, saved.rows, record, passages, extent, flags, meta)
             self._record = record
         else:  # saved keys and values stay valid
             store.check_not_removed()
-        if start < size.rows:
+        if start < size.rows or self._is_replaced:
             self._rescan_archive()
         session.state.saved_turns = len(session.turns)
         ledger.saved, ledger.flagged = session.seen, set()

@@ -104,7 +104,7 @@ class Extent:
     held: int = _NO_LIMIT  # number of turns after which the file says which tokens were held
 
 
-_EVERYTHING, NOTHING, _NO_PASSAGES = Extent(), Extent(0, 0, 0, 0), SavedPassages()
+_EVERYTHING, _NO_PASSAGES = Extent(), SavedPassages()
 
 
 class SessionStore:
@@ -267,10 +267,10 @@ class SessionStore:
             if meta is not None:
                 self._write_about("meta", dict(meta))
         self.meta = self.meta if meta is None else dict(meta)
-        if is_erased:
-            self._finish_erasing()
         if is_cut:
             remove_from_index(self.path)
+        if is_erased:
+            self._finish_erasing()
 
     def rename(self, name: str) -> None:
         """Set the user's name for the session; "" removes it."""

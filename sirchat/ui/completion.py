@@ -14,6 +14,7 @@ from prompt_toolkit.document import Document
 from sirchat.chat.model_defaults import SAMPLING_PARAMETERS
 from sirchat.chat.session import Session
 from sirchat.chat.settings import options_of
+from sirchat.chat.words import without_template
 from sirchat.config.profile import FIXED_SETTINGS, Profile
 from sirchat.config.profile_files import list_profiles
 from sirchat.config.values import allowed_values, policy_choices
@@ -113,7 +114,8 @@ class SlashCompleter(Completer):
         if command == "unpin":
             pins = session.ledger.pinned_positions
             runs = np.split(pins, np.flatnonzero(np.diff(pins) > 1) + 1)
-            said = ["".join(row.text for row in session.tokens(run.tolist())) for run in runs]
+            rows = (without_template(session.tokens(run.tolist())) for run in runs)
+            said = ["".join(row.text for row in run).strip() for run in rows]
         else:
             turns = [one for one in session.turns if one.role == "user" and not one.is_summary]
             texts = [turn.text for turn in turns[: -_MAX_MESSAGES - 1 : -1]]

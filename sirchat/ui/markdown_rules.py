@@ -13,10 +13,11 @@ from itertools import takewhile
 
 from markdown_it import MarkdownIt
 from markdown_it.rules_block import StateBlock, blockquote, heading, list_block, table
+from markdown_it.rules_core import StateCore
 from markdown_it.rules_inline import StateInline, link
 from markdown_it.rules_inline.state_inline import Delimiter
 
-_MAX_LEVEL = 16  # level of the deepest list or quote; rich draws each by recursion
+_MAX_LEVEL = 16  # level of the deepest list, quote or emphasis; each is drawn by recursion
 _MARKS = re.compile(r"\*+|_+|~~+")
 _DUNDER = re.compile(r"__\w+__(?!\w)")  # a name in Python, more often than one strong word
 _BEFORE_EMPHASIS = "([{<\"'“‘«„‚‹¿¡–—…|"  # emphasis may begin behind these
@@ -45,6 +46,7 @@ def markdown_parser() -> MarkdownIt:
     parser.inline.ruler.at("emphasis", _emphasis)
     parser.inline.ruler.disable("strikethrough")  # `_emphasis` finds its marks, too
     parser.inline.ruler.at("link", _link)
+    parser.core.ruler.after("inline", "levels", _keep_deep_marks)
     parser.block.ruler.at("table", _table, {"alt": ["paragraph"]})
     parser.block.ruler.at("blockquote", _quote, {"alt": ["paragraph", "blockquote", "list"]})
     parser.block.ruler.at("list", _list, {"alt": ["paragraph", "blockquote"]})
@@ -92,6 +94,13 @@ def _emphasis(state: StateInline, silent: bool) -> bool:
         state.push("text", "", 0).content = sign
     state.pos += length
     return True
+
+
+def _keep_deep_marks(state: StateCore) -> None:
+    """Keep the marks of emphasis within `_MAX_LEVEL` others as written."""
+    for token in (child for block in state.tokens for child in block.children or ()):
+        if token.tag in ("em", "strong", "s") and token.level >= _MAX_LEVEL:
+            token.type, token.tag, token.nesting, token.content = "text", "", 0, token.markup
 
 
 def _flanks(text: str, start: int, end: int) -> tuple[bool, bool]:

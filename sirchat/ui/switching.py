@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import time
 from typing import TYPE_CHECKING, Any
@@ -361,7 +362,9 @@ class ModelSwitching:
         changed = {k: v for k, v in values if k not in FIXED_SETTINGS and v != first_values[k]}
         if changed:
             previous.switch("/undo", **changed)
-        carried = carry_pins(session, self._previous.pins, previous)
+        carried = 0, 0, 0
+        with suppress(SettingError):  # pins take too much room
+            carried = carry_pins(session, self._previous.pins, previous)
         self._replace_session(previous)
         self.drop_previous()
         self._screen.note(

@@ -111,6 +111,18 @@ def test_the_cache_is_as_if_the_usual_settings_had_given_the_reply(
     assert state(chat) == state(told(*sayings[:2], model=babbler(), policy=policy, **small))
 
 
+@pytest.mark.parametrize("messages", [1, 2])
+def test_after_another_reply_each_message_is_undone_once(messages: int) -> None:
+    chat = told(*SAID[:messages])
+    retried(chat, "full")
+    retried(chat, "recall")
+    for left in reversed(range(messages)):
+        list(chat.undo())
+        assert sum(turn.role == "user" for turn in chat.turns) == left
+    with pytest.raises(UndoError):
+        list(chat.undo())
+
+
 def test_retry_recall_restores_for_one_reply() -> None:
     chat = told("My dog is called Rex.", *SAID[1:3], *SAID[1:], budget=80)
     assert chat.profile.recall == "off"

@@ -19,7 +19,7 @@ from attacking import MANY
 from session_files import ROW, columns, head_at, new, refusal, rows_at, said
 from sirchat.saved import database as files
 from sirchat.saved import keys_values
-from sirchat.saved.store import NOTHING, Extent, SavedTurn, SessionStore, StateRecord
+from sirchat.saved.store import Extent, SavedTurn, SessionStore, StateRecord
 
 texts = st.text(max_size=40)
 numbers = st.floats(width=32, allow_nan=False).filter(lambda one: one < np.inf)  # as logits are
@@ -64,7 +64,7 @@ def test_any_turns_rows_and_heads_are_read_back_after_undo_rewriting_and_reopeni
             case "replace":
                 turns, seen = said(*what), count
                 head = head_at(seen, logits, **fields, number=number)
-                session.append(turns, rows_at(range(seen)), head, extent=NOTHING)
+                session.append(turns, rows_at(range(seen)), head, extent=Extent(0, 0, 0, 0))
             case "save_head":
                 head = head_at(seen, logits, **fields, number=number)
                 session.append([], rows_at(range(0)), head)
@@ -149,7 +149,9 @@ def test_a_turn_that_does_not_fit_the_rows_leaves_nothing_behind(tmp_path: Path)
             lambda: session.append(said("two", start=1), rows_at(range(3, 5)), head_at(4)),
             lambda: session.append([], none, head_at(4), extent=Extent(0, 4)),
             lambda: session.append([], none, head_at(2), extent=Extent(0, 1)),
-            lambda: session.append(said("two"), rows_at(range(5)), head_at(4), extent=NOTHING),
+            lambda: session.append(
+                said("two"), rows_at(range(5)), head_at(4), extent=Extent(0, 0, 0, 0)
+            ),
             lambda: session.append([], none, head_at(2)),
         ]
         for act in misfits:
@@ -246,7 +248,7 @@ def test_folder_and_files_are_private_while_open_and_after(tmp_path: Path) -> No
         suffixes = {".sqlite", ".sqlite-journal", ".safetensors"}
         assert {path.suffix for path in folder.iterdir()} == suffixes
         assert modes(folder) == {0o600}
-        session.append(said("ho"), rows_at(range(3)), head_at(3), extent=NOTHING)
+        session.append(said("ho"), rows_at(range(3)), head_at(3), extent=Extent(0, 0, 0, 0))
         assert modes(folder) == {0o600}
     assert [path.suffix for path in folder.iterdir()] == [".sqlite"]
     assert modes(folder) == {0o600}
@@ -283,7 +285,9 @@ def test_erased_text_is_in_no_file(
         session.append([], rows_at(range(0)), head, extent=Extent(kept, 3 * kept))
         assert SECRET.encode() in everything_in(folder)
         clean = [text.replace(SECRET, "") for text in texts[:kept]]
-        session.append(said(*clean), rows_at(range(3 * kept)), head_at(3 * kept), extent=NOTHING)
+        session.append(
+            said(*clean), rows_at(range(3 * kept)), head_at(3 * kept), extent=Extent(0, 0, 0, 0)
+        )
         assert SECRET.encode() not in everything_in(folder)
         assert session.turns() == said(*clean)
         assert session.kv.load(texts[-1]) is None
@@ -308,7 +312,7 @@ def test_an_erasure_that_a_crash_interrupted_is_finished_when_the_session_is_ope
     path = new(tmp_path, *[f"{number} {SECRET}" * 100 for number in range(40)])
     with monkeypatch.context() as patch, SessionStore.open(path) as session:
         patch.setattr(SessionStore, "_finish_erasing", lambda _: None)
-        session.append(said("clean"), rows_at(range(3)), head_at(3), extent=NOTHING)
+        session.append(said("clean"), rows_at(range(3)), head_at(3), extent=Extent(0, 0, 0, 0))
     before = path.stat().st_size
     for _ in range(2):
         with SessionStore.open(path) as session:

@@ -21,7 +21,7 @@ from sirchat.errors import DamagedSessionError
 from sirchat.models.model import LoadedModel
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.resume import resume_session
-from sirchat.saved.store import NOTHING, PASSAGE, Extent, SavedPassages, SessionStore
+from sirchat.saved.store import PASSAGE, Extent, SavedPassages, SessionStore
 
 
 def passages(*spans: tuple[int, int]) -> SavedPassages:
@@ -53,7 +53,9 @@ def test_passages_are_saved_with_their_turn_and_go_with_it(tmp_path: Path) -> No
     with SessionStore.open(path) as session:
         assert_saved(session, passages((0, 2), (2, 3)))
         fewer = passages((0, 1))
-        session.append(said("other"), rows_at(range(2)), head_at(2), fewer, extent=NOTHING)
+        session.append(
+            said("other"), rows_at(range(2)), head_at(2), fewer, extent=Extent(0, 0, 0, 0)
+        )
     assert every.vectors[1].tobytes() not in path.read_bytes()
     with SessionStore.open(path) as session:
         found = session.passages()

@@ -15,7 +15,7 @@ from sirchat.errors import SessionError, UsageError
 from sirchat.saved.index import INDEX_NAME
 from sirchat.saved.search import Hit, search_sessions
 from sirchat.saved.session_list import branches_of, check_name, find_session, remove_session
-from sirchat.saved.store import NOTHING, Extent, SessionStore
+from sirchat.saved.store import Extent, SessionStore
 
 SECRET = "Xylophone"  # FTS5 shortens a word that begins like another one
 
@@ -158,7 +158,9 @@ def test_a_chat_that_changes_twice_within_a_tick_of_the_clock_is_read_again(tmp_
 
 def erase(path: Path) -> None:
     with SessionStore.open(path) as session:
-        session.append(said("Hello", "Oranges"), rows_at(range(6)), head_at(6), extent=NOTHING)
+        session.append(
+            said("Hello", "Oranges"), rows_at(range(6)), head_at(6), extent=Extent(0, 0, 0, 0)
+        )
 
 
 def undo(path: Path) -> None:

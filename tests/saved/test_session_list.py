@@ -27,7 +27,7 @@ from sirchat.saved.session_list import (
     open_saved_file,
     remove_session,
 )
-from sirchat.saved.store import NOTHING, SessionStore
+from sirchat.saved.store import Extent, SessionStore
 from sirchat.text.transcript import parse_transcript
 
 
@@ -50,7 +50,7 @@ except SirchatError as error:
     with SessionStore.open(session.path) as session:
         busy = printed(code, session.path)
         assert busy.endswith(" --branch NAME)\n")
-        session.append(said("ho"), rows_at(range(3)), head_at(3), extent=NOTHING)
+        session.append(said("ho"), rows_at(range(3)), head_at(3), extent=Extent(0, 0, 0, 0))
         assert printed(code, session.path) == busy
         list_sessions(tmp_path)
         assert printed(code, session.path) == busy

@@ -145,3 +145,10 @@ def test_no_letter_and_no_sign_is_lost() -> None:
     if MANY:
         print(f"{count} texts, {signs} signs lost")  # noqa: T201
     assert not wrong, "\n".join(wrong[:20])
+
+
+def test_marks_within_many_others_stay_as_written() -> None:
+    for deep in ("*" * 900 + "a" + "*" * 900, "*a " * 400 + "b" + "*" * 400):
+        rows = _LAYOUT.rows(deep, 80, is_final=True)
+        assert "a" in "".join(rows)
+        assert sum(row.count("*") for row in rows) > 500

@@ -46,6 +46,7 @@ from sirchat.models.hidden_states import concat_states, layer_count, record_stat
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.names import cached_folder
+from sirchat.models.native_step import MAX_BATCH
 from sirchat.models.sentence_encoder import SentenceEncoder
 from sirchat.paths import encoder_files
 from sirchat.text.detokenizer import SentenceEnds, TokenTexts
@@ -340,8 +341,10 @@ def written(model: LoadedModel, rng: Random) -> Iterator[tuple[str, str]]:
 
 def _states(model: LoadedModel, ids: Sequence[int], layers: Sequence[int]) -> Tensor:
     """The hidden states [m, layers x d] of ids [m] that are read in one pass."""
+    causal = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()  # only the module takes a mask
+    visible = causal if len(ids) <= MAX_BATCH else None
     with record_states(model.module, layers, ends_pass=True) as states:
-        model.read(ids, model.new_cache(len(ids)))
+        model.read(ids, model.new_cache(len(ids)), visible=visible)
     return concat_states(states).cpu()
 
 
