@@ -1,8 +1,8 @@
 // Products of rows of numbers x [M, K] with packed weights [N, K]: y = x W^T, float32 [M, N].
 //
 // x is rounded to 8 bits in groups of 32, or to 16 where one number is far above the others. A thread
-// multiplies all rows of x with some rows of the weights, which it reads once. Each number of y is
-// computed by the same operations in one order, whatever M and the number of threads are.
+// multiplies all rows of x, four at a time, with a block of rows of the weights, which stays in its cache. Each
+// number of y is computed by the same operations in one order, whatever M and the number of threads are.
 // `attention.cpp` includes this file.
 #include <torch/csrc/stable/c/shim.h>
 
@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int TILE = 8;
+constexpr int TILE = 4;  // rows of x that are multiplied at a time
 constexpr int64_t FEW = 32;  // rows of x that `tiles.cpp` does not multiply faster
 
 // Rows of x, rounded to 8 bits: x = q * scale in each group. In a group with an outlier, beside which
@@ -32,7 +32,7 @@ struct Rounded {
   }
 
   void round(const float* x, int64_t row, int64_t from, int64_t to) {  // these groups of a row
-    // Tiles of 8 rows; in each, the rows' first groups, then their second ones, and so on.
+    // In each tile, the rows' first groups, then their second ones, and so on.
     const int64_t tile = row & -TILE, apart = std::min<int64_t>(rows - tile, TILE);
     x += from * GROUP;
     for (int64_t g = from; g < to; g++, x += GROUP) {
@@ -78,10 +78,8 @@ constexpr int dot_bits(int) { return 5; }  // one instruction for all, so that l
 #else
 constexpr int dot_bits(int bits) { return bits; }
 #endif
-template <int BITS, int PARTS_, bool HAS_ZEROS_>
+template <int BITS, int PARTS>
 struct Dots {
-  static constexpr int PARTS = PARTS_;
-  static constexpr bool HAS_ZEROS = HAS_ZEROS_;
   I sums[PARTS];
   static Dots zeros() {
     Dots dots;
@@ -108,7 +106,7 @@ inline void each_chunk(const Use& use) {
   for (int c = CHUNKS / PARTS; c < CHUNKS; c++) use(c, std::integral_constant<int, PARTS - 1>());
 }
 template <class W>
-using DotsOf = Dots<dot_bits(W::BITS), W::PARTS, W::HAS_ZEROS>;
+using DotsOf = Dots<dot_bits(W::BITS), W::PARTS>;
 
 // Adds products of a group with the rest of row `at` of x to y, of all rows of a block.
 template <class W>
@@ -128,16 +126,15 @@ __attribute__((noinline)) void add_rest(const W& weights, int64_t row, int64_t g
   }
 }
 
-// M rows of x from m on, all in one tile, with all rows of a block.
+// A tile of M rows of x, from m on, with all rows of a block.
 template <int M, class W>
-void few_rows(const W& weights, const Rounded& x, int64_t m, int64_t row, float* y) {
+void multiply_tile(const W& weights, const Rounded& x, int64_t m, int64_t row, float* y) {
   constexpr int S = W::STRIPS;
-  const int64_t tile = m & -TILE, apart = std::min<int64_t>(x.rows - tile, TILE);
   F sums[M][S];
   for (auto& each : sums)
     for (F& sum : each) sum = all(0.0f);
   for (int64_t g = 0; g < x.groups; g++) {
-    const int64_t at = tile * x.groups + g * apart + m - tile;
+    const int64_t at = m * x.groups + g * M;
     const auto* q = (const int32_t*)(x.q + at * GROUP);
     DotsOf<W> dots[M][S];
     for (auto& each : dots)
@@ -172,12 +169,12 @@ template <class W>
 void multiply_blocks(const W& weights, const Rounded& x, int64_t from, int64_t to, float* y) {
   for (int64_t at = from; at < to; at++) {
     const int64_t row = std::min<int64_t>(at * W::ROWS, weights.n - W::ROWS);
-    for (int64_t m = 0; m < x.rows; m += 4)
+    for (int64_t m = 0; m < x.rows; m += TILE)
       switch (x.rows - m) {
-        case 1: few_rows<1>(weights, x, m, row, y); break;
-        case 2: few_rows<2>(weights, x, m, row, y); break;
-        case 3: few_rows<3>(weights, x, m, row, y); break;
-        default: few_rows<4>(weights, x, m, row, y);
+        case 1: multiply_tile<1>(weights, x, m, row, y); break;
+        case 2: multiply_tile<2>(weights, x, m, row, y); break;
+        case 3: multiply_tile<3>(weights, x, m, row, y); break;
+        default: multiply_tile<TILE>(weights, x, m, row, y);
       }
   }
 }
