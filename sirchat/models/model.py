@@ -111,27 +111,23 @@ class LoadedModel:
         step = None
         if len(ids) == 1 and visible is None and not OBSERVERS.get():
             step = self._step_for(cache, observer)
-        if step is not None:
-            position = cache.cursor.length if positions is None else positions[0]
-            if isinstance(observer, MeanObserver) and isinstance(step, CapturedStep):
-                layers = observer.layers
-                logits, states, weights = step.read_observed(ids[0], position, cache, layers)
-                observer.add(weights)
-            else:
-                logits, states = step.read(ids[0], position, cache)
-            if encoder_output is not None:
-                self.encoder.fill(encoder_output, states)
-            return logits
         text_step = self._text_step(ids, cache, visible, observer)
+        start = cache.cursor.length
+        places = range(start, start + len(ids)) if positions is None else positions
         if text_step is not None:
-            start = cache.cursor.length
-            places = range(start, start + len(ids)) if positions is None else positions
             logits, states = text_step.read_text(ids, places, cache)
-            if encoder_output is not None:
-                self.encoder.fill(encoder_output, states)
-            return logits
-        with self._observed_by(observer), self._collect(encoder_output):
-            return self._module_logits(ids, cache, visible, positions)
+        elif step is None:
+            with self._observed_by(observer), self._collect(encoder_output):
+                return self._module_logits(ids, cache, visible, positions)
+        elif isinstance(observer, MeanObserver) and isinstance(step, CapturedStep):
+            layers = observer.layers
+            logits, states, weights = step.read_observed(ids[0], places[0], cache, layers)
+            observer.add(weights)
+        else:
+            logits, states = step.read(ids[0], places[0], cache)
+        if encoder_output is not None:
+            self.encoder.fill(encoder_output, states)
+        return logits
 
     def read(
         self,
