@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.engine.attention_tracker import AttentionTracker
-from sirchat.engine.sampling import Sampler, apply_repetition_penalty
+from sirchat.engine.sampling import Sampler
 from sirchat.engine.types import NewTokens
 from sirchat.memory.attention import AttentionStatsConfig
 from sirchat.memory.cache import BoundedCache
@@ -389,7 +389,9 @@ def device_choice(sampler: Sampler, step: CapturedStep) -> ChoiceMethod | None:
         if window:
             padded = torch.cat((logits, logits.new_zeros(1)))  # the last is for ids of -1: none
             ids = torch.where(recent_ids < 0, len(logits), recent_ids)
-            logits = apply_repetition_penalty(padded, ids, penalty)[:-1]
+            seen = padded[ids]
+            lowered = torch.where(seen < 0, seen * penalty, seen / penalty)
+            logits = padded.scatter(0, ids, lowered)[:-1]
         if sampling.temperature:
             scores = logits.float() / sampling.temperature
             values, ids = scores.topk(min(_MAX_CANDIDATES, len(scores)))

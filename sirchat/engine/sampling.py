@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,13 +13,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.errors import ModelError
-from sirchat.memory.key_values import to_device
 from sirchat.memory.random_numbers import Purpose, uniform
 
 # Limits a reply to a format: from the reply's ids so far to a mask, bool [V], on the CPU, of those
 # that may follow; or float32 [V], which is added to the logits.
 TokenFilter = Callable[[Sequence[int]], Tensor]
 
+Scores = NDArray[np.float32]  # [V]
+
+_BLOCKS = 1024  # of scores, by which the largest are found
 _MAX_SCORE_GAP = 80.0  # an id with a score so much below the largest is never drawn
 
 
@@ -68,49 +71,27 @@ class Sampler:
         `recent_ids(n)` returns the newest n held ids, for the repetition penalty. Raises ModelError
         if the logits are NaN, or if no id is allowed to follow.
         """
-        if self._allowed is None:
-            return self._choose(logits, recent_ids, position)
-        mask_or_bias = self._allowed(self._picked_ids)
-        is_mask = mask_or_bias.dtype == torch.bool
-        if not (mask_or_bias if is_mask else mask_or_bias > -math.inf).any():
-            raise ModelError("no token may follow in the format of this reply")
-        (mask_or_bias,) = to_device([mask_or_bias], logits.device)
-        if is_mask:
-            filtered = logits.masked_fill(~mask_or_bias, -math.inf)
-        else:
-            filtered = logits.float() + mask_or_bias
-        self._picked_ids.append(self._choose(filtered, recent_ids, position))
-        return self._picked_ids[-1]
-
-    def _choose(self, logits: Tensor, recent_ids: Callable[[int], list[int]], position: int) -> int:
-        sampling, scores = self.sampling, logits
-        if sampling.repetition_penalty != 1.0:
-            ids = torch.tensor(recent_ids(sampling.repetition_window), dtype=torch.int64)
-            (ids,) = to_device([ids], scores.device)
-            scores = apply_repetition_penalty(scores.float(), ids, sampling.repetition_penalty)
-        if sampling.temperature == 0.0:
-            best = scores.max(-1)  # NaN counts as the largest
-            chosen = int(torch.where(best.values.isnan(), -1, best.indices))  # the only wait
-        else:
-            chosen = self._draw(scores, position)
-        if chosen < 0:
-            raise ModelError(
-                "the model's scores for the next token are not numbers",
-                hint="its weights, or a saved chat's keys, may be damaged; or try --dtype float32",
-            )
-        return chosen
-
-    def _draw(self, scores: Tensor, position: int) -> int:
-        """An id drawn by raw scores [V]; -1 if the scores are not finite."""
-        sampling = self.sampling
+        if self.is_greedy and logits.device.type != "cpu":
+            best = logits.max(-1)  # NaN counts as the largest
+            return _valid_id(int(torch.where(best.values.isnan(), -1, best.indices)))  # one wait
         # On the CPU: not every device has float64, or sums in the same order each time.
-        scaled = (scores.float() / sampling.temperature).cpu().numpy()
-        if not math.isfinite(scaled.max()):
-            return -1
-        ids, weights = candidates(scaled, sampling)
-        cumulative = weights.cumsum()
-        number = uniform(sampling.seed, Purpose.SAMPLING, np.array([position]), self.attempt)[0]
-        return int(ids[cumulative.searchsorted(number * cumulative[-1], side="right")])
+        scores = logits.float().cpu().numpy()
+        if self._allowed is not None:
+            scores = _filtered(scores, self._allowed(self._picked_ids).numpy())
+        sampling = self.sampling
+        if sampling.repetition_penalty != 1.0:
+            ids = recent_ids(sampling.repetition_window)
+            scores = _penalized(scores, ids, sampling.repetition_penalty)
+        if sampling.temperature:
+            numbers = uniform(sampling.seed, Purpose.SAMPLING, np.array([position]), self.attempt)
+            scores = np.divide(scores, sampling.temperature, dtype=np.float32)
+            chosen = _draw(scores, sampling, numbers[0])
+        else:
+            chosen = int(scores.argmax())  # the first NaN, if any
+            chosen = -1 if math.isnan(scores[chosen]) else chosen
+        if self._allowed is not None:
+            self._picked_ids.append(chosen)
+        return _valid_id(chosen)
 
 
 class ForcedPrefixSampler(Sampler):
@@ -134,37 +115,80 @@ class ForcedPrefixSampler(Sampler):
         return super().pick(logits, recent_ids, position)
 
 
-def apply_repetition_penalty(scores: Tensor, ids: Tensor, penalty: float) -> Tensor:
+def _valid_id(token_id: int) -> int:
+    if token_id < 0:
+        raise ModelError(
+            "the model's scores for the next token are not numbers",
+            hint="its weights, or a saved chat's keys, may be damaged; or try --dtype float32",
+        )
+    return token_id
+
+
+def _filtered(scores: Scores, mask_or_bias: NDArray[Any]) -> Scores:
+    """The scores [V] of the ids that a `TokenFilter` allows; -inf for all others."""
+    is_mask = mask_or_bias.dtype == bool
+    if not (mask_or_bias if is_mask else mask_or_bias > -math.inf).any():
+        raise ModelError("no token may follow in the format of this reply")
+    return np.where(mask_or_bias, scores, -np.inf) if is_mask else scores + mask_or_bias
+
+
+def _penalized(scores: Scores, ids: Sequence[int], penalty: float) -> Scores:
     """The scores [V], with the scores of `ids` [k] lowered by the factor `penalty`."""
-    chosen = scores[ids]
-    return scores.scatter(0, ids, torch.where(chosen < 0, chosen * penalty, chosen / penalty))
+    lowered, chosen = scores.copy(), scores[ids]
+    lowered[ids] = np.where(chosen < 0, chosen * penalty, chosen / penalty)
+    return lowered
 
 
-def candidates(
-    scores: NDArray[np.float32], sampling: Sampling
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def _draw(scores: Scores, sampling: Sampling, number: float) -> int:
+    """The id that a random number from 0 to 1 draws; -1 if the scores [V] are not finite.
+
+    `scores` are divided by the temperature.
+    """
+    largest = scores.max()
+    if not math.isfinite(largest):
+        return -1
+    if sampling.truncates:
+        ids, weights = candidates(scores, sampling)
+        cumulative = weights.cumsum()
+    else:
+        cumulative = np.exp(scores - largest).cumsum(dtype=np.float64)
+    chosen = int(cumulative.searchsorted(number * cumulative[-1], side="right"))
+    return int(ids[chosen]) if sampling.truncates else chosen
+
+
+def candidates(scores: Scores, sampling: Sampling) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """The ids [k] that top-k, top-p and min-p leave, ascending, and their weights [k].
 
     `scores` [V] are divided by the temperature. Weights are proportional to probabilities; the
     largest is 1. Of equally likely ids, all are left or none.
     """
-    largest = scores.max()
+    largest, top_p = scores.max(), 1.0 if sampling.top_p is None else sampling.top_p
     min_score = largest - _MAX_SCORE_GAP
     if sampling.top_k is not None and sampling.top_k < len(scores):
-        min_score = max(min_score, np.partition(scores, -sampling.top_k)[-sampling.top_k])
-    top_p = 1.0 if sampling.top_p is None else sampling.top_p
+        min_score = max(min_score, _nth_largest(scores, sampling.top_k))
     if sampling.min_p and top_p == 1.0:  # rounding aside, as below
         min_score = max(min_score, largest + math.log(sampling.min_p) - 1e-3)
+    if top_p < 1.0:
+        left = scores[scores >= min_score]
+        weights = np.exp(left - largest)
+        left_out = (1 - top_p) * weights.sum(dtype=np.float64)
+        # Ids with less than an equal share of that are all left out, and need no sorting.
+        is_rare = weights < left_out / len(left)
+        ascending = np.sort(left[~is_rare])
+        cumulative = np.exp(ascending - largest).cumsum(dtype=np.float64)
+        cumulative += weights[is_rare].sum(dtype=np.float64)
+        count = int(cumulative.searchsorted(left_out, side="right"))
+        min_score = ascending[min(count, len(ascending) - 1)]
     ids = np.flatnonzero(scores >= min_score)
     weights = np.exp(scores[ids].astype(np.float64) - largest)
-    min_weight = sampling.min_p or 0.0
-    if top_p < 1.0:
-        left_out = (1 - top_p) * weights.sum()
-        # Ids with less than an equal share of that are all left out, and need no sorting.
-        is_rare = weights < left_out / len(weights)
-        ascending = np.sort(weights[~is_rare])
-        cumulative = weights[is_rare].sum() + ascending.cumsum()
-        count = int(cumulative.searchsorted(left_out, side="right"))
-        min_weight = max(min_weight, ascending[min(count, len(ascending) - 1)])
-    is_left = weights >= min_weight
+    is_left = weights >= (sampling.min_p or 0.0)
     return ids[is_left], weights[is_left]
+
+
+def _nth_largest(scores: Scores, n: int) -> np.float32:
+    whole = len(scores) // _BLOCKS * _BLOCKS
+    if n <= _BLOCKS <= whole:  # the n-th largest of all is at least that of each block's largest
+        of_blocks = scores[:whole].reshape(-1, _BLOCKS).max(0)
+        scores = scores[scores >= np.partition(of_blocks, -n)[-n]]
+    nth: np.float32 = np.partition(scores, -n)[-n]
+    return nth

@@ -119,7 +119,7 @@ class LoadedModel:
         elif step is None:
             with self._observed_by(observer), self._collect(encoder_output):
                 return self._module_logits(ids, cache, visible, positions)
-        elif isinstance(observer, MeanObserver) and isinstance(step, CapturedStep):
+        elif isinstance(step, CapturedStep) and isinstance(observer, MeanObserver):
             layers = observer.layers
             logits, states, weights = step.read_observed(ids[0], places[0], cache, layers)
             observer.add(weights)
