@@ -43,8 +43,8 @@ class _Chat(Protocol):
 class ModelFormats:
     """Makes the masks of next ids that restrict a model's replies to JSON or to calls of tools.
 
-    The model's vocabulary is prepared at first use. Error messages begin with `subject`, the source
-    of the format. Parts of a schema that can't be enforced are added to `notes`.
+    The model's vocabulary is prepared at first use. In its methods, `subject` is the source of the
+    format, with which errors begin, and `notes` gets the parts of a schema that can't be enforced.
     """
 
     def __init__(self) -> None:

@@ -127,7 +127,7 @@ class Session(Conversation):
         yield from pin_rules(self, self._statement_cache)
 
     def _tell_tools(self, tools_json: str) -> list[Event]:
-        """Let the model read the tools `told`, in place of the tools that it was told before."""
+        """Let the model read the tools `tools_json`, in place of those that it was told before."""
         is_new = tools_json != self.state.tools_json
         template = self.template_with(tools_json or None) if tools_json or is_new else self.template
         events = self.switch("tools", never, template) if self.seen and is_new else []

@@ -146,8 +146,8 @@ def _extract(session: Session, messages: list[_Message], facts: list[StatedFact]
 
 def _repeats(role: str, has: list[str], old: list[str], words: set[str], lost: set[str]) -> bool:
     """Whether a sentence of the words `has` is a corrected fact, or repeats one."""
-    # The correction took the words `gone` from the fact's `words`. A sentence of the model repeats
-    # the fact if it has one of `gone` and, if these are several, another of `words`.
+    # The correction took the words `lost` from the fact's `words`. A sentence of the model repeats
+    # the fact if it has one of `lost` and, if these are several, another of `words`.
     is_near = has == old if role == "user" else len(words.intersection(has)) >= min(2, len(lost))
     return is_near and not lost.isdisjoint(has)
 

@@ -206,7 +206,7 @@ def _matches(
 
 
 def _occurrences(text: str, ledger: Ledger, texts: Texts, among: Positions) -> Positions:
-    """Positions of the tokens of every occurrence of `text` whose tokens are all in `said`."""
+    """Positions of the tokens of every occurrence of `text` whose tokens are all in `among`."""
     if not text:
         raise UsageError("expected text, last, or turn N", hint="some words of the chat")
     pattern, runs = whole_words(text), _runs(ledger, texts, among)

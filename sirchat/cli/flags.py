@@ -52,7 +52,10 @@ Trust = Annotated[
 def with_flags(
     flags: Mapping[str, Mapping[str, Any]], help: str | None = None
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator: a command gets the declared flags, and `help`, if given, in place of its own."""
+    """Decorator: a command gets `flags` (attributes of each, by name) as keyword-only parameters.
+
+    They take the place of its parameter `given`; `help`, if given, that of its docstring.
+    """
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         own = {name: one for name, one in signature(command).parameters.items() if name != "given"}

@@ -22,7 +22,7 @@ from sirchat.ui.text import displayable_line
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sirchat.models.fit import Choice
+    from sirchat.models.fit import MemoryNeed
     from sirchat.ui.lists import ListedModel
 
 _FLAGS = read_yaml(__file__, "models")
@@ -219,7 +219,7 @@ def models_prepared(name: str | None = None, remove: bool = False, json: bool = 
     )
 
 
-def _choice_data(choice: "Choice") -> dict[str, object]:
+def _choice_data(choice: "MemoryNeed") -> dict[str, object]:
     return {
         "setting": choice.setting,
         "precision": choice.precision,

@@ -62,8 +62,8 @@ class CacheCheckpoint:
 class KeyValueStore:
     """The keys and values of one conversation: held in the cache, or evicted to the archive.
 
-    `cache` and `ledger` must be empty. `limit` is the archive's size in bytes; 0 turns it off.
-    `folder` is for the archive's files; None keeps them in RAM. `set_limit` may replace `archive`.
+    `cache` and `ledger` must be empty. `limit` is the archive's size in bytes; 0: only undoing
+    restores rows. `folder` is for its files; None: RAM. `set_limit` may replace `archive`.
     """
 
     def __init__(

@@ -297,7 +297,7 @@ class Ledger:
             self.attention.spare_from_decay(start, self.log_decay)
 
     def surprisal_of(self, positions: Positions) -> NDArray[np.float64]:
-        """Surprisals [n], in nats, of the tokens at stream `positions` [n]."""
+        """Surprisals [n] in nats at `positions` [n]; `unknown_surprisal` for tokens without."""
         surprisal = self._rows["surprisal"][positions].astype(np.float64)
         return np.where(np.isnan(surprisal), self.unknown_surprisal, surprisal)
 

@@ -35,7 +35,7 @@ SHOWN_BUDGETS = (1024, 4096, 16384)
 
 
 @dataclass(frozen=True)
-class Choice:
+class MemoryNeed:
     """The bytes of memory that a model takes with one choice of settings; None if unknown."""
 
     setting: str  # the option to type, such as `--dtype float32`; empty for the present settings
@@ -63,7 +63,7 @@ class ModelFit:
     found: FoundModel
     weights: int  # how many the model has
     free: int | None  # bytes of free memory; None if unknown
-    choices: tuple[Choice, ...]
+    choices: tuple[MemoryNeed, ...]
 
 
 def compute_fit(found: FoundModel, profile: Profile, free: int | None) -> ModelFit:
@@ -105,7 +105,7 @@ def _other_settings(shape: ModelShape, profile: Profile) -> Iterator[tuple[str, 
 
 def _make_choice(
     setting: str, stored: StoredWeights, shape: ModelShape, profile: Profile, free: int | None
-) -> Choice:
+) -> MemoryNeed:
     layout = _weight_layout(shape, profile)
     weights, limit = _weight_bytes(stored, layout), shape.context_length
     budgets = {
@@ -119,7 +119,7 @@ def _make_choice(
         rows = (free - PROGRAM_BYTES - weights - working) // row
         fits = rows > 0 and PROGRAM_BYTES + loading <= free
         largest = min(rows, limit or rows) if fits else 0
-    return Choice(
+    return MemoryNeed(
         setting,
         layout.precision,
         weights,

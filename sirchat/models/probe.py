@@ -142,7 +142,7 @@ def probe_rotations(
     blank = [LayerRotation(None)] * len(numbers)
 
     def sampled(token: int, *positions: int) -> _Samples:
-        return {p: _read_sample(module, token, p, name, blank, kinds) for p in positions}
+        return {p: _cached_rows_of_token(module, token, p, name, blank, kinds) for p in positions}
 
     visible = list(islice(_visible_tokens(module, name, lambda token: sampled(token, 0)[0]), 2))
     samples = [
@@ -301,7 +301,7 @@ def _match_layer(
     return rotation
 
 
-def _read_sample(
+def _cached_rows_of_token(
     module: Any,
     token: int,
     position: int,

@@ -190,7 +190,7 @@ def new_passages(session: Session, saved: int = 0) -> tuple[SavedPassages, int]:
 def load_passages(session: Session, store: SessionStore, state: SavedState) -> None:
     """Load the saved passages into recall, if the model's encoder made their vectors.
 
-    Otherwise, passages without vectors are made of the ledger's tokens.
+    Otherwise recall makes them anew, without vectors. Raises SessionError if they are damaged.
     """
     saved, encoder, seen = store.passages(), session.model.passage_encoder, session.seen
     if not len(saved.rows) or state.encoder != encoder.checksum:

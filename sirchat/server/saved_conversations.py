@@ -154,7 +154,7 @@ class SavedConversations:
         return saved
 
     def keep_last_saved(self, conversation: ServedConversation) -> None:
-        """Drop the unsaved part of a conversation that leaves memory; its file stays listed."""
+        """List a conversation that leaves memory as it was saved last; close its file later."""
         if (saved := self._files.get(conversation)) is not None:
             self.entries.append(replace(saved, file=self._writer.submit(self._close, conversation)))
 

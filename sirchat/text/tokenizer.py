@@ -118,7 +118,7 @@ def tokenizer_of_folder(folder: Path) -> FastTokenizer | None:
         backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception:  # whatever the library raises: transformers says what is wrong
         return None
-    if not _has_all(backend, about):
+    if not _knows_named_tokens(backend, about):
         return None
     backend.no_padding()
     backend.no_truncation()
@@ -129,7 +129,7 @@ def _text(token: Any) -> Any:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def _has_all(backend: Tokenizer, about: Mapping[str, Any]) -> bool:
+def _knows_named_tokens(backend: Tokenizer, about: Mapping[str, Any]) -> bool:
     """Whether a tokenizer has all tokens that the other files name, special where they say so."""
     known = {t.content: t.special for t in backend.get_added_tokens_decoder().values()}
     given = [one for name, one in about.items() if name.endswith("_token")]

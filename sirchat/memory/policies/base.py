@@ -70,7 +70,10 @@ class ScorePolicy(Policy):
 
     @abstractmethod
     def score(self, rows: HeldRows) -> Tensor:
-        """The scores [n] of the rows; those with higher scores stay."""
+        """The scores [n], of any float type, of the rows in stream order.
+
+        Rows of higher score stay, and of equal scores the newer; protected rows always do.
+        """
 
     def log_factors(self, rows: HeldRows) -> dict[str, Tensor]:
         """Logs [n] of the factors whose product is the score, by name; `/why` shows them."""
