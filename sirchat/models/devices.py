@@ -158,13 +158,6 @@ def onednn_isa_limit() -> str:
     return "" if most in ("DEFAULT", "ALL") else most
 
 
-def has_vnni() -> bool:
-    """Whether oneDNN may use AVX-512 VNNI; without it, sums of eight-bit products overflow."""
-    return torch.cpu._is_vnni_supported() and (
-        not (most := onednn_isa_limit()) or most.startswith(("AVX512_CORE_", "AVX10"))
-    )
-
-
 def free_thread_count(load: float | None = None) -> int:
     """The number of physical cores, at least 1, that other programs leave free.
 

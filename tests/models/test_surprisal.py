@@ -21,7 +21,6 @@ from simulated_devices import DEVICES, move, simulated_devices
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import CacheSettings, GeneratedToken
 from sirchat.memory.policies.entropy import Entropy
-from sirchat.models.devices import has_vnni
 from sirchat.models.model import LoadedModel
 from sirchat.models.packed import Int8Linear, quantize_int8
 from sirchat.models.surprisal import PassResult, has_linear_head, surprisal_of_states
@@ -52,11 +51,9 @@ def test_models_whose_logits_are_changed_behind_the_head_are_left_to_transformer
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "eight bits"])
-def test_blocks_of_rows_and_tokens_add_up(
-    kind: str, bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_of_tokens_add_up(kind: str, bias: bool) -> None:
     torch.manual_seed(0)
-    rows, width, vocabulary = 300, 64, 5_000  # two blocks of rows, five of tokens
+    rows, width, vocabulary = 300, 64, 5_000  # five blocks of tokens
     hidden, ids = 3 * torch.randn(rows, width), torch.randint(0, vocabulary, (rows,))
     layer = torch.nn.Linear(width, vocabulary, bias=bias).requires_grad_(False)
     exact = layer.weight.double()
@@ -70,29 +67,9 @@ def test_blocks_of_rows_and_tokens_add_up(
         exact = q.double() * scale.double()[:, None]
     logits = hidden.double() @ exact.T + (layer.bias.double() if bias else 0)
     wanted = -torch.log_softmax(logits, -1).gather(1, ids[:, None])[:, 0]
-    for is_fast in {False, has_vnni()}:
-        monkeypatch.setattr("sirchat.models.surprisal.has_vnni", lambda has=is_fast: has)
-        close = 1e-5 if is_fast else 1e-4
-        for count in (rows, 7):
-            found = surprisal_of_states(head, hidden[:count], ids[:count])
-            torch.testing.assert_close(found, wanted[:count].float(), rtol=close, atol=close)
-
-
-@pytest.mark.parametrize(
-    ("most", "has"),
-    [
-        *(("", True), ("default", True), ("AVX2", False), ("AVX2_VNNI_2", False)),
-        *(("AVX512_CORE", False), ("AVX512_CORE_VNNI", True), ("AVX512_CORE_AMX", True)),
-    ],
-)
-def test_whole_numbers_are_multiplied_only_where_their_sums_do_not_overflow(
-    most: str, has: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", most)
-    assert has_vnni() is has
-    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
-    assert not has_vnni()
+    for count in (rows, 7):
+        found = surprisal_of_states(head, hidden[:count], ids[:count])
+        torch.testing.assert_close(found, wanted[:count].float(), rtol=1e-4, atol=1e-4)
 
 
 def test_surprisal_is_never_negative() -> None:
