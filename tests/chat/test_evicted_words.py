@@ -122,16 +122,10 @@ def test_words_begin_after_blanks(texts: tuple[str, ...], words: list[str]) -> N
     assert [word_text(word) for word in split_words(rows(*texts))] == words
 
 
-def test_a_comma_closes_no_blank() -> None:
-    assert word_text(rows("a b", ",")) == "a b"
-
-
-def test_a_gap_and_another_turn_end_a_word() -> None:
+def test_a_gap_and_another_turn_end_a_word_a_comma_none_and_a_text_without_blanks_is_cut() -> None:
     apart = [*rows("Hal"), *rows("sen", start=2), *rows("x", start=3, turn=1)]
     assert [word_text(word) for word in split_words(apart)] == ["Hal", "sen", "x"]
-
-
-def test_a_text_without_blanks_is_cut() -> None:
+    assert word_text(rows("a b", ",")) == "a b"
     assert max(len(word) for word in split_words(rows(*"a" * 100))) <= 16
 
 

@@ -18,7 +18,7 @@ from sirchat.chat.session import Session
 from sirchat.chat.tool_loop import Toolbox
 from sirchat.errors import SettingError, UsageError
 from sirchat.ui.tables import draw_token_ranks
-from template_shapes import tool_tiny
+from template_shapes import tool_quick
 
 SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 30}
 FACT = "The code is 7351."
@@ -123,7 +123,7 @@ def test_pins_that_were_undone_do_not_return_by_themselves() -> None:
 
 @pytest.mark.parametrize("before", [[], ["Hello."]])
 def test_a_retry_pins_the_same_words_after_the_tools_have_changed(before: list[str]) -> None:
-    chat = session(tool_tiny(), policy="full", max_new_tokens=4, pin_system=False)
+    chat = session(tool_quick(), policy="full", max_new_tokens=4, pin_system=False)
     for text in (*before, OSLO):
         list(chat.ask(text))
     chat.pin("Oslo")
@@ -135,7 +135,7 @@ def test_a_retry_pins_the_same_words_after_the_tools_have_changed(before: list[s
 
 @pytest.mark.parametrize("before", [[], ["Hello."]])
 def test_a_retry_leaves_a_rule_unpinned_after_the_tools_have_changed(before: list[str]) -> None:
-    chat = session(tool_tiny(), policy="full", max_new_tokens=4, pin_system=False)
+    chat = session(tool_quick(), policy="full", max_new_tokens=4, pin_system=False)
     rule = "Answer in one sentence from now on."
     for text in (*before, rule):
         list(chat.ask(text))
@@ -150,7 +150,7 @@ def test_a_retry_leaves_a_rule_unpinned_after_the_tools_have_changed(before: lis
 
 
 def test_a_retry_says_which_pins_no_longer_have_room() -> None:
-    chat = session(tool_tiny(), policy="sink", budget=400, max_new_tokens=4)
+    chat = session(tool_quick(), policy="sink", budget=400, max_new_tokens=4)
     list(chat.ask("word " * 90))
     chat.pin("last")
     chat.toolbox = Toolbox([clock])  # the system prompt with the tools is pinned

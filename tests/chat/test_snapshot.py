@@ -15,7 +15,7 @@ from sirchat.chat.events import Evicted
 from sirchat.chat.panel_snapshot import SURPRISAL_EDGES
 from sirchat.chat.session import Session
 
-_POLICIES = ("window", "sink", "entropy", "random", "interval", "reservoir", "anchor")
+_POLICIES = ("window", "entropy", "random", "reservoir", "anchor")
 
 
 def _talk(policy: str, seed: int) -> tuple[Session, Count]:
@@ -31,7 +31,7 @@ def _talk(policy: str, seed: int) -> tuple[Session, Count]:
         system=draw.choice([None, "Speak of the sea."]),
     )
     count = Count()
-    for _ in range(6):
+    for _ in range(4):
         count.add(list(chat.ask("word " * draw.randrange(1, 60))))
         if draw.random() < 0.4:
             count.add(chat.switch("/budget", budget=draw.choice([64, 100, 256])))
@@ -70,7 +70,7 @@ def test_a_snapshot_equals_a_count_over_the_events(policy: str, seed: int) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(MANY or 3))
+@pytest.mark.parametrize("seed", range(MANY or 2))
 def test_the_threshold_is_the_highest_score_of_those_evicted_next(seed: int) -> None:
     chat, count = _talk("entropy", seed)
     view, profile = chat.snapshot(), chat.profile

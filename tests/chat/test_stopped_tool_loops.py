@@ -25,7 +25,7 @@ from sirchat.text.transcript import parse_transcript
 from sirchat.ui.exporting import _markdown, export_chat
 from sirchat.ui.replay import ReplayOptions, replay
 from sirchat.ui.screen import Screen
-from template_shapes import script, tool_tiny
+from template_shapes import script, tool_quick
 
 CASES = int(os.environ.get("SIRCHAT_ATTACK", "1"))
 ASKED = "How is the weather in Oslo?"
@@ -42,7 +42,7 @@ def call(**arguments: object) -> str:
 
 def calling(policy: str = "salience") -> Session:
     some: dict[str, Any] = {"budget": 520, "recall": "words", "max_new_tokens": 200}
-    return session(tool_tiny(), policy=policy, save_kv="on", **some)
+    return session(tool_quick(), policy=policy, save_kv="on", **some)
 
 
 def replies(random: Random) -> list[str]:

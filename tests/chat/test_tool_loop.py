@@ -27,7 +27,7 @@ from sirchat.text.tool_calls import ToolCall
 from sirchat.text.transcript import parse_transcript
 from sirchat.ui.replay import ReplayOptions, replay
 from sirchat.ui.screen import Screen
-from template_shapes import script, tool_tiny
+from template_shapes import script, tool_quick
 
 CALLS = int(os.environ.get("SIRCHAT_ATTACK", "6"))
 ASKED = "How is the weather in Oslo?"
@@ -48,7 +48,7 @@ def call(**arguments: object) -> str:
 
 
 def calling(**settings: Any) -> Session:
-    return session(tool_tiny(), **{"policy": "full", "max_new_tokens": 90, **settings})
+    return session(tool_quick(), **{"policy": "full", "max_new_tokens": 90, **settings})
 
 
 def ask(chat: Session, text: str = ASKED, tool: Callable[..., object] = weather) -> list[Event]:
@@ -87,7 +87,7 @@ def test_a_chat_with_calls_reads_what_the_template_writes(monkeypatch: pytest.Mo
     messages.append({"role": "assistant", "content": "Cold, warm."})
     whole = hub_tokenizer().apply_chat_template(
         messages,
-        chat_template=tool_tiny().tokenizer.chat_template,
+        chat_template=tool_quick().tokenizer.chat_template,
         tools=[ChatTool.of(weather).message],
         tokenize=False,
     )
@@ -212,7 +212,7 @@ def test_a_model_whose_template_takes_no_tools_is_told_by_a_text(
 def test_a_line_says_once_that_calls_of_this_template_would_not_be_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    own = copy.deepcopy(tool_tiny().tokenizer)
+    own = copy.deepcopy(tool_quick().tokenizer)
     own.chat_template = own.chat_template.replace('"arguments"', '"given"')
     chat = session(wrap_model("tiny", tiny().module, own), policy="full", max_new_tokens=20)
     chat.toolbox = Toolbox([weather])

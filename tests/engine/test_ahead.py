@@ -174,7 +174,7 @@ def assert_equal(one: Engine, two: Engine) -> None:
             assert torch.equal(one_rows, other)
 
 
-@settings(max_examples=MANY or 8, deadline=None)
+@settings(max_examples=MANY or 6, deadline=None)
 @given(
     played=st.lists(turns, min_size=1, max_size=4),
     budget=st.integers(16, 40),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +110,8 @@ def is_anchor(token_id: int) -> bool:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("sinks", [0, 2])
-def test_one_masked_pass_equals_pieces_that_are_reduced(family: str, sinks: int) -> None:
+def test_one_masked_pass_equals_pieces_that_are_reduced(family: str) -> None:
+    sinks = 2 * (list(FAMILIES).index(family) % 2)
     model, rng = heard(family), random.Random(f"{family} {sinks}")
     ids = [rng.randrange(3, 128) for _ in range(FAMILIES[family])]
     memory = CacheSettings(Anchor(), budget=512, sinks=sinks, absolute_positions=True)
@@ -174,7 +174,7 @@ def test_more_anchors_than_room_leave_the_oldest_first() -> None:
     engine = Engine(
         loaded("llama"), CacheSettings(Anchor(), budget=32, sinks=1), ends_sequence=is_anchor
     )
-    ids = [1, *[9, 10] * 60]
+    ids = [1, *[9, 10] * 30]
     list(engine.prefill(ids, [Role.USER] * len(ids), TurnRef(0, 0)))
     held = engine.ledger.held_positions
     assert len(held) <= 32
@@ -218,12 +218,12 @@ def test_positions_of_the_stream_are_those_of_the_model(family: str) -> None:
 
 
 def test_positions_of_the_stream_end_with_the_models_context() -> None:
-    model = loaded("llama")
+    model = replace(loaded("llama"), context_length=64)
     engine = Engine(model, CacheSettings(Sink(), budget=24, absolute_positions=True))
     with pytest.raises(ContextFullError, match="positions"):
-        list(engine.prefill([5] * 1025, [Role.USER] * 1025, TurnRef(0, 0)))
+        list(engine.prefill([5] * 65, [Role.USER] * 65, TurnRef(0, 0)))
     assert engine.ledger.seen == 0
-    list(engine.prefill([5] * 1024, [Role.USER] * 1024, TurnRef(0, 0)))
+    list(engine.prefill([5] * 64, [Role.USER] * 64, TurnRef(0, 0)))
     with pytest.raises(ContextFullError):
         list(
             Generation(

@@ -94,10 +94,10 @@ class Sums:
 
 
 def talk(family: str, policy: Policy, decay: float = 0.8, **more: Any) -> tuple[Engine, Sums]:
-    """Three rounds read and answered under a budget, and the expected sums."""
+    """Two rounds read and answered under a budget, and the expected sums."""
     own = loaded(family)
     model = Eager(**{field.name: getattr(own, field.name) for field in fields(own)})
-    settings = CacheSettings(policy=policy, budget=48, decay=decay, archive=2**20, **more)
+    settings = CacheSettings(policy=policy, budget=32, decay=decay, archive=2**20, **more)
     engine = Engine(model, settings, seed=3)
     assert policy.attention_stats is not None
     sums = Sums(
@@ -106,7 +106,7 @@ def talk(family: str, policy: Policy, decay: float = 0.8, **more: Any) -> tuple[
     generator = torch.Generator().manual_seed(5)
     sampler = Sampler(Sampling(temperature=1.0))
 
-    for number in range(3):
+    for number in range(2):
         ids = torch.randint(3, 128, (17,), generator=generator).tolist()
         records = chain(
             engine.prefill(ids, [Role.USER] * len(ids), TurnRef(2 * number, number)),

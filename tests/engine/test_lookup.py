@@ -65,9 +65,8 @@ def test_it_rests_longer_with_every_guess_in_vain_until_one_is_right() -> None:
 STREAM = {"absolute_positions": True, "evict": "before-turn"}
 SETTINGS = [
     pytest.param("entropy", {}, 0.0, id="evicting"),
-    pytest.param("entropy", {}, 1.0, id="sampled"),
     pytest.param("full", {}, 0.0, id="all held"),
-    pytest.param("entropy", STREAM, 0.0, id="evicting by turn, at positions of the stream"),
+    pytest.param("entropy", STREAM, 1.0, id="sampled, evicting by turn, at stream positions"),
 ]
 
 

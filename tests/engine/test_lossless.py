@@ -109,7 +109,7 @@ def test_archived_rows_can_be_pinned_up_to_the_allowance(policy: str) -> None:
 def test_turns_undone_leave_nothing_in_the_archive() -> None:
     engine = talked(memory("sink", 64))
     before = engine.store.archive.nbytes
-    for turn in range(30):
+    for turn in range(8):
         checkpoint = engine.checkpoint()
         talk(engine, 7 + turn, count=100)
         engine.undo(checkpoint)

@@ -103,7 +103,6 @@ def test_the_repetition_penalty_holds_for_greedy_too() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"temperature": 1.0},
         {"temperature": 0.5},
         {"temperature": 2.5, "top_k": 4},
         {"temperature": 1.0, "top_p": 0.7},
@@ -114,7 +113,7 @@ def test_the_repetition_penalty_holds_for_greedy_too() -> None:
 def test_tokens_are_drawn_with_the_probabilities_that_transformers_gives(
     options: dict[str, Any],
 ) -> None:
-    logits, times = random_logits(1), 4000
+    logits, times = random_logits(1), 2000
     sampler = Sampler(Sampling(**options))
     drawn = Counter(sampler.pick(logits, lambda count: HELD_IDS, p) for p in range(times))
     expected = (probabilities(logits, **options) * times).tolist()

@@ -16,12 +16,6 @@ from sirchat.lab.synthetic.rounds import Style, quiz
 MIX = Mix(tell=0.4, ask=0.3, repeat=0.1)
 
 
-def test_same_seed_same_dialogues() -> None:
-    one, two, other = (list(dialogue(Random(seed), 40, MIX)) for seed in (7, 7, 8))
-    assert one == two
-    assert one != other
-
-
 def test_dialogues_alternate_and_follow_an_optional_system_message() -> None:
     for seed in range(50):
         roles = [message.role for message in dialogue(Random(seed), 6, MIX)]

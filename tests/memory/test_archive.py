@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from chatting import babbler, notices, session, tiny
+from chatting import babbler, notices, session
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.errors import UndoError
@@ -332,12 +332,12 @@ def test_memory_that_is_full_while_tokens_move_leaves_all_where_they_were(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("limit", "recall"), [("200KiB", "cosine"), ("64MiB", "off")])
+@pytest.mark.parametrize(("limit", "recall"), [("25KiB", "cosine"), ("64MiB", "off")])
 def test_reachable_tokens_are_those_that_a_scan_of_all_finds(
     limit: str, recall: Literal["cosine", "off"]
 ) -> None:
     draw = random.Random(limit + recall)
-    chat = Session(tiny(), Profile(budget=96, archive_limit=limit, recall=recall, seed=1))
+    chat = Session(babbler(), Profile(budget=96, archive_limit=limit, recall=recall, seed=1))
     for n in range(10):
         list(chat.read_user(f"{n} is {draw.random()}, and so on. " * draw.randint(1, 5)))
         list(chat.read_reply("Yes. " * draw.randint(1, 9)))

@@ -110,7 +110,7 @@ def all_read(cache: BoundedCache) -> list[Tensor]:
 
 
 @given(steps)
-@settings(max_examples=MANY or 3, deadline=None)
+@settings(max_examples=MANY or 2, deadline=None)
 def test_rows_in_one_tensor_have_the_bits_of_those_in_buffers_apart(
     plan: list[tuple[str, int]],
 ) -> None:

@@ -24,7 +24,7 @@ from sirchat.memory.policies.reservoir import Reservoir
 from sirchat.memory.random_numbers import Purpose, uniform
 
 SEED = 7
-STREAM, BUDGET, SINKS = 20_000, 1604, 4
+STREAM, BUDGET, SINKS = 8_000, 644, 4
 CHUNK = (BUDGET - SINKS) // 4
 ONE_ROUND, SHORT_ROUNDS = [STREAM], [CHUNK] * (STREAM // CHUNK)
 
@@ -69,8 +69,8 @@ def test_start_sample_and_recent_fill_the_budget_as_in_the_papers_figure_4(
     budget = sinks + sample + recent
     settings = CacheSettings(Reservoir(recent, sample), budget, sinks)
     engine, draw = Engine(BigramModel(), settings, seed=seed), Random(seed)
-    for number in range(30):
-        ids = [5] * draw.randint(1, 150)
+    for number in range(16):
+        ids = [5] * draw.randint(60, 150)
         list(engine.prefill(ids, [Role.USER] * len(ids), TurnRef(number, number)))
         if engine.resident < budget:
             continue

@@ -40,7 +40,7 @@ from terminal import Terminal
 # Harmony, sentencepiece, and marks of thinking and calls; the other shapes are tried where their
 # replies are parsed (`tests/text`).
 _TRIED = ["gpt-oss", "gemma3", "qwen3"]
-_FILES = [f"{name}{end}" for name in _TRIED for end in ("", ".gguf")]
+_FILES = ["gpt-oss", "gemma3", "gemma3.gguf", "qwen3.gguf"]
 _THINKING = [name for name in _TRIED if "{thought}" in SHAPES[name].thinking]
 _CALLING = [name for name in _TRIED if SHAPES[name].call]
 

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from attacking import MANY
 from chatting import tiny
 from command import run
-from families import HELD, HYBRIDS, REFUSED, build, loaded
+from families import HELD, HYBRIDS, REFUSED, TELLING, build, loaded
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
 from sirchat.models.fit import PROGRAM_BYTES, ModelFit, compute_fit, recommend_model
@@ -228,7 +229,9 @@ MADE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", [*(name for name in HELD if name not in ALL_HEADS), *MADE])
+@pytest.mark.parametrize(
+    "family", [*(name for name in (HELD if MANY else TELLING) if name not in ALL_HEADS), *MADE]
+)
 def test_context_and_cache_are_those_of_the_loaded_model(family: str, tmp_path: Path) -> None:
     made = family in MADE
     model = wrap_model(family, build(family, MADE[family]), None) if made else loaded(family)

@@ -11,6 +11,7 @@ import torch
 
 gguf = pytest.importorskip("gguf")
 
+from attacking import MANY  # noqa: E402
 from gguf_models import (  # noqa: E402  # noqa: E402
     MODELS,
     VOCABULARY,
@@ -40,12 +41,11 @@ from sirchat.paths import compiled_dir, make_private_dir  # noqa: E402
 from sirchat.text.template_sandbox import render  # noqa: E402
 
 IDS = list(range(3, 43))
-SIZED = [
-    *("gemma3", "gemma4", "gemma4-wide", "gemma4-experts", "phi3-long", "smollm3", "qwen3moe"),
-    *("gpt-oss", "qwen35", "lfm2"),
-]
-NATIVE = ["gemma4-experts", "gpt-oss", "qwen35moe", "smollm3"]  # also with the library in C++
-EXPERTS = ["gemma4-experts", "qwen3moe", "qwen2moe", "gpt-oss", "qwen35moe"]
+EXPERTS = ["gemma4-experts", "qwen3moe", "gpt-oss", *(["qwen2moe", "qwen35moe"] if MANY else [])]
+SIZED = ["gemma3", "smollm3", "qwen35", "lfm2"]
+SIZED += ["gemma4", "gemma4-wide", "phi3-long"] if MANY else []
+# also with the library in C++
+NATIVE = ["gpt-oss", "smollm3", *(["gemma4-experts", "qwen35moe"] if MANY else [])]
 
 
 def logits(module: Any) -> torch.Tensor:

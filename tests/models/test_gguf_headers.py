@@ -310,7 +310,7 @@ def test_each_key_of_a_header_is_used_or_refused_or_without_effect() -> None:
     for case in CASES:
         base_of(case)
     assert outcome("gemma3-long", Change("rope.scaling.type", "yarn")) == "used"  # once a KeyError
-    attack(act, 60, seconds=60)
+    attack(act, 40, seconds=60)
     print(dict(seen))  # noqa: T201
     assert seen["used"]
     assert seen["refused"]

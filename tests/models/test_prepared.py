@@ -37,7 +37,7 @@ from sirchat.paths import find_changeable_by_others, open_private, prepared_dir
 
 MANY = int(os.environ.get("SIRCHAT_ATTACK", "0"))
 IDS = list(range(3, 23))
-CASES = ["llama3", "gemma3", "gpt-oss", "qwen35moe"]
+CASES = ["llama3", "gpt-oss"]  # our module, and one of transformers with packed experts
 PAGE = 4096
 
 
@@ -105,7 +105,7 @@ def test_a_mapped_model_is_the_loaded_one_to_the_last_bit(
         assert set(file.keys()) == {"manifest", "weights"}
 
 
-@pytest.mark.parametrize("case", ["llama3", "gpt-oss"])  # our module, and one of transformers
+@pytest.mark.parametrize("case", CASES)
 def test_a_file_says_how_replies_are_drawn_read_or_mapped(
     case: str, tmp_path: Path, no_reading: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,7 +98,7 @@ def exact_weights(layer: Any) -> Tensor:
     return weights * layer.scale.double() if isinstance(layer, Int8Linear) else weights
 
 
-@settings(max_examples=20 * ATTACK)
+@settings(max_examples=12 * ATTACK)
 @given(st.data())
 def test_products_err_only_by_the_rounding_of_the_rows(data: Any) -> None:
     block, seed = int4_block_rows(), data.draw(st.integers(0, 99))

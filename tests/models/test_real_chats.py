@@ -1,6 +1,6 @@
 """Chats with real tokenizers and templates: turn by turn the ids of the whole conversation at once.
 
-`SIRCHAT_ATTACK=200` reads so many conversations with each, and with the tokenizer of gpt-oss.
+`SIRCHAT_ATTACK=200` reads so many with each, and with those of Gemma 3, DeepSeek V3 and gpt-oss.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from template_shapes import FOLDER, template
 MANY = int(os.environ.get("SIRCHAT_ATTACK", "0"))
 
 # The tokenizer's folder, and a template of ours in the form of the family's; None: the folder's.
-_CHATS = {
-    "gemma3": ("gemma3", None),
+_CHATS: dict[str, tuple[str, str | None]] = {
     "qwen3": ("qwen3", None),
-    "deepseek_v3": ("deepseek_v3", None),
     "mistral": ("llama2", "mistral"),
-    **({"gptoss": ("gptoss", "harmony")} if MANY else {}),
 }
+if MANY:  # these have so many words that they take seconds to load
+    _CHATS |= {name: (name, None) for name in ("gemma3", "deepseek_v3")}
+    _CHATS["gptoss"] = ("gptoss", "harmony")
 _SYSTEMS = (None, None, "Be brief.", "Tu es poli.\n\n- un\n- deux", " You are  Anna. ")
 _TEXTS = (
     "Hello.",

@@ -9,7 +9,7 @@ from weakref import ref
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,9 +42,8 @@ def test_a_reading_says_what_the_logits_say(family: str) -> None:
 
 
 def test_models_whose_logits_are_changed_behind_the_head_are_left_to_transformers() -> None:
-    plain = [name for name in HELD if has_linear_head(loaded(name).module)]
-    llamas = ["llama", "llama3-rope", "yarn-rope", "mistral-sliding", "qwen2", "qwen3"]
-    assert plain == [*llamas, "gemma3"]
+    plain = [name for name in TELLING if has_linear_head(loaded(name).module)]
+    assert plain == ["llama", "mistral-sliding", "gemma3"]
     bent = build("gemma3_text", {"final_logit_softcapping": 20.0})
     assert not has_linear_head(bent)
 
@@ -110,7 +109,7 @@ def test_elsewhere_too_only_some_rows_have_all_their_logits_in_memory() -> None:
         assert live.most < 4 * 256 * vocabulary
 
 
-@pytest.mark.parametrize("max_pass_ids", [1, 7, 10**6])
+@pytest.mark.parametrize("max_pass_ids", [7, 10**6])
 def test_nothing_evicted_every_surprisal_is_that_of_one_long_read(max_pass_ids: int) -> None:
     model = loaded("llama")
     engine = Engine(model, CacheSettings(Entropy(), budget=256))
@@ -131,8 +130,8 @@ def test_nothing_evicted_every_surprisal_is_that_of_one_long_read(max_pass_ids: 
     assert shown == [*got[45:60].tolist(), *got[105:120].tolist()]
 
 
-@pytest.mark.slow
-@given(st.lists(st.integers(1, 120), min_size=1, max_size=5), st.integers(16, 80))
+@settings(max_examples=MANY or 6)
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=4), st.integers(16, 60))
 def test_evictions_do_not_touch_the_surprisal_of_the_next_token(
     turns: list[int], budget: int
 ) -> None:

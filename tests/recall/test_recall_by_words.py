@@ -87,14 +87,15 @@ def test_an_undone_recall_happens_again_as_it_was(retriever: str) -> None:
 STORY = "The fox which came from the hills and went about at night saw a light. "
 
 
-@pytest.mark.parametrize("asked", ["and", "from", "Is it about?", "Who wrote this?"])
-def test_words_that_carry_nothing_find_nothing(asked: str) -> None:
+def test_words_that_carry_nothing_find_nothing() -> None:
     one = roomy()
     tell(one, STORY * 6, "I write letters.", *["What a rainy day it is.", "Tell me a joke."] * 6)
-    list(one.read_user(asked))
-    assert not one.recall.scores
-    assert one.recall.found is not None
-    assert one.recall.found.best_score < MIN_SCORE
+    for asked in ("and", "from", "Is it about?", "Who wrote this?"):
+        list(one.read_user(asked))
+        assert not one.recall.scores, asked
+        assert one.recall.found is not None
+        assert one.recall.found.best_score < MIN_SCORE
+        one.undo()
 
 
 def test_of_a_long_turn_the_sentence_with_the_word_comes_back() -> None:
@@ -107,8 +108,13 @@ def test_of_a_long_turn_the_sentence_with_the_word_comes_back() -> None:
     assert TOLD in turn.text
 
 
-@pytest.mark.parametrize("retriever", [*BY_WORDS, "cosine"])
-@pytest.mark.parametrize("when", ["at once", "later", "after a resume"])
+@pytest.mark.parametrize(
+    ("retriever", "when"),
+    [
+        *(("words", "at once"), ("words", "after a resume"), ("meaning", "later")),
+        *(("cosine", "at once"), ("cosine", "after a resume")),
+    ],
+)
 def test_what_is_left_of_a_sentence_with_erased_words_does_not_come_back(
     retriever: str, when: str
 ) -> None:
@@ -143,15 +149,14 @@ def test_what_was_only_asked_and_what_the_model_replied_give_way_to_what_was_tol
 
 
 @pytest.mark.parametrize(
-    ("erased", "stays"),
+    ("retriever", "erased", "stays"),
     [
-        ("My uncle Zebedee keeps goats.", True),
-        ("My uncle Zebedee keeps goats", True),  # its mark is left
-        ("uncle Zebedee", True),
-        ("goats. My brother", False),  # of both sentences words are erased
+        ("words", "My uncle Zebedee keeps goats.", True),
+        ("meaning", "My uncle Zebedee keeps goats", True),  # its mark is left
+        ("words", "uncle Zebedee", True),
+        *((name, "goats. My brother", False) for name in BY_WORDS),  # words of both sentences
     ],
 )
-@pytest.mark.parametrize("retriever", BY_WORDS)
 def test_a_sentence_beside_an_erased_one_is_whole(retriever: str, erased: str, stays: bool) -> None:
     one = session(babbler(), policy="sink", budget=128, recall=retriever, recall_n=90)
     tell(one, "Hello.", "My uncle Zebedee keeps goats. My brother Quixbert bakes bread.")
@@ -220,10 +225,9 @@ def test_what_is_shown_of_a_passage_has_nothing_of_a_sentence_with_erased_words(
 CHAT = ["What a rainy day it is.", "Tell me a joke."]
 
 
-@pytest.mark.parametrize("asked", ["In which month am I moving?", "Which city am I moving to?"])
 @pytest.mark.parametrize("own", [True, False])
 def test_what_the_user_said_and_its_newest_correction_come_before_the_models_words(
-    asked: str, own: bool
+    own: bool,
 ) -> None:
     one = roomy()
     told = "In March I am moving to Valparaiso, my new city."
@@ -235,13 +239,15 @@ def test_what_the_user_said_and_its_newest_correction_come_before_the_models_wor
         list(one.read_reply("I am currently moving to a city, Tromso, in a month: moving in May."))
         one.turns[-1].finish = "stop"  # as if it had been generated
     tell(one, *CHAT * 8)
-    recalled(one, asked)
-    assert one.recall.found is not None
-    search, ledger = one.recall.passage_search, one.engine.ledger
-    texts = [search.passages.texts(ledger, at, at + 1)[0] for at in one.recall.found.passages]
-    places = [texts.index(one) for one in texts if told in one or corrected in one]
-    assert len(places) == 2
-    assert all("Tromso" not in one for one in texts[: max(places)]), texts
+    for asked in ("In which month am I moving?", "Which city am I moving to?"):
+        recalled(one, asked)
+        assert one.recall.found is not None
+        search, ledger = one.recall.passage_search, one.engine.ledger
+        texts = [search.passages.texts(ledger, at, at + 1)[0] for at in one.recall.found.passages]
+        places = [texts.index(one) for one in texts if told in one or corrected in one]
+        assert len(places) == 2
+        assert all("Tromso" not in one for one in texts[: max(places)]), texts
+        one.undo()
 
 
 def test_what_shares_no_word_is_said_to_be_found_by_words_beside_it() -> None:

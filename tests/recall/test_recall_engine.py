@@ -73,9 +73,10 @@ def searched(engine: Engine, model: LoadedModel, ids: list[int]) -> tuple[KeyVal
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "deepseek-mla"])
-@pytest.mark.parametrize("retriever", RETRIEVERS)
-def test_what_comes_back_is_what_the_equations_choose(family: str, retriever: str) -> None:
+@pytest.mark.parametrize(
+    ("retriever", "family"), [*((one, "llama") for one in RETRIEVERS), ("cosine", "deepseek-mla")]
+)
+def test_what_comes_back_is_what_the_equations_choose(retriever: str, family: str) -> None:
     engine, model = talked(memory(retriever=retriever), rounds=6, family=family)
     ids = some_ids(99, 6)
     ours, theirs = searched(engine, model, ids)

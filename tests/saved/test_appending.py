@@ -79,7 +79,7 @@ def test_after_a_new_turn_no_old_row_or_turn_is_read_or_copied(reads: Any) -> No
     saving.save()
     say(chat, 1)
     early = reads(chat, saving)
-    for _ in range(6):
+    for _ in range(3):
         say(chat, 6)
         saving.save()
     say(chat, 1)

@@ -38,7 +38,7 @@ steps = st.lists(
 )
 
 
-@pytest.mark.slow
+@settings(max_examples=MANY or 8)
 @given(steps, heads, st.none() | st.lists(numbers, max_size=5))
 @example([("append", ["a", "b"], 5), ("append", ["c"], 4), ("truncate", 1, 3)], {}, [0.5])
 def test_any_turns_rows_and_heads_are_read_back_after_undo_rewriting_and_reopening(
@@ -267,7 +267,7 @@ turns_and_kinds = st.lists(st.tuples(st.integers(0, 9000), st.booleans()), min_s
 
 
 @pytest.mark.slow
-@settings(max_examples=MANY or 12)
+@settings(max_examples=MANY or 8)
 @given(turns_and_kinds, st.integers(0, 3))
 @example([(5, True), (9000, True), (0, True), (4000, True)], 1)
 def test_erased_text_is_in_no_file(

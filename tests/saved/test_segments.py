@@ -208,8 +208,8 @@ def test_over_the_limit_of_the_archive_what_is_evicted_is_saved_as_before(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sirchat.memory.archive.SEGMENT_ROWS", 4 * MIN_FILE_TOKENS)
-    chat = Chat(policy="sink", archive_limit="160kB")
-    for number in range(30):
+    chat = Chat(policy="sink", archive_limit="110kB")
+    for number in range(20):
         chat.say(f"{number} is blue. " * 20)
         positions = [load_file(file)["positions"].numpy() for file in files(folder)]
         archived = chat.session.engine.store.archived()

@@ -28,7 +28,7 @@ from sirchat.server.parts import ReplyOptions
 from sirchat.server.pool import ConversationPool, Limits
 from sirchat.server.replies import ReplyGenerator
 from sirchat.server.requests import ChatRequest
-from template_shapes import WEATHER, tool_tiny
+from template_shapes import WEATHER, tool_quick
 
 MANY = int(os.environ.get("SIRCHAT_ATTACK", "2"))
 PROFILE = Profile(policy="full", decay=0.9, max_new_tokens=20, save=False)
@@ -91,7 +91,7 @@ def _clients(draw: st.DrawFn) -> list[tuple[list[Message], int | None]]:
 @pytest.fixture(autouse=True)
 def reply(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the model always give the same reply."""
-    ids = tool_tiny().tokenizer
+    ids = tool_quick().tokenizer
     written = [*ids.encode(REPLY, add_special_tokens=False), ids.eos_token_id]
     monkeypatch.setattr(
         "sirchat.chat.settings.Sampler", lambda *_: ForcedPrefixSampler(written, Sampling())
@@ -131,12 +131,12 @@ def rows(conversation: ServedConversation) -> list[tuple[Any, ...]]:
 def test_a_session_is_that_of_a_client_who_sent_only_these_messages(
     asked: list[tuple[list[Message], int | None]],
 ) -> None:
-    pool = ConversationPool(tool_tiny(), PROFILE, Limits(conversations=3), Path())
+    pool = ConversationPool(tool_quick(), PROFILE, Limits(conversations=3), Path())
     for messages, leaves in asked:
         conversation = ask(pool, messages, leaves)
         if leaves is not None:
             continue
-        fresh = ask(ConversationPool(tool_tiny(), PROFILE, Limits(), Path()), messages)
+        fresh = ask(ConversationPool(tool_quick(), PROFILE, Limits(), Path()), messages)
         assert rows(conversation) == rows(fresh)
         assert ids_before_reply(fresh) == whole(messages)
 
@@ -157,7 +157,7 @@ def whole(messages: Sequence[Message]) -> list[int]:
         message["content"] = message["content"] or ""
     ids: list[int] = hub_tokenizer().apply_chat_template(
         told,
-        chat_template=tool_tiny().tokenizer.chat_template,
+        chat_template=tool_quick().tokenizer.chat_template,
         tools=[WEATHER],
         add_generation_prompt=True,
         return_dict=False,

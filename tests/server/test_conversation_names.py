@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from chatting import quick
 from serving import CHAT, Message, Served, assistant, cached, held_text, said, served, system, user
-from template_shapes import WEATHER, script, tool_tiny
+from template_shapes import WEATHER, script, tool_quick
 
 ANNA, NAME, AGAIN = (
     "My name is Anna, and I live in Oslo.",
@@ -35,9 +36,9 @@ def whole(server: Served, texts: list[str]) -> list[Message]:
 def test_a_client_may_send_what_is_new_a_window_or_all(window: int) -> None:
     """The replies are those to the whole chat, and nothing is read twice."""
     texts = [ANNA, NAME, AGAIN, NAME]
-    with served(policy="full", max_new_tokens=8) as one:
+    with served(quick(), policy="full", max_new_tokens=8) as one:
         wanted = whole(one, texts)
-    with served(policy="full", max_new_tokens=8) as one:
+    with served(quick(), policy="full", max_new_tokens=8) as one:
         messages: list[Message] = []
         seen, idents = 0, set()
         for text in texts:
@@ -53,7 +54,7 @@ def test_a_client_may_send_what_is_new_a_window_or_all(window: int) -> None:
 
 def test_a_client_that_changes_what_it_said_has_only_that_read_again() -> None:
     """Its first message, for example, after each round."""
-    with served(policy="full", max_new_tokens=6) as one:
+    with served(quick(), policy="full", max_new_tokens=6) as one:
         messages: list[Message] = []
         for number in range(8):
             messages.append(user(f"{number} is a number."))
@@ -66,7 +67,7 @@ def test_a_client_that_changes_what_it_said_has_only_that_read_again() -> None:
 
 
 def test_the_same_message_is_said_twice_and_asked_again_is_answered_anew() -> None:
-    with served(policy="full", max_new_tokens=6) as one:
+    with served(quick(), policy="full", max_new_tokens=6) as one:
         talk(one, [user(ANNA)])
         first = talk(one, [user("Go on.")])
         second = talk(one, [user("Go on.")])
@@ -78,20 +79,20 @@ def test_the_same_message_is_said_twice_and_asked_again_is_answered_anew() -> No
 
 def test_a_reply_from_before_a_restart_is_replaced_too(tmp_path: Path) -> None:
     """It can't be undone, so the messages before it are read again."""
-    with served(policy="full", max_new_tokens=6, folder=tmp_path) as one:
+    with served(quick(), policy="full", max_new_tokens=6, folder=tmp_path) as one:
         first = talk(one, [system("Be kind."), user(ANNA)], temperature=0)
         second = talk(one, [user(NAME)], temperature=0)
-    with served(policy="full", max_new_tokens=6, folder=tmp_path) as one:
+    with served(quick(), policy="full", max_new_tokens=6, folder=tmp_path) as one:
         third = talk(one, [assistant(said(first)), user(NAME)], temperature=0)
         assert said(third) == said(second)
         assert third["usage"]["prompt_tokens"] == second["usage"]["prompt_tokens"]
 
 
 def test_names_are_kept_on_disk_and_belong_to_one_conversation_each(tmp_path: Path) -> None:
-    with served(policy="full", max_new_tokens=6, folder=tmp_path) as one:
+    with served(quick(), policy="full", max_new_tokens=6, folder=tmp_path) as one:
         mine, other = talk(one, [user(ANNA)]), talk(one, [user("Hello!")], "other")
         assert mine["sirchat"]["id"] != other["sirchat"]["id"]
-    with served(policy="full", max_new_tokens=6, folder=tmp_path, conversations=1) as one:
+    with served(quick(), policy="full", max_new_tokens=6, folder=tmp_path, conversations=1) as one:
         for _ in range(2):
             for name, before in (("mine", mine), ("other", other)):
                 reply = talk(one, [user(NAME)], name)
@@ -103,7 +104,7 @@ def test_names_are_kept_on_disk_and_belong_to_one_conversation_each(tmp_path: Pa
 
 def test_another_system_prompt_is_read_and_nothing_else() -> None:
     """Also one whose client sends only what is new; without one, it stays as it was."""
-    with served(tool_tiny(), policy="full", max_new_tokens=6) as one:
+    with served(tool_quick(), policy="full", max_new_tokens=6) as one:
         first = talk(one, [system("Be brief. It is 9:00."), user(ANNA)])
         second = talk(one, [system("Be brief. It is 9:05."), user(NAME)])
         assert second["sirchat"]["id"] == first["sirchat"]["id"]
@@ -118,7 +119,7 @@ def test_another_system_prompt_is_read_and_nothing_else() -> None:
 
 def test_tools_and_their_results_go_on_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-    with served(tool_tiny(), policy="full", max_new_tokens=90) as one:
+    with served(tool_quick(), policy="full", max_new_tokens=90) as one:
         script(monkeypatch, [call, "It rains.", "Yes."])
         first = talk(one, [user("Weather?")], tools=[WEATHER])
         (made,) = first["choices"][0]["message"]["tool_calls"]
@@ -134,7 +135,7 @@ def test_tools_and_their_results_go_on_by_name(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_header_and_the_field_of_responses_are_names_too() -> None:
-    with served(policy="full", max_new_tokens=6) as one:
+    with served(quick(), policy="full", max_new_tokens=6) as one:
         first = talk(one, [user(ANNA)])
         body = {"model": "tiny", "messages": [user(NAME)]}
         headers = {"X-Sirchat-Conversation": "mine"}
@@ -158,7 +159,7 @@ def test_a_named_conversation_is_its_clients_alone(
     long = " ".join(f"The number {number} is a number." for number in range(20))
     secret = "The secret word is Zebulon."
     settings: Any = {"policy": "full", "max_new_tokens": 6, "folder": tmp_path}
-    with served(conversations=conversations, **settings) as one:
+    with served(quick(), conversations=conversations, **settings) as one:
         first = talk(one, [user(ANNA)], temperature=0)
         second = talk(one, [user(long)], temperature=0)
         begun = [user(ANNA), assistant(said(first)), user(long), assistant(said(second))]
@@ -170,16 +171,9 @@ def test_a_named_conversation_is_its_clients_alone(
         assert "Zebulon" not in held_text(one, mine)
 
 
-def test_without_the_name_nothing_of_it_is_used() -> None:
-    with served(policy="full", max_new_tokens=6) as one:
-        talk(one, [user(ANNA)])
-        other = talk(one, [user(NAME)], None)
-        assert cached(other) == 0
-
-
 def test_calls_are_read_again_where_they_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-    with served(tool_tiny(), policy="full", max_new_tokens=90) as one:
+    with served(tool_quick(), policy="full", max_new_tokens=90) as one:
         script(monkeypatch, [call, "It rains.", "Yes.", "No."])
         first = talk(one, [user("Weather?")], tools=[WEATHER])
         (made,) = first["choices"][0]["message"]["tool_calls"]
@@ -196,7 +190,7 @@ def test_calls_are_read_again_where_they_must_be(monkeypatch: pytest.MonkeyPatch
 
 
 def test_other_tools_leave_the_system_prompt_that_was_not_sent_again() -> None:
-    with served(tool_tiny(), policy="full", max_new_tokens=6) as one:
+    with served(tool_quick(), policy="full", max_new_tokens=6) as one:
         first = talk(one, [system("Be brief and kind."), user(ANNA)])
         second = talk(one, [user(NAME)], tools=[WEATHER])
         third = talk(one, [user(AGAIN)], tools=[WEATHER])
@@ -210,7 +204,7 @@ def test_other_tools_leave_the_system_prompt_that_was_not_sent_again() -> None:
 @pytest.mark.parametrize("name", ["mine", None])
 def test_a_refused_request_for_another_reply_leaves_the_one_before(name: str | None) -> None:
     wrong = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nothing"}}}
-    with served(policy="salience", recall="off", max_new_tokens=6) as one:
+    with served(quick(), policy="salience", recall="off", max_new_tokens=6) as one:
         messages: list[Any] = [user(ANNA)]
         messages.append(assistant(said(talk(one, messages, name))))
         messages.append(user(NAME))

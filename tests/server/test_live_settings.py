@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from chatting import babbler
+from chatting import babbler, quick
 from serving import Message, Served, assistant, cached, refusal, said, served, system, user
 from sirchat.errors import SessionError
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.store import SessionStore
-from template_shapes import WEATHER, tool_tiny
+from template_shapes import WEATHER, tool_quick, tool_tiny
 
 LONG = " ".join(f"The number {n} is a number." for n in range(12))
 SECRET = "My name is Zebulon, and I live in Oslo."
@@ -44,7 +44,7 @@ def asked(server: Served, text: str, **fields: Any) -> tuple[list[Message], str]
 
 
 def test_policy_and_budget_change_at_once_and_hold_for_the_next_replies(tmp_path: Path) -> None:
-    with served(policy="full", folder=tmp_path, max_new_tokens=8) as server:
+    with served(quick(), policy="full", folder=tmp_path, max_new_tokens=8) as server:
         messages, ident = asked(server, LONG)
         done = change(server, ident, policy="sink", budget=64, decay=0.9, recall="words")
         assert (done["policy"], done["budget"], done["decay"]) == ("sink", 64, 0.9)
@@ -57,13 +57,13 @@ def test_policy_and_budget_change_at_once_and_hold_for_the_next_replies(tmp_path
         assert (reply["sirchat"]["policy"], reply["sirchat"]["budget"]) == ("sink", 64)
         assert server.ask([user("Another one.")])["sirchat"]["policy"] == "full"
         messages += [assistant(server.reply(messages)), user("Thanks again.")]
-    with served(policy="full", folder=tmp_path, max_new_tokens=8) as server:
+    with served(quick(), policy="full", folder=tmp_path, max_new_tokens=8) as server:
         assert memory(server, ident)["policy"] == "sink"
         assert server.ask(messages)["sirchat"]["policy"] == "sink"
 
 
 def test_pinned_words_stay_and_unpinned_ones_may_go() -> None:
-    with served(policy="sink", budget=64, max_new_tokens=4) as server:
+    with served(quick(), policy="sink", budget=64, max_new_tokens=4) as server:
         messages, ident = asked(server, f"{SECRET} {LONG}")
         messages.append(user(LONG))
         server.reply(messages)
@@ -81,7 +81,7 @@ def test_pinned_words_stay_and_unpinned_ones_may_go() -> None:
 
 
 def test_erased_words_are_in_no_file_and_not_read_again_from_the_history(tmp_path: Path) -> None:
-    with served(policy="full", folder=tmp_path, max_new_tokens=4) as server:
+    with served(quick(), policy="full", folder=tmp_path, max_new_tokens=4) as server:
         messages, ident = asked(server, SECRET)
         done = change(server, ident, erase="Zebulon")
         assert done["events"][-1]["event"] == "erase"
@@ -98,7 +98,7 @@ def test_words_that_could_not_be_erased_from_the_file_are_said_to_be_there(
     def full(*_: object) -> None:
         raise SessionError("the disk is full")
 
-    with served(policy="full", folder=tmp_path, max_new_tokens=4) as server:
+    with served(quick(), policy="full", folder=tmp_path, max_new_tokens=4) as server:
         ident = asked(server, SECRET)[1]
         change(server, ident, pin="Oslo")  # when that is answered, it is saved
         with monkeypatch.context() as broken:
@@ -111,7 +111,7 @@ def test_words_that_could_not_be_erased_from_the_file_are_said_to_be_there(
 
 
 def test_all_conversations_are_listed_and_one_on_disk_is_shown_too(tmp_path: Path) -> None:
-    with served(conversations=1, folder=tmp_path, max_new_tokens=4) as server:
+    with served(quick(), conversations=1, folder=tmp_path, max_new_tokens=4) as server:
         idents = [asked(server, text)[1] for text in ("Hello Anna.", "Hello <b>Tom</b>.")]
         listed = server.client.get("/v1/sirchat/sessions").json()["data"]
         assert [
@@ -120,25 +120,22 @@ def test_all_conversations_are_listed_and_one_on_disk_is_shown_too(tmp_path: Pat
         assert "Anna" in held_text(memory(server, idents[0]))
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({}, "the request changes nothing; allowed: policy, budget, decay, recall, pin"),
-        ({"policy": "nosuch"}, 'policy can\'t be "nosuch"'),
-        ({"policy": "os:system"}, "a request can't name a policy of your own"),
-        ({"budget": 3}, "budget"),
-        ({"model": "other"}, "model is not supported"),
-        ({"pin": ""}, "pin: String should have at least 1 character"),
-        ({"pin": "Nobody said this"}, "Nobody said this"),
-        ([], "is not a JSON object"),
-    ],
-)
-def test_what_is_not_possible_is_refused_and_changes_nothing(body: Any, message: str) -> None:
-    with served(policy="full", max_new_tokens=4) as server:
+def test_what_is_not_possible_is_refused_and_changes_nothing() -> None:
+    with served(quick(), policy="full", max_new_tokens=4) as server:
         ident = asked(server, SECRET)[1]
         before = memory(server, ident)
-        response = server.client.post(f"/v1/sirchat/sessions/{ident}", json=body)
-        assert message in refusal(response)["message"]
+        for body, message in (
+            ({}, "the request changes nothing; allowed: policy, budget, decay, recall, pin"),
+            ({"policy": "nosuch"}, 'policy can\'t be "nosuch"'),
+            ({"policy": "os:system"}, "a request can't name a policy of your own"),
+            ({"budget": 3}, "budget"),
+            ({"model": "other"}, "model is not supported"),
+            ({"pin": ""}, "pin: String should have at least 1 character"),
+            ({"pin": "Nobody said this"}, "Nobody said this"),
+            ([], "is not a JSON object"),
+        ):
+            response = server.client.post(f"/v1/sirchat/sessions/{ident}", json=body)
+            assert message in refusal(response)["message"]
         assert memory(server, ident) == before
         assert server.client.post("/v1/sirchat/sessions/x", json={"budget": 64}).status_code == 404
 
@@ -169,7 +166,7 @@ def test_changes_at_the_same_time_are_made_one_after_another(
         usual(saving)
 
     monkeypatch.setattr(Autosave, "save", slow)
-    with served(policy="full", folder=tmp_path, max_new_tokens=4) as server:
+    with served(quick(), policy="full", folder=tmp_path, max_new_tokens=4) as server:
         _, ident = asked(server, SECRET)
         changes = [{"erase": "Zebulon"}, {"erase": "Oslo"}, {"policy": "sink"}, {"decay": 0.9}]
         with ThreadPoolExecutor(4) as at_once:
@@ -179,7 +176,7 @@ def test_changes_at_the_same_time_are_made_one_after_another(
 
 
 def test_the_page_needs_no_key_allows_its_own_script_and_style_and_names_no_other_place() -> None:
-    with served(key="secret", max_new_tokens=4) as server:
+    with served(quick(), key="secret", max_new_tokens=4) as server:
         response = server.client.get("/")
         assert server.client.get("/v1/sirchat/sessions").status_code == 401
         key = {"Authorization": "Bearer secret"}
@@ -199,7 +196,7 @@ def test_the_page_needs_no_key_allows_its_own_script_and_style_and_names_no_othe
 
 
 def test_what_the_page_shows_can_not_turn_around_or_hide_other_text() -> None:
-    with served(max_new_tokens=4) as server:
+    with served(quick(), max_new_tokens=4) as server:
         page = server.client.get("/").text
     (controls,) = re.findall(r"const CONTROLS = /(.*)/g;", page)
     for shown in ("a", "\n", "\t", "é", "\u05d0", "\u0627", "\u200d", "\ufe0f", "😀"):
@@ -210,7 +207,7 @@ def test_what_the_page_shows_can_not_turn_around_or_hide_other_text() -> None:
 
 
 def test_another_site_can_not_change_a_memory() -> None:
-    with served(max_new_tokens=4) as server:
+    with served(quick(), max_new_tokens=4) as server:
         _, ident = asked(server, "Hello.")
         path, foreign = f"/v1/sirchat/sessions/{ident}", {"Origin": "http://elsewhere.example"}
         response = server.client.post(path, json={"budget": 64}, headers=foreign)
@@ -221,7 +218,7 @@ def test_another_site_can_not_change_a_memory() -> None:
 def test_a_rule_in_a_history_that_is_sent_at_once_is_kept() -> None:
     rule = "Always answer in one sentence."
     history = [user(f"Hello. {rule}"), assistant("I will."), *[user(LONG), assistant("Yes.")] * 3]
-    with served(policy="sink", budget=96, max_new_tokens=4) as server:
+    with served(quick(), policy="sink", budget=96, max_new_tokens=4) as server:
         ident = server.ask([*history, user("And now?")])["sirchat"]["id"]
         assert rule in held_text(memory(server, ident))
         facts = server.client.get(f"/v1/sirchat/sessions/{ident}/facts").json()["data"]
@@ -237,7 +234,7 @@ def many_tools(count: int) -> list[Any]:
 def test_the_budget_holds_system_prompt_and_tools_twice(tmp_path: Path) -> None:
     """It is raised as far as they need, which each reply says, also in other chats and later."""
     chat, tools = [system("Be kind."), user("Hello, who are you?")], many_tools(4)
-    with served(tool_tiny(), budget=160, max_new_tokens=4, folder=tmp_path) as one:
+    with served(tool_quick(), budget=160, max_new_tokens=4, folder=tmp_path) as one:
         first = one.post(chat, tools=tools)
         reply = first.json()
         budget = reply["sirchat"]["budget"]
@@ -250,7 +247,7 @@ def test_the_budget_holds_system_prompt_and_tools_twice(tmp_path: Path) -> None:
         plain = one.ask([user("Hi!")])
         assert plain["sirchat"]["budget"] == 160
     longer = [*chat, assistant(said(reply)), user("And now?")]
-    with served(tool_tiny(), budget=160, max_new_tokens=4, folder=tmp_path) as one:
+    with served(tool_quick(), budget=160, max_new_tokens=4, folder=tmp_path) as one:
         later = one.ask(longer, tools=tools)
         assert (later["sirchat"]["budget"], later["sirchat"]["id"]) == (
             budget,

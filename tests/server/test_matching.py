@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from chatting import quick
 from serving import Message, Served, assistant, cached, held_text, said, served, system, told, user
 from sirchat.server.matching import MIN_SHARED_CHARS
-from template_shapes import script, tool_tiny
+from template_shapes import script, tool_quick
 
 WORDS = "Anna Rome green violin harbour baker Tuesday lunch my name is the city river"
 TURNS = 11
@@ -93,7 +94,7 @@ SETTINGS: dict[str, Any] = {"policy": "full", "max_new_tokens": 6}
 @cache
 def read_as_it_is() -> int:
     """How many tokens are read for a talk that each request sends whole."""
-    with served(**SETTINGS) as server:
+    with served(quick(), **SETTINGS) as server:
         return sum(read_anew(spoken(server, as_it_is)))
 
 
@@ -116,7 +117,7 @@ def conversations(server: Served) -> int:
 def test_only_what_changed_is_read(
     sent: Callable[[int, list[Message]], list[Message]], most: int
 ) -> None:
-    with served(**SETTINGS) as server:
+    with served(quick(), **SETTINGS) as server:
         asked = spoken(server, sent)
         # Until it is sure that a talk is the same one, a change makes it another.
         assert conversations(server) <= 3
@@ -125,16 +126,16 @@ def test_only_what_changed_is_read(
     read = read_anew(asked)
     early = sum(read[:3])
     assert sum(read) <= read_as_it_is() + most + early
-    with served(reuse="exact", **SETTINGS) as server:
+    with served(quick(), reuse="exact", **SETTINGS) as server:
         whole = held_text(server, server.ask(messages))
     end = messages[-1]["content"]
     assert shown[: shown.index(end)] == whole[: whole.index(end)]
 
 
 def test_a_server_may_compute_all_exactly() -> None:
-    with served(policy="full", max_new_tokens=8, reuse="exact") as server:
+    with served(quick(), policy="full", max_new_tokens=8, reuse="exact") as server:
         exactly = read_anew(spoken(server, window, 9))
-    with served(policy="full", max_new_tokens=8) as server:
+    with served(quick(), policy="full", max_new_tokens=8) as server:
         by_messages = read_anew(spoken(server, window, 9))
         again = server.post([user("Hello.")])
     assert sum(by_messages) < sum(exactly) / 3
@@ -148,7 +149,7 @@ ASKED = "What is the password of the harbour office?"
 @pytest.mark.parametrize("recall", ["words", "off"])
 def test_what_left_the_window_is_recalled_if_the_conversation_allows_it(recall: str) -> None:
     draw, before = Random(2), [user(SECRET), assistant("I see.")]
-    with served(policy="salience", budget=512, max_new_tokens=8, recall="words") as server:
+    with served(quick(), policy="salience", budget=512, max_new_tokens=8, recall="words") as server:
         for _ in range(8):
             messages = [*before[-6:], user(text(draw))]
             before += [messages[-1], assistant(server.reply(messages))]
@@ -164,7 +165,7 @@ def test_two_chats_with_the_same_few_words_stay_apart() -> None:
     """Else one would remember what the other was told."""
     talk = [user("Hello."), assistant("Hello! How can I help you?")]
     assert sum(len(one["content"]) for one in talk) < MIN_SHARED_CHARS
-    with served(policy="salience", budget=512, max_new_tokens=8, recall="words") as server:
+    with served(quick(), policy="salience", budget=512, max_new_tokens=8, recall="words") as server:
         first = [user(SECRET), assistant("I see."), *talk]
         one = server.ask([*first, user("Thanks.")])
         other = server.ask([*talk, user(ASKED)])
@@ -177,7 +178,7 @@ def test_chats_with_equal_examples_and_an_equal_end_stay_apart() -> None:
     """What stands before that in which they differ does not count: all clients may send it."""
     examples = [user(text(Random(7), 40)), assistant(text(Random(8), 40))]
     end = [user("Thanks."), assistant("You are welcome.")]
-    with served(policy="salience", budget=512, max_new_tokens=8, recall="words") as server:
+    with served(quick(), policy="salience", budget=512, max_new_tokens=8, recall="words") as server:
         alice = [*examples, user(SECRET), assistant("I see."), user("Hm."), assistant("Yes?"), *end]
         server.ask([BRIEF, *alice, user("Bye.")])
         bob = [*examples, user("Hello."), assistant("Hello."), *end, user(ASKED)]
@@ -188,7 +189,7 @@ def test_chats_with_equal_examples_and_an_equal_end_stay_apart() -> None:
 
 def test_a_refused_request_leaves_nothing_for_the_next() -> None:
     draw, before = Random(9), list[Message]()
-    with served(policy="full", max_new_tokens=8) as server:
+    with served(quick(), policy="full", max_new_tokens=8) as server:
         for _ in range(6):
             messages = [*before, user(text(draw))]
             before = [*messages, assistant(server.reply(messages))]
@@ -203,17 +204,17 @@ def test_a_refused_request_leaves_nothing_for_the_next() -> None:
 
 def test_exact_requests_do_not_go_on_in_an_edited_chat(tmp_path: Path) -> None:
     draw, before = Random(10), list[Message]()
-    with served(policy="full", max_new_tokens=8, folder=tmp_path) as server:
+    with served(quick(), policy="full", max_new_tokens=8, folder=tmp_path) as server:
         for _ in range(8):
             messages = [*before[-6:], user(text(draw))]
             before += [messages[-1], assistant(server.reply(messages))]
-    with served(policy="full", max_new_tokens=8, folder=tmp_path, reuse="exact") as server:
+    with served(quick(), policy="full", max_new_tokens=8, folder=tmp_path, reuse="exact") as server:
         assert cached(server.ask([*messages, before[-1], user("And now?")])) == 0
 
 
 def test_a_branch_after_an_edit_goes_back_to_where_it_says() -> None:
     draw, before = Random(11), list[Message]()
-    with served(policy="full", max_new_tokens=8) as server:
+    with served(quick(), policy="full", max_new_tokens=8) as server:
         for _ in range(6):
             before += [user(text(draw)), assistant("I see.")]
         server.ask([BRIEF, *before, user("Hm.")])
@@ -229,7 +230,7 @@ def test_a_branch_after_an_edit_goes_back_to_where_it_says() -> None:
 
 def test_what_was_erased_is_not_read_again() -> None:
     draw, before = Random(12), list[Message]()
-    with served(policy="full", max_new_tokens=8) as server:
+    with served(quick(), policy="full", max_new_tokens=8) as server:
         for number in range(6):
             said = "My dog is called Rex." if number == 3 else text(draw)
             messages = [*before, user(said)]
@@ -244,7 +245,7 @@ def test_what_was_erased_is_not_read_again() -> None:
 
 def test_one_who_goes_on_from_before_has_both(tmp_path: Path) -> None:
     draw, before = Random(3), list[Message]()
-    with served(policy="full", max_new_tokens=8, folder=tmp_path) as server:
+    with served(quick(), policy="full", max_new_tokens=8, folder=tmp_path) as server:
         for _ in range(8):
             before += [user(text(draw)), assistant(server.reply([*before, user(text(draw))]))]
         other = [user("[cleared]"), *before[1:8], user("Another question.")]
@@ -259,7 +260,7 @@ def test_after_a_restart_a_window_slides_on(tmp_path: Path) -> None:
     draw, before = Random(4), list[Message]()
     settings: dict[str, Any] = {"policy": "salience", "budget": 256, "max_new_tokens": 8}
     for _ in range(2):
-        with served(folder=tmp_path, **settings) as server:
+        with served(quick(), folder=tmp_path, **settings) as server:
             for _ in range(5):
                 messages = [BRIEF, *before[-6:], user(text(draw))]
                 reply = server.ask(messages)
@@ -274,7 +275,7 @@ def test_after_a_restart_what_both_begin_with_is_not_read(tmp_path: Path) -> Non
     """A client that shows documents with the last question alone."""
     draw, before = Random(13), list[Message]()
     for restarted in (False, True):
-        with served(policy="full", max_new_tokens=8, folder=tmp_path) as server:
+        with served(quick(), policy="full", max_new_tokens=8, folder=tmp_path) as server:
             for _ in range(1 if restarted else 6):
                 shown = user(f"{text(draw, 30)} What of it?")
                 reply = server.ask([BRIEF, *before, shown])
@@ -297,7 +298,7 @@ def test_cleared_results_of_tools_are_all_that_is_read(monkeypatch: pytest.Monke
     script(monkeypatch, [f"<tool_call>\n{call}\n</tool_call>" for call in calls])
     messages: list[Any] = [user("Read all pages, and tell me what they say of the harbour.")]
     draw, read = Random(5), list[int]()
-    with served(tool_tiny(), policy="full", max_new_tokens=60) as server:
+    with served(tool_quick(), policy="full", max_new_tokens=60) as server:
         for _ in calls:
             shown = [
                 one | {"content": "[cleared]"}
@@ -319,7 +320,7 @@ def test_cleared_results_of_tools_are_all_that_is_read(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("tools", [[], [TOOL]])
 def test_a_system_prompt_is_read_once_for_all_chats(tools: list[Any]) -> None:
     long = system("You are a helpful assistant of the harbour office. " * 6)
-    with served(tool_tiny(), policy="salience", budget=1024, max_new_tokens=8) as server:
+    with served(tool_quick(), policy="salience", budget=1024, max_new_tokens=8) as server:
         first = server.ask([long, user("My name is Anna.")], tools=tools)
         other = server.ask([long, user("Where is the harbour?")], tools=tools)
         same = server.ask([long, user("My name is Anna.")], tools=tools)
@@ -335,29 +336,29 @@ def test_a_system_prompt_is_not_read_again_after_a_restart(tmp_path: Path) -> No
     long = system("You are a helpful assistant of the harbour office. " * 45)
     for name in ({}, {"conversation": "mine"}):
         settings: dict[str, Any] = {"policy": "full", "max_new_tokens": 8}
-        with served(folder=tmp_path, **settings) as server:
+        with served(quick(), folder=tmp_path, **settings) as server:
             first = server.ask([long, user("My name is Anna.")], sirchat=name)
-        with served(folder=tmp_path, **settings) as server:
+        with served(quick(), folder=tmp_path, **settings) as server:
             other = server.ask([long, user("Where is the harbour?")], temperature=0)
             assert cached(other) > 400
             assert other["sirchat"]["id"] != first["sirchat"]["id"]
             assert len(server.client.get("/v1/sirchat/sessions").json()["data"]) >= 2
         messages = [long, user("Where is the harbour?")]
-        assert said(other) == told(messages, max_new_tokens=8)
+        assert said(other) == told(messages, quick, max_new_tokens=8)
 
 
 def test_tools_behind_another_time_are_not_read_again() -> None:
-    tools = [copied(TOOL, f"weather{number}") for number in range(6)]
-    with served(tool_tiny(), **SETTINGS) as server:
-        asked = spoken(server, with_time, tools=tools, tool_choice="none")
+    tools = [copied(TOOL, f"weather{number}") for number in range(5)]
+    with served(tool_quick(), **SETTINGS) as server:
+        asked = spoken(server, with_time, 7, tools=tools, tool_choice="none")
         messages, reply = asked[-1]
         shown = held_text(server, reply)
-        assert max(read_anew(asked)[4:]) < 100 < read_anew(asked)[0] / 6
+        assert max(read_anew(asked)[4:]) < 100 < read_anew(asked)[0] / 5
         # Of those tools, which saw the time of another chat before them, no other chat has any.
         prompt = messages[0]
         other = server.ask([prompt, user("Hello?")], tools=tools, tool_choice="none")
         assert cached(other) == 0
-    with served(tool_tiny(), reuse="exact", **SETTINGS) as server:
+    with served(tool_quick(), reuse="exact", **SETTINGS) as server:
         whole = held_text(server, server.ask(messages, tools=tools, tool_choice="none"))
     end = messages[-1]["content"]
     assert shown[: shown.index(end)] == whole[: whole.index(end)]
@@ -365,10 +366,10 @@ def test_tools_behind_another_time_are_not_read_again() -> None:
 
 def test_a_chat_with_a_beginning_of_another_replies_as_if_it_had_read_it() -> None:
     long = system("You are kind, and you live in Rome.")
-    with served(policy="full", max_new_tokens=12) as server:
+    with served(quick(), policy="full", max_new_tokens=12) as server:
         server.reply([long, user("My name is Anna.")])
         messages = [long, user("What is my name?")]
         messages.append(assistant(server.reply(messages)))
-        assert messages[-1]["content"] == told(messages[:-1], max_new_tokens=12)
+        assert messages[-1]["content"] == told(messages[:-1], quick, max_new_tokens=12)
         more = [*messages, user("Thanks.")]
-        assert server.reply(more) == told(more, max_new_tokens=12)
+        assert server.reply(more) == told(more, quick, max_new_tokens=12)

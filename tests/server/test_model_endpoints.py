@@ -131,7 +131,8 @@ def test_a_gguf_file_with_another_pooling_chats_and_makes_no_vectors(
     pooling: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, _ = gguf_file(tmp_path, monkeypatch, pooling=pooling)
-    with served(load_model(str(path), device="cpu"), name=str(path), budget=512) as server:
+    model = load_model(str(path), device="cpu")
+    with served(model, name=str(path), budget=512, max_new_tokens=4) as server:
         assert server.send(CHAT, messages=[user("hello")])["choices"]
         answer = server.client.post("/v1/embeddings", json={"input": "hello"})
         assert answer.status_code == 400

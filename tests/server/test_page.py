@@ -74,10 +74,9 @@ def test_a_conversation_of_another_program_is_shown_and_left_alone() -> None:
     with page(max_new_tokens=4, compile="off") as do:
         do.ask([user("Hello.")])
         shown = do(press="stop")
-        while not shown["hash"]:
+        while not shown["hash"] or "tokens held" not in shown["counts"]:
             shown = do(press="stop")
         assert shown["disabled"]
-        assert "tokens held" in do(press="stop")["counts"]
         assert not do(press="new")["disabled"]
 
 
@@ -87,7 +86,8 @@ def test_a_reply_can_be_stopped_and_an_error_is_said() -> None:
         assert len(shown["talk"][-1][1]) > 0
         assert shown["said"] == ""
         assert shown["hash"]
-        assert "tokens held" in shown["counts"]
+        while "tokens held" not in shown["counts"]:  # asked for after the reply
+            shown = do(press="stop")
     with page(key="secret", compile="off") as do:
         assert do(type="Hello.")["said"] == "this server needs its API key"
 

@@ -5,8 +5,6 @@ The slow way to the same reply is a new session that reads all messages (`told`)
 
 from __future__ import annotations
 
-import os
-import random
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -16,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from chatting import answer, babbler, session
+from chatting import answer, babbler, quick, session
 from serving import Message, Served, assistant, cached, refusal, said, served, system, told, user
 from sirchat.server.conversation import History
 from sirchat.server.fields import RequestError
@@ -29,23 +27,24 @@ TALK = [user(ANNA), assistant("Hello, Anna!"), user("Say something.")]
 
 @pytest.fixture
 def server() -> Iterator[Served]:
-    with served(policy="full", max_new_tokens=12) as one:
+    with served(quick(), policy="full", max_new_tokens=12) as one:
         yield one
 
 
 @pytest.mark.parametrize("change", [str, str.strip, lambda text: f" {text}\n"])
-def test_of_a_history_only_the_new_message_is_read(server: Served, change: type[str]) -> None:
+def test_of_a_history_only_the_new_message_is_read(change: type[str]) -> None:
     messages, seen = [system("Be kind."), user(ANNA)], 0
-    for text in (NAME, THANKS):
-        reply = server.ask(messages)
-        assert cached(reply) == seen
-        assert said(reply) == told(messages, max_new_tokens=12)
-        seen = reply["sirchat"]["seen"]
-        messages += [assistant(change(said(reply))), user(text)]
+    with served(policy="full", max_new_tokens=12) as server:
+        for text in (NAME, THANKS):
+            reply = server.ask(messages)
+            assert cached(reply) == seen
+            assert said(reply) == told(messages, max_new_tokens=12)
+            seen = reply["sirchat"]["seen"]
+            messages += [assistant(change(said(reply))), user(text)]
 
 
 def test_without_a_system_message_the_system_prompt_is_the_servers() -> None:
-    with served(policy="full", system="Be kind.", max_new_tokens=12) as server:
+    with served(quick(), policy="full", system="Be kind.", max_new_tokens=12) as server:
         own = server.ask([user(ANNA)])
         asked = server.ask([system("Be kind."), user(ANNA)])
         none = server.ask([system(""), user(ANNA)])
@@ -54,46 +53,14 @@ def test_without_a_system_message_the_system_prompt_is_the_servers() -> None:
 
 
 TEXTS = (ANNA, NAME, THANKS, "My dog is called Rex.", "What is my dog called?")
-# How many random requests a test sends; 500 take three minutes.
-STEPS = int(os.environ.get("SERVER_STEPS", "8"))
-
-
-@pytest.mark.parametrize("kept", [3, 8])
-def test_edits_cuts_and_other_replies_are_answered_as_if_they_were_new(
-    kept: int, tmp_path: Path
-) -> None:
-    draw = random.Random(kept)
-    talks = [[user(f"{ANNA} I am {n}.")] for n in range(10 if STEPS > 50 else 4)]
-    with served(
-        policy="full", max_new_tokens=12, conversations=kept, folder=tmp_path, saved=6
-    ) as server:
-        for _ in range(STEPS):
-            number = draw.randrange(len(talks))
-            messages = talks[number]
-            reply = server.reply(messages)
-            assert reply == told(messages, max_new_tokens=12)
-            talks[number] = changed(draw, [*messages, assistant(reply), user(draw.choice(TEXTS))])
-
-
-def changed(draw: random.Random, messages: list[Message]) -> list[Message]:
-    """The messages, as they are, shorter, with one edited, or to be answered again."""
-    change, at = (
-        draw.choice(["none", "none", "cut", "edit", "again"]),
-        draw.randrange(len(messages)),
-    )
-    if change == "edit":
-        return [*messages[:at], messages[at] | {"content": draw.choice(TEXTS)}, *messages[at + 1 :]]
-    if change == "cut" or len(messages) > 12:
-        return messages[: at - at % 2 + 1]
-    return messages[:-2] if change == "again" else messages
 
 
 def test_a_client_that_sends_everything_again_gets_the_replies_of_a_prompt() -> None:
     settings: dict[str, Any] = {"policy": "salience", "budget": 128, "max_new_tokens": 12}
-    prompt = session(**settings)
+    prompt = session(quick(), **settings)
     messages: list[Message] = []
-    with served(**settings) as server:
-        for number in range(STEPS):
+    with served(quick(), **settings) as server:
+        for number in range(8):
             text = f"{TEXTS[number % len(TEXTS)]} It is day {number}."
             messages.append(user(text))
             seen, reply = prompt.seen, server.ask(messages)
@@ -117,7 +84,7 @@ def test_after_an_edit_both_branches_go_on_without_being_read_again(server: Serv
         messages.append(user("Tell me more."))
         reply = server.ask(messages)
         assert cached(reply) == before.pop(0)
-        assert said(reply) == told(messages, max_new_tokens=12)
+        assert said(reply) == told(messages, quick, max_new_tokens=12)
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
@@ -125,7 +92,7 @@ def test_without_room_for_both_the_other_branch_goes_to_the_disk_if_there_is_one
     tmp_path: Path, on_disk: bool
 ) -> None:
     folder = tmp_path if on_disk else None
-    with served(policy="full", max_new_tokens=8, conversations=1, folder=folder) as server:
+    with served(quick(), policy="full", max_new_tokens=8, conversations=1, folder=folder) as server:
         first = [user(ANNA)]
         first.append(assistant(server.reply(first)))
         old = [*first, user(NAME)]
@@ -133,14 +100,14 @@ def test_without_room_for_both_the_other_branch_goes_to_the_disk_if_there_is_one
         edited = [*first, user(THANKS)]
         reply = server.ask(edited)
         assert cached(reply) > 0
-        assert said(reply) == told(edited, max_new_tokens=8)
+        assert said(reply) == told(edited, quick, max_new_tokens=8)
         back = server.ask(old)
-        assert said(back) == told(old, max_new_tokens=8)
+        assert said(back) == told(old, quick, max_new_tokens=8)
         assert (cached(back) > cached(reply)) == on_disk
 
 
 def test_a_client_that_always_changes_the_replies_makes_no_branches(tmp_path: Path) -> None:
-    with served(max_new_tokens=8, folder=tmp_path) as server:
+    with served(quick(), max_new_tokens=8, folder=tmp_path) as server:
         messages = [user(ANNA)]
         for text in (NAME, THANKS, NAME, THANKS):
             messages += [assistant(server.reply(messages) + " Really."), user(text)]
@@ -150,7 +117,7 @@ def test_a_client_that_always_changes_the_replies_makes_no_branches(tmp_path: Pa
 
 
 def test_the_conversation_used_longest_ago_is_dropped_first() -> None:
-    with served(conversations=2, max_new_tokens=8) as server:
+    with served(quick(), conversations=2, max_new_tokens=8) as server:
         talks = {}
         for name in ("Anna", "Tom", "Eva"):
             messages = [user(f"My name is {name}.")]
@@ -160,7 +127,7 @@ def test_the_conversation_used_longest_ago_is_dropped_first() -> None:
 
 
 def test_what_an_edit_can_t_undo_is_read_anew() -> None:
-    with served(policy="sink", budget=64, archive="off", max_new_tokens=8) as server:
+    with served(quick(), policy="sink", budget=64, archive="off", max_new_tokens=8) as server:
         messages = [user(ANNA)]
         for n in range(6):
             messages += [assistant(server.reply(messages)), user(f"The number {n} is a number.")]
@@ -172,7 +139,7 @@ def test_what_an_edit_can_t_undo_is_read_anew() -> None:
 
 
 def test_requests_for_the_same_conversation_wait_for_each_other() -> None:
-    with served(policy="full", max_new_tokens=12) as server:
+    with served(quick(), policy="full", max_new_tokens=12) as server:
         first = server.ask([user(ANNA)])
         ends = [NAME, THANKS, NAME]
         asked = [[user(ANNA), assistant(said(first)), user(text)] for text in ends]
@@ -188,7 +155,7 @@ def test_requests_for_the_same_conversation_wait_for_each_other() -> None:
             thread.join()
     for number, messages in enumerate(asked):
         assert cached(found[number]) >= first["sirchat"]["seen"]  # more, if it was asked before
-        assert said(found[number]) == told(messages, max_new_tokens=12)
+        assert said(found[number]) == told(messages, quick, max_new_tokens=12)
 
 
 def test_a_long_reply_does_not_keep_others_waiting() -> None:
@@ -223,7 +190,7 @@ def test_if_the_thread_of_all_replies_fails_each_ends_with_an_error_and_no_new_o
 
 
 def test_under_policy_full_a_history_longer_than_the_context_is_an_error() -> None:
-    with served(policy="full", max_new_tokens=8) as server:
+    with served(quick(), policy="full", max_new_tokens=8) as server:
         first = server.ask([user(ANNA)])
         messages = [user(ANNA), assistant(said(first)), user("one two three " * 3000)]
         assert refusal(server.post(messages))["code"] == "context_length_exceeded"
@@ -249,7 +216,7 @@ def test_conversations_that_begin_alike_are_kept_apart(server: Served) -> None:
     def say(name: str, text: str) -> None:
         messages = [*talks[name], user(text)]
         reply = server.ask(messages)
-        assert said(reply) == told(messages, max_new_tokens=12)
+        assert said(reply) == told(messages, quick, max_new_tokens=12)
         if len(messages) > 1:  # the first one is equal
             assert cached(reply) == seen[name]
         seen[name] = reply["sirchat"]["seen"]
@@ -265,7 +232,7 @@ def test_conversations_that_begin_alike_are_kept_apart(server: Served) -> None:
 def test_a_message_that_is_sent_again_is_not_read_again(server: Served, tmp_path: Path) -> None:
     """Also the first one, under policies that evict, and after a stop; else it is read anew."""
     for settings in ({"policy": "full"}, {"policy": "salience", "budget": 64, "recall": "words"}):
-        with served(max_new_tokens=12, **settings) as one:
+        with served(quick(), max_new_tokens=12, **settings) as one:
             for chat in (TALK[:1], [system("Be kind."), *TALK]):
                 first = one.ask(chat, temperature=0)
                 again = one.ask(chat, temperature=0)
@@ -277,8 +244,10 @@ def test_a_message_that_is_sent_again_is_not_read_again(server: Served, tmp_path
                 assert cached(other) == first["usage"]["prompt_tokens"]
                 after = one.ask([*chat, assistant(said(other)), user("And?")])
                 assert cached(after) == other["sirchat"]["seen"]
-    with served(max_new_tokens=12, folder=tmp_path) as one:
+    with served(quick(), max_new_tokens=12, folder=tmp_path) as one:
         first = one.ask(TALK, temperature=0)
-    with served(max_new_tokens=12, folder=tmp_path) as one:  # the reply's beginning is not known
+    with served(
+        quick(), max_new_tokens=12, folder=tmp_path
+    ) as one:  # the reply's beginning is not known
         again = one.ask(TALK, temperature=0)
         assert said(again) == said(first)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from serving import Served, assistant, refusal, served, server_of_module, user
-from template_shapes import WEATHER, tool_tiny
+from template_shapes import WEATHER, tool_quick
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 OLLAMA, OPTIONS = "/api/chat", "options"
@@ -23,7 +23,7 @@ HOSTED = {"type": "web_search"}
 FUNCTION = {"type": "function", **WEATHER["function"]}  # type: ignore[dict-item]
 
 
-server = server_of_module(tool_tiny, policy="full", max_new_tokens=20)
+server = server_of_module(tool_quick, policy="full", max_new_tokens=6)
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +252,7 @@ def test_a_value_that_changes_nothing_is_taken(
 def test_what_is_not_quite_had_is_said_in_a_header_and_once_in_the_log(
     path: str, fields: Any, note: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with served(tool_tiny(), policy="sink", budget=512, max_new_tokens=3) as server:
+    with served(tool_quick(), policy="sink", budget=512, max_new_tokens=3) as server:
         for stream in (path == CHAT, path != CHAT):
             response = ask(server, path, **fields, stream=stream)
             assert response.status_code == 200, response.text

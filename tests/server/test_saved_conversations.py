@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from chatting import babbler
+from chatting import quick, tiny
 from serving import Message, Served, assistant, cached, said, serve_program, served, told, user
 from sirchat.cli.serve import load_server
 from sirchat.config.profile import Profile
@@ -58,12 +58,14 @@ def reading(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_conversation_that_left_memory_comes_back_without_being_read_again(
     tmp_path: Path, reading: list[int]
 ) -> None:
-    with served(policy="full", conversations=1, folder=tmp_path, max_new_tokens=8) as server:
+    with served(
+        quick(), policy="full", conversations=1, folder=tmp_path, max_new_tokens=8
+    ) as server:
         talks = {name: begin(server, name) for name in NAMES}
         for name in (*NAMES, "Anna"):
             reply = server.ask(talks[name])
             assert cached(reply) > 0
-            assert said(reply) == told(talks[name], max_new_tokens=8)
+            assert said(reply) == told(talks[name], quick, max_new_tokens=8)
             talks[name] += [assistant(said(reply)), user(ASKED)]
     assert not reading
 
@@ -79,15 +81,15 @@ def test_after_a_restart_the_next_reply_is_bit_for_bit_the_one_without_it(
     tmp_path: Path, policy: str, reading: list[int]
 ) -> None:
     settings: dict[str, Any] = {"policy": policy, "budget": 64, "max_new_tokens": 12}
-    with served(**settings) as server:
+    with served(quick(), **settings) as server:
         whole = begin(server, "Anna and I live in Oslo, beside the lake")
         wanted = server.ask(whole)
         surprisals = told_by_the_memory(server, wanted)
-    with served(folder=tmp_path, **settings) as server:
+    with served(quick(), folder=tmp_path, **settings) as server:
         messages = begin(server, "Anna and I live in Oslo, beside the lake")
         before = server.ask(messages[:1])["sirchat"]  # the same again: another reply to it
     assert messages == whole
-    with served(folder=tmp_path, **settings) as server:
+    with served(quick(), folder=tmp_path, **settings) as server:
         again = server.ask(messages)
         assert told_by_the_memory(server, again) == surprisals
     assert again["sirchat"].pop("id") == before["id"]
@@ -98,9 +100,9 @@ def test_after_a_restart_the_next_reply_is_bit_for_bit_the_one_without_it(
 
 
 def test_settings_of_the_new_server_hold_for_conversations_of_the_old_one(tmp_path: Path) -> None:
-    with served(folder=tmp_path, policy="full", max_new_tokens=8) as server:
+    with served(quick(), folder=tmp_path, policy="full", max_new_tokens=8) as server:
         messages = begin(server, "Anna")
-    with served(folder=tmp_path, policy="sink", budget=64, max_new_tokens=3) as server:
+    with served(quick(), folder=tmp_path, policy="sink", budget=64, max_new_tokens=3) as server:
         reply = server.ask(messages)
     assert cached(reply) > 0
     assert (reply["sirchat"]["policy"], reply["sirchat"]["budget"]) == ("sink", 64)
@@ -109,7 +111,7 @@ def test_settings_of_the_new_server_hold_for_conversations_of_the_old_one(tmp_pa
 
 def test_files_are_private_and_no_more_than_the_limit(tmp_path: Path) -> None:
     folder = tmp_path / "served"
-    with served(folder=folder, conversations=1, saved=2, max_new_tokens=4) as server:
+    with served(quick(), folder=folder, conversations=1, saved=2, max_new_tokens=4) as server:
         talks = {name: begin(server, name) for name in NAMES}
         kept = {name: cached(server.ask(talks[name])) > 0 for name in ("Eva", "Tom", "Anna")}
     assert kept == {"Eva": True, "Tom": True, "Anna": False}
@@ -123,7 +125,9 @@ def test_branches_with_which_nobody_goes_on_push_out_no_other_conversation(tmp_p
     """A client inserts documents, each time other ones, before its newest question."""
     talk, others, limit = list[Message](), list[list[Message]](), 8
     for start in (0, 7):  # as well after a restart
-        with served(folder=tmp_path, conversations=2, saved=limit, max_new_tokens=4) as server:
+        with served(
+            quick(), folder=tmp_path, conversations=2, saved=limit, max_new_tokens=4
+        ) as server:
             if not start:
                 talk, others = begin(server, "Ben")[:2], [begin(server, "Anna")]
                 oslo = [user("I live in Oslo.")]
@@ -136,7 +140,7 @@ def test_branches_with_which_nobody_goes_on_push_out_no_other_conversation(tmp_p
                 question = user(f"Question {number}?")
                 document = {"role": "system", "content": f"Document {number}."}
                 talk += [question, assistant(server.reply([*talk, document, question]))]
-    with served(folder=tmp_path, conversations=2, saved=limit, max_new_tokens=4) as server:
+    with served(quick(), folder=tmp_path, conversations=2, saved=limit, max_new_tokens=4) as server:
         for messages in others:
             assert cached(server.ask(messages)) > 0
         assert len(server.client.get("/v1/sirchat/sessions").json()["data"]) <= limit
@@ -156,19 +160,19 @@ def test_with_no_save_nothing_is_written(
 
 
 def test_a_file_that_is_damaged_or_of_another_model_is_left_out(tmp_path: Path) -> None:
-    with served(folder=tmp_path, max_new_tokens=4) as server:
+    with served(quick(), folder=tmp_path, max_new_tokens=4) as server:
         messages = begin(server, "Anna")
-    with served(babbler(), folder=tmp_path) as server:
+    with served(tiny(), folder=tmp_path) as server:
         assert server.client.get("/v1/sirchat/sessions").json()["data"] == []
     for one in tmp_path.glob("*.sqlite"):
         one.write_bytes(b"damaged" * 100)
-    with served(folder=tmp_path, max_new_tokens=4) as server:
+    with served(quick(), folder=tmp_path, max_new_tokens=4) as server:
         assert cached(server.ask(messages)) == 0
 
 
 @pytest.mark.parametrize("has_marks", [True, False])
 def test_a_file_of_an_earlier_version_goes_on(tmp_path: Path, has_marks: bool) -> None:
-    with served(folder=tmp_path, max_new_tokens=4) as server:
+    with served(quick(), folder=tmp_path, max_new_tokens=4) as server:
         messages = begin(server, "Anna")
     (path,) = tmp_path.glob("*.sqlite")
     with closing(sqlite3.connect(path)) as file, file:
@@ -181,19 +185,21 @@ def test_a_file_of_an_earlier_version_goes_on(tmp_path: Path, has_marks: bool) -
         text = json.dumps(fields)
         total = record_checksum((*others, text))
         file.execute("UPDATE head SET fields = ?, sum = ?", [text, total])
-    with served(folder=tmp_path, max_new_tokens=4) as server:
+    with served(quick(), folder=tmp_path, max_new_tokens=4) as server:
         assert cached(server.ask(messages)) > 0
 
 
 def test_a_file_that_was_deleted_meanwhile_is_left_out(tmp_path: Path) -> None:
-    with served(policy="full", folder=tmp_path, conversations=1, max_new_tokens=8) as server:
+    with served(
+        quick(), policy="full", folder=tmp_path, conversations=1, max_new_tokens=8
+    ) as server:
         messages = begin(server, "Anna")
         others = [begin(server, "Tom") for _ in range(2)]
         wait_until_saved(server)
         for one in list(tmp_path.glob("*.sqlite"))[:-1]:
             one.unlink()
         for talk in (messages, *others, messages):
-            assert server.reply(talk) == told(talk, max_new_tokens=8)
+            assert server.reply(talk) == told(talk, quick, max_new_tokens=8)
 
 
 def test_a_full_disk_breaks_no_reply_and_is_said_once(
@@ -202,7 +208,7 @@ def test_a_full_disk_breaks_no_reply_and_is_said_once(
     def full(*_: object) -> None:
         raise SessionError("the disk is full")
 
-    with served(folder=tmp_path, max_new_tokens=4, conversations=2) as server:
+    with served(quick(), folder=tmp_path, max_new_tokens=4, conversations=2) as server:
         messages = begin(server, "Anna")
         wait_until_saved(server)
         with monkeypatch.context() as broken:
@@ -217,7 +223,7 @@ def test_a_full_disk_breaks_no_reply_and_is_said_once(
         assert len(list(tmp_path.glob("*.sqlite"))) == 1  # that of Anna, from before
         messages += [assistant(reply), user("Thanks.")]
         reply = server.reply(messages)  # saved again
-    with served(folder=tmp_path, max_new_tokens=4) as server:
+    with served(quick(), folder=tmp_path, max_new_tokens=4) as server:
         assert cached(server.ask([*messages, assistant(reply), user(ASKED)])) > 0
 
 
@@ -263,13 +269,13 @@ def test_conversations_leave_for_the_disk_if_they_take_too_much_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What each takes is told: the held tokens, and those archived in memory."""
-    with served(policy="full", max_new_tokens=4, folder=tmp_path) as server:
+    with served(quick(), policy="full", max_new_tokens=4, folder=tmp_path) as server:
         server.ask([user("Hello!")])
         (alone,) = server.client.get("/v1/sirchat/sessions").json()["data"]
     assert alone["bytes"] > 0
     most = 4 * alone["bytes"]
     monkeypatch.setattr("sirchat.server.pool.free_memory", lambda: most)
-    with served(policy="full", max_new_tokens=4, folder=tmp_path / "b") as server:
+    with served(quick(), policy="full", max_new_tokens=4, folder=tmp_path / "b") as server:
         for number in range(6):
             server.ask([user(f"The number is {number}.")])
         told = server.client.get("/v1/sirchat/sessions").json()["data"]

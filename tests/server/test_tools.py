@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chatting import hub_tokenizer, tiny
+from chatting import hub_tokenizer, quick
 from serving import Served, assistant, cached, refusal, said, served, system, told, user
 from sirchat.errors import ModelError
 from sirchat.models.model import wrap_model
 from sirchat.text.other_templates import PromptedTools, ToolTemplate
 from sirchat.text.tool_calls import CallParser, ToolCall, calls_from_key, calls_key
-from template_shapes import WEATHER, script, tool_tiny, tool_tokenizer
+from template_shapes import WEATHER, script, tool_quick, tool_tokenizer
 
 ASKED = [system("Be kind."), user("How is the weather in Oslo?")]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 1}}\n</tool_call>'
@@ -27,7 +27,7 @@ CALLED = {"id": "call00000", "type": "function", "function": FUNCTION}
 
 @pytest.fixture
 def server() -> Iterator[Served]:
-    with served(tool_tiny(), policy="full", max_new_tokens=90) as one:
+    with served(tool_quick(), policy="full", max_new_tokens=90) as one:
         yield one
 
 
@@ -96,7 +96,7 @@ def test_a_history_with_calls_that_the_model_did_not_make_is_read_as_the_templat
         call["function"]["arguments"] = json.loads(call["function"]["arguments"])
     whole = hub_tokenizer().apply_chat_template(
         messages,
-        chat_template=tool_tiny().tokenizer.chat_template,
+        chat_template=tool_quick().tokenizer.chat_template,
         tools=[WEATHER],
         add_generation_prompt=True,
         sanitize_control_tokens=True,
@@ -150,7 +150,7 @@ def test_without_a_choice_of_tools_the_reply_is_text(
 
 def test_a_model_whose_template_takes_no_tools_is_told_of_them_by_a_text_if_it_is_short() -> None:
     strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
-    with served(policy="full", max_new_tokens=60) as plain:
+    with served(quick(), policy="full", max_new_tokens=60) as plain:
         read = plain.ask(ASKED)["usage"]["prompt_tokens"]
         for tool in (WEATHER, strict):
             told = plain.ask(ASKED, tools=[tool])
@@ -161,7 +161,7 @@ def test_a_model_whose_template_takes_no_tools_is_told_of_them_by_a_text_if_it_i
         assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
         called = [*ASKED, calling(CALLED), returned("x")]
         assert plain.ask(called, tools=[WEATHER])["usage"]["prompt_tokens"] > read + 50
-    with served(policy="sink", budget=256) as small:
+    with served(quick(), policy="sink", budget=256) as small:
         usual = small.ask(ASKED)
         response = small.post(ASKED, tools=[WEATHER] * 9)
         assert response.json()["usage"]["prompt_tokens"] == usual["usage"]["prompt_tokens"]
@@ -181,7 +181,7 @@ def test_tools_that_can_t_be_read_do_not_change_how_the_next_request_is_read(
 
     monkeypatch.setattr(PromptedTools, "opening", opening)
     asked: dict[str, Any] = {"tools": [WEATHER] * 9, "sirchat": {"conversation": "a"}}
-    with served(policy="sink", budget=256) as small:
+    with served(quick(), policy="sink", budget=256) as small:
         small.ask(ASKED, sirchat=asked["sirchat"])
         assert refusal(small.post(ASKED, **asked))["param"] == "tools"
         response = small.post(ASKED, **asked)
@@ -290,7 +290,7 @@ def check_calls(calls: list[Any]) -> None:
             assert given["number"] in range(1, 10)
 
 
-@pytest.mark.parametrize("choice", ["required", "city", "days"])
+@pytest.mark.parametrize("choice", ["required", "city"])
 def test_a_required_call_is_made_as_its_schema_says(server: Served, choice: str) -> None:
     fields: dict[str, Any] = {"tools": [CITY, DAYS], "parallel_tool_calls": False}
     fields["tool_choice"] = choice if choice == "required" else named(choice)
@@ -323,7 +323,7 @@ def test_several_calls_may_be_made_where_one_is_required_and_several_are_allowed
         counts.append(len(said["message"]["tool_calls"]))
     assert min(most, 2) <= max(counts) <= most
     # The next reply is free again.
-    assert server.reply(ASKED) == told(ASKED, max_new_tokens=90)
+    assert server.reply(ASKED, max_tokens=20) == told(ASKED, quick, max_new_tokens=20)
 
 
 @pytest.mark.parametrize("text", ["", "Let me look.\n"])
@@ -353,11 +353,11 @@ def test_of_calls_that_show_only_at_the_end_the_others_are_not_kept_in_memory(
 
 
 def test_a_model_whose_template_writes_calls_in_another_way_refuses_to_require_one() -> None:
-    own = copy.deepcopy(tool_tiny().tokenizer)
+    own = copy.deepcopy(tool_quick().tokenizer)
     written = '{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}'
     assert written in own.chat_template
     own.chat_template = own.chat_template.replace(written, "{{ call.name }}: {{ call.arguments }}")
-    with served(wrap_model("tiny", tiny().module, own), max_new_tokens=4) as server:
+    with served(wrap_model("tiny", quick().module, own), max_new_tokens=4) as server:
         error = refusal(server.post(ASKED, tools=[CITY], tool_choice="required"))
         assert error["param"] == "tool_choice"
         assert server.reply(ASKED, tools=[CITY])
@@ -366,9 +366,9 @@ def test_a_model_whose_template_writes_calls_in_another_way_refuses_to_require_o
 def test_a_header_says_that_calls_of_this_template_would_not_be_found(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = copy.deepcopy(tool_tiny().tokenizer)
+    own = copy.deepcopy(tool_quick().tokenizer)
     own.chat_template = own.chat_template.replace('"arguments"', '"given"')
-    with served(wrap_model("tiny", tiny().module, own), max_new_tokens=4) as other:
+    with served(wrap_model("tiny", quick().module, own), max_new_tokens=4) as other:
         note = other.post(ASKED, tools=[WEATHER]).headers["X-Sirchat-Note"]
         assert "calls may be shown as text" in note
         assert "X-Sirchat-Note" not in other.post([user("Hi.")]).headers

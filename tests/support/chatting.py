@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Iterable
 from functools import cache
 from itertools import count
@@ -49,6 +51,23 @@ def babbler() -> LoadedModel:
     """A model with random weights and the bundled tokenizer; it never generates an end token."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir())
     model = wrap_model("babbler", random_model(len(tokenizer)), tokenizer)
+    read_in_native_code(model)
+    return model
+
+
+@cache
+def quick() -> LoadedModel:
+    """The babbler with the bundled model's name: for tests of what is read, not of what is said.
+
+    It says whole words alone: its replies, read as a text, are the tokens that it has generated.
+    """
+    tokenizer, module = babbler().tokenizer, copy.deepcopy(babbler().module)
+    for token_id in range(len(tokenizer)):
+        text = tokenizer.decode([token_id])
+        is_word = re.fullmatch(" [A-Za-z]+", text)
+        if not is_word or tokenizer.encode(text, add_special_tokens=False) != [token_id]:
+            module.lm_head.weight.data[token_id] = 0.0
+    model = wrap_model("tiny", module, tokenizer)
     read_in_native_code(model)
     return model
 

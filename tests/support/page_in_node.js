@@ -34,7 +34,8 @@ class Element extends EventTarget {
     location, addEventListener: (...all) => listeners.addEventListener(...all),
     sessionStorage: {getItem: (key) => stored.get(key) ?? null, setItem: (key, value) => stored.set(key, value)},
     fetch: (path, options) => fetch(new URL(path, url), {...options, headers: {...options.headers, Origin: new URL(url).origin}}),
-    setTimeout, TextDecoderStream, AbortController, console,
+    TextDecoderStream, AbortController, console,
+    setTimeout: (act, ms) => setTimeout(act, ms / 10),  // it looks ten times as often
   });
   vm.runInContext(page.split("<script>")[1].split("</script>")[0], context);
   const wait = (ms) => new Promise((done) => setTimeout(done, ms));
@@ -50,7 +51,7 @@ class Element extends EventTarget {
       }
       while (!found.stop.hidden) await wait(20);
     }
-    await wait(300);
+    await wait(100);
     console.log(JSON.stringify({
       talk: found.talk.children.map((one) => [one.className, one.textContent]), html: found.talk.html,
       said: found.said.textContent, counts: found.counts.textContent, hash,

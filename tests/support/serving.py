@@ -142,16 +142,20 @@ def served(
         server.replies.join()
 
 
-def told(messages: Sequence[Message], **settings: Any) -> str:
+def told(messages: Sequence[Message], of: Callable[[], LoadedModel] = tiny, **settings: Any) -> str:
     """The reply of a new session that reads all messages, with everything held."""
     turns = tuple((message["role"], message["content"]) for message in messages)
-    return _told(turns, tuple(settings.items()))
+    return _told(turns, of, tuple(settings.items()))
 
 
 @cache
-def _told(messages: tuple[tuple[str, str], ...], settings: tuple[tuple[str, Any], ...]) -> str:
+def _told(
+    messages: tuple[tuple[str, str], ...],
+    of: Callable[[], LoadedModel],
+    settings: tuple[tuple[str, Any], ...],
+) -> str:
     system = next((text for role, text in messages if role == "system"), None)
-    one = session(policy="full", system=system, **dict(settings))
+    one = session(of(), policy="full", system=system, **dict(settings))
     *before, (_, question) = [(role, text) for role, text in messages if role != "system"]
     for role, text in before:
         list(one.read_user(text) if role == "user" else one.read_reply(text))

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from chatting import tiny
+from chatting import quick, tiny
 from native_library import read_in_native_code
 from sirchat.engine.sampling import ForcedPrefixSampler, Sampling
 from sirchat.models.model import LoadedModel, wrap_model
@@ -160,9 +160,19 @@ def tool_tokenizer(shape: str) -> Any:
 @cache
 def tool_tiny() -> LoadedModel:
     """The bundled model with a chat template that takes tools."""
-    with_tools = copy.deepcopy(tiny().tokenizer)
-    with_tools.chat_template = "{{ bos_token }}" + _TINY
-    model = wrap_model("tiny", tiny().module, with_tools)
+    return _with_tools(tiny())
+
+
+@cache
+def tool_quick() -> LoadedModel:
+    """The model `quick` with a chat template that takes tools."""
+    return _with_tools(quick())
+
+
+def _with_tools(plain: LoadedModel) -> LoadedModel:
+    tokenizer = copy.deepcopy(plain.tokenizer)
+    tokenizer.chat_template = "{{ bos_token }}" + _TINY
+    model = wrap_model("tiny", plain.module, tokenizer)
     read_in_native_code(model)
     return model
 

@@ -47,7 +47,7 @@ MOVE = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "items"), [(babbler, 20), (tiny, 6)])
+@pytest.mark.parametrize(("model", "items"), [(babbler, 8), (tiny, 6)])
 def test_the_chosen_option_is_the_most_likely_one_by_a_plain_computation(model, items) -> None:  # type: ignore[no-untyped-def]
     loaded, rng = model(), Random(7)
     template = Template(loaded.tokenizer)
@@ -165,9 +165,9 @@ def test_a_file_of_something_else_is_refused_by_line(text: str, tmp_path: Path) 
         MultipleChoice((FULL,), 2, task="grocery", data=str(tmp_path / "none.jsonl"))
 
 
-@pytest.mark.slow
 def test_a_shot_is_a_question_before_with_its_right_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
+    first_six = generated.grocery(0, 0)[:6]
 
     def note(chat: Session, question: Question, _: str) -> int:
         asked.append([turn.text for turn in chat.turns])
@@ -177,9 +177,10 @@ def test_a_shot_is_a_question_before_with_its_right_answer(monkeypatch: pytest.M
 
     monkeypatch.setattr("sirchat.lab.studies.multiple_choice.choose", note)
     study = MultipleChoice((SINK,), 1, task="grocery", shots=(2,))
+    vars(study)["conversations"] = [first_six]
     run_units(study, babbler())
-    conversation, shots = study.conversations[0], asked[22:]
-    assert len(shots) == 21  # what to buy is no question
+    conversation, shots = study.conversations[0], asked[6:]
+    assert len(shots) == 5  # what to buy is no question
     for number, turns in enumerate(shots, 1):
         before = conversation[max(0, number - 2) : number]
         assert turns == [text for one in before for text in (one.text, one.answer)]
@@ -207,31 +208,24 @@ def written(path: Path, *lines: object) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("task", "name"),
+    "name",
     [
-        ("grocery", "grocery_keys/keys.jsonl"),
-        ("grocery", "data/grocery_keys/keys.jsonl"),
-        ("grocery", "grocery_keys.jsonl"),
-        ("grocery", "keys.jsonl"),
-        ("dailydialog", "dailydialog/dailydialog.jsonl"),
-        ("dailydialog", "data/dailydialog/dailydialog.jsonl"),
-        ("dailydialog", "dailydialog.jsonl"),
+        *("grocery_keys/keys.jsonl", "data/grocery_keys/keys.jsonl", "grocery_keys.jsonl"),
+        *("keys.jsonl", "dailydialog/dailydialog.jsonl", "data/dailydialog/dailydialog.jsonl"),
+        *("dailydialog.jsonl", "rock_paper_scissors_dominant_paper.jsonl"),
+        "rock_paper_scissors/rock_paper_scissors_dominant_paper.jsonl",
+        "data/rock_paper_scissors/rock_paper_scissors_dominant_paper.jsonl",
     ],
 )
-def test_a_file_is_found_under_each_of_its_names(task: str, name: str, tmp_path: Path) -> None:
-    file = written(tmp_path / name, FRUIT)
-    for data in (tmp_path, file):
-        ((question,),) = MultipleChoice((FULL,), 5, task=task, data=str(data)).conversations
+def test_a_file_is_found_under_each_of_its_names(name: str, tmp_path: Path) -> None:
+    file = written(tmp_path / name, *([MOVE, MOVE] if "rock" in name else [FRUIT]))
+    task = "dailydialog" if "dialog" in name else "grocery"
+    for data in map(str, (tmp_path, file)):
+        if "rock" in name:
+            assert sirllm_files.moves_of_players(data) == {"paper": ["paper", "paper"]}
+            continue
+        ((question,),) = MultipleChoice((FULL,), 5, task=task, data=data).conversations
         assert question.text == "Which fruit is yellow?\n(A) a long ripe banana\n(B) tea"
-
-
-@pytest.mark.parametrize("folder", ["", "rock_paper_scissors", "data/rock_paper_scissors"])
-def test_the_moves_of_players_are_found_under_each_of_their_names(
-    folder: str, tmp_path: Path
-) -> None:
-    file = written(tmp_path / folder / "rock_paper_scissors_dominant_paper.jsonl", MOVE, MOVE)
-    for data in (tmp_path, file):
-        assert sirllm_files.moves_of_players(str(data)) == {"paper": ["paper", "paper"]}
 
 
 def test_a_missing_file_is_refused_in_one_line_with_what_was_looked_for(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_each_round_says_how_the_last_one_ended_and_silence_loses(
 def test_the_likeliest_move_is_what_a_greedy_reply_names() -> None:
     full = (Profile(policy="full"),)
     likely, said = (
-        run_units(MultipleChoice(full, 1, task=GAME, rounds=4, scoring=how), tiny())
+        run_units(MultipleChoice(full, 1, task=GAME, rounds=3, scoring=how), tiny())
         for how in ("paper", "reply")
     )
     assert [one["right"] for one in likely.values()] == [one["right"] for one in said.values()]
@@ -112,13 +112,13 @@ def test_the_interval_of_a_mean_is_students() -> None:
 
 @pytest.mark.slow
 def test_the_command_prints_the_share_of_rounds_won_against_each_player() -> None:
-    flags = ("--policies", "entropy,sink", "--budgets", "64", "--rounds", "3", "--limit", "1")
+    flags = ("--policies", "entropy", "--budgets", "64", "--rounds", "3", "--limit", "1")
     done = run("eval", "rock-paper-scissors", *flags, "--json")
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
     assert record["command"].endswith(" ".join(flags) + " --json")
     table, published = record["tables"].values()
     assert table["columns"][1:5] == published["columns"][1:] == [*PLAYERS, "all"]
-    one, _ = (dict(zip(table["columns"], row, strict=True)) for row in table["rows"])
+    (one,) = (dict(zip(table["columns"], row, strict=True)) for row in table["rows"])
     each = [one[player]["value"] for player in PLAYERS]
     assert one["all"]["value"] == pytest.approx(statistics.fmean(each))
