@@ -29,6 +29,7 @@ from sirchat.engine.generation import Generation
 from sirchat.engine.prompt_lookup import PromptLookup
 from sirchat.engine.sampling import TokenFilter
 from sirchat.engine.types import ContinuationScore
+from sirchat.memory.key_values import LostTokensError
 from sirchat.models.model import LoadedModel
 from sirchat.paths import archives_dir
 from sirchat.recall.passages import sentences_of
@@ -279,14 +280,14 @@ class Conversation:
     def return_to(self, point: UndoPoint | None, *, to_ask_again: bool = False) -> None:
         """Undo all since `point`, which is one of `history`; `to_ask_again` is that of `undo`.
 
-        Raises LookupError, changing nothing, if there is no such point, if more was read since a
-        point of the last reply, or if a token is lost.
+        Raises LostTokensError, changing nothing, if there is no such point, if more was read since
+        a point of the last reply, or if a token is lost.
         """
         history = self.history
         if point is None or not history.messages:
-            raise LookupError("there is nothing to return to")
+            raise LostTokensError("there is nothing to return to")
         if point.vectors is not None and history.reply_seen != self.seen:
-            raise LookupError("more was read since the last reply")
+            raise LostTokensError("more was read since the last reply")
         self.engine.undo(point.checkpoint, keep_pins=True)
         self.state = point.restored_state(self.state, to_ask_again=to_ask_again)
         if point.vectors is not None:

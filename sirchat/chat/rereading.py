@@ -230,6 +230,8 @@ def carry_pins(
     )
     first = _user_pins(other)
     lost = _pin_newest(other, np.union1d(np.setdiff1d(first, gone), come))
+    for part in added:
+        _mark_rule(other, part, spelled[part.turn].positions_of(part))
     pinned = _user_pins(other)
     return len(np.intersect1d(come, pinned)), len(np.setdiff1d(gone, pinned)), lost
 
@@ -265,9 +267,14 @@ def _pin_again(session: Session, index: int, parts: Sequence[PinnedText]) -> int
     lost = sum(len(session.template.as_text(text)) for text in texts)
     lost += _pin_newest(session, np.union1d(_user_pins(session), np.concatenate(positions)))
     for part, own in zip(parts, positions, strict=True):
-        pinned = np.intersect1d(own, session.ledger.pinned_positions)
-        session.ledger.flag(Flag.RULE, pinned, part.is_rule)
+        _mark_rule(session, part, own)
     return lost
+
+
+def _mark_rule(session: Session, part: PinnedText, positions: Positions) -> None:
+    """Note of the pinned tokens at `positions`, which spell `part`, whether they are a rule."""
+    pinned = np.intersect1d(positions, session.ledger.pinned_positions)
+    session.ledger.flag(Flag.RULE, pinned, part.is_rule)
 
 
 def _pin_newest(session: Session, pins: Positions, more: int = 0) -> int:

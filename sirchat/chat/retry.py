@@ -15,6 +15,7 @@ from sirchat.chat.tool_loop import reply_format
 from sirchat.chat.turn import Interrupted, never
 from sirchat.chat.undo_history import UndoPoint
 from sirchat.errors import UsageError
+from sirchat.memory.key_values import LostTokensError
 from sirchat.memory.registry import BEST_RETRIEVER
 
 
@@ -112,7 +113,7 @@ def go_on(session: Session, interrupted: Interrupted = never) -> Iterator[Event]
     allowed = yield from reply_format(session, session.toolbox, reply)
     try:
         session.return_to(session.history.before_end)
-    except LookupError:  # in a resumed chat, for example
+    except LostTokensError:  # in a resumed chat, for example
         yield from _generate_again(session, reply, interrupted)
     else:
         begun = session.state.last_reply_stats

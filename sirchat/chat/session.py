@@ -48,7 +48,7 @@ from sirchat.engine.types import EngineState
 from sirchat.errors import SettingError, UndoError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.key_value_store import HeldKeysValues
-from sirchat.memory.key_values import KeyValues
+from sirchat.memory.key_values import KeyValues, LostTokensError
 from sirchat.memory.ledger import Flag, Role
 from sirchat.models.devices import DeviceMemory, memory_by_device
 from sirchat.models.model import LoadedModel
@@ -163,7 +163,7 @@ class Session(Conversation):
         own = np.isin(self.ledger.of_turn(turn, Role.USER), pins).nonzero()[0]
         try:
             self.return_to(point, to_ask_again=to_ask_again)
-        except LookupError:
+        except LostTokensError:
             why = "tokens that it evicted are no longer archived"
             raise UndoError(f"this message can't be undone: {why}") from None
         self.history.messages = self.history.messages[:-1]

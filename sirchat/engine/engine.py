@@ -147,7 +147,7 @@ class Engine:
         """Undo all reading and pinning since the checkpoint `to`; the current settings stay.
 
         Returns the tokens moved because settings, or pins kept by `keep_pins`, have changed since.
-        Raises LookupError, changing nothing, if a token of the checkpoint is lost.
+        Raises LostTokensError, changing nothing, if a token of the checkpoint is lost.
         """
         ledger, pinned = self.ledger, to.cache.pinned
         self.cache.grow_to(len(to.cache.placement.held))

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from sirchat.memory.archive_folder import ArchiveFolder
 from sirchat.memory.free_memory import trim_memory
-from sirchat.memory.key_values import KeyValues, Positions, Transfer, Transfers
+from sirchat.memory.key_values import KeyValues, LostTokensError, Positions, Transfer, Transfers
 from sirchat.memory.tiers import EXACT, LOWER_TIER, NOT_STORED, Tiers, dequantized, quantized
 
 SEGMENT_ROWS = 512
@@ -196,10 +196,10 @@ class Archive:
     def fetch(self, positions: Positions, layer: int | None = None) -> KeyValues:
         """The archived tokens at stream `positions` [n], in this order; of one layer, if given.
 
-        Raises LookupError if a token is not archived.
+        Raises LostTokensError if a token is not archived.
         """
         if not self.has(positions).all():
-            raise LookupError("the archive does not have all of the requested tokens")
+            raise LostTokensError("the archive does not have all of the requested tokens")
         self._flush()
         order = np.argsort(self._addresses[positions])
         slots = self._addresses[positions[order]]

@@ -22,7 +22,13 @@ from sirchat.memory.archive import Archive
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_value_stats import Block, key_value_stats
-from sirchat.memory.key_values import CacheState, KeyValues, Positions, merge_key_values
+from sirchat.memory.key_values import (
+    CacheState,
+    KeyValues,
+    LostTokensError,
+    Positions,
+    merge_key_values,
+)
 from sirchat.memory.ledger import Flag, KeyValueStat, Ledger, State
 from sirchat.memory.placement import EvictedRows, Moves, Placement, RestoredRows
 from sirchat.memory.policies.scores import fill_nan_with_median
@@ -222,12 +228,14 @@ class KeyValueStore:
     def undo(self, checkpoint: CacheCheckpoint) -> None:
         """Return to the checkpoint, and delete all tokens that were read after it.
 
-        Raises LookupError, changing nothing, if a token of the checkpoint is no longer stored.
+        Raises LostTokensError, changing nothing, if a token of the checkpoint is no longer stored.
         """
         reread = np.setdiff1d(self._reread, checkpoint.reread, assume_unique=True)
         needed = np.union1d(checkpoint.placement.held, checkpoint.placement.aside)
         if not self.has(needed) or np.isin(reread, needed).any():
-            raise LookupError("some rows that the checkpoint held are neither held nor archived")
+            raise LostTokensError(
+                "some rows that the checkpoint held are neither held nor archived"
+            )
         self._place(checkpoint.placement, np.arange(checkpoint.seen, self.ledger.seen))
         self.archive.truncate(checkpoint.seen)
         self.archive.remove(reread)

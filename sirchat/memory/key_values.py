@@ -27,6 +27,10 @@ _MAX_JOINED_BYTES = 2**26  # of tensors that are joined for one copy, which take
 CacheState = tuple[dict[tuple[str, int], Tensor], ...]
 
 
+class LostTokensError(LookupError):
+    """Tokens, or a state, that are to be had again are no longer stored."""
+
+
 @dataclass(frozen=True)
 class KeyValues:
     """The keys and values of n tokens, of one layer or of all."""

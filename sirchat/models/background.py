@@ -12,20 +12,21 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from sirchat.paths import make_private_dir, memory_dir, state_dir
+from sirchat.paths import make_private_dir, state_dir
 
 if sys.platform != "win32":
     import fcntl
 
 _LOWEST_PRIORITY = 19  # niceness
 _WRITER_LOCK = "background"  # the lock of what writes a prepared file
+# Whatever the environment says: `XDG_RUNTIME_DIR` differs between a session, cron and ssh.
+_SHARED_FOLDER = Path("/dev/shm")
 
 
 def lock_file(name: str) -> Path:
     """The file that a background process locks while it works; its text may name the work."""
-    folder = memory_dir()
-    if sys.platform != "win32" and folder is not None:
-        shared = Path(folder) / f"sirchat-{os.getuid()}-{name}.lock"
+    if sys.platform != "win32" and os.access(_SHARED_FOLDER, os.W_OK | os.X_OK):
+        shared = _SHARED_FOLDER / f"sirchat-{os.getuid()}-{name}.lock"
         if not os.path.lexists(shared) or shared.lstat().st_uid == os.getuid():
             return shared  # others may write into that folder, too
     return state_dir() / f"{name}.lock"

@@ -171,7 +171,7 @@ void in_parts(int64_t count, int64_t threads, Work work) {
   try {
     for (; begun < parts; begun++)
       others.emplace_back([=] { work(count * begun / parts, count * (begun + 1) / parts); });
-  } catch (const std::system_error&) {  // this thread computes what no other could be made for
+  } catch (...) {  // this thread computes what no other could be made for
   }
   auto rest = [&](int64_t from, int64_t to) __attribute__((noinline)) { work(from, to); };
   rest(0, count / parts), rest(count * begun / parts, count);

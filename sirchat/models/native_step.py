@@ -111,7 +111,7 @@ class NativeStep:
         self._read = library.sirchat_read
         numbers, addresses = [ctypes.c_int64] * 2, [ctypes.c_void_p] * 2
         self._read.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Token), *numbers, *addresses]
-        self._read.restype = None
+        self._read.restype = ctypes.c_bool
         self._step = new(ctypes.byref(model))
         # At the end of the process another thread may still read.
         weakref.finalize(self, end, self._step).atexit = False
@@ -146,7 +146,9 @@ class NativeStep:
         logits = torch.empty(len(tokens), self.vocab_size)
         states = torch.empty(len(tokens), self._state_size)
         count, threads = len(tokens), torch.get_num_threads()
-        self._read(self._step, tokens_in_c, count, threads, logits.data_ptr(), states.data_ptr())
+        addresses = logits.data_ptr(), states.data_ptr()
+        if not self._read(self._step, tokens_in_c, count, threads, *addresses):
+            raise MemoryError("no memory is free to read a token")
         return logits, states
 
     def _token(self, token_id: int, position: int, cache: BoundedCache, index: int = 0) -> _Token:

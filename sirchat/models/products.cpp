@@ -186,7 +186,7 @@ struct Memory {  // aligned for vectors
   std::unique_ptr<char[]> bytes;
   int64_t size = 0;
   char* of(int64_t wanted) {
-    if (wanted > size) bytes.reset(new char[(size = wanted) + 64]);
+    if (wanted > size) bytes.reset(new char[wanted + 64]), size = wanted;
     return (char*)(((uintptr_t)bytes.get() + 63) & -64);
   }
 };

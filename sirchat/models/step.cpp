@@ -156,10 +156,10 @@ class Step {
       threads.release(), owner = process();
     }
     std::lock_guard<std::mutex> lock(mutex);
-    if (!threads || wanted != wanted_threads) threads.reset(new Threads(wanted = wanted_threads));
+    if (!threads || wanted != wanted_threads) threads.reset(new Threads(wanted_threads)), wanted = wanted_threads;
     this->tokens = tokens, m = count;
     make_buffers();
-    threads->begin_token();
+    const Threads::Token begun(*threads);
     for (int64_t b = 0; b < m; b++) embed(tokens[b].id, b);
     for (int64_t at = 0; at < model.layer_count; at++) {
       const Layer& layer = model.layers[at];
@@ -170,7 +170,6 @@ class Step {
       states += model.size;
     }
     if (logits) compute_logits(logits);
-    threads->end_token();
   }
 
  private:
@@ -427,6 +426,12 @@ EXPORTED void* sirchat_new_step(const Model* model) { return new Step(*model); }
 EXPORTED void sirchat_end_step(void* step) { delete (Step*)step; }
 
 // Reads `count` tokens into their caches; logits [B, V] and states [B, wanted, d], either may be null.
-EXPORTED void sirchat_read(void* step, const Token* tokens, int64_t count, int64_t threads, float* logits, float* states) {
-  ((Step*)step)->read(tokens, count, threads, logits, states);
+// Returns whether memory sufficed; without, the tokens can be read again.
+EXPORTED bool sirchat_read(void* step, const Token* tokens, int64_t count, int64_t threads, float* logits, float* states) {
+  try {
+    ((Step*)step)->read(tokens, count, threads, logits, states);
+    return true;
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
 }

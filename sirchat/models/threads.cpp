@@ -3,6 +3,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <new>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -15,7 +16,7 @@ class Threads {
   explicit Threads(int64_t wanted) {
     try {
       for (int64_t rank = 1; rank < wanted; rank++) others.emplace_back([=] { work(rank); });
-    } catch (const std::system_error&) {  // the fewer do it, too
+    } catch (...) {  // the fewer do it, too
     }
   }
   ~Threads() {
@@ -24,12 +25,17 @@ class Threads {
   }
   int64_t count() const { return 1 + others.size(); }
 
-  void begin_token() {
-    if (!others.empty()) tell(reads);
-  }
-  void end_token() { reads = false; }
+  // While a token is read, the others wait for parts without sleeping.
+  struct Token {
+    Threads& threads;
+    explicit Token(Threads& threads) : threads(threads) {
+      if (!threads.others.empty()) threads.tell(threads.reads);
+    }
+    ~Token() { threads.reads = false; }
+  };
 
-  // Calls work(from, to, rank) for ranges that make up 0 to n - 1, none smaller than `least`.
+  // Calls work(from, to, rank) for ranges that make up 0 to n - 1, none smaller than `least`. Throws
+  // std::bad_alloc, the only error there may be, once no range is worked on any more.
   template <class Work>
   void split(int64_t n, int64_t least, const Work& work) {
     run(n, least, &work, [](const void* with, int64_t from, int64_t to, int64_t rank) {
@@ -49,6 +55,7 @@ class Threads {
     tickets.store(++number << 32 | parts, std::memory_order_release);
     take_parts(0);
     for (int spins = 0; unfinished.load(std::memory_order_acquire); spins++) rest(spins);
+    if (lacks_memory.exchange(false)) throw std::bad_alloc();
   }
 
   // What the parts are is read only while one of them is not finished, so it doesn't change.
@@ -58,7 +65,11 @@ class Threads {
     while (const uint32_t left = ticket) {
       if (!tickets.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acquire)) continue;
       const int64_t at = parts - left;
-      call(with, n * at / parts, n * (at + 1) / parts, rank);
+      try {
+        call(with, n * at / parts, n * (at + 1) / parts, rank);
+      } catch (const std::bad_alloc&) {
+        lacks_memory = true;
+      }
       unfinished.fetch_sub(1, std::memory_order_release);
       took = true, ticket = tickets.load(std::memory_order_acquire);
     }
@@ -96,7 +107,7 @@ class Threads {
   const void* with = nullptr;
   Call call = nullptr;
   uint64_t number = 0;
-  std::atomic<bool> reads{false}, ends{false};
+  std::atomic<bool> reads{false}, ends{false}, lacks_memory{false};
   std::mutex mutex;
   std::condition_variable wake;
   std::vector<std::thread> others;  // the last member: they use the others

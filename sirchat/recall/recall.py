@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import RecallSettings, TurnRef
-from sirchat.memory.key_values import Positions
+from sirchat.memory.key_values import LostTokensError, Positions
 from sirchat.memory.ledger import Flag, Role
 from sirchat.models.model import LoadedModel
 from sirchat.recall import RecalledTurn
@@ -143,7 +143,7 @@ class Recall:
         has_room = engine.recalled.room(len(turn.ids)) > 0
         try:
             result = self._search(turn, ref, requested)
-        except LookupError as error:
+        except LostTokensError as error:
             problem = str(error)
         if len(requested):
             result = with_requested(result, requested)

@@ -21,6 +21,7 @@ from sirchat.chat.session import Session
 from sirchat.chat.state import Turn
 from sirchat.config.profile import Profile
 from sirchat.errors import UndoError
+from sirchat.memory.key_values import LostTokensError
 from sirchat.saved.autosave import AUTO_KV_BYTES, Autosave
 from sirchat.saved.store import SavedTurn
 from sirchat.text.reply_marks import prefix_length
@@ -236,9 +237,9 @@ class ServedConversation(KnownConversation):
         """
         try:
             if self.session.profile.reasoning != self.reasoning:
-                raise LookupError
+                raise LostTokensError
             self.session.return_to(self.session.history.before_reply)
-        except LookupError:
+        except LostTokensError:
             self.undo_last_question()
             if not self.is_exact:
                 self.reset()

@@ -1,7 +1,8 @@
 """One thread that generates all replies, in rounds: in each round, every reply does one step.
 
 Only this thread uses the model, so a session needs no lock. A step generates a token, or reads a
-chunk of a message. The next tokens of all replies are read in one forward pass.
+chunk of a message; the rest of many messages waits for the next rounds. The next tokens of all
+replies are read in one forward pass.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ Result = TypeVar("Result")
 _Call = tuple[Callable[[], Any], Future[Any]]  # a function, and what gets its result
 
 _LOG = logging.getLogger(__name__)
+_MAX_READ_TOKENS = 256  # of messages in a round, before no further one is read on
 _JOIN_SECONDS = 5.0  # for which the end of the program waits for the last step
 
 
@@ -173,10 +175,20 @@ class ReplyThread:
             reply.send(_error_for_client(error))
 
     def _step(self) -> None:
-        """Let each reply do one step; reads the next tokens of all of them in one pass."""
-        for reply in tuple(self._running):
-            if reply.next is None:
-                self._advance(reply)
+        """Let each reply do one step; reads the next tokens of all of them in one pass.
+
+        Messages are read by turns, so that no reply waits long for its next token.
+        """
+        read = 0
+        for reply in [reply for reply in self._running if reply.next is None]:
+            if read >= _MAX_READ_TOKENS:
+                break
+            session = reply.conversation.session if reply.conversation is not None else None
+            seen = session.seen if session is not None else 0
+            self._running.remove(reply)
+            self._running.append(reply)  # the others come first in the next round
+            self._advance(reply)
+            read += max(0, session.seen - seen) if session is not None else 0
         generating = [reply for reply in self._running if reply.next is not None]
         # The rounding of plain replies is that of a program on its own.
         batch = [reply for reply in generating if not reply.options.is_for_ask]

@@ -13,6 +13,7 @@ from prompt_toolkit.utils import get_cwidth
 from sirchat.ui.text import WORD_OR_SIGN
 
 _TAB_CELLS = 2  # it is shown as ^I
+_MAX_CHARS = 20_000  # of a line; a longer one, which was pasted, would make each key slow
 
 
 class WordWrap(Processor):
@@ -25,6 +26,8 @@ class WordWrap(Processor):
         self._prefix_cells = prefix_cells
 
     def apply_transformation(self, transformation_input: TransformationInput) -> Transformation:
+        if sum(len(one[1]) for one in transformation_input.fragments) > _MAX_CHARS:
+            return Transformation(transformation_input.fragments)
         first, other = self._prefix_cells()
         room = transformation_input.width - (other if transformation_input.lineno else first)
         next_room = transformation_input.width - other

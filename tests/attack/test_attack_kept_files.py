@@ -27,7 +27,7 @@ from gguf_models import few_bits, random_model, write_model
 from native_library import built_library, has_library
 from random_encoders import random_encoder
 from sirchat.config.profile import Profile
-from sirchat.models import prepared
+from sirchat.models import background, prepared
 from sirchat.models.compiling import CompileMode
 from sirchat.models.gguf.prepared import WRITER_THREAD
 from sirchat.models.load import load_model_of
@@ -171,7 +171,7 @@ class Kept:
         compiler.chmod(stat.S_IRWXU)
         patch.setenv("CXX", str(compiler))
         patch.setenv("SIRCHAT_HOME", str(self.home))
-        patch.setenv("XDG_RUNTIME_DIR", str(folder))
+        patch.setattr(background, "_SHARED_FOLDER", folder)
         attack(apart(self._compute, 60), 1, 60)  # this process must not load the machine code
         assert len(kept_files()) == 3
         self.wanted = torch.load(self.folder / "wanted")

@@ -33,7 +33,7 @@ def learns(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Learns:
 
     Returns the file into which each process writes its id.
     """
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(own_home))
+    monkeypatch.setattr(background, "_SHARED_FOLDER", own_home)
     monkeypatch.setattr(learning, "_MIN_LAYERS", 1)
     python, ids = own_home / "python", own_home / "ids"
 
@@ -94,6 +94,7 @@ def test_one_is_learned_at_a_time_by_all_homes_of_a_user(
     ids = learns("exec sleep 60")
     assert learn()
     monkeypatch.setenv("SIRCHAT_HOME", str(own_home / "other"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(own_home / "data"))  # cron and ssh have none
     try:
         assert learn() == ""
         assert why_no_encoder("tiny").startswith("none; sirchat train"), "in this home, that is"

@@ -27,7 +27,7 @@ from gguf_models import MODELS, add_settings, few_bits, random_model, write_mode
 from sirchat.chat.model_defaults import with_model_defaults
 from sirchat.cli.models import models_prepared
 from sirchat.config.profile import Profile
-from sirchat.models import load, prepared
+from sirchat.models import background, load, prepared
 from sirchat.models.background import is_running
 from sirchat.models.gguf import prepared as contents
 from sirchat.models.load import load_model
@@ -44,7 +44,7 @@ PAGE = 4096
 @pytest.fixture(autouse=True)
 def _small_files_too(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepared, "MIN_GGUF_BYTES", 0)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(own_home))  # for the lock of writers
+    monkeypatch.setattr(background, "_SHARED_FOLDER", own_home)  # for the lock of writers
 
 
 def written(folder: Path, case: str = "llama3", seed: int = 0) -> Path:

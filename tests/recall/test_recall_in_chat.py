@@ -18,6 +18,7 @@ from sirchat.chat.events import Delta, Event, Notice, Recalled, TurnDone
 from sirchat.chat.session import Session
 from sirchat.chat.turn import OpenTurn
 from sirchat.memory.archive import Archive
+from sirchat.memory.key_values import LostTokensError
 
 UNHEARD = {"falcon", *LATENT} if MANY else {"falcon", "deepseek-mla"}
 
@@ -66,7 +67,7 @@ def test_a_search_for_tokens_that_are_lost_ends_with_a_notice_and_the_turn_goes_
     for _ in range(6):
         list(chat.ask("Tell me a joke."))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Archive, "fetch", Mock(side_effect=LookupError("3 tokens are lost")))
+        patch.setattr(Archive, "fetch", Mock(side_effect=LostTokensError("3 tokens are lost")))
         events = list(chat.ask("Tell me a joke."))
     (notice,) = [one for one in events if isinstance(one, Notice)]
     assert "no token can be restored" in notice.text

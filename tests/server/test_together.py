@@ -19,6 +19,7 @@ from sirchat.chat.session import Session
 from sirchat.engine.reader import Reader
 from sirchat.engine.sampling import TokenFilter
 from sirchat.models.decode_step import DecodeStep
+from sirchat.server import reply_thread
 from sirchat.server.conversation import History
 from sirchat.server.fields import RequestError
 from sirchat.server.parts import ReplyEnd, ReplyOptions, ReplyText
@@ -177,7 +178,7 @@ def test_a_reply_that_fails_or_has_no_client_any_more_leaves_the_others_alone(
         same(replies(server, [asked()[3]])[0], alone[3])
 
 
-def test_a_long_message_holds_up_a_reply_by_one_chunk_for_each_token(
+def test_long_messages_hold_up_a_reply_by_one_chunk_for_each_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     read, usual = list[int](), Reader.read
@@ -187,12 +188,15 @@ def test_a_long_message_holds_up_a_reply_by_one_chunk_for_each_token(
         return usual(reader, chunk, *rest)
 
     monkeypatch.setattr(Reader, "read", recorded)
+    monkeypatch.setattr(reply_thread, "_MAX_READ_TOKENS", 8)
     with served(babbler(), budget=64) as server:
         one, other = ReplyOptions({"max_new_tokens": 200}), ReplyOptions({"max_new_tokens": 1})
-        replies(server, [("Hi.", one), ("long " * 300, other)])
-    chunks = [at for at, count in enumerate(read) if count > 8]
-    assert len(chunks) > 20
-    assert all(read[at + 1] == 1 for at in chunks[2:])
+        long = [(f"{word} " * 100, other) for word in ("long", "wide", "high")]
+        replies(server, [("Hi.", one), *long])
+    begun = read.index(1)  # its first token
+    chunks = [at for at, count in enumerate(read) if count > 8 and at > begun]
+    assert len(chunks) > 15
+    assert all(read[at + 1] == 1 for at in chunks)
 
 
 def test_a_conversation_that_left_memory_is_freed_though_its_request_is_still_known() -> None:

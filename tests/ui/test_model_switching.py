@@ -91,6 +91,17 @@ def test_pins_made_in_between_stay_after_undo_and_what_was_unpinned_stays_so() -
     assert pinned() == "catLisbonLisbon"  # the reply said it, too
 
 
+def test_a_rule_that_was_pinned_in_between_is_the_users_pin_after_undo() -> None:
+    rule = "Always answer in one short sentence."
+    chat = chat_of(rule, policy="sink", budget=96)
+    assert not len(chat.session.ledger.pins_except_rules(0))
+    chat.do("/model tiny-anchor")
+    chat.do(f"/pin {rule}")
+    chat.do("/undo")
+    at = chat.session.ledger.pins_except_rules(0).tolist()
+    assert "".join(row.text for row in chat.session.tokens(at)).strip() == rule
+
+
 def test_settings_changed_in_between_stay_after_undo_and_no_model_is_loaded_twice(
     folder: Path,
 ) -> None:

@@ -8,6 +8,8 @@ import re
 import shutil
 import sys
 import threading
+import time
+import timeit
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -214,6 +216,13 @@ def test_a_long_message_breaks_between_words_and_wide_signs(
     whole = [word for word in told.split() if word.isascii()]
     assert [word for word in words if word.isascii()] == whole
     assert "".join(words) == told.replace(" ", "")
+
+
+def test_a_pasted_line_of_a_million_letters_does_not_make_each_key_slow() -> None:
+    text = "word " * 200_000
+    line = TransformationInput(Mock(), Document(text), 0, lambda at: at, [("", text)], 80, 5)
+    wrap = WordWrap(lambda: (2, 2)).apply_transformation
+    assert min(timeit.repeat(lambda: wrap(line), time.process_time, number=1, repeat=3)) < 0.05
 
 
 signs = st.sampled_from("ab, 東👍\u0301\t")
