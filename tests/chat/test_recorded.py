@@ -34,7 +34,7 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 _WRITES = bool(os.environ.get("SIRCHAT_WRITE_GOLDEN"))
-_FEW = range(0, len(POLICIES), 3)
+_FEW = range(0, len(POLICIES), 4)
 _ONLY_ALL = pytest.mark.skipif(not MANY and not _WRITES, reason="takes SIRCHAT_ATTACK")
 
 

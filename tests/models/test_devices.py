@@ -115,17 +115,14 @@ def rows_of(chat: Session) -> list[Tensor]:
     return [one.cpu().clone() for one in [*views, *kept.tensors]]
 
 
-POLICIES = ("h2o", "keydiff")
-RECALLS: tuple[dict[str, Any], ...] = (
-    {"recall": "mips", "recall_query": "recent"},
-    {"recall": "off", "recall_query": "turn"},
-)
+POLICIES = ("keydiff",)
+RECALL = {"recall": "mips", "recall_query": "recent"}
 
 
 def talk(model: LoadedModel) -> list[Any]:
     """A chat that uses everything that moves rows; returns what it holds after each step."""
     chat = session(
-        model, budget=48, recent=8, max_new_tokens=2, policy="salience", attention="on", recall_n=8
+        model, budget=48, recent=8, max_new_tokens=1, policy="salience", attention="on", recall_n=8
     )
     told: list[Any] = []
 
@@ -139,16 +136,16 @@ def talk(model: LoadedModel) -> list[Any]:
         note()
 
     say("Our zebra is called Quixbert, and it lives in Lisbon.")
-    say("What a rainy day it is today, and how cold it was yesterday.")
+    say("What a rainy day it is today.")
     for policy in POLICIES:
         chat.switch("/policy", policy=policy)
         say(f"Tell me more of {policy}.")
     told.append([one.log_probabilities for one in chat.score_continuations(["Yes, it is.", "No."])])
     told.append(chat.attention_paid(len(chat.turns) - 1))
     chat.switch("/policy", policy="salience")
-    for recall in RECALLS:
-        chat.switch("/recall", **recall)
-        say("What is our zebra called?")
+    chat.switch("/recall", **RECALL)
+    say("What is our zebra called?")
+    chat.switch("/recall", recall="off", recall_query="turn")
     chat.undo()
     note()
     chat.switch("/budget", budget=64)
@@ -251,7 +248,7 @@ def test_rows_weights_and_archive_are_counted_where_they_are(folder: Path) -> No
     with simulated_devices():
         model = load(folder, MAPS["cpu, devices and disk"])
         assert model_fingerprint(model) == model_fingerprint(whole)
-        chat = session(model, budget=48, recent=8, max_new_tokens=4)
+        chat = session(model, budget=48, recent=8, max_new_tokens=1)
         list(chat.ask("Our zebra is called Quixbert, and it lives in the old town of Lisbon. " * 3))
         held = {one.device: one for one in chat.memory}
         layer = 4 * sum(one.numel() for one in whole.module.model.layers[0].parameters())

@@ -147,7 +147,7 @@ TABLE = Path(sirchat.models.__file__).with_name("FAMILIES.md")
 SAMPLE = [
     *causal_families()[::96],
     *("deepseek_v3", "doge", "gemma3", "gemma4_text", "glm_moe_dsa", "gpt2", "lfm2", "mamba"),
-    *("qwen3_next", "zamba2"),
+    "qwen3_next",
 ]
 
 

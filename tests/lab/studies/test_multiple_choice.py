@@ -104,13 +104,6 @@ def test_a_generated_reply_names_an_option(said: str, option: int | None) -> Non
     assert named_option(said, replies) == option
 
 
-def test_a_turn_that_leaves_no_choice_is_answered_with_its_only_reply() -> None:
-    chat = session(tiny(), policy="full")
-    for scoring in ("paper", "text", "reply"):
-        assert choose(chat, Question("I buy tea.", ("OK",), 0, ""), scoring) == 0
-        assert chat.turns[-1].text == "OK"
-
-
 def test_by_text_the_options_are_not_listed_and_their_texts_are_the_replies(tmp_path: Path) -> None:
     file = str(written(tmp_path / "keys.jsonl", FRUIT))
     study = MultipleChoice((SINK,), 1, task="grocery", data=file, scoring="text")

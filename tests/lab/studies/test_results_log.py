@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +64,6 @@ def test_an_interrupted_study_resumes_where_it_stopped(tmp_path: Path) -> None:
     assert run_units(known, babbler(), out) == straight
     assert known.done == []
     assert log.read_bytes() == whole
-
-
-def test_units_may_end_in_any_order(tmp_path: Path) -> None:
-    def backwards(study: Study, keys: list[str]) -> Iterator[tuple[str, Record]]:
-        work = study.worker(babbler())
-        return ((key, work(key)) for key in reversed(keys))
-
-    found = run_units(Squares(), babbler(), tmp_path, backwards)
-    assert list(found) == Squares().keys()
-    assert found == run_units(Squares(), babbler(), tmp_path)
 
 
 def test_results_of_another_model_are_refused(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +14,6 @@ from sirchat.lab.training.anchor_trainer import (
     LossEntry,
     LossHistory,
     Schedule,
-    TrainingClock,
-    checkpoint_losses,
     learning_rate,
     load_losses,
 )
@@ -38,15 +35,6 @@ def test_a_resumed_training_drops_what_came_after_the_checkpoint(tmp_path: Path)
     assert load_losses(tmp_path) == [entry(step) for step in range(1, 6)]
 
 
-def test_the_history_up_to_a_checkpoint_is_in_the_checkpoint(tmp_path: Path) -> None:
-    records = [
-        {"step": 1, "tokens": 512, "loss": 3.9, "learning_rate": 2e-5, "seconds": 1.5, "epoch": 1},
-        {"step": 1, "train_loss": 3.9},
-    ]
-    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": records}))
-    assert checkpoint_losses(tmp_path) == [entry(1)]
-
-
 def test_the_report_says_first_last_and_mean(tmp_path: Path) -> None:
     assert report(tmp_path) == []
     LossHistory(tmp_path, [entry(step) for step in range(1, 31)])
@@ -55,42 +43,6 @@ def test_the_report_says_first_last_and_mean(tmp_path: Path) -> None:
         "30 steps, 15,360 tokens, 45 s",
         f"losses: {tmp_path / HISTORY}",
     ]
-
-
-class Time:
-    """A time that passes when it is told to."""
-
-    def __init__(self) -> None:
-        self.seconds = 1000.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-
-def finish_steps(clock: TrainingClock, time: Time, *seconds: float) -> None:
-    for one in seconds:
-        time.seconds += one
-        clock.finish_step()
-
-
-def test_the_time_is_over_before_a_step_that_would_not_fit() -> None:
-    clock = TrainingClock(60, now=(time := Time()))
-    finish_steps(clock, time, 20)
-    assert (clock.seconds, clock.is_over) == (20, False)
-    assert clock.share == pytest.approx(1 / 3)
-    finish_steps(clock, time, 19)
-    assert not clock.is_over
-    finish_steps(clock, time, 11)  # at second 50, and another step as long would end at 61
-    assert clock.is_over
-
-
-def test_the_time_between_two_runs_does_not_count() -> None:
-    clock = TrainingClock(60, before=[10, 20, 30], now=(time := Time()))
-    time.seconds += 500  # until the training begins
-    clock.start()
-    assert (clock.seconds, clock.is_over) == (30, False)
-    finish_steps(clock, time, 10)
-    assert (clock.seconds, clock.is_over) == (40, False)
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,7 @@ def test_the_command_writes_an_encoder_that_a_chat_then_uses(
 ) -> None:
     monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
     monkeypatch.setattr(training, "SIZE", 8)
+    monkeypatch.setattr(training, "PARAPHRASES", PARAPHRASES[:9])
     monkeypatch.setattr(
         training, "written", lambda model, rng: iter([("Say something.", "I like tea. Do you?")])
     )
@@ -137,6 +138,7 @@ def test_without_a_teacher_the_bundled_lesson_is_read_and_nothing_else(
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(own_home))
     monkeypatch.setattr(training, "SIZE", 8)
+    monkeypatch.setattr(training, "PARAPHRASES", PARAPHRASES[:9])
     monkeypatch.setattr(training, "written", lambda model, rng: pytest.fail("it writes a text"))
     few = [{kind: some[:8] for kind, some in each.items()} for each in load_statements()]
     monkeypatch.setattr(statements, "load_statements", lambda: few)
@@ -157,6 +159,7 @@ def test_the_command_makes_a_lesson_of_the_statements_and_of_what_a_model_writes
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training, "SIZE", 8)
+    monkeypatch.setattr(training, "PARAPHRASES", PARAPHRASES[:9])
     said = [("Say something.", "I like green tea. Do you?"), ("Go on.", "\N{GRINNING FACE} ha ha.")]
     monkeypatch.setattr(training, "written", lambda model, rng: cycle(said))
     few = [{kind: some[:8] for kind, some in each.items()} for each in load_statements()]
