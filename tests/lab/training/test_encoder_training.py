@@ -20,6 +20,7 @@ from sirchat.errors import SettingError
 from sirchat.lab.commands.train import train_app
 from sirchat.lab.studies.facts_in_dialogue.dialogue import Dialogue, load_dialogues
 from sirchat.lab.studies.facts_in_dialogue.focus import FocusTest
+from sirchat.lab.studies.facts_in_dialogue.questions import entries
 from sirchat.lab.studies.reading import whole_round
 from sirchat.lab.studies.report import Estimate
 from sirchat.lab.training import encoder as training
@@ -99,17 +100,23 @@ def test_ridge_predicts_several_numbers_as_it_does_one_and_finds_their_main_axes
     torch.testing.assert_close(axes @ axes.T, wanted[:2].T @ wanted[:2])
 
 
+def take_few(patch: pytest.MonkeyPatch) -> None:
+    """Let an encoder be small, and learned from and tested with few sentences of each kind."""
+    few = [{kind: some[:8] for kind, some in each.items()} for each in load_statements()]
+    patch.setattr(statements, "load_statements", lambda: few)
+    patch.setattr(statements, "entries", lambda *which: entries(*which)[:2])
+    patch.setattr(training, "PARAPHRASES", PARAPHRASES[:9])
+    patch.setattr(training, "SIZE", 8)
+
+
 def test_the_command_writes_an_encoder_that_a_chat_then_uses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    monkeypatch.setattr(training, "SIZE", 8)
-    monkeypatch.setattr(training, "PARAPHRASES", PARAPHRASES[:9])
     monkeypatch.setattr(
         training, "written", lambda model, rng: iter([("Say something.", "I like tea. Do you?")])
     )
-    few = [{kind: some[:8] for kind, some in each.items()} for each in load_statements()]
-    monkeypatch.setattr(statements, "load_statements", lambda: few)
+    take_few(monkeypatch)
     measured = list[list[Dialogue]]()
     monkeypatch.setattr(training, "measure_focus", partial(focus_test, measured))
     talk = tmp_path / "talk.txt"
@@ -137,11 +144,8 @@ def test_without_a_teacher_the_bundled_lesson_is_read_and_nothing_else(
     own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(own_home))
-    monkeypatch.setattr(training, "SIZE", 8)
-    monkeypatch.setattr(training, "PARAPHRASES", PARAPHRASES[:9])
     monkeypatch.setattr(training, "written", lambda model, rng: pytest.fail("it writes a text"))
-    few = [{kind: some[:8] for kind, some in each.items()} for each in load_statements()]
-    monkeypatch.setattr(statements, "load_statements", lambda: few)
+    take_few(monkeypatch)
     whole = Lesson.load()
     short = Lesson(whole.name, whole.rounds[-30:], whole.known)
     short = replace(short, rounds=[*short.rounds, ("I own a kayak made of xenon.", "Sure.")])
@@ -158,12 +162,9 @@ def test_without_a_teacher_the_bundled_lesson_is_read_and_nothing_else(
 def test_the_command_makes_a_lesson_of_the_statements_and_of_what_a_model_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "SIZE", 8)
-    monkeypatch.setattr(training, "PARAPHRASES", PARAPHRASES[:9])
     said = [("Say something.", "I like green tea. Do you?"), ("Go on.", "\N{GRINNING FACE} ha ha.")]
     monkeypatch.setattr(training, "written", lambda model, rng: cycle(said))
-    few = [{kind: some[:8] for kind, some in each.items()} for each in load_statements()]
-    monkeypatch.setattr(statements, "load_statements", lambda: few)
+    take_few(monkeypatch)
     teacher, path = write_sentence_encoder(tmp_path / "teacher"), tmp_path / "lesson.xz"
     flags = ["--model", "tiny", "--teacher", str(teacher), "--tokens", "1500"]
     ran = CliRunner().invoke(train_app, ["encoder", *flags, "--lesson", str(path)])
@@ -171,7 +172,7 @@ def test_the_command_makes_a_lesson_of_the_statements_and_of_what_a_model_writes
     made = Lesson.load(path)
     assert (made.name, made.size) == ("teacher", 8)
     messages = {user for user, _ in made.rounds}
-    assert messages >= {text for some in few[0].values() for text in some}
+    assert messages >= {text for some in statements.load_statements()[0].values() for text in some}
     assert "I like green tea." in made.known
     assert not any("\N{GRINNING FACE}" in text for text in made.known)
     known = list(made.known)
