@@ -52,49 +52,59 @@ def read_again(
     Each turn keeps its index. A system prompt in the settings is read in place of the last one in
     `turns`. `session.state.repinned` counts kept and lost pins. Raises as `Session.read_user`.
     """
-    profile, lost, done = session.profile, 0, 0
+    profile, wanted, done = session.profile, 0, 0
     prompts = [number for number, turn in enumerate(turns) if turn.role == "system"]
     parts: dict[int, list[PinnedText]] = {}
     calls: list[ToolCall] = []
     for part in pins:
         parts.setdefault(part.turn, []).append(part)
-    lost += _read_prompt(session, None, pinned=False)
+    _read_prompt(session, None, pinned=False)
     for number, turn in enumerate(turns):
         if turn.role == "system":
             prompt = (profile.system if number == prompts[-1] else None) or turn.text or " "
             pinned = profile.pin_system and prompt == profile.system and number == prompts[-1]
-            lost += _read_prompt(session, prompt, pinned=pinned)
-        elif turn.role == "user":
-            following = turns[number + 1].role if number + 1 < len(turns) else None
-            list(session.read_user(turn.text, next_role=following))
-            session.turns[-1].is_summary = turn.is_summary
-        elif turn.role == "tool":
-            following = turns[number + 1].role if number + 1 < len(turns) else None
-            call = calls.pop(0) if calls else ToolCall(call_id(number), "tool", "{}")
-            question = session.undoable_message
-            list(read_result(session, call, turn.text, question, next_role=following))
+            _read_prompt(session, prompt, pinned=pinned)
         else:
-            calls, given = calls_in(session, turn.text)
-            list(session.read_reply(join_reasoning(turn.thinking, turn.text), given=given))
-            session.turns[-1].text, session.turns[-1].thinking = turn.text, turn.thinking
+            following = turns[number + 1].role if number + 1 < len(turns) else None
+            calls = _read_turn(session, turn, following, calls)
         if turn.is_left_out:
             session.turns[-1].is_left_out, last = True, len(session.turns) - 1
             session.engine.evictor.evict_until_recalled(session.ledger.of_turn(last))
         for index in range(done, done := len(session.turns)):
             session.mark_torn(index, turns[index].torn)
-            lost += _pin_again(session, index, parts.get(index, []))
+            wanted += _pin_again(session, index, parts.get(index, []))
         if progress is not None:
             progress("reading the chat", number + 1, len(turns))
     if session.profile.system != profile.system:
-        lost += _read_prompt(session, profile.system, pinned=profile.pin_system)
+        _read_prompt(session, profile.system, pinned=profile.pin_system)
     session.note_profile(profile)
     for number in prompts:  # for an erased prompt, a blank was read
         if number < len(session.turns) and not turns[number].text:
             session.turns[number] = Turn("system")
     for new, old in zip(session.turns, turns, strict=False):
         new.time = old.time
-    session.state.repinned = len(_user_pins(session)), lost
+    pinned_now = len(_user_pins(session))
+    session.state.repinned = pinned_now, wanted - pinned_now
     session.state.unpinned_sentences = frozenset(one for one in unpinned if one[0] < len(turns))
+
+
+def _read_turn(
+    session: Session, turn: Turn, next_role: str | None, calls: list[ToolCall]
+) -> list[ToolCall]:
+    """Read a turn that is no system prompt; `calls` have no result yet. Returns those left then."""
+    if turn.role == "user":
+        list(session.read_user(turn.text, next_role=next_role))
+        session.turns[-1].is_summary = turn.is_summary
+    elif turn.role == "tool":
+        unknown = ToolCall(call_id(len(session.turns)), "tool", "{}")
+        call, *calls = calls or [unknown]
+        question = session.undoable_message
+        list(read_result(session, call, turn.text, question, next_role=next_role))
+    else:
+        calls, given = calls_in(session, turn.text)
+        list(session.read_reply(join_reasoning(turn.thinking, turn.text), given=given))
+        session.turns[-1].text, session.turns[-1].thinking = turn.text, turn.thinking
+    return calls
 
 
 def reread_session(session: Session, progress: Progress | None = None) -> Session:
@@ -257,18 +267,18 @@ def _user_pins(session: Session) -> Positions:
 
 
 def _pin_again(session: Session, index: int, parts: Sequence[PinnedText]) -> int:
-    """Pin these parts of turn `index`, which was just read again; returns how many are lost."""
+    """Pin these parts of turn `index`, as far as they fit; returns how many tokens they have."""
     if not parts:
         return 0
     turn = _SpelledTurn.of(session, index)
     positions = [turn.positions_of(part) for part in parts]
     missing = [part for part, own in zip(parts, positions, strict=True) if not len(own)]
     texts = [turn.text[part.start : part.end] for part in missing]
-    lost = sum(len(session.template.as_text(text)) for text in texts)
-    lost += _pin_newest(session, np.union1d(_user_pins(session), np.concatenate(positions)))
+    _pin_newest(session, np.union1d(_user_pins(session), np.concatenate(positions)))
     for part, own in zip(parts, positions, strict=True):
         _mark_rule(session, part, own)
-    return lost
+    spelled_otherwise = sum(len(session.template.as_text(text)) for text in texts)
+    return len(np.unique(np.concatenate(positions))) + spelled_otherwise
 
 
 def _mark_rule(session: Session, part: PinnedText, positions: Positions) -> None:
@@ -297,14 +307,13 @@ def _pin_newest(session: Session, pins: Positions, more: int = 0) -> int:
     return len(pins) - len(_user_pins(session))
 
 
-def _read_prompt(session: Session, prompt: str | None, *, pinned: bool) -> int:
-    """Evict the system prompt, and read `prompt`; returns how many pins were unpinned for it."""
+def _read_prompt(session: Session, prompt: str | None, *, pinned: bool) -> None:
+    """Evict the system prompt, and read `prompt`, for which the user's oldest pins may go."""
     session.switch("system", system=None)  # else the same prompt would not be read again
     is_read = prompt and pinned and session.seen
     size = len(session.template.system_turn(prompt).ids) if prompt and is_read else 0
-    lost = _pin_newest(session, _user_pins(session), size)
+    _pin_newest(session, _user_pins(session), size)
     session.switch("system", system=prompt, pin_system=pinned)
-    return lost
 
 
 def _profile_at(session: Session, start: int) -> Profile:
