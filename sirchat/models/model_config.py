@@ -35,9 +35,12 @@ _POSITIVE_KEYS = (
     *("rope_theta", "rope_local_base_freq", "factor", "short_factor", "long_factor"),
     *("low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow"),
     *("final_logit_softcapping", "attn_logit_softcapping", "query_pre_attn_scalar"),
-    *("rms_norm_eps", "layer_norm_eps", _ORIGINAL_LENGTH),
+    *("rms_norm_eps", "layer_norm_eps", "partial_rotary_factor", _ORIGINAL_LENGTH),
 )
-_MAX_FLOAT = 1e15
+_MAX_FLOAT = 1e12
+# Numbers below which, or above which, a model speaks nonsense.
+_LEAST = {"factor": 1.0, "rope_theta": 1.0}
+_MOST = {"rms_norm_eps": 0.5, "layer_norm_eps": 0.5, "partial_rotary_factor": 1.0}
 # Rotations (RoPE) that change their frequencies beyond a length: keys that are already in the cache
 # would be wrong for the new frequencies, so the context ends there. `su` was the name of longrope.
 LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
@@ -128,12 +131,16 @@ def refuse_invalid_numbers(config: Any, name: str) -> None:
             continue
         for number in value if isinstance(value, list) else [value]:
             is_usable = positive_int(number) is not None
-            if not is_usable and key in _POSITIVE_KEYS and isinstance(number, int | float):
-                limit = 1.0 if key.endswith("_eps") else _MAX_FLOAT
-                is_usable = not isinstance(number, bool) and 0 < number < limit
+            if key in _POSITIVE_KEYS and isinstance(number, int | float):
+                is_usable = 0 < number <= _MOST.get(key, _MAX_FLOAT) and number >= _LEAST.get(
+                    key, 0
+                )
+                is_usable = is_usable and not isinstance(number, bool)
             if number is not None and not is_usable:
                 kind = "number" if key in _POSITIVE_KEYS else "whole number"
-                rule = f"its config.json must have a {kind} above 0"
+                least = f"of at least {_LEAST[key]:g}" if key in _LEAST else "above 0"
+                most = f" and at most {_MOST[key]:g}" if key in _MOST else ""
+                rule = f"its config.json must have a {kind} {least}{most}"
                 raise ModelError(f"{name} has {key} {format_value(value)}; {rule}")
     heads, shared = said.get("num_attention_heads"), said.get("num_key_value_heads")
     if positive_int(heads) and positive_int(shared) and heads % shared:

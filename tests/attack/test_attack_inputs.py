@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -21,7 +22,7 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile, load_profile, profile_as_yaml
 from sirchat.config.values import format_setting, parse_option, parse_value
 from sirchat.errors import SettingError, SirchatError, TranscriptError
-from sirchat.text.transcript import FORMATS, parse_transcript
+from sirchat.text.transcript import FORMATS, iter_turns, parse_transcript
 from sirchat.ui.commands import Commands
 
 _KEYS = [*Profile.model_fields, "polcy", "", "\x1b[1m", "a" * 300]
@@ -154,6 +155,25 @@ PAST = [
 def test_what_once_hung_or_took_gigabytes_is_refused_at_once(data: bytes) -> None:
     with pytest.raises(TranscriptError):
         parse_transcript(data, "t", "jsonl")
+
+
+def test_a_line_of_a_pipe_is_refused_once_it_is_too_long() -> None:
+    class Letters(io.RawIOBase):
+        left = 100_000_000
+
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, buffer: Any) -> int:
+            size = min(len(buffer), self.left)
+            buffer[:size] = b"a" * size
+            self.left -= size
+            return size
+
+    letters = Letters()
+    with pytest.raises(TranscriptError, match="too long; allowed: up to 4,194,304 bytes"):
+        list(iter_turns(io.BufferedReader(letters), "standard input", "auto"))
+    assert letters.left > 95_000_000
 
 
 @pytest.mark.parametrize(

@@ -145,14 +145,17 @@ NO_LENGTHS: list[object] = [-1, 0.5, 1e12, 10**12, 10**30, float("inf"), float("
 NO_COUNTS: list[object] = [0, *NO_LENGTHS]
 NO_NUMBERS: list[object] = [0, -1, 1e300, 10**30, float("inf"), float("nan"), "1", True]
 NO_NUMBERS += [[1.0, one] for one in NO_NUMBERS]
-ROTARY = ("rope_theta", "factor", "short_factor", "beta_fast")
+ROTARY = ("rope_theta", "factor", "short_factor", "beta_fast", "partial_rotary_factor")
 NONSENSE: dict[str, list[object]] = {
     **dict.fromkeys(("max_position_embeddings", "num_hidden_layers", "hidden_size"), NO_COUNTS),
     **dict.fromkeys(("num_key_value_heads", "head_dim", "vocab_size"), NO_COUNTS),
     **dict.fromkeys(ROTARY, NO_NUMBERS),
+    "rope_theta": [1e14, 0.5, *NO_NUMBERS],
+    "factor": [1e-9, *NO_NUMBERS],
+    "partial_rotary_factor": [3, 1.5, *NO_NUMBERS],
     "num_attention_heads": [*NO_COUNTS, 3],  # of a model with two heads of keys
     "sliding_window": NO_LENGTHS,
-    "rms_norm_eps": NO_NUMBERS,
+    "rms_norm_eps": [0.9, *NO_NUMBERS],
     "layer_types": [["full_attention"], ["full_attention"] * 3],
     "final_logit_softcapping": NO_NUMBERS,
 }
