@@ -28,6 +28,7 @@ from sirchat.chat.statements import (
     StatementCache,
     find_statements,
     pin_rules,
+    rules_at,
     sentences_at,
     unpin_excess_rules,
 )
@@ -261,14 +262,18 @@ class Session(Conversation):
     def pin(self, target: Target, pinned: bool = True) -> list[Event]:
         """Pin or unpin `target` (text, `last`, `turn N`); evicted tokens are restored when pinned.
 
-        If others wrote the text too, the model's own is not pinned. Raises UsageError if nothing
-        matches; SettingError, changing nothing, if the pins would leave too little room.
+        If others wrote the text too, the model's own is not pinned; a rule is unpinned as a whole.
+        Raises UsageError if nothing matches; SettingError, changing nothing, if the pins would
+        leave too little room.
         """
         positions = positions_of(self, target, self.engine.store.recallable())
         if pinned and isinstance(target, str):  # all tokens of a turn are of one writer
             positions = without_generated(self, positions)
+        rules = rules_at(self, positions)
+        if not pinned:
+            positions = np.union1d(positions, rules)
         moves = self.engine.switcher.pin(positions, pinned)
-        self.ledger.release_rules(positions)  # from now on they are the user's choice
+        self.ledger.flag(Flag.RULE, rules, False)  # from now on they are the user's choice
         said = sentences_at(self, positions)
         before = self.state.unpinned_sentences
         self.state.unpinned_sentences = before - said if pinned else before | said

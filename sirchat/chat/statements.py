@@ -136,19 +136,28 @@ def unpin_excess_rules(chat: Conversation, settings: CacheSettings) -> list[Even
     return list(_unpin_rules(chat, _rules_to_unpin(chat.ledger, settings, 0)))
 
 
-def _pinned_rules(chat: Conversation, words: str) -> list[StatedFact]:
-    """The pinned rules and preferences, in order; only those that have all `words`, if given."""
-    found, ledger = list[StatedFact](), chat.ledger
-    states = ledger.column("state")
-    for run in ledger.rules():
-        pieces = texts_at(ledger, chat.texts, run)
+def _pinned_rules(chat: Conversation) -> Iterator[tuple[Positions, list[str]]]:
+    """Each sentence of the pinned rules and preferences, in order: its positions and texts [n]."""
+    for run in chat.ledger.rules():
+        pieces = texts_at(chat.ledger, chat.texts, run)
         for start, end in pairwise(sentence_bounds(pieces)):
-            text, positions = "".join(pieces[start:end]).strip(), run[start:end]
-            turn = int(ledger.column("turn")[positions[0]])
-            if text and set(words_of(words)) <= set(words_of(text)):
-                held = _describe_held(pieces[start:end], states[positions] == _HELD)
-                found.append(StatedFact(turn, text, chat.turns[turn].time, **held, is_rule=True))
-    return found
+            yield run[start:end], pieces[start:end]
+
+
+def rules_at(chat: Conversation, positions: Positions) -> Positions:
+    """The tokens of all pinned rules that have one of these tokens."""
+    rules = (rule for rule, _ in _pinned_rules(chat) if np.isin(rule, positions).any())
+    return np.concatenate([np.zeros(0, np.int64), *rules])
+
+
+def _describe_rules(chat: Conversation, words: str) -> Iterator[StatedFact]:
+    """The pinned rules and preferences, in order; only those that have all `words`, if given."""
+    states, turns = chat.ledger.column("state"), chat.ledger.column("turn")
+    for positions, pieces in _pinned_rules(chat):
+        text, turn = "".join(pieces).strip(), int(turns[positions[0]])
+        if text and set(words_of(words)) <= set(words_of(text)):
+            held = _describe_held(pieces, states[positions] == _HELD)
+            yield StatedFact(turn, text, chat.turns[turn].time, **held, is_rule=True)
 
 
 def _max_rule_tokens(settings: CacheSettings) -> float:
@@ -231,8 +240,9 @@ def find_statements(chat: Conversation, cache: StatementCache, words: str) -> li
             cache.vectors[text] = chat.model.encode(turn.ids[:end], start)
         return cache.vectors[text]
 
-    cache.found = stamp, _pinned_rules(chat, words) + _find_facts(chat, vector_of, words)
-    return [*cache.found[1]]
+    found = [*_describe_rules(chat, words), *_find_facts(chat, vector_of, words)]
+    cache.found = stamp, found
+    return [*found]
 
 
 def _find_facts(

@@ -272,13 +272,6 @@ class Ledger:
         others: Positions = pinned[self._rows["flags"][pinned] & np.uint8(Flag.RULE) == 0]
         return others
 
-    def release_rules(self, positions: Positions) -> None:
-        """Clear the flag `RULE` of all rules that have one of these tokens."""
-        flags = self.column("flags")
-        for rule in _runs(np.flatnonzero(flags & np.uint8(Flag.RULE))):
-            if np.isin(rule, positions).any():
-                self.flag(Flag.RULE, rule, False)
-
     def pin_only(self, positions: Positions) -> None:
         """Pin the tokens at these positions, and unpin all others."""
         self.pin(self.pinned_positions, False)

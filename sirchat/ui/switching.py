@@ -195,8 +195,9 @@ class Switching:
     def unpin(self, target: Target) -> None:
         """Unpin the tokens of `target` (words, or a turn), and say what this has changed."""
         changed, num_evicted, restored = self._set_pinned(target, is_pinned=False)
-        unpinned = f"{pluralize(len(changed), 'token')} no longer pinned"
-        self._screen.note(unpinned if changed else "nothing of this was pinned")
+        size = pluralize(len(changed), "token")
+        unpinned = f"{size} no longer pinned: “{self._text_of(changed)}”" if changed else ""
+        self._screen.note(unpinned or "nothing of this was pinned")
         self._screen.note(_describe_moved_tokens(num_evicted, len(restored), self._session))
 
     def _set_pinned(self, target: Target, *, is_pinned: bool) -> tuple[list[int], int, list[int]]:

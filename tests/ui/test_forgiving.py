@@ -165,7 +165,7 @@ def test_pin_and_unpin_count_only_what_they_change() -> None:
     assert shown.startswith("pinned: “Anna”\n1 token; in 1 message of yours; holds ")
     assert "all of this is pinned already" in chat.do("/pin Anna")
     assert "nothing of this was pinned" in chat.do("/unpin name")
-    assert "2 tokens no longer pinned" in chat.do("/unpin Anna")
+    assert "2 tokens no longer pinned: “Anna … Anna”" in chat.do("/unpin Anna")
 
 
 def test_words_that_tell_little_are_not_named_as_evicted() -> None:
