@@ -17,7 +17,7 @@ from sirchat.chat.session import Session
 from sirchat.chat.statements import StatedFact
 from sirchat.chat.words import split_words, word_text
 from sirchat.errors import SettingError, UsageError, format_value
-from sirchat.recall.word_index import STOP_WORDS, words_of
+from sirchat.recall.word_index import STOP_WORDS, is_greeting, words_of
 from sirchat.text.detokenizer import tokens_spelling
 
 _MIN_TEXT_TOKENS = 8  # tokens of a summary's own text
@@ -155,7 +155,7 @@ def _repeats(role: str, has: list[str], old: list[str], words: set[str], lost: s
 def _sentences(message: _Message) -> Iterator[_Sentence]:
     ends = np.cumsum([len(row.text) for row in message.rows], dtype=np.int64)
     for match in _SENTENCE.finditer(message.text):
-        if "?" in match[0] or "？" in match[0]:  # a question tells nothing
+        if "?" in match[0] or "？" in match[0] or is_greeting(match[0]):  # they tell nothing
             continue
         rows = message.rows[tokens_spelling(ends, match.start(), match.end())]
         words = dict[str, float]()

@@ -169,8 +169,8 @@ class PassageSearch:
         # fit four times as well as other text.
         turns, roles = self.passages.rows["turn"], self.passages.rows["role"]
         count = int(turns.max(initial=0)) + 1
-        if excluded:
-            scores = np.where(np.isin(turns, excluded), -np.inf, scores)
+        left_out = np.isin(turns, excluded) | np.array(self.index.greets, bool)
+        scores = np.where(left_out, -np.inf, scores)
         written = np.bincount(np.asarray(generated, np.int64), minlength=count + 1) > 0
         is_generated = written[turns] & (roles == Role.ASSISTANT)
         if not is_generated.any():

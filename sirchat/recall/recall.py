@@ -35,7 +35,7 @@ from sirchat.recall.passage_search import (
 from sirchat.recall.passages import texts_at
 from sirchat.recall.retrievers import retriever
 from sirchat.recall.retrievers.base import PassageRetriever
-from sirchat.recall.word_index import DISCOUNT, words_of
+from sirchat.recall.word_index import DISCOUNT, is_greeting, words_of
 from sirchat.text.detokenizer import QUESTION_MARKS, Texts
 
 # Most tokens from which a question is answered under `focus: auto`. With SmolLM2 and half of the
@@ -312,7 +312,8 @@ class Recall:
         spans = query_spans(pieces)
         sentences = tuple("".join(pieces[start:end]) for start, end in spans)
         index = self.passage_search.index
-        if not index.informative_words("".join(sentences)):  # such as "Would there?"
+        text = "".join(sentences)
+        if is_greeting(text) or not index.informative_words(text):  # such as "Would there?"
             return PassageQuery(())
         if not self.by_meaning:
             return PassageQuery(sentences)

@@ -27,6 +27,13 @@ STOP_WORDS = frozenset(
     )
 )
 
+_GREETING = re.compile(
+    r"(?i)\b(?:hello|hi|hey|greetings|good ?(?:morning|afternoon|evening|night|day|bye)|bye|cheers|"
+    r"see you|nice to meet you|thank(?: you|s)|(?:you['’]re )?welcome|hallo|guten (?:tag|morgen|"
+    r"abend)|danke|bonjour|salut|merci|hola|gracias|ciao|grazie|你好|谢谢|こんにちは|ありがとう)\b"
+)
+_PLEASANTRIES = {*STOP_WORDS, "again", "fine", "lot", "m", "much", "well"} - {"no", "not", "yes"}
+
 DISCOUNT = 0.5  # of a question, and of what stands beside a hit; squared, of one further away
 # Rank in the tokenizer's vocabulary of the rarest words that count for nothing. The weight of the
 # others grows with the logarithm of the rank. Chosen on LoCoMo's conversations 0 to 2.
@@ -55,6 +62,12 @@ def terms_of(text: str) -> list[str]:
 
 def words_of(text: str) -> list[str]:
     return _WORD.findall(text.casefold())
+
+
+def is_greeting(text: str) -> bool:
+    """Whether a text greets or thanks, in any of some languages, and tells nothing else."""
+    rest, count = _GREETING.subn("", text)
+    return count > 0 and _PLEASANTRIES.issuperset(words_of(rest))
 
 
 def letter_groups(word: str) -> list[str]:
@@ -101,6 +114,7 @@ class WordIndex:
         self._word_weight = word_weight
         self._postings: dict[str, tuple[array[int], array[float]]] = {}
         self._turns, self._blocks, self.asks = array("i"), array("i"), array("b")
+        self.greets = array("b")
         self._sizes = array("f")
 
     def __len__(self) -> int:
@@ -118,6 +132,7 @@ class WordIndex:
         self._blocks.append(block + (not number or turn != self._turns[-1] or is_full))
         self._turns.append(turn)
         self.asks.append(text.rstrip().endswith(QUESTION_MARKS))
+        self.greets.append(is_greeting(text))
         self._sizes.append(sum(counts.values()))
 
     def truncate(self, count: int) -> None:
@@ -128,7 +143,7 @@ class WordIndex:
                 numbers.pop()
                 times.pop()
         self._postings = {term: each for term, each in self._postings.items() if each[0]}
-        for column in (self._turns, self._blocks, self.asks, self._sizes):
+        for column in (self._turns, self._blocks, self.asks, self.greets, self._sizes):
             del column[count:]
 
     def scores(self, sentences: Sequence[str]) -> NDArray[np.float64]:

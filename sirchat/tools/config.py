@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from sirchat.errors import SirchatError, UsageError, format_value
 
-_SERVER_KEYS = ("mcpServers", "servers")  # Claude and Cursor, VS Code
+_SERVER_KEYS = ("mcpServers", "servers", "mcp_servers")  # Claude and Cursor, VS Code, codex
+# In JSON as editors take it: a string, a comment, or a comma after which nothing comes
+_NOT_STRICT = re.compile(
+    r"""(?P<string>"(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/|,(?=(?:\s|//[^\n]*|/\*.*?\*/)*[\]}])""",
+    re.DOTALL,
+)
 _NAME = r"input:[\w-]+|[A-Za-z_]\w*"
 _VARIABLE = re.compile(rf"\$\{{(?:env:)?(?P<name>{_NAME})(?::-(?P<default>[^}}]*))?\}}")
 
@@ -36,8 +42,9 @@ class ServerFields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_null(cls, given: Any) -> Any:
-        """Treat null like a field that was left out."""
-        return {name: each for name, each in given.items() if each is not None}
+        """Treat null like a field that was left out, and take another program's name of `url`."""
+        url = {"url": given["serverUrl"]} if given.get("serverUrl") else {}
+        return {name: each for name, each in (given | url).items() if each is not None}
 
     def filled(self) -> ServerFields:
         """A copy with each `${NAME}` replaced; raises SirchatError if a variable is not set."""
@@ -53,10 +60,12 @@ class ServerFields(BaseModel):
 
 
 def read_servers(path: str) -> dict[str, ServerFields]:
-    """The servers in a JSON file, by name; raises UsageError if the file is not valid."""
+    """The servers in a file of JSON or TOML, by name; raises UsageError if it is not valid."""
     try:
         text = Path(path).expanduser().read_text("utf-8-sig")
-        written = json.loads(text)
+        strict = _NOT_STRICT.sub(lambda part: part["string"] or " " * len(part[0]), text)
+        written = tomllib.loads(text) if path.endswith(".toml") else json.loads(strict)
+        written = written.get("mcp", written)  # VS Code's settings
         servers = written[next((name for name in _SERVER_KEYS if name in written), "")]
         found = {str(name): ServerFields.model_validate(one) for name, one in servers.items()}
     except OSError as error:

@@ -114,6 +114,10 @@ class ToolServers:
         result = self._wait(running, running.prompt(prompt, given), self._limit(), interrupted)
         return _cut("\n\n".join(_as_text(message.content) for message in result.messages))
 
+    def resource(self, name: str, uri: str, interrupted: Interrupted = never) -> str:
+        """The text of a resource of a server, which was started."""
+        return self._read_resource(self._running[name], {"uri": uri}, interrupted)
+
     def is_running(self, name: str) -> bool:
         return name in self._running and self._running[name].begun.done()
 
@@ -223,8 +227,8 @@ class ToolServers:
         call = running.call(tool, arguments)
         result = self._wait(running, call, self._limit(), interrupted)
         text = "\n".join(map(_as_text, result.content))
-        if not text and result.structured_content is not None:
-            text = json.dumps(result.structured_content, ensure_ascii=False)
+        if (values := result.structured_content) is not None and not _is_told(text, values):
+            text = "\n".join(filter(None, [text, json.dumps(values, ensure_ascii=False)]))
         text = _cut(text)
         if result.is_error:
             raise RuntimeError(text or "the tool does not say why")  # in all its lines
@@ -239,6 +243,15 @@ class ToolServers:
             return _cut("\n".join(map(_as_text, result.contents)))
         resources, _ = self._wait(running, running.list_offers(), self._limit(), interrupted)
         return _cut("\n".join(f"{one.uri}: {one.description or one.name}" for one in resources))
+
+
+def _is_told(text: str, values: dict[str, Any]) -> bool:
+    """Whether a result's text has its values: as JSON, or as the SDK's servers have single ones."""
+    if text and values.keys() == {"result"}:
+        return True
+    with suppress(ValueError, RecursionError):
+        return bool(json.loads(text) == values)
+    return False
 
 
 class _HangsError(SirchatError):

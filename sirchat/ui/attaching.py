@@ -51,11 +51,14 @@ class AttachedFile:
 
 
 def attach_mentions(
-    text: str, note: Callable[[str], None], pasted_at_signs: Collection[int] = ()
+    text: str,
+    note: Callable[[str], None],
+    pasted_at_signs: Collection[int] = (),
+    read_resource: Callable[[str], str | None] = lambda name: None,
 ) -> tuple[str, list[AttachedFile]]:
-    """Load the files that a typed `text` mentions as `@path`; return the message and the files.
+    """Load what a typed `text` mentions as `@path` or `@server:uri`; return the message and that.
 
-    `pasted_at_signs` are indices of `@` in `text` that mention no file. Remarks go to `note`.
+    `pasted_at_signs` are indices of `@` in `text` that mention nothing. Remarks go to `note`.
     Raises UsageError if a file can't be used, or if `text` is nothing but a path.
     """
     files: dict[str, AttachedFile] = {}
@@ -66,6 +69,9 @@ def attach_mentions(
         if mention.end("escape") in pasted_at_signs:
             path, shown = "", mention[0]
             _warn_of_pasted_mention(mention, note)
+        elif (resource := read_resource(name := _name_of(mention))) is not None:
+            path, shown = name, mention[0][1:]
+            files[name] = AttachedFile(name, resource)
         else:
             path, shown = _resolve_mention(mention, note)
         if path and path not in files:
@@ -84,11 +90,7 @@ def attach_mentions(
 
 def mentioned_names(text: str) -> list[str]:
     """The names after each `@` of a text, without closing punctuation."""
-    return [
-        mention["double"] or mention["single"] or mention["word"].rstrip(_CLOSING_PUNCTUATION)
-        for mention in _MENTION.finditer(text)
-        if not mention["escape"]
-    ]
+    return [_name_of(mention) for mention in _MENTION.finditer(text) if not mention["escape"]]
 
 
 def unfinished_mention(before: str) -> str | None:
@@ -173,12 +175,17 @@ def _resolve_mention(mention: re.Match[str], note: Callable[[str], None]) -> tup
     unescaped = _ESCAPED_CHAR.sub(r"\1", word)
     if path := _find_path(word, unescaped):
         return path, word if word.startswith(path) else unescaped
-    name = quoted or word.rstrip(_CLOSING_PUNCTUATION)
+    name = _name_of(mention)
     if "://" in name:
         note("nothing is fetched, so the name is sent as plain text")
     elif quoted or _LOOKS_LIKE_PATH.search(name):
         note(f"there is no file {shorten(name, 60)}, so the name is sent as plain text")
     return "", mention[0]
+
+
+def _name_of(mention: re.Match[str]) -> str:
+    """The quoted name of a mention, or its word without closing punctuation."""
+    return mention["double"] or mention["single"] or mention["word"].rstrip(_CLOSING_PUNCTUATION)
 
 
 def _find_path(*spellings: str) -> str:

@@ -161,7 +161,9 @@ class Chat:
                 return not self._ask_whether_to_leave()
             # From here on Ctrl-C stops the reply, and the message stays.
             with InterruptFlag() as interrupt:
-                text, files = attach_mentions(line.text, self._screen.note, line.pasted_at_signs)
+                note, tools = self._screen.note, self._session.toolbox
+                read = {"read_resource": tools.resource} if isinstance(tools, ToolUse) else {}
+                text, files = attach_mentions(line.text, note, line.pasted_at_signs, **read)
                 if files:
                     self._screen.note(describe_size(files, self._session))
                 self._send(text, replace(line, is_stopped=line.is_stopped or interrupt()))

@@ -130,6 +130,16 @@ class ToolUse(Toolbox):
         self._screen.note(f"sent, {pluralize(len(text), 'character')}: {shown}")
         return text
 
+    def resource(self, name: str) -> str | None:
+        """The text of the resource `SERVER:URI`; None if no server is called so."""
+        parts = ((one, name.removeprefix(f"{one}:")) for one in self._server_names)
+        found = (pair for pair in parts if pair[1] != name and ":" in pair[1][1:])
+        server, uri = next(found, ("", ""))
+        if not uri[:1].isalpha():
+            return None
+        self._list_tools(server)  # starts it
+        return self._tool_servers.resource(server, uri, self._stops)
+
     def _print_servers(self) -> None:
         for server in self._server_names:
             num_on = sum(tool.origin[0] == server for tool in self.tools.values())
@@ -192,7 +202,8 @@ class ToolUse(Toolbox):
             self._screen.note(shorten(displayable_line(f"{usage}: {one.description or ''}"), 160))
         if resources:
             count = pluralize(len(resources), "resource")
-            self._screen.note(f"{count}: {server}__{READ_RESOURCE} lists and reads them")
+            ways = f"{server}__{READ_RESOURCE} lists and reads them; @{server}:URI sends one"
+            self._screen.note(f"{count}: {ways}")
 
     def _find_server(self, name: str) -> str:
         """The server called `name`, or with a tool of this name; raises UsageError if none."""

@@ -75,6 +75,7 @@ def test_an_extract_is_whole_sentences_once_each_in_the_order_they_were_said() -
     list(chat.read_user("My code is tangerine77. Is it?"))
     list(chat.read_reply("<think>The zebra counts 999 quaggas.</think>It is tangerine77, yes."))
     text = make_summary(chat, chat.facts())
+    assert "Hello" not in text
     assert text.index(FACT) < text.index("My code is tangerine77.")
     assert text.count("garden 1") <= 1
     assert "zebra" not in text

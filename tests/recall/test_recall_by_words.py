@@ -98,6 +98,18 @@ def test_words_that_carry_nothing_find_nothing() -> None:
         one.undo()
 
 
+@pytest.mark.parametrize("retriever", BY_WORDS)
+def test_greetings_and_thanks_do_not_come_back_and_recall_nothing(retriever: str) -> None:
+    one = session(babbler(), policy="sink", budget=96, recall=retriever, recall_n=40)
+    tell(one, "Hello, good morning!", TOLD, "Thanks a lot.", *["Tell me a joke."] * 6)
+    for text in ("What is our zebra called?", "Hello zebra, good morning to the zebra!"):
+        back = ask(one, text)
+        assert TOLD in back
+        assert "Hello" not in back
+        assert "hank" not in back
+    assert not ask(one, "Hello, good morning to you!")
+
+
 def test_of_a_long_turn_the_sentence_with_the_word_comes_back() -> None:
     one = roomy()
     tell(one, f"{STORY * 9}{TOLD} {STORY * 9}", *["What a rainy day it is."] * 4)
@@ -252,11 +264,13 @@ def test_what_the_user_said_and_its_newest_correction_come_before_the_models_wor
 
 def test_what_shares_no_word_is_said_to_be_found_by_words_beside_it() -> None:
     one, out = roomy(), io.StringIO()
-    tell(one, "Hello there.", TOLD, *CHAT * 16)
+    list(one.read_user(TOLD))
+    list(one.read_reply("The lamp is broken."))
+    tell(one, *CHAT * 16)
     came = recalled(one, "What is our zebra called?")
     beside = [each for each in came.turns if not each.words]
     assert beside
-    assert {each.text for each in beside} <= {"Hello there.", "Fine, thank you.", *CHAT}
+    assert {each.text for each in beside} <= {"The lamp is broken.", *CHAT}
     screen = Screen(out, out)
     Commands(one, screen, MemoryHistory(), SavedChat(one, screen)).run("/recall")
     assert out.getvalue().count("(words beside it)") == len(beside)

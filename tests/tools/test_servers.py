@@ -55,6 +55,7 @@ def named(servers: ToolServers, name: str) -> ChatTool:
         ("[]", "no list of servers"),
         ('{"time": {}}', "no list of servers"),
         ('{"mcpServers":\n {"a" 1}}', "no list of servers: .* line 2 column 7"),
+        ('{"mcpServers": // ,\n {"a" /**/ 1,}}', "no list of servers: .* line 2 column 12"),
         ('{"mcpServers": {"a": {}}}', 'server "a" needs a command or a url'),
         (
             '{"mcpServers": {"a": {"command": "b", "url": "http://c"}}}',
@@ -89,6 +90,14 @@ def test_a_file_that_names_no_servers_is_an_error(
             """{"inputs": [], "servers": {"a": {"type": "stdio", "command": "b", "url": "",
             "env": {"PORT": 80}}, "off": {"command": "c", "disabled": true}}}""",
         ),
+        (
+            "settings.json",
+            """{"mcp": {"servers": { // "mine"
+            "a": {"command": "b", /* a
+            port, */ "env": {"PORT": "80",},},  // and no more
+            }, }}""",
+        ),
+        ("config.toml", '[mcp_servers.a]\ncommand = "b"\nenv = { PORT = "80" }  # codex'),
     ],
 )
 def test_files_of_other_programs_are_taken_as_they_are(
@@ -97,6 +106,8 @@ def test_files_of_other_programs_are_taken_as_they_are(
     (tmp_path / name).write_text(written, "utf-8")
     one = {"a": ServerFields(command="b", env={"PORT": "80"})}
     assert read_servers(str(tmp_path / name)) == one
+    urls = (ServerFields.model_validate({name: "http://a//b"}).url for name in ("url", "serverUrl"))
+    assert [*urls] == ["http://a//b"] * 2
 
 
 def test_variables_are_filled_in_and_one_that_is_not_set_is_named(
@@ -158,15 +169,18 @@ def text(written: str) -> dict[str, str]:
     [
         ({"content": [text("Oslo")], "structuredContent": {"result": "Oslo"}}, "Oslo"),
         ({"content": [], "structuredContent": {"a": [1, "Zürich"]}}, '{"a": [1, "Zürich"]}'),
+        ({"content": [text("2 items.")], "structuredContent": {"a": [1]}}, '2 items.\n{"a": [1]}'),
+        ({"content": [text('{ "a":[1] }')], "structuredContent": {"a": [1]}}, '{ "a":[1] }'),
         ({"content": [text("no " * 1000)], "isError": True}, f"error: {'no ' * 1000}"),
         ({"content": [], "isError": True}, "error: the tool does not say why"),
         ({"content": [{"type": "video"}]}, "error: its answer breaks the protocol: content.0"),
     ],
 )
-def test_a_result_is_its_text_else_its_values_and_an_error_is_told(
+def test_a_result_is_its_text_and_other_values_and_an_error_is_told(
     tmp_path: Path, result: dict[str, Any], told: str
 ) -> None:
-    assert returned(tmp_path, result).startswith(told)
+    came = returned(tmp_path, result)
+    assert came == told if "structuredContent" in result else came.startswith(told)
 
 
 def test_an_answer_with_half_a_character_is_an_error_at_once(tmp_path: Path) -> None:

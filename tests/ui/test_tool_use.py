@@ -18,6 +18,7 @@ from command import refused, run
 from sirchat.errors import SirchatError, UsageError
 from sirchat.text.tool_calls import ToolCall
 from sirchat.tools.config import ToolFlags
+from sirchat.ui.attaching import attach_mentions
 from sirchat.ui.replay import print_reply
 from sirchat.ui.screen import Screen
 from sirchat.ui.tool_use import ToolUse, run_tools_command, use_tools
@@ -364,12 +365,18 @@ def test_resources_are_read_by_a_tool_and_a_prompt_is_sent_as_a_message(
     run_tools_command(asked.chat, "snow")
     said = " ".join(asked.out.getvalue().split())
     assert "/tools prompt snow__greet who=... city=...: Says hello." in said
-    assert "1 resource: snow__read_resource lists and reads them" in said
+    assert "1 resource: snow__read_resource lists and reads them; @snow:URI sends one" in said
     run_tools_command(asked.chat, "on snow")
     assert [*asked.use.tools] == ["snow__one"] * has_tools + ["snow__read_resource"]
     assert asked.call("read_resource") == "notes://a: My notes"
     assert asked.call("read_resource", uri="notes://a") == "Buy milk."
     assert "snow__read_resource" in asked.use.tools_json
+    say = "What do I need by @snow:notes://a?"
+    message, files = attach_mentions(say, print, (), asked.use.resource)
+    assert [one.text for one in files] == ["Buy milk."]
+    assert message.endswith("Buy milk.\n```\n\nWhat do I need by snow:notes://a?")
+    for name in ("rain:notes://a", "snow:12:30", "snow", "snow:", "snowy:notes://a"):
+        assert asked.use.resource(name) is None
     sent = run_tools_command(asked.chat, 'prompt snow__greet city="New York"')
     assert sent == "Say hello to Oslo.\n\n\x1b[2JBe brief."
     assert "sent, 33 characters: Say hello to Oslo. Be brief." in asked.out.getvalue()
