@@ -27,6 +27,8 @@ CORRECTION_WORDS = re.compile(
 )
 _DENIED = re.compile(r"(?i)[,;:–—-] *(?:and |but )?not ([^.,;:!?]+)")  # "in June, not in March"
 _CLAUSE_END = re.compile(r"(?i)[,;] |\b(?:and|but)\b")
+_CLAUSES = re.compile(r"(?i)[,;:] |\b(?:and|but)\b")
+_NAMES_AT_END = re.compile(r"(?: [A-Z\d][\w'’.-]*)+\W*$")  # also numbers
 _PRONOUNS = re.compile(r"\b(?:he|her|him|it|she|them|they)\b", re.IGNORECASE)
 # What tells a fact where no encoder can say so
 FIRST_PERSON_STATEMENT = re.compile(r"(?i)\b(?:i|my|we|our)\b(?:\W+\w+){2}")
@@ -35,6 +37,13 @@ FIRST_PERSON_STATEMENT = re.compile(r"(?i)\b(?:i|my|we|our)\b(?:\W+\w+){2}")
 def statement_form(text: str) -> tuple[str, ...]:
     """All words of a statement but the last one, without words that mark a correction."""
     return tuple(words_of(CORRECTION_WORDS.sub("", text))[:-1])
+
+
+def clause_forms(text: str) -> set[tuple[str, ...]]:
+    """The words of each clause before the names or numbers at its end, as by `statement_form`."""
+    parts = (_NAMES_AT_END.subn("", clause.rstrip()) for clause in _CLAUSES.split(text))
+    forms = {tuple(words_of(CORRECTION_WORDS.sub("", rest))) for rest, count in parts if count}
+    return {form for form in forms if len(form) > 2 and not STOP_WORDS.issuperset(form)}
 
 
 def denied_words(text: str) -> set[str]:

@@ -18,6 +18,7 @@ from sirchat.chat.corrections import (
     CORRECTION_WORDS,
     FIRST_PERSON_STATEMENT,
     SAME_SUBJECT_COSINE,
+    clause_forms,
     denied_words,
     denies,
     has_more_clauses,
@@ -295,7 +296,10 @@ def _classify(
     forms = torch.tensor([hash(statement_form(text)) for text in said])
     newer = corrects.nonzero()[:, 0]
     is_newer: NDArray[np.bool_] = (forms[stated][:, None] == forms[newer]).numpy()
+    clauses = [clause_forms(said[fact]) for fact in stated]
     for column, one in enumerate(newer.tolist()):
+        of_newer = clause_forms(said[one])
+        is_newer[:, column] |= np.array([not of_newer.isdisjoint(each) for each in clauses], bool)
         if denied_words(said[one]):
             is_denied = (denies(said[fact], said[one]) for fact in stated)
             is_newer[:, column] |= np.fromiter(is_denied, np.bool_)

@@ -48,6 +48,7 @@ _OWNERS: Final = {
     "recalled": ("recalled", "▚"),
     "template": ("format", "░"),
 }
+_MIN_BAR_CELLS = 8  # of the bar above the prompt
 _BRACKETS: Final = {"sink": ("⟨", "⟩"), "pinned": ("⟦", "⟧"), "recalled": ("⟪", "⟫")}  # by flag
 
 
@@ -108,9 +109,11 @@ def _budget_line(snapshot: Snapshot, theme: Theme, width: int) -> Text:
     ]
     if free := snapshot.budget - snapshot.resident:
         segments.append(("·", "free", theme.empty, free))
-    legend = "  ".join(f"{sign} {name} {count:,}" for sign, name, _, count in segments)
-    summary = f" {snapshot.budget:,} tokens: {legend}"
-    bar_width = max(8, min(width // 3, width - cell_len(summary)))
+    labels = [f"{sign} {name} {count:,}" for sign, name, _, count in segments]
+    short = [one.replace("the ", "").replace(" prompt", "") for one in labels if one[0] != "·"]
+    long, tight = (f" {snapshot.budget:,} tokens: {'  '.join(each)}" for each in (labels, short))
+    summary = long if cell_len(long) <= width - _MIN_BAR_CELLS else tight
+    bar_width = max(_MIN_BAR_CELLS, min(width // 3, width - cell_len(summary)))
     totals = accumulate((count for *_, count in segments), initial=0)
     ends = [round(bar_width * total / max(1, snapshot.budget)) for total in totals]
     bar = [

@@ -133,8 +133,7 @@ class Chat:
         is_wanted = mode == "prompt" or (mode == "auto" and window_rows >= _MIN_WINDOW_ROWS)
         if not is_wanted or screen.is_plain or not session.seen:
             return ""
-        facts = session.facts() if len(session.model.encoder.kinds) else []
-        snapshot = session.snapshot(strongest=0)
+        facts, snapshot = session.facts(), session.snapshot(strongest=0)
         with screen.console.capture() as captured:
             rows = max(1, window_rows // 12)  # so that the panel takes less than half of the window
             screen.show(draw_prompt_panel(snapshot, facts, screen.theme, screen.width, rows))

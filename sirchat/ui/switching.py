@@ -248,7 +248,8 @@ class Switching:
         """A setting's value in words; for `recall` also whether an encoder is missing."""
         value = format_setting(getattr(self._session.profile, name))
         if name == "recall" and value == BEST_RETRIEVER and not self._session.recall.by_meaning:
-            return f"{value}, for now by words (this model has no encoder yet)"
+            now, yet = ("for now ", " yet") if self._session.profile.learn_encoder else ("", "")
+            return f"{value}, {now}by words (this model has no encoder{yet})"
         return value
 
     def _check_name(self, name: str) -> None:

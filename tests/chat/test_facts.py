@@ -298,3 +298,21 @@ def test_a_real_model_marks_corrections_and_takes_nothing_else_for_one() -> None
 
     assert marked(CORRECTIONS) >= (8 if MANY else 1)
     assert marked(UNLIKE) == 0
+
+
+def test_without_an_encoder_a_clause_that_says_the_same_with_another_name_is_newer() -> None:
+    chat = session(policy="sink", budget=256, max_new_tokens=2)
+    old = "My name is Mara and I live at 12 Harbour Street."
+    new = "Actually, I moved: I now live at 7 Mill Lane."
+    for text in (
+        old,
+        "My cat is called Pixel.",
+        "My dog lives at Bob's.",
+        new,
+        "My cat is now ill.",
+    ):
+        list(chat.read_user(text))
+        list(chat.read_reply("Fine."))
+    newer = {one.text: one.newer_text for one in chat.facts() if one.newer_text}
+    assert newer == {old: new}
+    assert next(one for one in chat.facts() if one.newer_text).is_newer_in_part
