@@ -18,10 +18,6 @@ from sirchat.memory.ledger import Flag, Ledger, Role
 from sirchat.recall import RecalledTurn
 from sirchat.text.detokenizer import Texts
 
-# Edges of the bins of `Histogram`: surprisal in nats; a bin includes its lower edge. They are those
-# of the colours of a theme, so that the histogram counts what has a colour.
-SURPRISAL_EDGES = (0.0, 0.5, 2.0, 4.0, 7.0, float("inf"))
-
 _MAX_LEAVING_TOKENS = 6  # tokens whose words are named among those that will be evicted next
 
 
@@ -35,14 +31,6 @@ class HeldShare:
     held: int
     surprisal: float | None  # mean over `tokens`, in nats; null if not known
     held_said: int  # held tokens of the message, not of the chat template
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """How many tokens are held, and evicted, in each bin of `SURPRISAL_EDGES`."""
-
-    held: tuple[int, ...]
-    evicted: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -67,7 +55,6 @@ class Snapshot:
     rows: tuple[TokenRow, ...]  # all held tokens; in a short snapshot those with high scores
     slots: tuple[int, ...]  # index of each of `rows` among all held tokens
     turns: tuple[HeldShare, ...]  # all turns of the chat
-    histogram: Histogram | None  # null in a short snapshot
     # Some words of `evicted_next`, most surprising first, and the role that wrote each.
     leaving_words: Mapping[str, str] = field(default_factory=dict)
     recalled_turns: tuple[RecalledTurn, ...] = ()  # of the tokens that recall restored
@@ -87,7 +74,7 @@ def take_snapshot(chat: Conversation, strongest: int | None) -> Snapshot:
     """Take a snapshot of the cache as it is now.
 
     With `strongest`, it is a short one: with the `strongest` tokens of the highest scores outside
-    the chat template, and with neither a histogram nor the turns' mean surprisals.
+    the chat template, and without the turns' mean surprisals.
     """
     engine, texts, roles = chat.engine, chat.texts, chat.state.roles
     ledger, held = engine.ledger, engine.ledger.held_positions
@@ -114,7 +101,6 @@ def take_snapshot(chat: Conversation, strongest: int | None) -> Snapshot:
         rows=token_rows(engine, held[slots], texts, slot_scores, roles),
         slots=tuple(slots.tolist()),
         turns=_held_shares(ledger, held, roles, with_means=strongest is None),
-        histogram=_histogram(ledger, held) if strongest is None else None,
         leaving_words=_leaving_words(engine, leaving, texts, roles),
         recalled_turns=chat.recall.turns,
         held_by=_held_by(ledger, held, roles, template_text[1]),
@@ -195,11 +181,3 @@ def _mean_surprisals(ledger: Ledger, bounds: Positions) -> list[float | None]:
     count = np.concatenate(([0], np.cumsum(known)))
     sums, counts = np.diff(total[bounds]).tolist(), np.diff(count[bounds]).tolist()
     return [s / n if n else None for s, n in zip(sums, counts, strict=True)]
-
-
-def _histogram(ledger: Ledger, held: Positions) -> Histogram:
-    surprisal = ledger.column("surprisal")
-    everything = np.histogram(surprisal[~np.isnan(surprisal)], SURPRISAL_EDGES)[0]
-    present = surprisal[held]
-    stays = np.histogram(present[~np.isnan(present)], SURPRISAL_EDGES)[0]
-    return Histogram(tuple(stays.tolist()), tuple((everything - stays).tolist()))

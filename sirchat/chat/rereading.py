@@ -222,30 +222,6 @@ def pinned_text(session: Session) -> list[PinnedText]:
     return parts
 
 
-def carry_pins(
-    session: Session, before: Sequence[PinnedText], other: Session
-) -> tuple[int, int, int]:
-    """Pin and unpin in `other` what was pinned and unpinned in `session` since it had `before`.
-
-    Both have the same turns. Returns how many tokens of `other` are pinned by it, unpinned, lost.
-    """
-    now = pinned_text(session)
-    added, removed = ([one for one in a if one not in b] for a, b in ((now, before), (before, now)))
-    if not added and not removed:
-        return 0, 0, 0
-    spelled = {one.turn: _SpelledTurn.of(other, one.turn) for one in (*added, *removed)}
-    gone, come = (
-        np.unique([p for one in parts for p in spelled[one.turn].positions_of(one)]).astype(int)
-        for parts in (removed, added)
-    )
-    first = _user_pins(other)
-    lost = _pin_newest(other, np.union1d(np.setdiff1d(first, gone), come))
-    for part in added:
-        _mark_rule(other, part, spelled[part.turn].positions_of(part))
-    pinned = _user_pins(other)
-    return len(np.intersect1d(come, pinned)), len(np.setdiff1d(gone, pinned)), lost
-
-
 def repinned_note(session: Session) -> str:
     """A line that says how many tokens are pinned again after a rereading; "" without pins."""
     again, lost = session.state.repinned
@@ -276,15 +252,10 @@ def _pin_again(session: Session, index: int, parts: Sequence[PinnedText]) -> int
     texts = [turn.text[part.start : part.end] for part in missing]
     _pin_newest(session, np.union1d(_user_pins(session), np.concatenate(positions)))
     for part, own in zip(parts, positions, strict=True):
-        _mark_rule(session, part, own)
+        pinned = np.intersect1d(own, session.ledger.pinned_positions)
+        session.ledger.flag(Flag.RULE, pinned, part.is_rule)
     spelled_otherwise = sum(len(session.template.as_text(text)) for text in texts)
     return len(np.unique(np.concatenate(positions))) + spelled_otherwise
-
-
-def _mark_rule(session: Session, part: PinnedText, positions: Positions) -> None:
-    """Note of the pinned tokens at `positions`, which spell `part`, whether they are a rule."""
-    pinned = np.intersect1d(positions, session.ledger.pinned_positions)
-    session.ledger.flag(Flag.RULE, pinned, part.is_rule)
 
 
 def _pin_newest(session: Session, pins: Positions, more: int = 0) -> int:

@@ -16,7 +16,6 @@ from sirchat.chat.turn import Interrupted, never
 from sirchat.chat.undo_history import UndoPoint
 from sirchat.errors import UsageError
 from sirchat.memory.key_values import LostTokensError
-from sirchat.memory.registry import BEST_RETRIEVER
 
 
 def settings_for_full(session: Session) -> tuple[dict[str, Any], str]:
@@ -38,12 +37,6 @@ def settings_for_full(session: Session) -> tuple[dict[str, Any], str]:
         return {"policy": "full", "policy_options": {}, "recall": "off", "evict": "when-full"}, ""
     updates = {"budget": model.context_length, "recall": "off"}
     return updates, f"the chat is longer than the model's context of {model.context_length:,}"
-
-
-def retriever_for_retry(session: Session, name: str) -> str:
-    """The retriever that `/retry recall NAME` uses; without a name the chat's, or the best."""
-    usual = session.profile.recall
-    return name or (BEST_RETRIEVER if usual == "off" else usual)
 
 
 def retry_with_sampling(

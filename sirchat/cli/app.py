@@ -21,7 +21,7 @@ from typer.main import get_command
 
 from sirchat import __version__
 from sirchat.cli.chat import ask, open_chat, replay, tutorial
-from sirchat.cli.doctor import completion, doctor, man, show_paths
+from sirchat.cli.doctor import completion, doctor, show_paths
 from sirchat.cli.flags import Trust, with_flags, with_setting_flags
 from sirchat.cli.registry import add_example, command_modules, commands, overview
 from sirchat.cli.signals import exit_while_loading, install_exit_handlers, restore_terminal
@@ -136,7 +136,6 @@ app = typer.Typer(
 )
 app.command()(doctor)
 app.command("paths")(show_paths)
-app.command("man")(man)
 app.command("completion")(completion)
 app.command()(tutorial)
 app.command()(ask)

@@ -74,15 +74,7 @@ def open_chat(
     from sirchat.tools.config import ToolFlags
 
     tool_flags, trusted = ToolFlags.of(tools, tools_allow), trusted_policies(flags)
-    if resume is None:
-        opening = _Opening(profile_from_flags(flags))
-    else:
-        at_opening = None if rebuild else _SETTINGS_BEFORE_LOADING | _DISPLAY_SETTINGS
-        opening = _open_saved_file(resume, flags, at_opening, branch=branch)
-        if opening.store is not None:
-            name = opening.store.name or opening.store.id
-            for error in opening.passed_over:
-                _print_remark(f"sirchat: {error}; continuing with session {name}")
+    opening = _open_for_chat(resume, flags, branch=branch, rebuild=rebuild)
     from sirchat.ui.screen import Screen
     from sirchat.ui.startup import chat, choose_model
 
@@ -110,6 +102,21 @@ def open_chat(
         if not is_output_closed(error):
             raise
         raise BrokenPipeError from error  # ends the command without an error message
+
+
+def _open_for_chat(
+    resume: str | None, flags: dict[str, Any], *, branch: str | None, rebuild: bool
+) -> _Opening:
+    """The settings for a chat, and its saved chat; says which newer ones can't be opened."""
+    if resume is None:
+        return _Opening(profile_from_flags(flags))
+    at_opening = None if rebuild else _SETTINGS_BEFORE_LOADING | _DISPLAY_SETTINGS
+    opening = _open_saved_file(resume, flags, at_opening, branch=branch)
+    if opening.store is not None:
+        name = opening.store.name or opening.store.id
+        for error in opening.passed_over:
+            _print_remark(f"sirchat: {error}; continuing with session {name}")
+    return opening
 
 
 @with_setting_flags
@@ -143,23 +150,20 @@ def ask(
         "--trust-remote-code": trust_remote_code,
         "--tools": bool(tool_flags.servers),
     }
-    may_use_server = server != "off" and not any(local_flags.values())
-    if server not in ("auto", "off") and not may_use_server:
-        flag = next(flag for flag, is_given in local_flags.items() if is_given)
-        raise UsageError(f"--server has no effect with {flag}", hint="give one of the two")
+    may_use_server = _may_use_server(server, local_flags)
     opening = _open_for_question(resume, flags, about_text=asked.source_chars > 0)
     profile = opening.profile
     with without_garbage_collection(), interruptible_imports():
         from sirchat.ui.screen import Screen
 
-    screen = Screen(theme=profile.theme)
-    if resume is None and "model" not in profile.model_fields_set:
+    screen, is_set = Screen(theme=profile.theme), profile.model_fields_set
+    if resume is None and "model" not in is_set:
         from sirchat.ui.startup import explain_toy_model
 
         explain_toy_model(screen)
     needs_room = asked.has_files or bool(tool_flags.allow)
     options: dict[str, Any] = {
-        "holds_all": resume is None and needs_room and "budget" not in profile.model_fields_set,
+        "holds_all": resume is None and needs_room and "budget" not in is_set,
         "source": asked.source_chars if profile.json_schema == "off" else 0,  # JSON has no quotes
     }
     if may_use_server:
@@ -176,6 +180,13 @@ def ask(
         session = _load_session(opening._replace(later={}), trust_remote_code, report)
     with use_tools(tool_flags, session, screen), _within_saved_chat(session, screen, opening):
         print_reply(session, asked.text, screen, as_json=json, **options)
+
+
+def _may_use_server(server: str, local_flags: Mapping[str, bool]) -> bool:
+    flag = next((flag for flag, is_given in local_flags.items() if is_given), None)
+    if flag is not None and server not in ("auto", "off"):
+        raise UsageError(f"--server has no effect with {flag}", hint="give one of the two")
+    return flag is None and server != "off"
 
 
 def _open_for_question(resume: str | None, flags: dict[str, Any], *, about_text: bool) -> _Opening:

@@ -1,15 +1,12 @@
-"""The commands `sirchat doctor`, `paths`, `man` and `completion`."""
+"""The commands `sirchat doctor`, `paths` and `completion`."""
 
 import os
-import re
 from pathlib import Path
 
 import typer
 
-from sirchat import __version__, paths
+from sirchat import paths
 from sirchat.cli.flags import with_flags, without_garbage_collection
-from sirchat.cli.registry import EXAMPLES, commands
-from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve
 from sirchat.errors import UsageError
 from sirchat.models.hub import require_available
@@ -21,7 +18,7 @@ _SHELLS = ("bash", "zsh", "fish")
 
 
 @with_flags(_FLAGS["doctor"])
-def doctor(model: str | None = None, device_map: str = "off", json: bool = False) -> None:
+def doctor(model: str | None = None, device_map: str = "off") -> None:
     """Check versions, machine, folders and a model, and print the results for a bug report.
 
     The results contain nothing of your chats. The exit code is 1 if there is a problem.
@@ -32,18 +29,12 @@ def doctor(model: str | None = None, device_map: str = "off", json: bool = False
     with without_garbage_collection():
         from sirchat.models.doctor import run_checks
 
-    results = []
+    has_problem = False
     for result in run_checks(model, device_map, profile.compile):
-        results.append(result)
-        if not json:
-            problem = f"  <- {result.problem}" if result.problem else ""
-            typer.echo(displayable(f"{result.name:<17}{result.value}{problem}"))
-    if json:
-        from dataclasses import asdict
-        from json import dumps
-
-        typer.echo(dumps([asdict(result) for result in results], indent=2))
-    if any(result.problem for result in results):
+        problem = f"  <- {result.problem}" if result.problem else ""
+        typer.echo(displayable(f"{result.name:<17}{result.value}{problem}"))
+        has_problem = has_problem or bool(problem)
+    if has_problem:
         raise typer.Exit(1)
 
 
@@ -91,25 +82,6 @@ def completion(shell: str, install: bool = False) -> None:
     )
 
 
-def man() -> None:
-    """Print the manual page in the format roff, which man reads."""
-    listed = (
-        f".TP\n.B {name}\n{_escape_roff(f'{meaning}; for example:')}\n.br\n"
-        + _escape_roff(EXAMPLES[name])
-        for name, meaning in commands().items()
-    )
-    flags = {name: name.replace("_", "-") for name in Profile.model_fields if name != "description"}
-    flags["policy_options"] = "option KEY=VALUE"
-    settings = (
-        f".TP\n.B {_escape_roff(f'--{flag}')}\n"
-        + _escape_roff(Profile.model_fields[name].description or "")
-        for name, flag in flags.items()
-    )
-    page = Path(__file__).with_name("manual.roff").read_text("utf-8")
-    parts = {"commands": "\n".join(listed), "settings": "\n".join(settings)}
-    typer.echo(page.format(version=__version__, **parts), nl=False)
-
-
 def describe_size(path: Path) -> str:
     """The size and the number of files of a file or folder, such as `1.5 MB in 3 files`."""
     from sirchat.ui.lists import format_bytes  # not at each start of a command
@@ -119,9 +91,3 @@ def describe_size(path: Path) -> str:
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files)
     return f"{format_bytes(size)} in {pluralize(len(files), 'file')}"
-
-
-def _escape_roff(text: str) -> str:
-    """Escape a line for roff, which reads a dot or quote at its start as a command."""
-    text = text.replace("\\", "\\e").replace("-", "\\-")
-    return re.sub(r"^(?=[.'])", r"\\&", text)

@@ -191,34 +191,6 @@ def models_recommend() -> None:
     typer.echo(f"to download it ({format_bytes(model['download'])}): {command}")
 
 
-@models_app.command("prepared")
-@with_flags(_FLAGS["models_prepared"])
-def models_prepared(name: str | None = None, remove: bool = False, json: bool = False) -> None:
-    """List what was prepared of GGUF files, so that later starts need not load them again.
-
-    Deleting it costs nothing but time: the next start makes it again. The longest unused is deleted
-    by itself, when 20 GB or a quarter of the free disk are in use.
-    """
-    from sirchat.models.prepared import prepared_files
-    from sirchat.text.times import local_time
-    from sirchat.ui.lists import format_bytes
-
-    found = [file for file in prepared_files() if name is None or name in file.model]
-    if json:
-        _print_json([{**file._asdict(), "path": str(file.path)} for file in found])
-    for file in found:
-        if remove:
-            file.path.unlink(missing_ok=True)
-        if not json:
-            day = local_time(file.used).strftime("%Y-%m-%d")
-            model = paths.with_tilde(Path(file.model)) if file.model else "damaged"
-            typer.echo(displayable_line(f"{format_bytes(file.size):>7}  {day}  {model}"))
-    total = format_bytes(sum(file.size for file in found))
-    _print_remark(
-        f"{'deleted' if remove else 'in all'}: {total} in {paths.with_tilde(paths.prepared_dir())}"
-    )
-
-
 def _choice_data(choice: "MemoryNeed") -> dict[str, object]:
     return {
         "setting": choice.setting,

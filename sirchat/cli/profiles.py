@@ -6,10 +6,9 @@ from typing import Annotated, Any
 import typer
 
 from sirchat.cli.flags import profile_from_flags, with_setting_flags
-from sirchat.config.profile_files import init_profile, list_profiles, profile_as_yaml, profile_path
+from sirchat.config.profile_files import init_profile, list_profiles, profile_as_yaml
 from sirchat.config.values import format_setting
 from sirchat.memory.policies import import_typed, policy_class
-from sirchat.paths import user_profiles_dir
 from sirchat.ui.text import displayable, displayable_line
 
 profiles_app = typer.Typer(add_completion=False, invoke_without_command=True)
@@ -47,14 +46,6 @@ def profiles_show(
     """Show every setting of a profile, as YAML."""
     profile = profile_from_flags({**flags, "profile": name}, loads_model=False)
     typer.echo(displayable(profile_as_yaml(profile)), nl=False)
-
-
-@profiles_app.command("path")
-def profiles_path(
-    name: Annotated[str | None, typer.Argument(help="A profile's name.")] = None,
-) -> None:
-    """Show the path of a profile's file; without a name, of the folder for your own profiles."""
-    typer.echo(displayable_line(str(profile_path(name) if name else user_profiles_dir())))
 
 
 @profiles_app.command("init")

@@ -1,13 +1,9 @@
 """The command `sirchat serve`: opens sockets, loads the model, runs the server until it ends."""
 
 import logging
-import math
 import os
-import re
 import signal
 import socket
-import sys
-import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
@@ -39,12 +35,6 @@ if TYPE_CHECKING:
 _FLAGS = read_yaml(__file__, "serve")
 serve_app = typer.Typer(add_completion=False)
 
-_SHUTDOWN_SECONDS = 3  # how long open connections may go on after a signal
-_MAX_CONNECTIONS = 4096  # if the system allows so many open files
-_RESERVED_FILES = 256  # open files that the program needs beside its connections
-_BACKLOG = 128  # connections that wait to be accepted
-_UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600}
-
 
 @serve_app.command()
 @with_setting_flags
@@ -59,7 +49,6 @@ def serve(
     queue: int = 256,
     reuse: Literal["messages", "exact"] = "messages",
     cors: list[str] | None = None,
-    idle: str = "0",
     trust_remote_code: Trust = False,
 ) -> None:
     """Answer programs over HTTP, by the interface of OpenAI's chat completions.
@@ -78,7 +67,7 @@ def serve(
             f"--host {format_value(host)} lets other machines ask, so an API key is needed",
             hint="set SIRCHAT_API_KEY, or give --api-key",
         )
-    seconds, origins = _parse_duration(idle), [_parse_origin(url) for url in cors or ()]
+    origins = [_parse_origin(url) for url in cors or ()]
     profile = profile_from_flags(flags)
     with _bind_tcp_socket(host, port) as listener, open_ask_port(profile.model) as ask_port:
         limits = {"conversations": conversations, "saved": saved, "queue": queue, "reuse": reuse}
@@ -86,7 +75,7 @@ def serve(
         app, sockets = server.app, [listener]
         if ask_port is not None:
             app, sockets = ask_port[0].with_access(app), [listener, ask_port[1]]
-        _run(server, _IdleClock(app), sockets, host, idle=seconds)
+        _run(server, app, sockets, host)
 
 
 def load_server(
@@ -122,17 +111,6 @@ def load_server(
         )
 
 
-def _parse_duration(text: str) -> float:
-    """The seconds of a time such as 90s, 10m or 2h; infinity for 0, which means never."""
-    match = re.fullmatch(r"(\d{1,6})([smh]?)", text)
-    if match is None or (match[2] == "" and match[1] != "0"):
-        raise UsageError(
-            f"--idle can't be {format_value(text)}; allowed: seconds, minutes or hours",
-            hint="such as 90s, 10m or 2h; 0 for never",
-        )
-    return int(match[1]) * _UNIT_SECONDS.get(match[2], 1) or math.inf
-
-
 def _parse_origin(url: str) -> str:
     """The origin of a web site, as browsers send it; raises UsageError if the URL has none."""
     try:
@@ -164,84 +142,10 @@ def _bind_tcp_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
-class _IdleClock:
-    """ASGI middleware that measures how long the server has had no request.
+def _run(server: "ChatServer", app: Any, sockets: list[socket.socket], host: str) -> None:
+    """Serve `app` until a signal; SIGTERM exits with 0."""
+    from sirchat.cli.http_server import Server
 
-    GET requests do not count: a page that shows conversations sends them all the time.
-    """
-
-    def __init__(self, app: Any) -> None:
-        self._app, self._active_requests, self._last_end = app, 0, time.monotonic()
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        counts = scope["type"] == "http" and scope["method"] != "GET"
-        self._active_requests += counts
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._active_requests -= counts
-            if counts:
-                self._last_end = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the last request ended; 0 while one is being answered."""
-        return 0.0 if self._active_requests else time.monotonic() - self._last_end
-
-
-def _run(
-    server: "ChatServer",
-    idle_clock: _IdleClock,
-    sockets: list[socket.socket],
-    host: str,
-    *,
-    idle: float,
-) -> None:
-    """Run the server until a signal, or `idle` seconds without a request; SIGTERM exits with 0."""
-    import uvicorn
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-
-    max_connections = _connection_limit()
-
-    class Connection(H11Protocol):
-        """With too many connections, closes the oldest that waits for a request or is closing."""
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self.opened_at = time.monotonic()
-            if len(self.connections) > max_connections:
-                all_open = [other for other in self.connections if isinstance(other, Connection)]
-                waiting = filter(Connection.is_idle, all_open)
-                oldest = min(waiting, key=lambda connection: connection.opened_at)
-                self.connections.discard(oldest)  # uvicorn does so only a little later
-                oldest.transport.abort()
-
-        def is_idle(self) -> bool:
-            cycle: Any = self.cycle
-            is_free = cycle is None or cycle.response_complete or cycle.more_body
-            return is_free or self.transport.is_closing()
-
-    class Server(uvicorn.Server):
-        def handle_exit(self, sig: int, frame: Any) -> None:
-            server.replies.end()
-            super().handle_exit(sig, frame)
-
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            for listener in sockets or ():
-                listener.listen(_BACKLOG)  # asyncio has set `backlog`, how many it accepts at once
-
-        async def on_tick(self, counter: int) -> bool:
-            return await super().on_tick(counter) or idle_clock.seconds >= idle
-
-    config = uvicorn.Config(
-        idle_clock,
-        http=Connection,
-        backlog=_BACKLOG // 8,
-        log_level="debug" if shows_tracebacks() else "warning",
-        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
-        server_header=False,
-    )
     logging.getLogger("sirchat").setLevel(logging.DEBUG if shows_tracebacks() else logging.WARNING)
     for listener in sockets:
         listener.listen()
@@ -250,20 +154,10 @@ def _run(
     typer.echo(displayable_line(f"sirchat serves {server.model} at {url} (Ctrl-C ends it)"))
     typer.echo(f"chat with it, and see its memory, in a browser: {url.removesuffix('v1')}")
     try:
-        Server(config).run(sockets=sockets)
+        Server(app, server).run(sockets=sockets)
     except SystemExit as leaving:
         if leaving.code != 128 + signal.SIGTERM:
             raise
     finally:
         server.replies.end()
         server.replies.join()
-
-
-def _connection_limit() -> int:
-    if sys.platform != "win32":
-        import resource
-
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        if files >= 0:  # else there is no limit
-            return min(_MAX_CONNECTIONS, max(files // 4, files - _RESERVED_FILES))
-    return _MAX_CONNECTIONS

@@ -49,8 +49,8 @@ def sessions_list(every: bool = False) -> None:
     if size := key_value_bytes(sessions_dir()):
         limit = resolve(None, {}, os.environ).save_kv_limit
         typer.echo(
-            f"keys and values take {format_bytes(size)} of at most {limit} (--save-kv-limit); "
-            "sirchat sessions trim SIZE makes room",
+            f"keys and values take {format_bytes(size)} of at most {limit}; when a chat ends, "
+            "sirchat --save-kv-limit SIZE deletes the oldest above a size",
             err=True,
         )
     for refused in listing.errors:
@@ -124,24 +124,6 @@ def sessions_rm(ident: str, yes: bool = False, history: bool = False) -> None:
         )
 
 
-@sessions_app.command("trim")
-@with_flags(_FLAGS["sessions_trim"])
-def sessions_trim(size: str) -> None:
-    """Delete the oldest saved keys and values above a size, of all chats; every text stays."""
-    from sirchat.config.profile import parse_size
-    from sirchat.saved.session_list import key_value_bytes, make_room
-    from sirchat.ui.lists import format_bytes
-
-    limit = 0 if size == "0" else parse_size(size)
-    if limit is None:
-        raise UsageError(f"{format_value(size)} is no size", hint="such as 512MiB, or 0")
-    freed = make_room(sessions_dir(), limit)
-    left = format_bytes(key_value_bytes(sessions_dir()))
-    typer.echo(
-        f"deleted {format_bytes(freed)} of keys and values, {left} stay; every text stays", err=True
-    )
-
-
 @sessions_app.command("export")
 @with_flags(_FLAGS["sessions_export"])
 def sessions_export(ident: str, file: Path | None = None, force: bool = False) -> None:
@@ -209,13 +191,15 @@ def _handle_typed_lines(messages: set[str], *, erases: bool) -> None:
     if not paths.history_file().is_file():
         return
     from sirchat.ui.typed_input import open_history
+    from sirchat.ui.typed_line import as_typed, sent_message
 
     history = open_history(lambda complaint: None)
-    lines = pluralize(sum(line.strip() in messages for line in history.lines()), "line")
+    sent = set(map(sent_message, map(as_typed, messages)))
+    lines = pluralize(sum(sent_message(line) in sent for line in history.lines()), "line")
     if lines.startswith("0 "):
         return
     if erases:
-        history.erase(lambda line: line.strip() in messages)
+        history.erase(lambda line: sent_message(line) in sent)
         typer.echo(f"{lines} erased from the input history", err=True)
     else:
         file = displayable_line(paths.with_tilde(paths.history_file()))

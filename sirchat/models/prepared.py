@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,15 +28,6 @@ _SUFFIX, UNFINISHED_SUFFIX = ".safetensors", ".unfinished"
 _ABANDONED_SECONDS = 60  # seconds without a write, after which the writer of a file has ended
 _LENGTH_BYTES = 8  # with which a safetensors file begins
 _MAX_HEADER_BYTES = 1 << 16  # bytes
-
-
-class PreparedFile(NamedTuple):
-    """A prepared file; `model` is the GGUF file's path, `size` is in bytes."""
-
-    path: Path
-    model: str
-    size: int
-    used: float  # seconds since 1970
 
 
 class Header(NamedTuple):
@@ -124,18 +114,6 @@ def make_room(path: Path, size: int) -> bool:
         oldest.unlink(missing_ok=True)
         total -= sizes[oldest]
     return total + size <= limit
-
-
-def prepared_files() -> list[PreparedFile]:
-    """The prepared files, last used first; `model` is empty for a damaged one."""
-    found = list[PreparedFile]()
-    for path in prepared_dir().glob(f"*{_SUFFIX}"):
-        with suppress(OSError):
-            stat, model = path.stat(), ""
-            with suppress(ValueError):
-                model = read_header(path).model
-            found.append(PreparedFile(path, model, stat.st_size, stat.st_mtime))
-    return sorted(found, key=lambda file: -file.used)
 
 
 def _path_hash(model: Path) -> str:

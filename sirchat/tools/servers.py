@@ -33,7 +33,7 @@ READ_RESOURCE = "read_resource"  # the tool that a server with resources gets
 _RESOURCE_TOOL = "Reads a resource of this server by its URI. Without a URI, it lists them."
 _STOPPED = "the user stopped this"
 # More would take the memory, or the disk, that the chat needs.
-_MAX_PAGES = 100  # of tools, resources or prompts that a server lists
+_MAX_PAGES = 100  # of tools or resources that a server lists
 _MAX_RESULT_CHARS = 4_000_000  # characters of a result
 _MAX_EVENT_BYTES = 16_000_000  # bytes of a message over HTTP
 _MAX_STDERR_BYTES = 1 << 20  # bytes that are kept of a server's standard error
@@ -99,20 +99,13 @@ class ToolServers:
             tools.append(ChatTool(*told, read, origin, running.instructions))
         return tools
 
-    def offers(self, name: str, interrupted: Interrupted = never) -> tuple[list[Any], list[Any]]:
-        """The resources and the prompts that a server, which was started, lists now."""
+    def resources(self, name: str, interrupted: Interrupted = never) -> list[Any]:
+        """The resources that a server, which was started, lists now."""
         running = self._running[name]
-        work = running.list_offers()
-        resources, prompts = self._wait(running, work, self._limit(), interrupted)
-        return resources, prompts
-
-    def prompt(
-        self, name: str, prompt: str, given: dict[str, str], interrupted: Interrupted = never
-    ) -> str:
-        """The text of a prompt of a server, which was started, with these arguments."""
-        running = self._running[name]
-        result = self._wait(running, running.prompt(prompt, given), self._limit(), interrupted)
-        return _cut("\n\n".join(_as_text(message.content) for message in result.messages))
+        listed: list[Any] = self._wait(
+            running, running.list_resources(), self._limit(), interrupted
+        )
+        return listed
 
     def resource(self, name: str, uri: str, interrupted: Interrupted = never) -> str:
         """The text of a resource of a server, which was started."""
@@ -241,7 +234,7 @@ class ToolServers:
         if uri := str(arguments.get("uri") or ""):
             result = self._wait(running, running.read(uri), self._limit(), interrupted)
             return _cut("\n".join(map(_as_text, result.contents)))
-        resources, _ = self._wait(running, running.list_offers(), self._limit(), interrupted)
+        resources = self._wait(running, running.list_resources(), self._limit(), interrupted)
         return _cut("\n".join(f"{one.uri}: {one.description or one.name}" for one in resources))
 
 
@@ -306,19 +299,12 @@ class _Running:
         is_asked = can.tools is not None or not has_others  # some servers have no such method
         self.listed = await _all_pages(self._client.list_tools, "tools") if is_asked else []
 
-    async def list_offers(self) -> tuple[list[Any], list[Any]]:
-        """The resources and the prompts."""
-        can, client = self._client.server_capabilities, self._client
-        return (
-            await _all_pages(client.list_resources, "resources") if can.resources else [],
-            await _all_pages(client.list_prompts, "prompts") if can.prompts else [],
-        )
+    async def list_resources(self) -> list[Any]:
+        ask = self._client.list_resources
+        return await _all_pages(ask, "resources") if self.has_resources else []
 
     async def read(self, uri: str) -> Any:
         return await self._client.read_resource(uri)
-
-    async def prompt(self, name: str, arguments: dict[str, str]) -> Any:
-        return await self._client.get_prompt(name, arguments)
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
         async def progress(done: float, total: float | None, message: str | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from os.path import basename
 from typing import TYPE_CHECKING
@@ -34,6 +34,7 @@ _UNFINISHED_MENTION = re.compile(r'(?<!\S)@(?:"[^"\n]*|[^\s"]*)$')
 _UNFINISHED_PATH = re.compile(r'("[^"\n]*|[^\s"]*)$')
 _ESCAPED_CHAR = re.compile(r"\\(.)")
 _LOOKS_LIKE_PATH = re.compile(r"/|\w\.\w{1,5}$")
+_RESOURCE = re.compile(r"[^:\s]+:[A-Za-z]")  # how `server:uri` begins
 _CLOSING_PUNCTUATION = ".,;:!?)]}'\"…"  # cut off an `@path` if no file has the full name
 
 
@@ -53,23 +54,21 @@ class AttachedFile:
 def attach_mentions(
     text: str,
     note: Callable[[str], None],
-    pasted_at_signs: Collection[int] = (),
     read_resource: Callable[[str], str | None] = lambda name: None,
 ) -> tuple[str, list[AttachedFile]]:
     """Load what a typed `text` mentions as `@path` or `@server:uri`; return the message and that.
 
-    `pasted_at_signs` are indices of `@` in `text` that mention nothing. Remarks go to `note`.
-    Raises UsageError if a file can't be used, or if `text` is nothing but a path.
+    Remarks go to `note`. Raises UsageError if a file can't be used, or if `text` is nothing but a
+    path.
     """
     files: dict[str, AttachedFile] = {}
     message = words = ""  # `words` lacks the names of attached files
     end = 0
     for mention in _MENTION.finditer(text):
         between, end = text[end : mention.start()], mention.end()
-        if mention.end("escape") in pasted_at_signs:
-            path, shown = "", mention[0]
-            _warn_of_pasted_mention(mention, note)
-        elif (resource := read_resource(name := _name_of(mention))) is not None:
+        name = _name_of(mention)
+        resource = None if mention["escape"] else read_resource(name)
+        if resource is not None:
             path, shown = name, mention[0][1:]
             files[name] = AttachedFile(name, resource)
         else:
@@ -86,6 +85,18 @@ def attach_mentions(
         )
     attached = list(files.values())
     return _build_message(attached, message if words.strip() else ""), attached
+
+
+def escape_mentions(text: str, after: str = "") -> str:
+    """The text, behind the character `after`, as it is typed to mention no file or resource."""
+
+    def escape(mention: re.Match[str]) -> str:
+        if mention["escape"] or mention.start() < len(after):
+            return mention[0]
+        is_meant = _find_mentioned(mention)[0] or _RESOURCE.match(_name_of(mention))
+        return "\\" * bool(is_meant) + mention[0]
+
+    return _MENTION.sub(escape, after + text).removeprefix(after)
 
 
 def mentioned_names(text: str) -> list[str]:
@@ -167,18 +178,15 @@ def complete_path(typed: str, event: CompleteEvent) -> Iterator[Completion]:
 
 def _resolve_mention(mention: re.Match[str], note: Callable[[str], None]) -> tuple[str, str]:
     """The path that an `@path` means, or "" if it does not exist; and the text to send instead."""
-    if mention["escape"]:
-        return "", mention[0][1:]
-    quoted, word = mention["double"] or mention["single"], mention["word"] or ""
-    if quoted and (not is_missing(quoted) or _matches_files(quoted)):
-        return quoted, quoted
-    unescaped = _ESCAPED_CHAR.sub(r"\1", word)
-    if path := _find_path(word, unescaped):
-        return path, word if word.startswith(path) else unescaped
+    path, shown = _find_mentioned(mention)
     name = _name_of(mention)
+    if mention["escape"]:  # a backslash that is in no file's way is text
+        return "", mention[0][1:] if path or _RESOURCE.match(name) else mention[0]
+    if path:
+        return path, shown
     if "://" in name:
         note("nothing is fetched, so the name is sent as plain text")
-    elif quoted or _LOOKS_LIKE_PATH.search(name):
+    elif mention["double"] or mention["single"] or _LOOKS_LIKE_PATH.search(name):
         note(f"there is no file {shorten(name, 60)}, so the name is sent as plain text")
     return "", mention[0]
 
@@ -186,6 +194,17 @@ def _resolve_mention(mention: re.Match[str], note: Callable[[str], None]) -> tup
 def _name_of(mention: re.Match[str]) -> str:
     """The quoted name of a mention, or its word without closing punctuation."""
     return mention["double"] or mention["single"] or mention["word"].rstrip(_CLOSING_PUNCTUATION)
+
+
+def _find_mentioned(mention: re.Match[str]) -> tuple[str, str]:
+    """The path that a mention means, or "" if it does not exist; and the text to send instead."""
+    quoted, word = mention["double"] or mention["single"], mention["word"] or ""
+    if quoted:
+        is_there = not is_missing(quoted) or _matches_files(quoted)
+        return (quoted, quoted) if is_there else ("", "")
+    unescaped = _ESCAPED_CHAR.sub(r"\1", word)
+    path = _find_path(word, unescaped)
+    return path, word if word.startswith(path) else unescaped
 
 
 def _find_path(*spellings: str) -> str:
@@ -210,13 +229,6 @@ def _find_bare_path(text: str) -> str:
     path, rest = split_leading_path(text)
     is_absolute = path.startswith(("/", "~/")) and "\n" not in path
     return path if is_absolute and not rest and os.path.isfile(expand_path(path)) else ""
-
-
-def _warn_of_pasted_mention(mention: re.Match[str], note: Callable[[str], None]) -> None:
-    path = mention["double"] or mention["single"] or mention["word"]
-    if not mention["escape"] and os.path.isfile(expand_path(path)):
-        word = shorten(mention[0], 60)
-        note(f"{word} was pasted, so it is sent as plain text; type the @ yourself to attach it")
 
 
 def _build_message(files: list[AttachedFile], message: str) -> str:

@@ -21,7 +21,6 @@ from sirchat.config.values import format_number
 from sirchat.errors import SettingError, UsageError, did_you_mean
 from sirchat.memory.registry import RETRIEVERS
 from sirchat.paths import read_yaml
-from sirchat.text.times import time_range
 from sirchat.ui.attaching import attach_named_files, describe_size
 from sirchat.ui.erasing import EraseCommand
 from sirchat.ui.exporting import copy_reply, export_chat
@@ -29,7 +28,7 @@ from sirchat.ui.lists import ALSO_KEPT, describe_memory, draw_policies, draw_set
 from sirchat.ui.panel import draw_full_panel
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
-from sirchat.ui.switching import ModelSwitching, Switching
+from sirchat.ui.switching import Switching, show_models, switch_model
 from sirchat.ui.tables import draw_evicted, draw_facts, draw_recalled_turns, draw_tokens
 from sirchat.ui.text import displayable, displayable_line, pluralize, shorten
 from sirchat.ui.tool_use import run_tools_command
@@ -100,10 +99,8 @@ class Commands:
         history: TypedHistory,
         saved_chat: SavedChat,
         trusted: Collection[str] = (),
-        model_switching: ModelSwitching | None = None,
     ) -> None:
-        self._session = session
-        self._models = model_switching or ModelSwitching(screen, saved_chat, trusted)
+        self._session, self._trusted = session, trusted
         self._history = history
         self._saved_chat = saved_chat
         self._screen = screen
@@ -135,9 +132,8 @@ class Commands:
         command: Callable[[str], Action | None] | None = getattr(self, f"do_{name}", None)
         if command is None:
             self._switching.change_setting(f"/{name}", name, arguments)
-        elif (action := command(arguments)) is not None:
-            return action
-        self._models.drop_outdated(self._session)
+        else:
+            return command(arguments)
         return None
 
     def _resolve_name(self, word: str) -> str:
@@ -167,10 +163,11 @@ class Commands:
             self._screen.page(_draw_command(self._resolve_name(arguments), quiet))
 
     def do_model(self, arguments: str) -> Action | None:
+        screen, name = self._screen, without_quotes(arguments)
         if not arguments:
-            self._models.show(self._session)
+            show_models(self._session, screen)
             return None
-        session = self._models.switch(self._session, without_quotes(arguments))
+        session = switch_model(self._session, name, screen, self._saved_chat, self._trusted)
         return None if session is None else SwitchSession(session, is_other_chat=False)
 
     def do_policy(self, arguments: str) -> None:
@@ -185,10 +182,7 @@ class Commands:
             )
 
     def do_recall(self, arguments: str) -> None:
-        period = time_range(arguments, time())
-        if period and period.words == arguments:
-            self._switching.restore_time(period)
-        elif arguments and self._is_text_of_chat(arguments):
+        if arguments and self._is_text_of_chat(arguments):
             self._switching.restore(arguments, context_tokens=_RECALL_CONTEXT_TOKENS)
         elif arguments or not self._show_recalled():
             self._switching.change_setting("/recall", "recall", arguments)
@@ -279,9 +273,8 @@ class Commands:
         )
         self._screen.note(describe_memory(session))
 
-    def do_tools(self, arguments: str) -> Action | None:
-        text = run_tools_command(self._session, arguments)
-        return Send(text) if text else None
+    def do_tools(self, arguments: str) -> None:
+        run_tools_command(self._session, arguments)
 
     def do_pin(self, arguments: str) -> None:
         if arguments:
@@ -321,9 +314,7 @@ class Commands:
         show_why(self._session, self._screen, arguments)
 
     def do_undo(self, arguments: str) -> Action | None:
-        session = self._models.go_back(self._session)
-        if session is None:
-            session = undo(self._session, self._screen, self._saved_chat)
+        session = undo(self._session, self._screen, self._saved_chat)
         return None if session is None else SwitchSession(session, is_other_chat=False)
 
     def do_retry(self, arguments: str) -> Action:
@@ -368,10 +359,7 @@ class Commands:
     def do_load(self, arguments: str) -> Action | None:
         name_or_id = self._saved_chat.choose_chat(without_quotes(arguments))
         session = self._saved_chat.load(name_or_id) if name_or_id else None
-        if session is None:
-            return None
-        self._models.drop_previous()
-        return SwitchSession(session, is_other_chat=True)
+        return None if session is None else SwitchSession(session, is_other_chat=True)
 
     def do_search(self, arguments: str) -> None:
         self._saved_chat.search(without_quotes(arguments))

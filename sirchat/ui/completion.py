@@ -87,7 +87,7 @@ class SlashCompleter(Completer):
             case ["policy", name, *_]:
                 yield from ((f"{option}=", help) for option, help in _suggest_options(name))
             case ["retry"]:
-                yield from (("full", ""), ("recall", ""))
+                yield "full", ""
                 for name in SAMPLING_PARAMETERS:
                     yield f"--{name.replace('_', '-')}", _describe_setting(name)
             case ["show" | "set"]:

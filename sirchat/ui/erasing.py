@@ -11,11 +11,11 @@ from sirchat.chat.session import Session
 from sirchat.chat.targets import tokens_to_erase, turn_of_target, whole_words, without_quotes
 from sirchat.errors import UsageError
 from sirchat.ui.cells import clear_width_cache
-from sirchat.ui.pasted import escape_message
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line, pluralize
 from sirchat.ui.typed_input import TypedHistory
+from sirchat.ui.typed_line import as_typed, sent_message
 
 _MIN_TELLING_NATS = 5.0  # nats: a word with a token of at least this surprisal is telling
 _MAX_NAMED_WORDS = 5  # such words of an erased turn that stand in other turns
@@ -134,22 +134,22 @@ class EraseCommand:
 
     def _line_matcher(self, target: str, *, everywhere: bool) -> Callable[[str], bool]:
         turns = self._session.turns
-        of_this_chat = {turn.text.strip() for turn in turns if turn.role == "user"}
-        of_this_chat |= self._history.new_lines | set(map(escape_message, of_this_chat))
+        messages = {sent_message(as_typed(turn.text)) for turn in turns if turn.role == "user"}
         turn = self._target_turn(target)
         if turn is None:
             pattern = whole_words(without_quotes(target))
-            of_this_chat |= self._commands_about_this_chat(pattern)
+            of_this_chat = self._history.new_lines | self._commands_about_this_chat(pattern)
 
             def is_meant(line: str) -> bool:
-                is_here = line.strip() in of_this_chat or _ERASE_COMMAND.match(line)
-                return everywhere or bool(is_here)
+                is_here = line.strip() in of_this_chat or sent_message(line) in messages
+                return everywhere or is_here or bool(_ERASE_COMMAND.match(line))
 
             return lambda line: is_meant(line) and bool(pattern.search(line))
         is_message = 0 <= turn < len(turns) and turns[turn].role == "user"
         message = turns[turn].text.strip() if is_message else ""
         message = self._history.typed_by_message.get(message, message)
-        return lambda line: bool(message) and line.strip() in (message, escape_message(message))
+        typed = sent_message(as_typed(message))
+        return lambda line: bool(message) and sent_message(line) == typed
 
     def _commands_about_this_chat(self, pattern: re.Pattern[str]) -> set[str]:
         """Lines such as `/pin WORDS`, even of an earlier run, whose WORDS this chat contains."""

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
-from pathlib import Path
 from textwrap import indent
 from typing import NamedTuple
 
@@ -20,18 +19,16 @@ from sirchat.text.text_file import expand_path, without_surrogates
 from sirchat.text.transcript import message_record, terminal_safe_json
 from sirchat.ui.attaching import split_leading_path
 from sirchat.ui.screen import Screen
-from sirchat.ui.text import displayable, displayable_line, pluralize
+from sirchat.ui.text import displayable, pluralize
 from sirchat.ui.theme import ROLE_NAMES
 
 EXPORT_FORMATS = {
     "md": "the chat as Markdown",
-    "html": "the chat as an HTML page",
     "json": "the chat as JSON, which sirchat replay reads",
 }
 # How HTML in Markdown ends that a blank line does not end, by how it begins
 _HTML_ENDS = {"<!--": "-->", "<?": "?>", "<![cdata[": "]]>"}
 _FORCE_FLAG = re.compile(r"(?:^|\s)--force(?=\s|$)")
-_OSC52_FLAG = "--osc52"
 _TOOL_SECONDS = 3.0  # a clipboard tool that takes longer has failed
 
 
@@ -61,26 +58,20 @@ def export_chat(session: Session, screen: Screen, rest: str) -> None:
 
 def copy_reply(session: Session, screen: Screen, rest: str) -> None:
     """Run `/copy`: put a reply on the clipboard; raises UsageError if nothing is copied."""
-    words = rest.split()
-    target = " ".join(word for word in words if word != _OSC52_FLAG)
-    text = displayable(_text_to_copy(session, target)).strip("\n")
+    text = displayable(_text_to_copy(session, rest.strip())).strip("\n")
     if not text.strip():
         raise UsageError("nothing is copied: the reply is empty")
     count = pluralize(len(text), "character")
-    terminal, why = screen.terminal, f"{_OSC52_FLAG} needs a terminal"
-    if _OSC52_FLAG not in words:
-        tool, why = copy_with_tool(text, os.environ)
-        if tool:
-            screen.note(f"copied {count} with {tool}")
-            return
-    if terminal is None:
+    tool, why = copy_with_tool(text, os.environ)
+    if tool:
+        screen.note(f"copied {count} with {tool}")
+    elif (terminal := screen.terminal) is not None:
+        terminal.write(osc52(text))
+        terminal.flush()
+        sent = f"sent {count} to the terminal for its clipboard"
+        screen.note(f"{sent}; terminals don't confirm copying ({why})")
+    else:
         raise UsageError(f"nothing is copied: {why}")
-    terminal.write(osc52(text))
-    terminal.flush()
-    extra = f" ({why})" if _OSC52_FLAG not in words else ""
-    screen.note(
-        f"sent {count} to the terminal for its clipboard; terminals don't confirm copying{extra}"
-    )
 
 
 def copy_with_tool(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
@@ -152,24 +143,7 @@ def _json(session: Session) -> str:
     return terminal_safe_json(record, indent=1)
 
 
-def _html(session: Session) -> str:
-    """An HTML page with replies drawn as Markdown; it loads nothing and runs no script."""
-    import jinja2  # like the next, it is slow to load, and few chats need it
-
-    from sirchat.ui.markdown_rules import markdown_parser
-
-    turns = list[tuple[str, str, str | None]]()  # speaker, text, markup if it has any
-    for role, turn in _turns_with_text(session):
-        text = displayable(turn.text).strip()
-        markup = markdown_parser().render(text) if role == "assistant" else None
-        turns.append((_speaker_name(role), text, markup))
-    page = Path(__file__).with_name("page.html").read_text("utf-8")
-    template = jinja2.Template(page, autoescape=True)
-    page_text: str = template.render(model=displayable_line(session.model.name), turns=turns)
-    return page_text
-
-
-_RENDERERS = {"md": _markdown, "html": _html, "json": _json}
+_RENDERERS = {"md": _markdown, "json": _json}
 
 
 def _turns_with_text(session: Session) -> list[tuple[str, Turn]]:
@@ -213,8 +187,8 @@ def _text_to_copy(session: Session, target: str) -> str:
         return blocks[-1]
     if target and not target.isdecimal():
         raise UsageError(
-            f"/copy: {format_value(target)} is not allowed; allowed: code, a number of replies "
-            f"before the last, {_OSC52_FLAG}"
+            f"/copy: {format_value(target)} is not allowed; allowed: code, or a number of replies "
+            "before the last"
         )
     replies_back = int(target or 0)
     if replies_back >= len(replies):

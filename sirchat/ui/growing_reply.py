@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from sirchat.chat.events import Delta
 from sirchat.ui.text import WORD_OR_SIGN, pluralize
 
 _MAX_LINE_CUTS = 4  # last lines behind which a block that is too tall is tried to be cut
@@ -71,12 +70,6 @@ class GrowingReply:
         self._parts: list[_GrowingPart] = []  # that are not final yet; the last of them grows
         self._needs_gap = False  # before the next rows, since those above are of another part
         self._tokens = 0  # of the reply so far
-
-    @property
-    def unfinished(self) -> list[Delta]:
-        """The text whose rows are not final yet, without hidden reasoning."""
-        shown = [part for part in self._parts if self._thinking == "show" or not part.is_reasoning]
-        return [Delta(part.text, "thinking" if part.is_reasoning else "answer") for part in shown]
 
     def push(self, text: str, tokens: int = 0, *, is_reasoning: bool = False) -> None:
         """Add text without control sequences; `tokens` counts the reply's tokens up to its end."""

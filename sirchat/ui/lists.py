@@ -32,8 +32,7 @@ if TYPE_CHECKING:  # the prompt needs none of these
 Fragment = tuple[str, str]
 
 _STYLES = {"match": "bold underline"}
-_MIN_ONE_LINE_COLUMNS = 120  # from this width on, a chat takes one line instead of two
-_MAX_MODEL_CELLS, _MIN_TEXT_CELLS = 20, 12
+_MIN_TEXT_CELLS = 12
 ALSO_KEPT = "all but window also keep the first tokens (sinks) and pins, most the newest (recent)"
 _UNLIMITED_COLUMNS = 10_000  # where there is no terminal
 _COLUMN_GAP = "  "
@@ -91,24 +90,18 @@ class SessionLines:
         self.sessions, self._open_id, self._matches = sessions, open_id, matches
         turns = (pluralize(session.turns, "message") for session in sessions)
         self._turns_width = max(map(len, turns), default=0)
-        models = (cell_len(displayable_line(session.model)) for session in sessions)
-        self._model_width = min(max(models, default=0), _MAX_MODEL_CELLS)
 
     def lines(self, number: int, width: int) -> list[list[Fragment]]:
-        """The line of chat `number` (from 0), or two if `width`, in columns, is small."""
+        """The two lines of chat `number` (from 0), of at most `width` columns."""
         session = self.sessions[number]
         model = displayable_line(session.model)
         turns = pluralize(session.turns, "message").rjust(self._turns_width)
         facts = f"  {session.updated:%Y-%m-%d %H:%M}  {turns}  "
         head = [("", displayable_line(session.id)), ("dim", facts)]
-        if width < _MIN_ONE_LINE_COLUMNS:
-            return [
-                _cut_fragments([*head, ("dim", model)], width),
-                _cut_fragments([("", "    "), *self._text(session)], width),
-            ]
-        model = cut(model, self._model_width)
-        padding = " " * (self._model_width - cell_len(model) + 2)
-        return [_cut_fragments([*head, ("dim", f"{model}{padding}"), *self._text(session)], width)]
+        return [
+            _cut_fragments([*head, ("dim", model)], width),
+            _cut_fragments([("", "    "), *self._text(session)], width),
+        ]
 
     def _text(self, session: SavedSession) -> list[Fragment]:
         """The chat's name, and the line that was found, or what the user said first, or last."""
@@ -139,8 +132,13 @@ def draw_sessions(chats: SessionLines, width: int) -> RenderableType:
 
 def print_sessions(chats: SessionLines, console: Console) -> None:
     """Print a list of saved chats; without a terminal, each chat takes one uncut line."""
-    width = console.width if console.file.isatty() else _UNLIMITED_COLUMNS
-    console.print(draw_sessions(chats, width), soft_wrap=True)
+    if console.file.isatty():
+        console.print(draw_sessions(chats, console.width), soft_wrap=True)
+        return
+    for number in range(len(chats.sessions)):
+        head, text = chats.lines(number, _UNLIMITED_COLUMNS)
+        line = "".join(part for _, part in (*head, ("", "  "), *text[1:]))
+        console.print(Text(line), soft_wrap=True)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 MIN_FRAME_SECONDS = 1 / 8  # between two frames
 _MIN_TEXT_SECONDS = 1 / 30  # the same, while no panel is drawn, only text
-MAX_BYTES_PER_SECOND = 12_000  # for drawing, besides the text of the reply itself
 MAX_TIME_SHARE = 1 / 50  # of the time that may be spent on drawing
 
 LIVE_PANEL_SETTINGS = ("auto", "live")  # of the setting `panel`: drawn while the model writes
@@ -53,7 +52,6 @@ class LiveView:
         self._filter = DisplayFilter()
         self._tagged_text = TaggedText()  # as the reply is shown where nothing is dimmed
         self._is_streaming = False  # the reply is streamed; its line is unfinished
-        self._hides_reasoning = False  # in what is streamed
         self._reply: GrowingReply | None = None  # the reply that is not streamed
         self._has_begun = False
         self._reading: Reading | None = None
@@ -106,8 +104,7 @@ class LiveView:
         if not self._has_begun and text:
             self._begin_reply()
         if self._reply is None:
-            if new.part == "answer" or not self._hides_reasoning:
-                self._stream(self._tagged_text.push(replace(new, text=text)))
+            self._stream(self._tagged_text.push(replace(new, text=text)))
             return
         tokens = self._session.state.last_reply_stats.tokens_out
         self._reply.push(text, tokens, is_reasoning=new.part == "thinking")
@@ -150,7 +147,6 @@ class LiveView:
         self._end_reply()
         evicted, self._evicted_in_round = sorted(self._evicted_in_round), set()
         self._has_begun, self._tagged_text = False, TaggedText()
-        self._hides_reasoning = False
         if not calls_tools(turn, self._session):  # else another reply follows
             self._show_round(turn, evicted)
 
@@ -182,19 +178,12 @@ class LiveView:
         return self._pacer.is_due() or self._screen.console.size != self._size
 
     def _draw_frame(self) -> None:
-        start, written = time.perf_counter(), self._screen.bytes_written
+        start = time.perf_counter()
         self._draw()
-        self._pacer.record_frame(time.perf_counter() - start, self._screen.bytes_written - written)
+        self._pacer.record_frame(time.perf_counter() - start)
 
     def _draw(self, *, is_end: bool = False) -> None:
         self._size = self._screen.console.size
-        if self._reply is not None and self._screen.is_plain:  # the window may have shrunk
-            self._region.remove()
-            for part in self._reply.unfinished:
-                self._stream(self._tagged_text.push(part))
-            self._reply = None
-            self._hides_reasoning = self._session.profile.thinking != "show"
-            return
         above, rows = list[str](), list[str]()
         if self._reply is not None:
             height = self._size.height - (_MAX_REGION_ROWS if self._draws_panel else 1)
@@ -280,7 +269,7 @@ class LiveRegion:
 
 
 class FramePacer:
-    """Decides when a frame may be drawn: less often if frames take many bytes or much time."""
+    """Decides when a frame may be drawn: less often if a frame takes long, as on a slow line."""
 
     def __init__(self, seconds: float = MIN_FRAME_SECONDS) -> None:
         self._seconds = seconds
@@ -289,6 +278,5 @@ class FramePacer:
     def is_due(self) -> bool:
         return time.monotonic() >= self._due_time
 
-    def record_frame(self, seconds: float, size: int) -> None:
-        wait = max(self._seconds, size / MAX_BYTES_PER_SECOND, seconds / MAX_TIME_SHARE)
-        self._due_time = time.monotonic() + wait
+    def record_frame(self, seconds: float) -> None:
+        self._due_time = time.monotonic() + max(self._seconds, seconds / MAX_TIME_SHARE)

@@ -22,11 +22,10 @@ from sirchat.chat.panel_snapshot import HeldShare, Snapshot
 from sirchat.chat.statements import StatedFact
 from sirchat.chat.words import is_punctuation, split_words, without_template
 from sirchat.config.values import format_number
-from sirchat.ui.cells import StyledRun, cut, join_runs, known_width_line, wrap_runs
+from sirchat.ui.cells import StyledRun, cut, join_runs, token_line, wrap_runs
 from sirchat.ui.tables import (
     NOTHING_HELD,
     bin_label,
-    draw_histogram,
     draw_turns,
     held_share_glyph,
     section_title,
@@ -36,7 +35,6 @@ from sirchat.ui.theme import BUCKET_LIMITS, ROLE_NAMES, Theme
 
 _MAX_WORD_LINES = 3  # lines of held words in the compact panel
 _ONLY_MARKS: Final = "only punctuation and the marks between messages"
-_MAX_HISTOGRAM_COLUMNS = 80
 _LABEL_COLUMNS = 13  # in the large panel, for a turn's number and role
 # Whose tokens the budget holds, and the sign of each in the bar.
 _OWNERS: Final = {
@@ -132,7 +130,7 @@ def _list_lines(
     label = f"{name}: "
     count, lines, room = 0, [""], width - len(label) - 1  # one cell for a comma
     for text in texts:
-        item = known_width_line(displayable_line(text))
+        item = token_line(displayable_line(text))
         remaining = len(texts) - count - 1
         reserved = len(f" and {remaining} more") if remaining else 0
         longer = f"{lines[-1]}, {item}" if count else item
@@ -156,7 +154,7 @@ def _list_lines(
 
 
 def draw_full_panel(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
-    """Draw the large panel: all held tokens, a histogram of surprisal, and all turns."""
+    """Draw the large panel: all held tokens, and all turns."""
     inner_width = width - 4
     sections = [
         _fill_line(snapshot, theme, inner_width),
@@ -165,7 +163,8 @@ def draw_full_panel(snapshot: Snapshot, theme: Theme, width: int) -> RenderableT
         Text(),
         *_held_text(snapshot, theme, inner_width),
         Text(),
-        *_statistics(snapshot, theme, inner_width),
+        section_title("turns", theme, inner_width),
+        draw_turns(snapshot.turns, theme),
     ]
     return Panel(
         Group(*sections),
@@ -178,7 +177,7 @@ def draw_full_panel(snapshot: Snapshot, theme: Theme, width: int) -> RenderableT
 
 def _title(snapshot: Snapshot) -> str:
     name = " · ".join((snapshot.policy, f"decay {format_number(snapshot.decay)}", snapshot.model))
-    return known_width_line(displayable_line(name))
+    return token_line(displayable_line(name))
 
 
 def _fill_line(snapshot: Snapshot, theme: Theme, width: int) -> Text:
@@ -252,7 +251,7 @@ def _just_evicted_line(words: Sequence[str], theme: Theme, width: int) -> Text:
 
 
 def _join_words(words: Iterable[str]) -> str:
-    return ", ".join(filter(None, map(known_width_line, words)))
+    return ", ".join(filter(None, map(token_line, words)))
 
 
 class _Word(NamedTuple):
@@ -269,7 +268,7 @@ def _strongest_words(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]
         _Word(
             rows[0],
             slots[rows[0].position],
-            [StyledRun(known_width_line(row.text), theme.token_style(row)) for row in rows],
+            [StyledRun(token_line(row.text), theme.token_style(row)) for row in rows],
             # Punctuation is not counted: a word of nothing else comes last.
             max((row.rank_key for row in rows if not is_punctuation(row.text)), default=-math.inf),
         )
@@ -300,7 +299,7 @@ def _with_gaps(words: Iterable[_Word], snapshot: Snapshot, theme: Theme) -> Iter
             yield from _gap_mark(evicted, 0, "", theme)
             if position >= 0 or evicted > 0:
                 yield StyledRun(" ", theme.gap)
-            speaker = known_width_line(ROLE_NAMES.get(first.role, first.role))
+            speaker = token_line(ROLE_NAMES.get(first.role, first.role))
             yield StyledRun(f"{speaker}: ", theme.role_style(first.role) + theme.gap)
             yield runs[0]._replace(text=runs[0].text.removeprefix(" "))
         yield from runs[1:]
@@ -392,7 +391,7 @@ def _turn_runs(rows: Sequence[TokenRow], position: int, theme: Theme) -> Iterato
         if opened and (brackets != opened or evicted):
             yield StyledRun(opened[1], theme.bracket)
             opened = None
-        text = known_width_line(row.text)
+        text = token_line(row.text)
         yield from _gap_mark(evicted, 0, text, theme)
         if brackets and not opened:
             yield StyledRun(brackets[0], theme.bracket)
@@ -404,16 +403,8 @@ def _turn_runs(rows: Sequence[TokenRow], position: int, theme: Theme) -> Iterato
 
 
 def _turn_label(turn: str, role: str, theme: Theme) -> Text:
-    name = cut(known_width_line(ROLE_NAMES.get(role, role)), _LABEL_COLUMNS - 6)
+    name = cut(token_line(ROLE_NAMES.get(role, role)), _LABEL_COLUMNS - 6)
     runs = [StyledRun(cut(f"{turn:>4} ", 6), theme.secondary)]
     label = join_runs([*runs, StyledRun(name, theme.role_style(role))])
     label.pad_right(_LABEL_COLUMNS - label.cell_len)
     return label
-
-
-def _statistics(snapshot: Snapshot, theme: Theme, width: int) -> list[RenderableType]:
-    sections: list[RenderableType] = []
-    if snapshot.histogram is not None:
-        bars = draw_histogram(snapshot.histogram, theme, min(width, _MAX_HISTOGRAM_COLUMNS))
-        sections += [section_title("surprise", theme, width), *bars, Text()]
-    return [*sections, section_title("turns", theme, width), draw_turns(snapshot.turns, theme)]

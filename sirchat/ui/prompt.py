@@ -5,26 +5,31 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import Application, run_in_terminal
 from prompt_toolkit.buffer import Buffer
 from prompt_toolkit.completion import Completer, DummyCompleter
-from prompt_toolkit.data_structures import Size
 from prompt_toolkit.document import Document
 from prompt_toolkit.enums import EditingMode
-from prompt_toolkit.filters import Condition, has_focus, is_searching, vi_mode
-from prompt_toolkit.formatted_text import FormattedText
-from prompt_toolkit.formatted_text.utils import fragment_list_width
+from prompt_toolkit.filters import Condition, has_focus, is_done, is_searching, vi_mode
+from prompt_toolkit.formatted_text import (
+    ANSI,
+    FormattedText,
+    StyleAndTextTuples,
+    to_formatted_text,
+)
 from prompt_toolkit.history import History
 from prompt_toolkit.input import Input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.key_binding.vi_state import InputMode
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.layout import (
+    ConditionalContainer,
     Dimension,
     FormattedTextControl,
     HSplit,
@@ -38,27 +43,25 @@ from prompt_toolkit.styles import DynamicStyle, Style
 from prompt_toolkit.widgets import RadioList
 
 from sirchat.errors import UsageError
-from sirchat.ui.attaching import unfinished_mention
+from sirchat.ui.attaching import escape_mentions, unfinished_mention
 from sirchat.ui.editor import edit_in_editor, editor_command
-from sirchat.ui.keys import ESCAPE_SECONDS, ChordEscape, terminal_keys
-from sirchat.ui.pasted import FENCE, PastedAtSigns, escape_message
+from sirchat.ui.keys import ESCAPE_SECONDS, terminal_keys
 from sirchat.ui.text import displayable
-from sirchat.ui.word_wrap import WordWrap
+from sirchat.ui.typed_line import FENCE, InputLine, as_typed, parse_line
 
 # Takes the index of a list's item and a width in cells; returns the item's lines, each a list of
 # (style, text), where style is `dim`, `bold`, `match` or "".
 DrawItem = Callable[[int, int], list[list[tuple[str, str]]]]
 
-_PROMPT_TEXT = FormattedText([("class:prompt", "> ")])
-_CONTINUATION_CELLS = 2  # before each row of the text but the first
-_EDIT_PROMPT_TEXT = FormattedText([("class:prompt", "edit> ")])
+_PROMPT_TEXT = FormattedText([("class:sign", "> ")])
+_EDIT_PROMPT_TEXT = FormattedText([("class:sign", "edit> ")])
 
 _LOOP_CLOSED = "Event loop is closed"  # asyncio's error if Ctrl-C comes while a prompt closes
 
 _GREY = "fg:ansibrightblack"
 _COLOURLESS = {
     "bottom-toolbar": "noreverse",
-    "prompt": "bold",
+    "sign": "bold",
     "bold": "bold",
     "match": "bold underline",
 }
@@ -67,20 +70,6 @@ _STYLE = Style.from_dict(
     {**_COLOURLESS, "bottom-toolbar": f"noreverse {_GREY}", "placeholder": _GREY, "dim": _GREY}
 )
 _MAX_LIST_ROWS = 20
-
-
-@dataclass(frozen=True)
-class InputLine:
-    """One input of the user: a message, or a command, which begins with a slash."""
-
-    text: str
-    is_command: bool
-    is_stopped: bool = False  # Ctrl-C came after Enter, before the prompt had closed
-    pasted_at_signs: frozenset[int] = frozenset()  # indices of `@` in `text` that were pasted
-
-    @property
-    def ends_chat(self) -> bool:
-        return self.is_command and self.text in ("/exit", "/quit", "/bye")
 
 
 class Prompt:
@@ -97,11 +86,6 @@ class Prompt:
         history: History,
         has_colours: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._pasted_start: str | None = None  # the paste with which the text begins
-        self._at_signs = PastedAtSigns()
-        self._history_index = -1  # which line of the history is shown
-        self._earlier_pastes = set[str]()  # that began a text
-        self._is_pasting = False
         self._entered: str | None = None  # the text at the last Enter
         self._is_editing = False
         self._editor_error = ""
@@ -109,31 +93,35 @@ class Prompt:
         self._has_colours = has_colours
         self._draw_toolbar: Callable[[], str] = str
         self._draw_header: Callable[[], str] = str
-        self._header_rows = 0  # right above the prompt
-        self._header_size = Size(0, 0)  # of the window when the header was printed
+        self._header: StyleAndTextTuples = []  # the rows above the prompt
         self._prompt: PromptSession[str] = PromptSession(
-            self._message,
+            _PROMPT_TEXT,
             input=keys,
             output=output,
             multiline=True,
-            prompt_continuation=" " * _CONTINUATION_CELLS,
+            prompt_continuation="  ",
             completer=DummyCompleter(),
             complete_while_typing=Condition(self._completes_while_typing),
             bottom_toolbar=self._toolbar_text,
             placeholder=self._placeholder,
             history=history,
             key_bindings=self._bindings(),
-            input_processors=[_ControlCharFilter(), WordWrap(self._prefix_cells)],
+            input_processors=[_ControlCharFilter()],
             enable_suspend=True,
             style=DynamicStyle(self._style),
         )
-        self._prompt.default_buffer.on_text_changed += self._on_text_changed
+        header = Window(FormattedTextControl(lambda: self._header), dont_extend_height=True)
+        shows_header = Condition(lambda: bool(self._header)) & ~is_done
+        layout = self._prompt.layout
+        layout.container = HSplit([ConditionalContainer(header, shows_header), layout.container])
         # It would print a traceback if a signal ended the chat while the history is read.
         logging.getLogger("prompt_toolkit.buffer").disabled = True
 
-    def set_completer(self, completer: Completer, draw_toolbar: Callable[[], str]) -> None:
-        """Use `completer` from now on, and show what `draw_toolbar` returns below the prompt."""
+    def set_completer(self, completer: Completer) -> None:
         self._prompt.completer = completer
+
+    def set_toolbar(self, draw_toolbar: Callable[[], str]) -> None:
+        """Show what `draw_toolbar` returns below the prompt from now on."""
         self._draw_toolbar = draw_toolbar
 
     def set_header(self, draw_header: Callable[[], str]) -> None:
@@ -143,10 +131,6 @@ class Prompt:
     def set_editing_mode(self, mode: str) -> None:
         """Set whose keys edit the text: those of `emacs` or `vi`."""
         self._prompt.editing_mode = EditingMode[mode.upper()]
-
-    @property
-    def completer(self) -> Completer:
-        return self._prompt.completer or DummyCompleter()
 
     def read(
         self,
@@ -166,7 +150,7 @@ class Prompt:
 
         while True:
             self._reset(suggestion)
-            self._print_header()
+            self._header = _from_ansi(self._draw_header().rstrip("\n"))
             is_stopped = False
             try:
                 text = self._prompt.prompt(pre_run=begin)
@@ -178,11 +162,9 @@ class Prompt:
                 if self._entered is None:
                     raise KeyboardInterrupt from None
                 text, is_stopped = self._entered, True  # the prompt was about to close
-            line = self._parse_line(text)
+            line = parse_line(text)
             if line.text.strip():
-                start = text.find(line.text)
-                at_signs = frozenset(index - start for index in self._at_signs.indices)
-                return replace(line, is_stopped=is_stopped, pasted_at_signs=at_signs)
+                return replace(line, is_stopped=is_stopped)
 
     def edit(self, text: str) -> str:
         self._reset()
@@ -193,7 +175,7 @@ class Prompt:
             return self._entered or ""
         finally:
             self._is_editing = False
-            self._prompt.message = self._message  # `prompt` has replaced it
+            self._prompt.message = _PROMPT_TEXT  # `prompt` has replaced it
 
     def pick(self, count: int, draw: DrawItem, remark: str = "") -> int | None:
         """Let the user choose one of `count` items by arrow keys; returns the item's index.
@@ -249,7 +231,6 @@ class Prompt:
         """Call `show`, whose output appears above the open prompt; only in its event loop."""
         # Unlike prompt_toolkit's own way, this leaves the terminal's mode, so no key is lost.
         renderer = self._prompt.app.renderer
-        self._header_rows = 0
         renderer.erase()
         show()
         renderer.request_absolute_cursor_position()
@@ -264,10 +245,6 @@ class Prompt:
         app.erase_when_done = not buffer.text
         app.exit(exception=error)
 
-    def escape_pasted(self, text: str) -> str:
-        """How a text must be typed to mean the same as in the prompt: a paste is no command."""
-        return escape_message(text) if self._is_literal(text) else text
-
     def _prepare(self) -> None:
         _silence_signal_tracebacks()
         # A signal may have ended the last prompt within a search.
@@ -275,77 +252,24 @@ class Prompt:
         self._prompt.search_buffer.reset()
 
     def _reset(self, suggestion: str = "") -> None:
-        self._pasted_start = self._entered = None
+        self._entered, self._header = None, []
         self._suggestion, self._editor_error = suggestion, ""
-        self._at_signs.reset()
-
-    def _print_header(self) -> None:
-        # As a part of the prompt, drawn with each key, it would make typing slow.
-        header, output = self._draw_header(), self._prompt.output
-        self._header_rows, self._header_size = header.count("\n"), output.get_size()
-        output.write_raw(header.replace("\n", "\r\n"))
-        output.flush()
-
-    def _message(self) -> FormattedText:
-        """The prompt's text; while the prompt closes, this also erases the header above it."""
-        app, output, rows = self._prompt.app, self._prompt.output, self._header_rows
-        if rows and app.is_done:
-            self._header_rows = 0
-            screen, cursor = app.renderer.last_rendered_screen, app.renderer._cursor_pos
-            height = screen.height if screen is not None else 1  # it was entered beforehand
-            is_visible = rows + height <= self._header_size.rows
-            if is_visible and output.get_size() == self._header_size:
-                up, down = f"\x1b[{cursor.y + rows}A", f"\x1b[{cursor.y}B" if cursor.y else ""
-                output.write_raw(f"{up}\x1b[{rows}M{down}\x1b[{cursor.x + 1}G")
-        return _PROMPT_TEXT
-
-    def _prefix_cells(self) -> tuple[int, int]:
-        first = _EDIT_PROMPT_TEXT if self._is_editing else _PROMPT_TEXT
-        return fragment_list_width(first), _CONTINUATION_CELLS
 
     def _style(self) -> Style:
         return _STYLE if self._has_colours() else _COLOURLESS_STYLE
-
-    def _parse_line(self, text: str) -> InputLine:
-        if self._is_literal(text):
-            return InputLine(text, is_command=False)
-        stripped = text.strip()
-        if stripped.startswith(FENCE) and stripped.endswith(FENCE) and len(stripped) >= 6:
-            inner = stripped.removeprefix(FENCE).removesuffix(FENCE)
-            return InputLine(inner.strip("\n"), is_command=False)
-        if stripped.startswith("//"):
-            return InputLine(stripped[1:], is_command=False)
-        return InputLine(stripped, is_command=stripped.startswith("/"))
-
-    def _is_literal(self, text: str) -> bool:
-        """Whether `text` begins with pasted text, which makes it a message, never a command."""
-        return self._pasted_start is not None and text.startswith(self._pasted_start)
-
-    def _on_text_changed(self, buffer: Buffer) -> None:
-        """Check whether the text still begins with a paste, or does so again, as by undo."""
-        text = buffer.text
-        num_changed = self._at_signs.update(text, is_pasted=self._is_pasting)
-        is_other_line = buffer.working_index != self._history_index
-        self._history_index = buffer.working_index
-        if not self._is_literal(text):
-            # What comes back at once was not typed, key by key.
-            pastes = self._earlier_pastes if num_changed > 1 or is_other_line else ()
-            self._pasted_start = max(filter(text.startswith, pastes), key=len, default=None)
 
     def _completes_while_typing(self) -> bool:
         document = self._prompt.default_buffer.document
         text = document.text
         if unfinished_mention(document.text_before_cursor) is not None:
             return True
-        return text.startswith("/") and "\n" not in text and not self._is_literal(text)
+        return text.startswith("/") and "\n" not in text
 
     def _placeholder(self) -> FormattedText:
         is_closing = self._prompt.app.is_done  # then the suggestion leaves the screen
         return FormattedText([("class:placeholder", "" if is_closing else self._suggestion)])
 
     def _toolbar_text(self) -> str:
-        if self._is_literal(self._prompt.default_buffer.text):
-            return " pasted text: sent as it is, never run as a command"
         if self._editor_error:
             return f" {displayable(self._editor_error)}"
         if self._prompt.editing_mode == EditingMode.VI:
@@ -379,18 +303,7 @@ class Prompt:
 
         @keys.add("c-x", "c-e", filter=typing)
         def _edit(event: KeyPressEvent) -> None:
-            self._header_rows = 0
             event.app.create_background_task(self._open_editor(event.current_buffer))
-
-        @keys.add("c-z", filter=typing)
-        def _suspend(event: KeyPressEvent) -> None:
-            self._header_rows = 0
-            event.app.suspend_to_background()
-
-        @keys.add("c-l", filter=typing)
-        def _clear(event: KeyPressEvent) -> None:
-            self._header_rows = 0
-            event.app.renderer.clear()
 
         @keys.add(Keys.Vt100MouseEvent, eager=True)
         def _no_mouse(event: KeyPressEvent) -> None:
@@ -403,11 +316,11 @@ class Prompt:
         buffer = event.current_buffer
         if not buffer.text and self._suggestion:
             buffer.insert_text(self._suggestion)
-        text, is_literal = buffer.text, self._is_literal(buffer.text)
-        has_backslash = buffer.document.text_before_cursor.endswith("\\") and text[:1] != "/"
-        if not is_literal and _is_open_block(text):
+        text = buffer.text
+        ends_in_backslash = buffer.document.text_before_cursor.endswith("\\")
+        if _is_open_block(text):
             buffer.insert_text("\n")
-        elif not is_literal and has_backslash:
+        elif ends_in_backslash and not text.lstrip().startswith(("/", FENCE)):
             buffer.delete_before_cursor()
             buffer.insert_text("\n")
         else:
@@ -422,43 +335,40 @@ class Prompt:
             return
         buffer.append_to_history()
         buffer.reset()
-        self._pasted_start = None
-        self._at_signs.reset()
 
     def _on_paste(self, event: KeyPressEvent) -> None:
+        """Insert pasted text as it must be typed: it is no command, and names no file."""
         buffer, data = event.current_buffer, event.data.replace("\r\n", "\n").replace("\r", "\n")
-        is_first = not buffer.text.strip() and bool(data)
-        if is_first:
-            buffer.reset()
-        self._is_pasting = True
-        try:
+        if parse_line(buffer.text).is_command or self._is_editing:
             buffer.insert_text(data)
-        finally:
-            self._is_pasting = False
-        if is_first:  # last: each change of the text is compared with it
-            self._mark_as_pasted(data)
-
-    def _mark_as_pasted(self, text: str) -> None:
-        """Treat texts that begin with this one as messages, never as commands."""
-        self._pasted_start = text
-        if len(text) > 1:  # else a command from the history might begin with it
-            self._earlier_pastes.add(text)
+            return
+        data = escape_mentions(data, after=buffer.document.char_before_cursor)
+        if buffer.text.strip() or not data:
+            buffer.insert_text(data)
+            return
+        buffer.reset()
+        buffer.insert_text(typed := as_typed(data))
+        if typed.startswith(FENCE):
+            buffer.cursor_position -= len(f"\n{FENCE}")  # what is typed then belongs to the block
 
     async def _open_editor(self, buffer: Buffer) -> None:
         """Let the user change the text in an editor; a message never becomes a command there."""
         before = buffer.text
-        was_typed = not self._is_literal(before) and before.lstrip().startswith(("/", FENCE))
+        shows_marks = before.lstrip().startswith(("/", FENCE))
         command = editor_command(has_default=True)
         try:
             text = await run_in_terminal(lambda: edit_in_editor(command, before))
         except UsageError as error:
             self._editor_error = str(error)
             return
-        buffer.document = Document(text)
-        if was_typed:
-            self._pasted_start = None
-        elif text.lstrip().startswith(("/", FENCE)):
-            self._mark_as_pasted(text)
+        buffer.document = Document(text if shows_marks else as_typed(text))
+
+
+def _from_ansi(text: str) -> StyleAndTextTuples:
+    """Styled runs of a text with escape sequences: each is drawn faster than single characters."""
+    styled = to_formatted_text(ANSI(text))
+    runs = groupby(styled, key=lambda part: part[0])
+    return [(style, "".join(part[1] for part in run)) for style, run in runs]
 
 
 def _is_open_block(text: str) -> bool:
@@ -488,8 +398,8 @@ def ask_for_key(
         press = event.key_sequence[0]
         key = press.data.lower()
         is_typed = len(key) == 1 and press.key != Keys.BracketedPaste
-        is_answer = is_typed and key in keys and not isinstance(press, ChordEscape)
-        if is_answer and not event.app.is_done and (not is_in_line or press.key == Keys.Escape):
+        is_answer = is_typed and key in keys and (not is_in_line or press.key == Keys.Escape)
+        if is_answer and not event.app.is_done:
             event.app.exit(result=key)
         begins_line = bool(key) and key.isprintable()
         is_in_line = press.key != Keys.Enter and (is_in_line or begins_line)
@@ -555,8 +465,7 @@ def _picker_bindings(items: RadioList[int]) -> KeyBindings:
     @keys.add("c-d")
     @keys.add("<sigint>")
     def _leave(event: KeyPressEvent) -> None:
-        is_chord = any(isinstance(press, ChordEscape) for press in event.key_sequence)
-        if not is_chord and not event.app.is_done:
+        if not event.app.is_done:
             event.app.exit(result=None)
 
     return keys

@@ -17,6 +17,7 @@ from sirchat.chat.retry import go_on
 from sirchat.chat.session import Interrupted, Session
 from sirchat.chat.summary import make_summary, omitted_facts
 from sirchat.errors import SirchatError, is_output_closed, shows_tracebacks
+from sirchat.memory.free_memory import trim_memory
 from sirchat.models.devices import describe_threads
 from sirchat.saved.store import SessionStore
 from sirchat.text.text_file import without_surrogates
@@ -37,14 +38,14 @@ from sirchat.ui.editor import edit_in_editor, editor_command
 from sirchat.ui.interrupt import InterruptFlag
 from sirchat.ui.live import LiveView
 from sirchat.ui.panel import draw_prompt_panel
-from sirchat.ui.prompt import DrawItem, InputLine
+from sirchat.ui.prompt import DrawItem
 from sirchat.ui.saved_chat import SavedChat, show_resumed_chat
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import toolbar_text
-from sirchat.ui.switching import ModelSwitching
 from sirchat.ui.tool_use import ToolUse
 from sirchat.ui.turn_commands import Retry, make_undoable, retry
 from sirchat.ui.typed_input import Keyboard, TerminalInput
+from sirchat.ui.typed_line import InputLine, as_typed
 
 # Words that end other programs; the first time one is typed, the chat asks whether to leave.
 _EXIT_WORDS = ("exit", "quit", "q", ":q", "bye")
@@ -81,14 +82,12 @@ class Chat:
             tools or ToolFlags(),
             screen,
             self._ask_for_key,
-            self._prompt.edit,
             lambda: self._session.profile.tool_timeout,
             self._keyboard.escape_pressed,
         )
-        self._models = ModelSwitching(screen, self.saved_chat, trusted)
         self._switch_to(session)
-        completer = SlashCompleter(lambda: self._session)
-        self._prompt.set_completer(completer, lambda: toolbar_text(self._session, screen.width))
+        self._prompt.set_completer(SlashCompleter(lambda: self._session))
+        self._prompt.set_toolbar(lambda: toolbar_text(self._session, screen.width))
         self._prompt.set_header(self._draw_header)
 
     def run(self, line: InputLine | None = None) -> None:
@@ -146,9 +145,7 @@ class Chat:
     def _switch_to(self, session: Session) -> None:
         self._session, session.toolbox = session, self.tools
         screen, saved_chat = self._screen, self.saved_chat
-        self._commands = Commands(
-            session, screen, self._history, saved_chat, self._trusted, self._models
-        )
+        self._commands = Commands(session, screen, self._history, saved_chat, self._trusted)
         self._screen.use_theme(session.profile.theme)
 
     def _handle_line(self, line: InputLine) -> bool:
@@ -160,9 +157,8 @@ class Chat:
                 return not self._ask_whether_to_leave()
             # From here on Ctrl-C stops the reply, and the message stays.
             with InterruptFlag() as interrupt:
-                note, tools = self._screen.note, self._session.toolbox
-                read = {"read_resource": tools.resource} if isinstance(tools, ToolUse) else {}
-                text, files = attach_mentions(line.text, note, line.pasted_at_signs, **read)
+                note, read_resource = self._screen.note, self.tools.resource
+                text, files = attach_mentions(line.text, note, read_resource)
                 if files:
                     self._screen.note(describe_size(files, self._session))
                 self._send(text, replace(line, is_stopped=line.is_stopped or interrupt()))
@@ -204,6 +200,7 @@ class Chat:
                 self._summarize()
             case SwitchSession(session, is_other_chat):
                 self._switch_to(session)
+                trim_memory()  # of the former model
                 if is_other_chat:
                     self.greet(self._session.opening_events())
         return True
@@ -229,7 +226,7 @@ class Chat:
         if command := editor_command():
             with self._keyboard.lend_terminal():
                 edited = edit_in_editor(command, text)
-            self._history.append_string(edited)
+            self._history.append_string(as_typed(edited))
             return edited
         self._keyboard.pass_keys_to_prompt()
         return self._prompt.edit(text)
@@ -280,7 +277,6 @@ class Chat:
         self, run: Callable[[Interrupted], Iterator[Event]], is_stopped: bool = False
     ) -> None:
         """Show the events that `run` yields, until the user stops it."""
-        self._models.drop_previous()
         self.tools.is_stopped, start = False, monotonic()
         self._keyboard.set_bracketed_paste(True)
         try:

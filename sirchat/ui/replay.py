@@ -69,45 +69,49 @@ def print_reply(
     """
     if holds_all:
         raise_budget_for(session, text)
-    reply, bar = PlainReply(session, text, source), ExitStack()
-    report: Progress | None = None
-    has_printed = False
-
-    def show(event: Event) -> None:
-        nonlocal report, has_printed
-        if isinstance(event, Reading):
-            if report is None and event.done < event.total:
-                report = bar.enter_context(loading_bar(screen, "text"))
-            if report is not None:
-                report(f"reading {event.total:,} tokens", event.done, event.total)
-            return
-        bar.close()
-        report = None
-        if as_json:
-            screen.json(event)
-            return
-        printed, notes = reply.push(event)
-        screen.stream(printed, at_blanks=True)
-        has_printed = has_printed or bool(printed)
-        if isinstance(event, TurnDone) and event.role == "assistant":
-            if has_printed or not calls_tools(event, session):
-                screen.line()
-            screen.quote(reply.quote)
-            has_printed = False
-        if isinstance(event, Returned):
-            screen.note(describe_result(event))
-        for note in notes:
-            screen.note(note)
-
-    for event in session.opening_events():
-        show(event)
-    with InterruptFlag() as interrupted, bar:
+    with _Answer(session, text, screen, source) as answer, InterruptFlag() as interrupted:
+        show = screen.json if as_json else answer.show
+        for event in session.opening_events():
+            show(event)
         try:
             for event in session.ask(text, interrupted):
                 show(event)
         finally:
             show(session.closing_event())
     _raise_if_interrupted(interrupted)
+
+
+class _Answer(ExitStack):
+    """Context manager that prints one reply, with a bar while the message before it is read."""
+
+    def __init__(self, session: Session, text: str, screen: Screen, source: int) -> None:
+        super().__init__()
+        self._session, self._screen = session, screen
+        self._reply = PlainReply(session, text, source)
+        self._report: Progress | None = None  # moves the bar
+        self._has_printed = False
+
+    def show(self, event: Event) -> None:
+        if isinstance(event, Reading):
+            if self._report is None and event.done < event.total:
+                self._report = self.enter_context(loading_bar(self._screen, "text"))
+            if self._report is not None:
+                self._report(f"reading {event.total:,} tokens", event.done, event.total)
+            return
+        self.close()  # the bar
+        self._report = None
+        printed, notes = self._reply.push(event)
+        self._screen.stream(printed, at_blanks=True)
+        self._has_printed = self._has_printed or bool(printed)
+        if isinstance(event, TurnDone) and event.role == "assistant":
+            if self._has_printed or not calls_tools(event, self._session):
+                self._screen.line()
+            self._screen.quote(self._reply.quote)
+            self._has_printed = False
+        if isinstance(event, Returned):
+            self._screen.note(describe_result(event))
+        for note in notes:
+            self._screen.note(note)
 
 
 def _replay_events(

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -45,8 +45,8 @@ class Screen:
         is_quiet: bool = False,
     ) -> None:
         self.is_quiet = is_quiet
-        self._out = _CountingStream(out or sys.stdout)
-        self.console = make_console(cast(TextIO, self._out), soft_wrap=True)
+        self._out = out or sys.stdout
+        self.console = make_console(self._out, soft_wrap=True)
         is_terminal = (err := err or sys.stderr).isatty()
         self.notes_console = make_console(err, force_terminal=is_terminal)
         self.notes_console.soft_wrap = not is_terminal  # elsewhere a note stays one line
@@ -57,19 +57,14 @@ class Screen:
         self.use_theme(theme)
 
     def use_theme(self, name: str) -> None:
-        self._theme_name = name
+        self.theme_name = name
         self.theme: Theme = find_theme(name, os.environ, is_light=self._is_light)
         self._error_style = "red" if self.has_colours else "bold"
 
     def use_background(self, is_light: bool) -> None:
         """Let "auto" choose the theme for this background, unless a variable says another."""
         self._is_light = is_light
-        self.use_theme(self._theme_name)
-
-    @property
-    def has_auto_theme(self) -> bool:
-        """Whether the terminal's background chooses the theme."""
-        return self._theme_name == "auto"
+        self.use_theme(self.theme_name)
 
     @property
     def has_colours(self) -> bool:
@@ -78,7 +73,7 @@ class Screen:
     @property
     def terminal(self) -> TextIO | None:
         """The stream for replies if it is a terminal with escape sequences; otherwise None."""
-        return cast(TextIO, self._out) if self._out.isatty() and not self.is_dumb else None
+        return self._out if self._out.isatty() and not self.is_dumb else None
 
     @property
     def is_dumb(self) -> bool:
@@ -92,10 +87,6 @@ class Screen:
     @property
     def width(self) -> int:
         return self.console.size.width
-
-    @property
-    def bytes_written(self) -> int:
-        return self._out.bytes_written
 
     @property
     def is_plain(self) -> bool:
@@ -208,18 +199,3 @@ def _show_in_pager(text: str) -> bool:
     except OSError:
         return False
     return True
-
-
-class _CountingStream:
-    """Wraps an output stream, and counts the bytes that are written to it."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self.bytes_written = 0
-
-    def write(self, text: str) -> int:
-        self.bytes_written += len(text.encode("utf-8", "replace"))
-        return self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)

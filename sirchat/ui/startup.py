@@ -9,13 +9,9 @@ import asyncio
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import TYPE_CHECKING
-
-from prompt_toolkit.completion import CompleteEvent, Completer, Completion
-from prompt_toolkit.document import Document
 
 from sirchat.chat.model_defaults import budget_follows_model
 from sirchat.config.profile import Profile
@@ -23,10 +19,11 @@ from sirchat.config.profile_files import write_default_setting
 from sirchat.errors import SettingError
 from sirchat.models.torch_imports import preload_torch
 from sirchat.ui.lists import format_bytes
-from sirchat.ui.prompt import InputLine, Prompt, ask_for_key
+from sirchat.ui.prompt import ask_for_key
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line
 from sirchat.ui.typed_input import TerminalInput, create_prompt_output, open_terminal_input
+from sirchat.ui.typed_line import InputLine
 
 if TYPE_CHECKING:  # the thread imports the modules that load a model
     from sirchat.chat.events import Event
@@ -71,8 +68,7 @@ def chat(
     loading are raised. `store`, `trusted` and `tools` are as for `Chat`.
     """
     with open_terminal_input(screen, is_persistent=profile.save) as entry:
-        prompt = entry.prompt
-        loader = SessionLoader(open_session, prompt.redraw)
+        loader = SessionLoader(open_session, entry.prompt.redraw)
         begun: Future[Chat] = Future()  # has the chat once its session is open
 
         def begin(session: Session, events: Iterable[Event]) -> None:
@@ -83,15 +79,11 @@ def chat(
             chat.tools.begin()
             begun.set_result(chat)
 
-        line = None
-        leaves = False
+        line, leaves = None, False
         try:
             if store is None and screen.terminal is not None:
-                prompt.set_completer(
-                    _EarlyCompleter(loader, prompt), lambda: _toolbar(profile, loader)
-                )
-                entry.keyboard.pass_keys_to_prompt()
-                prompt.set_editing_mode(profile.editing)
+                entry.prompt.set_toolbar(lambda: _toolbar(profile, loader))
+                entry.prompt.set_editing_mode(profile.editing)
                 try:
                     line = _read_while_loading(entry, loader, begun, begin)
                     leaves = line is None or (line.ends_chat and not begun.done())
@@ -137,6 +129,7 @@ def _read_while_loading(
         except Exception as error:
             entry.prompt.abort(error)
 
+    entry.keyboard.pass_keys_to_prompt()
     with entry.ctrl_c.interruptible():
         return entry.prompt.read(background=begin_above_the_prompt)
 
@@ -234,22 +227,3 @@ def _toolbar(profile: Profile, loader: SessionLoader) -> str:
     if not budget_follows_model(profile, profile.model):
         parts.append(f"budget {profile.budget:,}")
     return " · ".join([*parts, displayable_line(loader.step) or "loading"])
-
-
-class _EarlyCompleter(Completer):
-    """Completes as the chat does once the session is open, and waits for it until then."""
-
-    def __init__(self, loader: SessionLoader, prompt: Prompt) -> None:
-        self._loader, self._prompt = loader, prompt
-
-    def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
-        return iter(())
-
-    async def get_completions_async(
-        self, document: Document, event: CompleteEvent
-    ) -> AsyncGenerator[Completion, None]:
-        with suppress(Exception):  # the prompt shows the error
-            await asyncio.wrap_future(self._loader.session)
-        if self._prompt.completer is not self:
-            async for completion in self._prompt.completer.get_completions_async(document, event):
-                yield completion

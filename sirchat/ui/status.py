@@ -33,7 +33,6 @@ _FINISH_NOTES = {
     "control": "reply ended at a control token",
     "context": "model's context full",
 }
-_EIGHTHS = " ▏▎▍▌▋▊▉█"
 _MAX_FILE_CHARS = 24  # characters of a file's name in a bar
 _COLUMNS_BESIDE_BAR = 48  # columns beside the bar, and for the ^C that a terminal shows
 
@@ -112,11 +111,10 @@ def continue_hint(finish: Finish, profile: Profile) -> str:
 
 
 def draw_progress_bar(name: str, done: int, total: int, theme: Theme, width: int) -> Text:
-    """Draw a progress bar for tokens in one row: `reading ████▌ 512 of 4,096 tokens`."""
+    """Draw a progress bar for tokens in one row: `reading ████ 512 of 4,096 tokens`."""
     head, tail = f"{name} ", f" {done:,} of {total:,} tokens"
     room = max(4, min(40, width - 1 - len(head) - len(tail)))
-    eighths = 8 * room * min(done, total) // max(1, total)
-    bar = "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+    bar = "█" * (room * min(done, total) // max(1, total))
     text = Text(no_wrap=True, overflow="crop")
     return (
         text.append(head, theme.secondary)

@@ -5,22 +5,14 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Collection, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from time import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sirchat.chat.events import Event, Evicted, Notice, Pinned, Restored, Switched, TurnDone
 from sirchat.chat.model_defaults import SAMPLING_PARAMETERS, sampling_in_words, with_model_defaults
-from sirchat.chat.rereading import (
-    PinnedText,
-    carry_pins,
-    pinned_text,
-    read_again,
-    repinned_note,
-)
+from sirchat.chat.rereading import pinned_text, read_again, repinned_note
 from sirchat.chat.session import Session
 from sirchat.chat.settings import hint_for_fixed, options_of
 from sirchat.chat.targets import Target
@@ -28,18 +20,13 @@ from sirchat.chat.words import without_template
 from sirchat.config.profile import FIXED_SETTINGS, Profile
 from sirchat.config.profile_files import list_profiles, load_profile, resolve
 from sirchat.config.values import describe_allowed, format_setting, parse_option, parse_value
-from sirchat.errors import SettingError, UsageError, did_you_mean, format_value
-from sirchat.memory.free_memory import trim_memory
-from sirchat.memory.key_values import Positions
-from sirchat.memory.ledger import Role
+from sirchat.errors import SettingError, did_you_mean, format_value
 from sirchat.memory.policies import import_typed
 from sirchat.memory.registry import BEST_RETRIEVER
 from sirchat.models.listing import model_names
 from sirchat.models.load import load_model_of
 from sirchat.models.model import LoadedModel
-from sirchat.models.progress import Progress
 from sirchat.text.json_schema import load_schema
-from sirchat.text.times import TimeRange, time_ago
 from sirchat.ui.interrupt import InterruptFlag
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import loading_bar
@@ -213,26 +200,6 @@ class Switching:
                 self._print_event(event)
         return sorted(pinned_before ^ set(ledger.pinned_positions)), num_evicted, restored
 
-    def restore_time(self, period: TimeRange) -> None:
-        """Restore what the user said in a period for the next message, and print that.
-
-        Of a long period, only the newest messages within a quarter of the budget.
-        """
-        session, room = self._session, self._session.budget // 4
-        positions_by_turn = dict[int, Positions]()
-        turn_column, role_column = session.ledger.column("turn"), session.ledger.column("role")
-        for turn in session.state.user_turns_at(period):
-            positions = np.flatnonzero((turn_column == turn) & (role_column == Role.USER))
-            if len(positions) and room > 0:  # of a message that is too long, its end
-                positions_by_turn[turn] = positions[-room:]
-                room -= len(positions)
-        if not positions_by_turn:
-            raise UsageError(f"you said nothing at this time: {period.words}")
-        for turn in sorted(positions_by_turn):
-            when = time_ago(session.turns[turn].time, time()) or f"turn {turn}"
-            self._screen.note(f"{when}: {shorten(session.turns[turn].text, 200)}")
-        self.restore(np.sort(np.concatenate(list(positions_by_turn.values()))))
-
     def describe(self, name: str) -> str:
         """The value of a setting or policy option, what it means, and the allowed values."""
         profile = self._session.profile
@@ -304,137 +271,64 @@ def _describe_held(session: Session) -> str:
     return f"holds {session.resident:,}/{session.budget:,}"
 
 
-# What `/undo` says of tokens that were pinned, unpinned, or lost their pin, with the verb.
-_CARRIED_PINS = (
-    "that you had pinned meanwhile {} pinned here, too",
-    "that you had unpinned meanwhile {} no longer pinned here, either",
-    "that you had pinned {} not: there is no room for more pins, or it is not archived",
-)
+def show_models(session: Session, screen: Screen) -> None:
+    """Print the names of the model in use and of the others on this machine."""
+    name = session.model.name
+    others = ", ".join(other for other in model_names() if other != name)
+    screen.note(f"model is {name}; other models here: {others}; to get more: sirchat models pull")
 
 
-class ModelSwitching:
-    """Changes the model of a chat.
+def switch_model(
+    session: Session, name: str, screen: Screen, saved_chat: SavedChat, trusted: Collection[str]
+) -> Session | None:
+    """Load a model, and return a session in which it has read the chat; None if it is in use.
 
-    The previous model's session stays in memory, for `/undo`, until the next message, a reset or an
-    erasure.
+    Raises SirchatError, with nothing changed, if it can't be loaded or can't hold the chat.
     """
-
-    def __init__(
-        self, screen: Screen, saved_chat: SavedChat, trusted: Collection[str] = ()
-    ) -> None:
-        self._screen, self._saved_chat, self._trusted = screen, saved_chat, trusted
-        self._previous: _PreviousSession | None = None
-
-    def show(self, session: Session) -> None:
-        """Print the names of the model in use and of the others on this machine."""
-        name = session.model.name
-        others = ", ".join(other for other in model_names() if other != name)
-        self._screen.note(
-            f"model is {name}; other models here: {others}; to get more: sirchat models pull"
-        )
-
-    def switch(self, session: Session, name: str) -> Session | None:
-        """Load a model, and return a session in which it has read the chat; None if it is in use.
-
-        Raises SirchatError, with nothing changed, if it can't be loaded or can't hold the chat.
-        """
-        if name == session.model.name:
-            self._screen.note(f"model is already {name}")
-            return None
-        with loading_bar(self._screen, name) as report:
-            model = self._load_model(name, session.profile, report)
-            new = Session(model, self._adapt_profile(session, model, name))
-            pins, unpinned = pinned_text(session), session.state.unpinned_sentences
-            read_again(new, session.turns, pins, unpinned, report)
-        stamp = new.epoch, new.erasures
-        self._previous = _PreviousSession(session, new.profile, stamp, pinned_text(new))
-        self._replace_session(new)
-        self._print_switch(session, new)
-        return new
-
-    def go_back(self, session: Session) -> Session | None:
-        """Return to the session of the previous model, with later settings; None if there is none.
-
-        Raises SettingError if the session can't have one of these settings.
-        """
-        if self._previous is None:
-            return None
-        previous, first_values = self._previous.session, self._previous.profile.model_dump()
-        values = session.profile.model_dump().items()
-        changed = {k: v for k, v in values if k not in FIXED_SETTINGS and v != first_values[k]}
-        if changed:
-            previous.switch("/undo", **changed)
-        carried = 0, 0, 0
-        with suppress(SettingError):  # pins take too much room
-            carried = carry_pins(session, self._previous.pins, previous)
-        self._replace_session(previous)
-        self.drop_previous()
-        self._screen.note(
-            f"back to {previous.model.name}, with the chat as it was; "
-            f"the cache {_describe_held(previous)}"
-        )
-        for count, what in zip(carried, _CARRIED_PINS, strict=True):
-            if count:
-                verb = "is" if count == 1 else "are"
-                self._screen.note(f"{pluralize(count, 'token')} {what.format(verb)}")
-        return previous
-
-    def drop_previous(self) -> None:
-        if self._previous is not None:
-            self._previous = None
-            trim_memory()
-
-    def drop_outdated(self, session: Session) -> None:
-        """Drop the previous session if the user has reset `session` or erased something from it."""
-        if self._previous and self._previous.stamp != (session.epoch, session.erasures):
-            self.drop_previous()
-
-    def _load_model(self, name: str, profile: Profile, report: Progress | None) -> LoadedModel:
-        if self._previous is not None and self._previous.session.model.name == name:
-            return self._previous.session.model
-        return load_model_of(profile.model_copy(update={"model": name}), progress=report)
-
-    def _adapt_profile(self, session: Session, model: LoadedModel, name: str) -> Profile:
-        """The chat's settings, with the new model's defaults in place of the old model's."""
-        profile, updates = session.profile, dict[str, Any](model=name)
-        origins = dict[str, str]()
-        trusted = [*self._trusted, profile.policy]
-        from_user = resolve(None, {"trust_policy": trusted}, os.environ)
-        old, new = (with_model_defaults(from_user, m) for m in (session.model, model))
-        for group in (("budget",), SAMPLING_PARAMETERS):
-            if all(getattr(profile, key) == getattr(old, key) for key in group):
-                updates |= {key: getattr(new, key) for key in group}
-                origins |= {key: new.origin(key) for key in group}
-        return profile.model_copy(update=updates).with_origins(origins)
-
-    def _replace_session(self, session: Session) -> None:
-        with InterruptFlag():  # Ctrl-C does not stop it halfway
-            self._saved_chat.replace_session(session)
-
-    def _print_switch(self, old: Session, new: Session) -> None:
-        self._screen.note(
-            f"the model is now {new.model.name}; it read {new.seen:,} tokens, "
-            f"the cache {_describe_held(new)}"
-        )
-        old_profile, new_profile = old.profile.model_dump(), new.profile.model_dump()
-        changed = [
-            f"{name} {format_setting(old_profile[name])} -> {format_setting(new_profile[name])}"
-            for name in _SETTINGS_OF_MODEL
-            if old_profile[name] != new_profile[name]
-        ]
-        if changed:
-            self._screen.note(f"using {new.model.name}'s defaults: {', '.join(changed)}")
-        self._screen.note(repinned_note(new))
-        for event in new.opening_events():
-            if isinstance(event, Notice):
-                self._screen.note(event.text)
-        previous = f"{old.model.name}, which stays in memory until the next message"
-        self._screen.note(f"/undo goes back to {previous}")
+    if name == session.model.name:
+        screen.note(f"model is already {name}")
+        return None
+    with loading_bar(screen, name) as report:
+        model = load_model_of(session.profile.model_copy(update={"model": name}), progress=report)
+        new = Session(model, _profile_for(model, name, session, trusted))
+        pins, unpinned = pinned_text(session), session.state.unpinned_sentences
+        read_again(new, session.turns, pins, unpinned, report)
+    with InterruptFlag():  # Ctrl-C does not stop it halfway
+        saved_chat.replace_session(new)
+    _print_model_switch(session, new, screen)
+    return new
 
 
-@dataclass(frozen=True)
-class _PreviousSession:
-    session: Session
-    profile: Profile  # of the new session
-    stamp: tuple[int, int]  # numbers of resets and erasures of the new session
-    pins: Sequence[PinnedText]  # of the new session, when it had read the chat
+def _profile_for(
+    model: LoadedModel, name: str, session: Session, trusted: Collection[str]
+) -> Profile:
+    """The chat's settings, with the new model's defaults in place of the old model's."""
+    profile, updates = session.profile, dict[str, Any](model=name)
+    origins = dict[str, str]()
+    from_user = resolve(None, {"trust_policy": [*trusted, profile.policy]}, os.environ)
+    old, new = (with_model_defaults(from_user, m) for m in (session.model, model))
+    for group in (("budget",), SAMPLING_PARAMETERS):
+        if all(getattr(profile, key) == getattr(old, key) for key in group):
+            updates |= {key: getattr(new, key) for key in group}
+            origins |= {key: new.origin(key) for key in group}
+    return profile.model_copy(update=updates).with_origins(origins)
+
+
+def _print_model_switch(old: Session, new: Session, screen: Screen) -> None:
+    screen.note(
+        f"the model is now {new.model.name}; it read {new.seen:,} tokens, "
+        f"the cache {_describe_held(new)}"
+    )
+    old_profile, new_profile = old.profile.model_dump(), new.profile.model_dump()
+    changed = [
+        f"{name} {format_setting(old_profile[name])} -> {format_setting(new_profile[name])}"
+        for name in _SETTINGS_OF_MODEL
+        if old_profile[name] != new_profile[name]
+    ]
+    if changed:
+        screen.note(f"using {new.model.name}'s defaults: {', '.join(changed)}")
+    screen.note(repinned_note(new))
+    for event in new.opening_events():
+        if isinstance(event, Notice):
+            screen.note(event.text)
+    screen.note(f"/model {old.model.name} goes back")

@@ -1,26 +1,25 @@
-"""Draws tables of tokens and turns, and the histogram of the large panel."""
+"""Draws tables of tokens and turns."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby
 from math import inf
 from typing import Any, Final
 
 from rich.cells import cell_len
 from rich.console import Group, JustifyMethod, RenderableType
-from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
 from sirchat.chat.events import TokenRow
 from sirchat.chat.evicted_text import EvictedTurn
-from sirchat.chat.panel_snapshot import SURPRISAL_EDGES, HeldShare, Histogram
+from sirchat.chat.panel_snapshot import HeldShare
 from sirchat.chat.statements import StatedFact
 from sirchat.chat.why import TokenRank
 from sirchat.recall import RecalledTurn
 from sirchat.text.times import time_ago
-from sirchat.ui.cells import StyledRun, cut, join_runs, quote_token
+from sirchat.ui.cells import StyledRun, cut, join_runs, token_line
 from sirchat.ui.text import displayable_line, messages_ago, shorten
 from sirchat.ui.theme import ROLE_NAMES, Theme
 
@@ -165,24 +164,6 @@ def draw_evicted(turns: Sequence[EvictedTurn], theme: Theme, width: int) -> Rend
     return _table(theme, columns, width=width)
 
 
-def draw_histogram(histogram: Histogram, theme: Theme, width: int) -> list[Text]:
-    """A bar for each bin of surprisal: thick for held tokens, then thin for evicted ones."""
-    header = _histogram_cells("", "held", "evicted")
-    counts = list(zip(histogram.held, histogram.evicted, strict=True))
-    room = width - cell_len(header) - 2  # two cells for rounding up
-    scale = room / max(1, *map(sum, counts))
-    lines = [join_runs([StyledRun(header, theme.secondary)])]
-    for (low, high), (held, evicted) in zip(pairwise(SURPRISAL_EDGES), counts, strict=True):
-        cells = _histogram_cells(bin_label(low, high), f"{held:,}", f"{evicted:,}")
-        runs = [
-            StyledRun(cells, Style.null()),
-            StyledRun("━" * _bar_length(held * scale), theme.filled),
-            StyledRun("─" * _bar_length(evicted * scale), theme.empty),
-        ]
-        lines.append(join_runs(runs))
-    return lines
-
-
 def held_share_glyph(turn: HeldShare) -> str:
     """The character that shows how large a share of a turn's tokens is held."""
     if turn.held >= turn.tokens > 0:
@@ -262,7 +243,7 @@ def _token_cell(row: TokenRow, title: str, theme: Theme) -> str | Text:
         case "role":
             return _role(row.role, theme)
         case "token":
-            return Text(quote_token(row.text), theme.token_style(row), no_wrap=True)
+            return Text(f'"{token_line(row.text)}"', theme.token_style(row), no_wrap=True)
         case "surprisal":
             return _format_surprisal(row.surprisal)
         case "score":
@@ -281,12 +262,3 @@ def _role(role: str, theme: Theme) -> Text:
 
 def _uncut_width(title: str, cells: Sequence[str] | Sequence[str | Text]) -> int:
     return max(cell_len(str(cell)) for cell in [title, *cells])
-
-
-def _histogram_cells(name: str, held: str, evicted: str) -> str:
-    return f"{name:>5}  {held:>6}  {evicted:>9}  "
-
-
-def _bar_length(cells: float) -> int:
-    """Length of a bar in whole cells: rounded, but at least 1, unless `cells` is 0."""
-    return max(1, round(cells)) if cells > 0 else 0

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -23,7 +21,7 @@ from sirchat.ui.text import displayable_line, pluralize, shorten
 if TYPE_CHECKING:
     from sirchat.chat.events import Returned
 
-_CALL_QUESTION = "y does it, n refuses, a always does it in this chat, e edits: "
+_CALL_QUESTION = "y does it, n refuses, a always does it in this chat: "
 _REFUSAL = "the user refuses this call"
 _MAX_CALL_CHARS, _MAX_RESULT_CHARS = 1000, 100  # shown
 # Variation selectors and tags; `str.isprintable` knows others.
@@ -37,8 +35,8 @@ class ToolUse(Toolbox):
     """The tools that are turned on, of servers that a file names; none at first.
 
     Tools that match a pattern in `flags` are called without asking, while their servers describe
-    them as at first. For others, `ask` gets the user's answer, and `edit` changed arguments;
-    without `ask`, calls are refused. `stops` says whether the user stops a server's start.
+    them as at first. For others, `ask` gets the user's answer; without it, calls
+    are refused. `stops` says whether the user stops a server's start.
     """
 
     def __init__(
@@ -46,13 +44,12 @@ class ToolUse(Toolbox):
         flags: ToolFlags,
         screen: Screen,
         ask: Ask | None = None,
-        edit: Callable[[str], str] = lambda text: text,
         timeout: Callable[[], float] = lambda: 60.0,
         stops: Interrupted = never,
     ) -> None:
         super().__init__(decide=self._decide)
         self._tool_servers, self._screen = ToolServers(flags.servers, screen.note, timeout), screen
-        self._ask, self._edit, self._stops = ask, edit, stops
+        self._ask, self._stops = ask, stops
         self._patterns = flags.allow
         self._always_allowed: list[tuple[str, ChatTool | None]] = []  # by the user, as they were
         self._first_seen = dict[str, ChatTool]()  # as they were when first turned on
@@ -86,19 +83,14 @@ class ToolUse(Toolbox):
     def close(self) -> None:
         self._tool_servers.close()
 
-    def command(self, session: Session, arguments: str) -> str:
-        """Run `/tools [NAME|on NAME|off NAME|prompt NAME [ARG=VALUE ...]]`; raises UsageError.
-
-        Returns the text of a prompt, or "".
-        """
+    def command(self, session: Session, arguments: str) -> None:
+        """Run `/tools [NAME|on NAME|off NAME]`; raises UsageError."""
         if not self._server_names:
             raise UsageError(_NO_SERVERS)
         verb, _, name = arguments.strip().partition(" ")
         name = name.strip()
         if not verb:
             self._print_servers()
-        elif verb == "prompt" and name:
-            return self._fill_prompt(name)
         elif verb not in ("on", "off"):
             self._print_tools(arguments.strip())
         elif not name:
@@ -107,28 +99,6 @@ class ToolUse(Toolbox):
             self._turn_on(session, name)
         else:
             self._turn_off(name)
-        return ""
-
-    def _fill_prompt(self, words: str) -> str:
-        """The text of the prompt `SERVER__PROMPT` with arguments `NAME=VALUE`."""
-        try:
-            name, *pairs = shlex.split(words)
-        except ValueError as error:
-            raise UsageError(f"/tools prompt: {error}", hint="quote values with blanks") from None
-        server, given = self._find_server(name), dict(pair.partition("=")[::2] for pair in pairs)
-        self._list_tools(server)  # starts it
-        listed = self._tool_servers.offers(server, self._stops)[1]
-        prompts = {f"{server}__{one.name}": one for one in listed}
-        if name not in prompts:
-            hint = did_you_mean(name, list(prompts))
-            there = ", ".join(map(displayable_line, prompts)) or "none"
-            raise UsageError(
-                f"there is no prompt {format_value(name)}; there are: {there}", hint=hint
-            )
-        text = self._tool_servers.prompt(server, prompts[name].name, given, self._stops)
-        shown = shorten(displayable_line(text), _MAX_RESULT_CHARS)
-        self._screen.note(f"sent, {pluralize(len(text), 'character')}: {shown}")
-        return text
 
     def resource(self, name: str) -> str | None:
         """The text of the resource `SERVER:URI`; None if no server is called so."""
@@ -195,12 +165,7 @@ class ToolUse(Toolbox):
                 self._screen.note(f"{state} {_readable_json(Toolbox([tool]).tools_json)}")
         if name != server:
             return
-        resources, prompts = self._tool_servers.offers(server, self._stops)
-        for one in prompts:
-            names = (f"{each.name}=..." for each in one.arguments or ())
-            usage = " ".join(["/tools prompt", f"{server}__{one.name}", *names])
-            self._screen.note(shorten(displayable_line(f"{usage}: {one.description or ''}"), 160))
-        if resources:
+        if resources := self._tool_servers.resources(server, self._stops):
             count = pluralize(len(resources), "resource")
             ways = f"{server}__{READ_RESOURCE} lists and reads them; @{server}:URI sends one"
             self._screen.note(f"{count}: {ways}")
@@ -217,32 +182,27 @@ class ToolUse(Toolbox):
         return server
 
     def _decide(self, call: ToolCall) -> ToolCall | str:
-        """The call, perhaps edited, or why it is refused."""
+        """The call, or why it is refused."""
         self.is_stopped = False
         tool = self._reload_tool(call.name)
         is_allowed = self._is_allowed(call.name, tool)
-        while True:
-            arguments = shorten(_readable_json(call.arguments), _MAX_CALL_CHARS)
-            if arguments.endswith("…"):  # nobody says yes to what is not seen
-                arguments += f" (of {len(call.arguments):,} characters; e shows all)"
-            verb = "calls" if is_allowed else "wants to call"
-            self._screen.note(f"{verb} {call.name} {arguments}")
-            if is_allowed:
-                return call
-            if self._ask is None:
-                self._screen.note("refused: nobody can be asked; --tools-allow PATTERN allows it")
-                return _REFUSAL
-            try:
-                key = self._ask(_CALL_QUESTION, "ynae\x1b")
-            except KeyboardInterrupt:
-                key = "\x1b"
-            if key == "e":
-                call = replace(call, arguments=self._let_user_edit(call.arguments))
-                continue
-            if key == "a":
-                self._always_allowed.append((call.name, tool))
-            self.is_stopped = key == "\x1b"
-            return call if key in ("y", "a") else _REFUSAL
+        arguments = _readable_json(call.arguments)
+        if is_allowed:
+            self._screen.note(f"calls {call.name} {shorten(arguments, _MAX_CALL_CHARS)}")
+            return call
+        # As a whole: nobody says yes to what is not seen.
+        self._screen.note(f"wants to call {call.name} {arguments}")
+        if self._ask is None:
+            self._screen.note("refused: nobody can be asked; --tools-allow PATTERN allows it")
+            return _REFUSAL
+        try:
+            key = self._ask(_CALL_QUESTION, "yna\x1b")
+        except KeyboardInterrupt:
+            key = "\x1b"
+        if key == "a":
+            self._always_allowed.append((call.name, tool))
+        self.is_stopped = key == "\x1b"
+        return call if key in ("y", "a") else _REFUSAL
 
     def _reload_tool(self, name: str) -> ChatTool | None:
         """A tool that is on, as its server describes it now; raises SirchatError if it is gone."""
@@ -296,19 +256,6 @@ class ToolUse(Toolbox):
         prefix = self._server_prefix(pattern)
         return prefix == server or (prefix is None and f"{server}__".startswith(literal_start))
 
-    def _let_user_edit(self, arguments: str) -> str:
-        shown = _readable_json(arguments)
-        edited = self._edit(shown).strip()
-        if edited in ("", shown):
-            return arguments
-        try:
-            if not isinstance(json.loads(edited), dict):
-                raise ValueError("no object")
-        except ValueError as error:
-            self._screen.note(f"arguments must be a JSON object: {error}")
-            return arguments
-        return edited
-
 
 def _describe(tool: ChatTool, max_chars: int) -> str:
     return shorten(displayable_line(" ".join(tool.description.split())), max_chars)
@@ -324,14 +271,11 @@ def _readable_json(text: str) -> str:
     )
 
 
-def run_tools_command(session: Session, arguments: str) -> str:
-    """Run the command `/tools` in a chat; returns a message to send, or "".
-
-    Raises UsageError if the chat has no tool servers.
-    """
+def run_tools_command(session: Session, arguments: str) -> None:
+    """Run the command `/tools` in a chat; raises UsageError if the chat has no tool servers."""
     if not isinstance(session.toolbox, ToolUse):
         raise UsageError(_NO_SERVERS)
-    return session.toolbox.command(session, arguments)
+    session.toolbox.command(session, arguments)
 
 
 @contextmanager

@@ -11,12 +11,7 @@ from sirchat.chat.events import Event, Notice, Undone
 from sirchat.chat.model_defaults import SAMPLING_PARAMETERS
 from sirchat.chat.pinned_summary import undo_summaries
 from sirchat.chat.rereading import repinned_note, reread_before_last_message, reread_session
-from sirchat.chat.retry import (
-    retriever_for_retry,
-    retry_with_sampling,
-    retry_with_settings,
-    settings_for_full,
-)
+from sirchat.chat.retry import retry_with_sampling, retry_with_settings, settings_for_full
 from sirchat.chat.session import Interrupted, Session
 from sirchat.config.profile import Profile
 from sirchat.config.values import parse_value
@@ -25,7 +20,7 @@ from sirchat.models.progress import Progress
 from sirchat.ui.interrupt import InterruptFlag
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
-from sirchat.ui.status import describe_recalled, loading_bar
+from sirchat.ui.status import loading_bar
 from sirchat.ui.text import displayable_line, shorten
 
 
@@ -70,34 +65,25 @@ class Retry:
 
     settings: dict[str, Any]  # of sampling
     full: bool = False  # hold everything that fits the model's context
-    recall: str | None = None  # the retriever; "": the current or the best one; None: as set
 
 
 def parse_retry(rest: str) -> Retry:
-    """Parse `[full|recall [RETRIEVER]]` and settings of sampling; raises UsageError."""
-    first, *others = rest.replace("=", " ").split() or [""]
-    if first in ("full", "--full"):
-        return Retry(parse_sampling_settings(" ".join(others)), full=True)
-    if first in ("recall", "--recall"):
-        name = others.pop(0) if others and not others[0].startswith("--") else ""
-        return Retry(parse_sampling_settings(" ".join(others)), recall=name)
-    return Retry(parse_sampling_settings(rest))
+    """Parse `[full]` and settings of sampling; raises UsageError."""
+    words = rest.split()
+    is_full = words[:1] in (["full"], ["--full"])
+    return Retry(parse_sampling_settings(" ".join(words[is_full:])), is_full)
 
 
 def retry(session: Session, request: Retry, interrupted: Interrupted) -> Iterator[Event]:
     """Undo the last reply, generate the requested one, and yield the events of this turn."""
     undo_summaries(session)
-    updates, note = dict[str, Any](), ""
-    if request.full:
-        updates, note = settings_for_full(session)
-    elif request.recall is not None and session.resident < session.seen:
-        updates = {"recall": retriever_for_retry(session, request.recall)}
+    updates, note = settings_for_full(session) if request.full else ({}, "")
     if updates:
         describe = partial(_describe_retry, as_usual=session.profile, note=note)
         settings = {**updates, **request.settings}
         yield from retry_with_settings(session, settings, describe, interrupted)
         return
-    if request.full or request.recall is not None:
+    if request.full:
         yield Notice("everything was held already, so this is a plain /retry")
     yield from retry_with_sampling(session, request.settings, interrupted)
 
@@ -110,7 +96,7 @@ def parse_sampling_settings(words: str) -> dict[str, Any]:
     for argument in arguments:
         flag, value = argument.replace("_", "-"), next(arguments, None)
         if flag not in names:
-            allowed = ["full", "recall", *names]
+            allowed = ["full", *names]
             raise UsageError(
                 f"/retry: {format_value(argument)} is not allowed; allowed: {', '.join(allowed)}",
                 hint=did_you_mean(argument, allowed),
@@ -151,11 +137,7 @@ def _print_undone(text: str, session: Session, screen: Screen, remark: str = "")
 
 def _describe_retry(session: Session, as_usual: Profile, note: str) -> str:
     """Say how the settings of a reply, which are still in force, differ from `as_usual`."""
-    if session.profile.recall != as_usual.recall and session.recall.turns:
-        remark = describe_recalled(session.recall, session.seen)
-    elif session.profile.recall != "off":
-        remark = "recall found nothing to restore"
-    elif session.resident == session.seen:
+    if session.resident == session.seen:
         remark = f"answered with all {session.seen:,} tokens held"
     else:
         reason = note or "some tokens were erased, or are no longer archived"

@@ -21,7 +21,7 @@ from sirchat.ui.interrupt import InterruptFlag
 from sirchat.ui.keys import terminal_keys
 from sirchat.ui.live import LiveView
 from sirchat.ui.panel import draw_compact_panel
-from sirchat.ui.prompt import InputLine, Prompt
+from sirchat.ui.prompt import Prompt
 from sirchat.ui.repl import make_stop_check
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
@@ -32,6 +32,7 @@ from sirchat.ui.typed_input import (
     ask_background,
     create_prompt_output,
 )
+from sirchat.ui.typed_line import InputLine
 
 # At the tutorial's start: the budget is so small that two messages fill it.
 TUTORIAL_SETTINGS: Final[dict[str, Any]] = {
@@ -104,7 +105,8 @@ def run_tutorial(open_session: OpenSession, screen: Screen, *, waits: bool) -> b
         keyboard.pass_keys_to_prompt()  # the terminal may have told its background meanwhile
         output, history = create_prompt_output(screen), MemoryHistory()
         prompt = Prompt(keys, output, history=history, has_colours=lambda: screen.has_colours)
-        prompt.set_completer(SlashCompleter(lambda: session), lambda: _TOOLBAR)
+        prompt.set_completer(SlashCompleter(lambda: session))
+        prompt.set_toolbar(lambda: _TOOLBAR)
 
         def read(suggested: str) -> InputLine | None:
             keyboard.pass_keys_to_prompt()

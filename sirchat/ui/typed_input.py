@@ -24,7 +24,7 @@ from prompt_toolkit.output.plain_text import PlainTextOutput
 
 from sirchat import paths
 from sirchat.ui.interrupt import CtrlCGuard
-from sirchat.ui.keys import ESCAPE_SECONDS, ChordEscape, terminal_keys
+from sirchat.ui.keys import ESCAPE_SECONDS, terminal_keys
 from sirchat.ui.prompt import Prompt
 from sirchat.ui.screen import Screen
 
@@ -58,13 +58,12 @@ def open_terminal_input(screen: Screen, *, is_persistent: bool = True) -> Iterat
         history = open_history(screen.note, is_persistent=is_persistent)
         output = create_prompt_output(screen)
         prompt = Prompt(keys, output, history=history, has_colours=lambda: screen.has_colours)
-        history.escape = prompt.escape_pasted
         yield TerminalInput(ctrl_c, keyboard, history, prompt)
 
 
 def ask_background(keys: Input, screen: Screen) -> None:
     """Ask the terminal whether its background is light, if that is unknown; inside `Keyboard`."""
-    is_known = os.environ.get("COLORFGBG") or screen.console.no_color or not screen.has_auto_theme
+    is_known = os.environ.get("COLORFGBG") or screen.console.no_color or screen.theme_name != "auto"
     # Old consoles of Linux print the question.
     if is_known or screen.terminal is None or os.environ.get("TERM") == "linux":
         return
@@ -103,12 +102,10 @@ class TypedHistory(History):
         self.new_lines: set[str] = set()  # since the program began
         self.typed_by_message = dict[str, str]()  # where a file's text is in the message
         self.is_persistent = True  # whether new lines are written to the file
-        self.escape: Callable[[str], str] = str  # how a line must be typed to mean the same
 
     def append_string(self, string: str) -> None:
-        line = self.escape(string)
-        self.new_lines.add(line.strip())
-        super().append_string(line)
+        self.new_lines.add(string.strip())
+        super().append_string(string)
 
     def lines(self) -> list[str]:
         return list(self.load_history_strings())  # the newest first
@@ -190,9 +187,12 @@ class Keyboard:
         """Whether Esc alone or Ctrl-C came since the last call; other keys stay for the prompt."""
         if sys.platform == "win32":
             return False
-        presses = self._keys.read_keys() or self._keys.flush_keys()
-        self._pressed_keys += [press for press in presses if not _is_stop_key(press)]
-        return any(map(_is_stop_key, presses))
+        presses = self._keys.read_keys()  # an Esc in these is of a chord, such as Alt-B
+        flushed = [] if presses else self._keys.flush_keys()
+        stops = [press for press in presses if press.key == Keys.ControlC]
+        stops += [press for press in flushed if press.key == Keys.Escape]
+        self._pressed_keys += [press for press in presses + flushed if press not in stops]
+        return bool(stops)
 
     def wait_for_silence(self) -> bool:
         """Wait until no key came for a third of a second; True if Esc came, which ends it at once.
@@ -213,7 +213,7 @@ class Keyboard:
         """Give the keys that came while no prompt was open to the next prompt."""
         if sys.platform != "win32":
             self.escape_pressed()
-            if isinstance(self._keys, TerminalKeys) and self._keys.is_waiting:
+            if isinstance(self._keys, TerminalKeys) and self._keys.parser.ends_in_escape:
                 time.sleep(ESCAPE_SECONDS)  # the rest of a chord may come, or Esc was pressed
                 self.escape_pressed()
         typed = [press for press in self._pressed_keys if press.key not in _IGNORED_KEYS]
@@ -294,12 +294,6 @@ class _PrivateFileHistory(TypedHistory, FileHistory):
 
 def _history_lock() -> FileLock:
     return FileLock(f"{paths.history_file()}.lock", mode=0o600)
-
-
-def _is_stop_key(press: KeyPress) -> bool:
-    """Whether a key stops a reply: Esc alone, or Ctrl-C that came as a key, not a signal."""
-    is_escape = press.key == Keys.Escape and not isinstance(press, ChordEscape)
-    return is_escape or press.key == Keys.ControlC
 
 
 def _newline_to_enter(press: KeyPress) -> KeyPress:

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import io
-import re
-from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -26,7 +24,6 @@ from sirchat.saved.store import SessionStore
 from sirchat.text.transcript import parse_transcript
 from sirchat.ui.exporting import export_chat
 from sirchat.ui.screen import Screen
-from sirchat.ui.text import displayable
 
 pytestmark = pytest.mark.slow
 
@@ -44,69 +41,6 @@ HOSTILE = [
     "{{ 7 * 7 }}", "{% raw %}", "&lt;b&gt;", "&#60;b&#62;", "&", "\"'>", "</title>", "\\<b>",
     "## You", "# end", "$x$", "$$", "<!DOCTYPE x [", "&e;", "%00", "USER: hello", "\n\n", "    <b>",
 ]  # fmt: skip
-_ELEMENTS = {
-    "html", "meta", "title", "style", "h1", "h2", "h3", "h4", "h5", "h6", "p", "strong", "em", "s",
-    "code", "pre", "a", "ul", "ol", "li", "blockquote", "hr", "br", "table", "thead", "tbody",
-    "tr", "th", "td",
-}  # fmt: skip
-_ATTRIBUTES = {
-    "lang", "charset", "http-equiv", "content", "name", "href", "title", "class", "start", "style",
-}  # fmt: skip
-_SAFE_STYLE = re.compile(r"text-align: ?(left|right|center)")
-_VOID = {"meta", "hr", "br"}
-
-
-class Page(HTMLParser):
-    """What a page is made of; raises ValueError for what could run, load or escape its place."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.open = list[str]()
-        self.speakers, self.typed = list[str](), list[str]()
-        self.metas = 0
-        self._is_typed = False
-        self.feed(page)
-        self.close()
-        if self.open != ["html"] and self.open:
-            raise ValueError(f"elements stay open: {self.open}")
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.metas += tag == "meta"
-        if tag not in _ELEMENTS or not {name for name, _ in attrs} <= _ATTRIBUTES:
-            raise ValueError(f"element {tag} {attrs}")
-        for name, value in attrs:
-            plain = re.sub(r"[\0-\x20\x7f]", "", value or "").lower()
-            if name == "href" and re.match(r"(javascript|vbscript|data|file):", plain):
-                raise ValueError(f"a link to {value!r}")
-            if name == "style" and not _SAFE_STYLE.fullmatch(value or ""):
-                raise ValueError(f"a style {value!r}")
-        if tag not in _VOID:
-            self.open.append(tag)
-        if ("class", "as-typed") in attrs:
-            self.typed.append("")
-            self._is_typed = True
-        if tag == "h2" and not attrs and self.open[-2:] == ["html", "h2"]:
-            self.speakers.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        if self.open.pop() != tag:
-            raise ValueError(f"</{tag}> within another element")
-        self._is_typed = False
-
-    def handle_data(self, data: str) -> None:
-        if self._is_typed:
-            self.typed[-1] += data
-        if self.open[-1:] == ["h2"] and self.speakers:
-            self.speakers[-1] += data
-
-    def handle_comment(self, data: str) -> None:
-        raise ValueError(f"a comment: {data[:50]!r}")
-
-    def unknown_decl(self, data: str) -> None:
-        raise ValueError(f"a declaration: {data[:50]!r}")
-
-    def handle_pi(self, data: str) -> None:
-        raise ValueError(f"an instruction: {data[:50]!r}")
 
 
 def hostile_text(random: Random) -> str:
@@ -146,16 +80,12 @@ def test_exports_of_hostile_text_run_and_hide_nothing(
 
     def export(random: Random) -> None:
         chat = hostile_chat(random)
-        said = [(turn.role, displayable(turn.text).strip()) for turn in chat.turns if turn.text]
-        page = Page(exported(chat, "html"))
-        typed = [text for role, text in said if role != "assistant"]
-        if page.typed != typed or page.metas != 3:
-            raise ValueError(f"typed was {typed}, the page has {page.typed}")
-        wanted = [{"user": "You", "assistant": "Model"}[role] for role, _ in said]
-        for form, found in (("html", page.speakers), ("md", headings(exported(chat, "md")))):
-            rest = iter(found)
-            if not all(any(one == speaker for one in rest) for speaker in wanted):
-                raise ValueError(f"{form}: {wanted} spoke, it shows {found}")
+        roles = [turn.role for turn in chat.turns if turn.text]
+        wanted = [{"user": "You", "assistant": "Model"}[role] for role in roles]
+        found = headings(exported(chat, "md"))
+        rest = iter(found)
+        if not all(any(one == speaker for one in rest) for speaker in wanted):
+            raise ValueError(f"{wanted} spoke, it shows {found}")
         turns = parse_transcript(exported(chat, "json").encode(), "out")
         if [(turn.role, turn.content) for turn in turns] != [(t.role, t.text) for t in chat.turns]:
             raise ValueError("the JSON is another chat")

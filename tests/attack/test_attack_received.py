@@ -1,6 +1,6 @@
 """What others send is text: nothing in it runs, asks the network, or controls a terminal.
 
-Exported pages and pictures, chats, profiles, model folders; and who can read what sirchat writes.
+Exported chats and pictures, chats, profiles, model folders; and who can read what sirchat writes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -37,7 +36,6 @@ from sirchat.text.text_file import without_surrogates
 from sirchat.text.transcript import parse_transcript
 from sirchat.ui.exporting import export_chat
 from sirchat.ui.screen import Screen
-from sirchat.ui.text import displayable
 
 # Texts that browsers, XML readers or terminals might obey.
 HOSTILE = [
@@ -59,50 +57,7 @@ HOSTILE = [
     "\x1b]0;owned\x07", "\x9d0;owned\x9c", "\u202eabc", "\x7f", "\u2066",
 ]  # fmt: skip
 
-_TAGS = {
-    "html", "meta", "title", "style", "h1", "h2", "h3", "h4", "h5", "h6", "p", "pre", "code", "em",
-    "strong", "a", "blockquote", "ul", "ol", "li", "hr", "br", "table", "thead", "tbody", "tr",
-    "th", "td",
-}  # fmt: skip
-_ATTRIBUTES = {
-    "html": {"lang"}, "meta": {"charset", "http-equiv", "content", "name"}, "a": {"href", "title"},
-    "p": {"class"}, "code": {"class"}, "ol": {"start"}, "td": {"style"}, "th": {"style"},
-}  # fmt: skip
-_HARMLESS = re.compile(r"(https?:|mailto:|[^:]*$)")
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-
-
-class Page(HTMLParser):
-    """Raises ValueError for an element, attribute or link that a page of text does not have.
-
-    `typed` are the texts of the paragraphs that are shown as they were typed.
-    """
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.typed, self._is_typed = list[str](), False
-        self.feed(page)
-        self.close()
-
-    def handle_data(self, data: str) -> None:
-        if self._is_typed:
-            self.typed[-1] += data
-
-    def handle_endtag(self, tag: str) -> None:
-        self._is_typed = False
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        allowed = _ATTRIBUTES.get(tag, set())
-        if tag not in _TAGS or not {name for name, _ in attrs} <= allowed:
-            raise ValueError(f"<{tag}> {attrs}")
-        if tag == "p" and attrs:
-            self.typed, self._is_typed = [*self.typed, ""], True
-        for name, value in attrs:
-            text = re.sub(r"\s", "", value or "")
-            if name == "href" and not _HARMLESS.match(text):
-                raise ValueError(f"a link to {text}")
-            if name == "style" and not re.fullmatch("text-align:(left|right|center)", text):
-                raise ValueError(f"a style {text}")
 
 
 def text_of(random: Random) -> str:
@@ -137,14 +92,7 @@ def test_exports_of_hostile_texts_hold_nothing_but_text(tmp_path: Path) -> None:
         chat = chat_of(random)
         if not any(turn.text.strip() for turn in chat.turns):
             return
-        page = exported(chat, "html", tmp_path)
-        typed = [turn.text for turn in chat.turns if turn.role != "assistant" and turn.text.strip()]
-        if Page(page).typed != [without_surrogates(displayable(text).strip()) for text in typed]:
-            raise ValueError("the page has other words")
-        if not page.startswith('<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<meta '):
-            raise ValueError("the page's policy does not come first")
-        for text in (page, exported(chat, "md", tmp_path)):
-            refuse_odd_display(text)
+        refuse_odd_display(exported(chat, "md", tmp_path))
         data = exported(chat, "json", tmp_path)
         if found := _CONTROLS.search(data):
             raise ValueError(f"{found[0]!r} in JSON")
@@ -313,7 +261,7 @@ def test_all_that_is_written_is_for_its_owner_alone(
     chat.say("Some words, and more of them. " * 9, "more")
     chat.session.engine.store.archive._files.wait()
     chat.do("/save good")
-    for format in ("md", "html", "json"):
+    for format in ("md", "json"):
         chat.do(f"/export {format} out.{format}")
     chat.do("/branch other")
     note()

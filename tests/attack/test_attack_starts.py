@@ -30,7 +30,7 @@ _COMMANDS = [
     ["ask", "Hello"], ["ask", "Hello"], ["ask", "--resume", "trip", "Hello"], [], ["--json"],
     ["--resume", "last"], ["sessions"], ["sessions", "search", "words"], ["sessions", "map", "a"],
     ["sessions", "export", "trip", "-"], ["doctor"], ["paths"], ["profiles", "list"], ["models"],
-    ["profiles", "show", "mine"], ["--profile", "mine"], ["models", "prepared"], ["--show"],
+    ["profiles", "show", "mine"], ["--profile", "mine"], ["--show"],
 ]  # fmt: skip
 
 

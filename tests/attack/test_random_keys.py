@@ -33,7 +33,6 @@ _KEYS = (
 _ENDS = ("Ctrl-D", "/exit", signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _LOADED = b"policy salience"  # the line that greets
 _SECONDS = 60.0  # most time from the last key to a prompt that works
-_PAUSE = 1.2  # seconds, after which a paste without an end has ended
 
 
 def _session(folder: Path, seed: int, counts: Counter[str]) -> None:
@@ -80,7 +79,7 @@ def _finds_prompt(chat: ForkedCommand, seed: int) -> bool:
     """
     chat.resize(40, 100)
     chat.kill(signal.SIGWINCH)
-    _read_on(chat, _PAUSE)
+    _read_on(chat, 0.3)
     end, tries = time.monotonic() + _SECONDS, 0
     while time.monotonic() < end:  # lines that were typed ahead begin replies, one after the other
         tries += 1

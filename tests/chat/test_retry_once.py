@@ -1,4 +1,4 @@
-"""`/retry full` and `/retry recall`: one reply under other settings, and then all is as it was."""
+"""`/retry full`: one reply with all held, and then all is as it was."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sirchat.chat.session import Session
 from sirchat.chat.state import last_generated_reply
 from sirchat.chat.tool_loop import Toolbox
 from sirchat.engine.sampling import Sampler
-from sirchat.errors import SettingError, SirchatError, UndoError, UsageError
+from sirchat.errors import SirchatError, UndoError, UsageError
 from sirchat.ui.status import describe_recalled
 from sirchat.ui.turn_commands import parse_retry, retry
 
@@ -81,9 +81,8 @@ def test_with_tools_on_it_is_refused_before_anything_changes() -> None:
     ("policy", "words"),
     [
         ("salience", "full --temperature 1.5"),
-        ("reservoir", "--recall=mips"),
+        ("reservoir", "--full"),
         pytest.param("h2o", "full", marks=pytest.mark.slow),
-        pytest.param("salience", "recall", marks=pytest.mark.slow),
     ],
 )
 def test_the_cache_is_as_if_the_usual_settings_had_given_the_reply(
@@ -114,25 +113,12 @@ def test_the_cache_is_as_if_the_usual_settings_had_given_the_reply(
 def test_after_another_reply_each_message_is_undone_once() -> None:
     chat = told()
     retried(chat, "full")
-    retried(chat, "recall")
+    retried(chat, "--temperature 0.5")
     for left in reversed(range(len(SAID))):
         list(chat.undo())
         assert sum(turn.role == "user" for turn in chat.turns) == left
     with pytest.raises(UndoError):
         list(chat.undo())
-
-
-def test_retry_recall_restores_for_one_reply() -> None:
-    chat = told("My dog is called Rex.", *SAID[1:3], *SAID[1:], budget=80)
-    assert chat.profile.recall == "off"
-    reply, (note,) = retried(chat, "recall")
-    assert "Rex" in reply
-    assert note.startswith("recalled ")
-    assert '"My dog is called Rex."' in note
-    assert chat.profile.recall == "off"
-    assert not chat.recall.scores
-    with pytest.raises(SettingError, match="recall"):
-        retried(chat, "recall wrods")
 
 
 def test_a_chat_longer_than_the_context_is_held_as_far_as_it_fits() -> None:
@@ -147,14 +133,13 @@ def test_a_chat_longer_than_the_context_is_held_as_far_as_it_fits() -> None:
 def test_where_it_cannot_be_done_nothing_changes_and_one_line_says_why() -> None:
     chat = told(archive="off")
     before = state(chat), list(chat.turns)
-    for words, why in (("full", "the archive is off"), ("recall", "recall requires archive=ram")):
-        with pytest.raises(UsageError, match=why) as caught:
-            retried(chat, words)
-        assert "\n" not in str(caught.value)
+    with pytest.raises(UsageError, match="the archive is off") as caught:
+        retried(chat, "full")
+    assert "\n" not in str(caught.value)
     assert (state(chat), chat.turns) == before
     with pytest.raises(UndoError):
         retried(session(tiny()), "full")
-    with pytest.raises(UsageError, match="allowed: full, recall, --temperature"):
+    with pytest.raises(UsageError, match="allowed: full, --temperature"):
         parse_retry("fulll")
 
 
@@ -171,7 +156,7 @@ def test_where_nothing_was_evicted_retry_full_is_a_plain_retry() -> None:
     )
 
 
-@pytest.mark.parametrize("words", ["", "full", "recall"])
+@pytest.mark.parametrize("words", ["", "full"])
 def test_the_same_reply_is_not_said_to_replace_the_last(words: str) -> None:
     for settings, why in (
         ({"temperature": 0.2}, "the same; try"),

@@ -152,10 +152,10 @@ def test_a_healthy_installation_has_no_problem_and_no_private_word_in_its_report
         assert word in done.stdout
     assert str(tmp_path) not in done.stdout
     chosen = {"SIRCHAT_HOME": str(tmp_path), "SIRCHAT_MODEL": "tiny-anchor"}
-    found = json.loads(run("doctor", "--json", **chosen).stdout)
-    assert {each["problem"] for each in found} == {""}
-    assert [each["name"] for each in found][-3:] == ["memory", "compiled step", "speed"]
-    assert "tiny-anchor: float32 on" in str(found)
+    found = run("doctor", **chosen).stdout
+    assert "<-" not in found
+    assert all(f"\n{name}" in found for name in ("memory", "compiled step", "speed"))
+    assert "tiny-anchor: float32 on" in found
 
 
 def test_problems_are_named_and_end_with_1(tmp_path: Path) -> None:
@@ -215,7 +215,6 @@ def seconds_of(*arguments: str) -> float:
         (["serve", "--api-key", " "], ["the API key is empty (give a key, or none)"]),
         (["serve", "--host", "no such", "--api-key", "k"], ['listen at "no such", port 8080: ']),
         (["serve", "--port", "70000"], ["'--port': Input should be less than or equal to 65535"]),
-        (["serve", "--idle", "10"], ['--idle can\'t be "10"; allowed: seconds, minutes or hours']),
         (["serve", "--policy", "nosuch"], ['policy can\'t be "nosuch"']),
         (["serve", "--model", "/no/such/folder"], ["/no/such/folder"]),
     ],

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from typer.main import get_command
 
 from command import refused, run
 from sirchat.cli.app import _OTHER_FLAGS, app
-from sirchat.cli.registry import EXAMPLES, commands
+from sirchat.cli.registry import EXAMPLES
 from sirchat.config.profile import Profile
 
 
@@ -44,19 +42,6 @@ def test_there_is_an_example_for_every_command_and_help_opens_with_it() -> None:
     shown = " ".join(run("sessions", "--help").stdout.split())
     assert "rm Delete a saved chat" in shown
     assert "Example: sirchat sessions rm" not in shown
-
-
-def test_the_manual_page_names_every_command_and_setting() -> None:
-    page = run("man").stdout
-    written = page.replace("\\-", "-")
-    flags = {f"--{name.replace('_', '-')}" for name in Profile.model_fields}
-    names = [*commands(), *(flags - {"--description", "--policy-options"})]
-    assert all(f".B {name}\n" in written for name in names)
-    if shutil.which("groff"):  # without a warning
-        command = ["groff", "-man", "-ww", "-Tutf8"]
-        done = subprocess.run(command, input=page.encode(), capture_output=True)
-        assert (done.returncode, done.stderr) == (0, b"")
-        assert b"git diff | sirchat ask" in done.stdout
 
 
 def completed(words: str, **environ: str) -> list[str]:

@@ -25,14 +25,12 @@ from safetensors import safe_open
 import gguf_models
 from gguf_models import MODELS, add_settings, few_bits, random_model, write_model
 from sirchat.chat.model_defaults import with_model_defaults
-from sirchat.cli.models import models_prepared
 from sirchat.config.profile import Profile
 from sirchat.models import background, load, prepared
 from sirchat.models.background import is_running
 from sirchat.models.gguf import prepared as contents
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
-from sirchat.models.prepared import prepared_files
 from sirchat.paths import find_changeable_by_others, open_private, prepared_dir
 
 MANY = int(os.environ.get("SIRCHAT_ATTACK", "0"))
@@ -67,6 +65,10 @@ def loaded(path: Path, **how: Any) -> LoadedModel:
 
 def logits(model: LoadedModel) -> torch.Tensor:
     return model.forward(IDS, model.new_cache(64))
+
+
+def prepared_files() -> list[Path]:
+    return list(prepared_dir().glob("*.safetensors"))
 
 
 def the_file() -> Path:
@@ -165,20 +167,6 @@ def test_a_damaged_file_is_made_again_with_a_line(tmp_path: Path) -> None:
         assert [one for one in model.tokenizer.notices if "is made again" in one], at
         assert torch.equal(logits(model), wanted), at
         assert the_file().read_bytes() == whole, at
-
-
-def test_the_command_lists_and_deletes_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = written(tmp_path)
-    loaded(path)
-    models_prepared("elsewhere", remove=True)
-    models_prepared("model.gguf")
-    said = capsys.readouterr()
-    assert str(path) in said.out
-    assert "in all" in said.err
-    models_prepared(None, remove=True)
-    assert not prepared_files()
 
 
 def test_a_foreign_file_is_not_used(tmp_path: Path) -> None:
@@ -318,11 +306,17 @@ def test_the_longest_unused_go_first_and_what_a_killed_writer_left(
     assert left.exists()  # another process may be writing it
     os.utime(left, (time.time() - 100,) * 2)
     for file in prepared_files():
-        os.utime(file.path, (1 + (file.model == str(paths[1])),) * 2)
+        os.utime(file, (1 + (prepared.read_header(file).model == str(paths[1])),) * 2)
     loaded(paths[0])  # used again
     loaded(paths[2])
-    assert {file.model for file in prepared_files()} == {str(paths[0]), str(paths[2])}
+    assert {prepared.read_header(one).model for one in prepared_files()} == {
+        str(paths[0]),
+        str(paths[2]),
+    }
     assert not left.exists()
     monkeypatch.setattr(prepared, "_MAX_FOLDER_BYTES", size // 2)
     loaded(paths[1])
-    assert {file.model for file in prepared_files()} == {str(paths[0]), str(paths[2])}
+    assert {prepared.read_header(one).model for one in prepared_files()} == {
+        str(paths[0]),
+        str(paths[2]),
+    }

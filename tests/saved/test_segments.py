@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 
 from held_rows import contents, same
 from saved_chats import Chat, resumed
-from sirchat.cli.sessions import sessions_list, sessions_trim
-from sirchat.errors import UsageError
+from sirchat.cli.sessions import sessions_list
 from sirchat.memory.key_values import KeyValues
 from sirchat.memory.ledger import State
 from sirchat.saved import autosave
@@ -84,7 +83,7 @@ def test_with_what_is_saved_at_its_end_a_chat_has_all(chat: Chat, folder: Path) 
     assert at_end.stat().st_size < sum(file.stat().st_size for file in files(folder))
 
 
-def test_files_are_private_listed_trimmed_and_go_with_the_chat(
+def test_files_are_private_listed_and_go_with_the_chat(
     chat: Chat, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parts = files(folder)
@@ -93,13 +92,6 @@ def test_files_are_private_listed_trimmed_and_go_with_the_chat(
     size = format_bytes(sum(file.stat().st_size for file in parts))
     sessions_list()
     assert f"keys and values take {size} of at most 4GiB" in capsys.readouterr().err
-    with pytest.raises(UsageError, match="is no size"):
-        sessions_trim("much")
-    sessions_trim("0")
-    assert f"deleted {size} of keys and values, 0 B stay" in capsys.readouterr().err
-    assert not files(folder)
-    chat.say(LONG, LONG)
-    assert files(folder)
     chat.crash()
     remove_session(folder / f"{only(folder)}.sqlite")
     assert not list(folder.glob("*.kv"))

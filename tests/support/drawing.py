@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 from dataclasses import replace
-from itertools import pairwise
 
 from rich.color import ColorSystem
 from rich.console import Console, RenderableType
@@ -13,7 +12,7 @@ from rich.segment import Segment
 from rich.style import Style
 
 from sirchat.chat.events import TokenRow
-from sirchat.chat.panel_snapshot import SURPRISAL_EDGES, HeldShare, Histogram, Snapshot
+from sirchat.chat.panel_snapshot import HeldShare, Snapshot
 from sirchat.chat.words import without_template, words_at
 from sirchat.ui.theme import find_theme
 
@@ -106,17 +105,6 @@ def snapshot_folder(tokens: list[tuple[TokenRow, bool]], roles: list[str]) -> Sn
         mean = sum(known) / len(known) if known else None
         kept = [row for row, stays in own if stays]
         turns.append(HeldShare(index, role, len(own), len(kept), mean, len(without_template(kept))))
-    bins = [
-        tuple(
-            sum(
-                1
-                for row, stays in tokens
-                if stays is wanted and row.surprisal is not None and low <= row.surprisal < high
-            )
-            for low, high in pairwise(SURPRISAL_EDGES)
-        )
-        for wanted in (True, False)
-    ]
     return Snapshot(
         model="Qwen3-0.6B",
         policy="entropy",
@@ -131,7 +119,6 @@ def snapshot_folder(tokens: list[tuple[TokenRow, bool]], roles: list[str]) -> Sn
         rows=held,
         slots=tuple(range(len(held))),
         turns=tuple(turns),
-        histogram=Histogram(*bins),
         leaving_words=dict.fromkeys(
             words_at([row.position for row in without_template(leaving)], without_template(held)),
             "user",
@@ -144,7 +131,7 @@ def compact_view(snapshot: Snapshot, strongest: int = 200) -> Snapshot:
     ranked = sorted(range(len(snapshot.rows)), key=lambda i: -snapshot.rows[i].rank_key)[:strongest]
     slots = sorted(ranked)
     rows = tuple(snapshot.rows[slot] for slot in slots)
-    return replace(snapshot, rows=rows, slots=tuple(slots), histogram=None, speed=41.3)
+    return replace(snapshot, rows=rows, slots=tuple(slots), speed=41.3)
 
 
 TALK = snapshot_of_talk(SAID)

@@ -73,7 +73,6 @@ def stub_session(panel: str = "live", text: str = "held", **settings: Any) -> An
         rows=(row,),
         slots=(0,),
         turns=(HeldShare(0, "user", 1, 1, 2.0, 1),),
-        histogram=None,
     )
     return SimpleNamespace(
         profile=Profile(panel=panel, **settings),  # type: ignore[arg-type]

@@ -24,7 +24,6 @@ from sirchat.ui.commands import Commands, SwitchSession
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
-from sirchat.ui.switching import ModelSwitching
 from sirchat.ui.typed_input import MemoryHistory
 
 SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 8, "decay": 0.9}
@@ -40,12 +39,10 @@ class Chat:
         self.screen = Screen(self.out, self.out)
         self.saved_chat = SavedChat(self.session, self.screen)
         self.history = MemoryHistory()
-        self.models = ModelSwitching(self.screen, self.saved_chat)
         self.commands = self._new_commands()
 
     def say(self, *texts: str) -> None:
         for text in texts:
-            self.models.drop_previous()
             list(self.session.ask(text))
             self.saved_chat.save()
 
@@ -60,9 +57,7 @@ class Chat:
         return self.out.getvalue()[before:]
 
     def _new_commands(self) -> Commands:
-        return Commands(
-            self.session, self.screen, self.history, self.saved_chat, model_switching=self.models
-        )
+        return Commands(self.session, self.screen, self.history, self.saved_chat)
 
     def crash(self) -> None:
         self.saved_chat._autosave.close_without_saving()

@@ -74,7 +74,6 @@ class TypedChat:
         prompt = Prompt(
             keys, output, history=self.history, has_colours=lambda: self.screen.has_colours
         )
-        self.history.escape = prompt.escape_pasted
         entry = TerminalInput(CtrlCGuard(), _NoKeys(keys), self.history, prompt)
         self.chat = Chat(self.session, self.screen, entry, None, ())
         return self

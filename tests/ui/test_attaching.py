@@ -12,7 +12,12 @@ from chatting import babbler, session
 from command import run
 from fake_terminal import FakeTerminal
 from sirchat.errors import UsageError
-from sirchat.ui.attaching import attach_mentions, attach_named_files, describe_size
+from sirchat.ui.attaching import (
+    attach_mentions,
+    attach_named_files,
+    describe_size,
+    escape_mentions,
+)
 from typed_chat import TypedChat
 
 NOTES = "```notes.txt\nbuy milk\n```"
@@ -29,10 +34,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def sent(text: str, pasted_at_signs: set[int] | None = None) -> tuple[str, list[str]]:
+def sent(text: str) -> tuple[str, list[str]]:
     """The message that is sent, and the notes."""
     notes: list[str] = []
-    return attach_mentions(text, notes.append, pasted_at_signs or set())[0], notes
+    return attach_mentions(text, notes.append)[0], notes
 
 
 @pytest.mark.parametrize(
@@ -80,15 +85,17 @@ def test_a_path_alone_as_it_is_dropped_on_a_terminal_is_not_sent(folder: Path, f
         assert sent(text) == (text, [])
 
 
-def test_a_backslash_or_a_paste_makes_it_a_mere_sign() -> None:
-    assert sent(r"\@notes.txt and \@anna") == ("@notes.txt and @anna", [])
+def test_a_backslash_before_a_files_name_makes_it_a_mere_sign() -> None:
+    assert sent(r"\@notes.txt and \@anna, \@array") == (r"@notes.txt and \@anna, \@array", [])
     assert sent(r"a\@b") == (r"a\@b", [])
-    message, notes = sent("@notes.txt @notes.txt @anna", {11, 22})
-    assert message == f"{NOTES}\n\nnotes.txt @notes.txt @anna"
-    assert notes == [
-        "@notes.txt was pasted, so it is sent as plain text; type the @ yourself to attach it"
-    ]
-    assert sent(r"\@notes.txt", {1}) == (r"\@notes.txt", [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["@notes.txt @anna, @notes.txt", '@"a b.md"', "a\n@./docs/ b", "x@notes.txt", r"\@x", "@*.txt"],
+)
+def test_what_is_escaped_is_sent_as_it_was(text: str) -> None:
+    assert sent(escape_mentions(text))[0] == text
 
 
 def test_at_the_prompt_a_line_that_sent_a_file_can_be_erased(

@@ -14,8 +14,8 @@ import pytest
 import chatting
 from sirchat.chat.session import Session
 from sirchat.ui import prompt, repl, startup, typed_input
-from sirchat.ui.prompt import InputLine
 from sirchat.ui.screen import Screen
+from sirchat.ui.typed_line import InputLine
 
 _FILES = {module.__file__ for module in (prompt, repl, startup, typed_input)}
 _MOST = 400  # lines of the chat loop that run between two prompts, at most
@@ -47,11 +47,13 @@ class _Presses:
         self.rounds = self._left = 0
         self.has_ended = False  # the last round had fewer lines
 
-    escape_pasted = ask_for_key = edit = set_editing_mode = str
+    ask_for_key = edit = set_editing_mode = str
 
     def redraw(self) -> None: ...
 
     def set_completer(self, *_: object) -> None: ...
+
+    def set_toolbar(self, *_: object) -> None: ...
 
     def set_header(self, *_: object) -> None: ...
 

@@ -36,14 +36,13 @@ def named(folder: Path, name: str, *texts: str, model: str = "tiny") -> Path:
 # --- lists
 
 
-@pytest.mark.parametrize("width", [60, 81, 119, 120, 199])
+@pytest.mark.parametrize("width", [60, 81, 199])
 def test_a_list_shows_everything_about_a_chat_at_every_width(folder: Path, width: int) -> None:
     named(folder, "my trip", "My name is Anna.", "Hello", "Where does Peter live?", "東京" * 60)
     new(folder, "Only this is said", "x", model="A-model-of-a-very-long-name")
     chats = SessionLines(list_sessions(folder).sessions, "another")
     shown = [["".join(text for _, text in line) for line in chats.lines(n, width)] for n in (0, 1)]
     assert all(cell_len(line) <= width for lines in shown for line in lines)
-    assert {len(lines) for lines in shown} == {1 if width >= 120 else 2}
     for session, lines in zip(chats.sessions, shown, strict=True):
         text = "\n".join(lines)
         facts = (
@@ -164,6 +163,7 @@ def test_a_chat_is_picked_with_the_arrow_keys(tmp_path: Path, folder: Path) -> N
             assert len(re.findall(r"(?m)^(> |  )20", chat.text)) >= 5
             assert len(re.findall(r"(?m)^> 20.*\n  .*(lives|chat)", chat.text)) == 1
         chat.resize(12, 130)
-        chat.wait_screen(r"(?m)^> 20.{60,}")
+        chat.send(DOWN)
+        chat.wait_screen(r"2 of 30")
         chat.send("\x04")
         assert chat.leave() == 0

@@ -63,8 +63,10 @@ def test_what_is_typed_meanwhile_stays_and_the_first_line_appears_above(
     assert "let these words" not in chat.text
     assert re.search("(?m)^ tiny · salience · budget 1,024 · loading$", chat.text)
     ready()
+    chat.wait_screen("(?m)^tiny, policy salience(?s:.*)^> /unp$")
+    chat.send("i")
     chat.wait_screen("(?m)^ *unpin +allow again that these words")  # commands when it is there
-    chat.wait_screen("(?m)^> /unp$")
+    chat.wait_screen("(?m)^> /unpi$")
     assert chat.lines[0].startswith("tiny, policy salience, budget 1,024")
     assert "loading" not in chat.text
     chat.send("\x15Hello there.")

@@ -118,7 +118,7 @@ def test_words_around_a_word_are_of_its_writer_and_not_of_the_prompt_that_a_temp
     ("command", "needs"),
     [
         ("/unpin", "TEXT|last|turn N (for example: /unpin last)"),
-        ("/export", "md|html|json FILE [--force] (for example: /export md talk.md)"),
+        ("/export", "md|json FILE [--force] (for example: /export md talk.md)"),
         *((command, "") for command in ("/erase", "/read", "/branch", "/search")),
     ],
 )

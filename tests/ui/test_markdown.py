@@ -118,15 +118,15 @@ def test_a_block_taller_than_the_window_is_laid_out_hardly_more_often_than_drawn
     kind: str, columns: int
 ) -> None:
     layout = _Counting(colours=True, color_system="256")
-    reply, most = GrowingReply(layout), 0
+    reply, twin, most = GrowingReply(layout), GrowingReply(_LAYOUT), 0
     text = {**_SET_OUT, "code in an item": _IN_ITEM, "nested": _NESTED}[kind]
     parts = pieces(text, 1, 12)
     for number, part in enumerate(parts):
-        reply.push(part)
-        reply.take_rows(columns, 6)
+        for one in (reply, twin):
+            one.push(part)
+            one.take_rows(columns, 6)
         if number % 3 == 0:
-            below = _LAYOUT.rows(reply.unfinished[0].text, columns, is_final=False)
-            most = max(most, len(below))
+            most = max(most, len(twin.take_rows(columns, 10_000)[1]))
     assert layout.count < 2 * len(parts)
     if kind in _SET_OUT:  # and it is cut
         assert most < 18

@@ -21,7 +21,6 @@ from rich.cells import cell_len
 from rich.color import ColorSystem
 from rich.console import RenderableType
 from rich.style import Style
-from wcwidth import wcswidth
 
 from attacking import MANY
 from drawing import (
@@ -39,17 +38,15 @@ from drawing import (
     styles,
 )
 from sirchat.chat.events import TokenRow
-from sirchat.chat.panel_snapshot import SURPRISAL_EDGES, HeldShare, Histogram, Snapshot
+from sirchat.chat.panel_snapshot import HeldShare, Snapshot
 from sirchat.ui.cells import (
-    COMBINING_BASE,
     StyledRun,
-    known_width_line,
-    with_known_widths,
+    token_line,
     wrap_runs,
 )
 from sirchat.ui.panel import draw_compact_panel, draw_full_panel
-from sirchat.ui.tables import draw_histogram, draw_tokens, format_three_digits
-from sirchat.ui.theme import BUCKET_LIMITS, Theme, decay_intensity, find_theme, surprisal_bucket
+from sirchat.ui.tables import draw_tokens, format_three_digits
+from sirchat.ui.theme import Theme, decay_intensity, find_theme, surprisal_bucket
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 GONE = ("Tuesday", "Ingrid", "fish\x1b[31m")
@@ -128,18 +125,14 @@ def test_any_text_keeps_panels_straight_and_controls_no_terminal(
     snapshot: Snapshot, width: int, strongest: int, gone: list[str]
 ) -> None:
     full = lines(draw_full_panel(snapshot, DARK, width), width)
-    for line in full:
-        assert (wcswidth(line), cell_len(line)) == (width, width)
+    assert {cell_len(line) for line in full} == {width}
     view = compact_view(snapshot, strongest)
     small = lines(draw_compact_panel(view, DARK, width, evicted=gone), width)
     assert len(small) <= 8
-    for line in small:
-        assert wcswidth(line) == cell_len(line) <= width - 1
+    assert max(map(cell_len, small)) <= width - 1
     table = printed(draw_tokens(snapshot.rows, DARK), 80).split("\n")
     kinds = {unicodedata.category(char) for char in "".join([*full, *small, *table])}
-    assert not kinds & {"Cc", "Cs", "Zl", "Zp"}
-    shown = "".join([*full, *small, *table]).replace("\u200c", "")
-    assert not any(unicodedata.category(char) == "Cf" for char in shown)
+    assert not kinds & {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
 @given(st.lists(st.lists(st.booleans(), max_size=9), min_size=1, max_size=7))
@@ -174,18 +167,6 @@ def _runs_without_held(turns: list[list[bool]]) -> Iterator[tuple[int, int]]:
         run_turns = list(run)
         if not has_held:
             yield run_turns[0], run_turns[-1] + 1
-
-
-def test_histogram_counts_what_has_a_colour() -> None:
-    assert SURPRISAL_EDGES[1:] == BUCKET_LIMITS
-    held, evicted = (5, 0, 1, 0, 200), (900, 1, 0, 0, 0)
-    drawn = draw_histogram(Histogram(held, evicted), DARK, 60)
-    bars = [line.plain for line in drawn[1:]]
-    assert [line.split()[:3] for line in bars][::4] == [["0–0.5", "5", "900"], ["7+", "200", "0"]]
-    assert ["━" in line for line in bars[:4]] == [True, False, True, False]
-    assert ["─" in line for line in bars[:4]] == [True, True, False, False]
-    assert max(cell_len(line) for line in bars) <= 60
-    assert bars[0].count("─") > 3 * bars[4].count("━")
 
 
 def strip(shares: list[tuple[int, int, int]], width: int) -> str:
@@ -249,44 +230,27 @@ def test_colours_have_contrast_and_keep_their_hues_in_16_colours(theme: Theme, b
 @given(st.lists(TEXTS), st.integers(2, 80))
 def test_layout_loses_nothing_and_cuts_no_character(texts: list[str], width: int) -> None:
     styles_in_turn = [Style(), Style(bold=True)]
-    runs = [
-        StyledRun(known_width_line(text), styles_in_turn[i % 2]) for i, text in enumerate(texts)
-    ]
+    runs = [StyledRun(token_line(text), styles_in_turn[i % 2]) for i, text in enumerate(texts)]
     laid = wrap_runs(runs, width)
     shown, given = ("".join(one) for one in ((x.plain for x in laid), (x.text for x in runs)))
     assert shown.replace(" ", "") == given.replace(" ", "")
     for line in laid:
-        assert wcswidth(line.plain) == cell_len(line.plain) <= width
-        assert not line.plain or cell_len(line.plain[0]) > 0, "a mark without its letter"
-
-
-@pytest.mark.slow
-def test_every_shown_character_has_the_same_width_everywhere() -> None:
-    for code in (*range(0x20, 0x32000, 1 if MANY else 5), *range(0xE0000, 0xE0200), 0x10FFFD):
-        char = chr(code)
-        text = with_known_widths(f"a{char}b") + with_known_widths(f"字{char}{char}क")
-        assert wcswidth(text) == cell_len(text), f"U+{code:04X}"
+        assert cell_len(line.plain) <= width
 
 
 @pytest.mark.parametrize(
     ("text", "as_shown"),
     [
-        ("👨\u200d🍳", "👨🍳"),
-        ("👍🏽", "👍"),
-        ("🇳🇴", "NO"),
-        ("❤\ufe0f", "❤"),
-        ("\u0301a", f"{COMBINING_BASE}\u0301a"),
-        (" \u0301", f" {COMBINING_BASE}\u0301"),
-        ("का", f"क{COMBINING_BASE}"),
+        ("👨\u200d🍳\U000e0067", "👨🍳"),
         ("a\n\tb", "a⏎→b"),
         ("\x1b[31mred\x1b]0;t\x07", "red"),
         ("\u202eabc", "abc"),
         ("שלום", "שלום"),
-        ("\ud800", "\ufffd"),
+        ("का", "का"),
     ],
 )
 def test_shown(text: str, as_shown: str) -> None:
-    assert known_width_line(text) == as_shown
+    assert token_line(text) == as_shown
 
 
 def test_lines_break_after_spaces_and_within_long_words() -> None:
@@ -310,7 +274,7 @@ def view_of(*said: tuple[int, str], role: str = "user") -> Snapshot:
     seen = max((at for at, _ in said), default=-1) + 1
     return replace(
         TALK, rows=rows, slots=tuple(row.position for row in rows), seen=seen, resident=seen,
-        threshold=None, evicted_next=(), leaving_words={}, histogram=None,
+        threshold=None, evicted_next=(), leaving_words={},
     )  # fmt: skip
 
 

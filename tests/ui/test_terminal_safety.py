@@ -18,7 +18,6 @@ from chatting import babbler, session
 from command import run
 from fake_terminal import FakeTerminal, show_reply, stub_session
 from sirchat.chat.events import Evicted, Reading
-from sirchat.chat.panel_snapshot import SURPRISAL_EDGES, Histogram
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.live import LiveView
 from sirchat.ui.panel import draw_full_panel
@@ -133,8 +132,7 @@ def test_held_text_cannot_control_the_terminal(terminal: FakeTerminal) -> None:
             view.show(Reading(1, 2))
             view.show(Evicted(turn=0, positions=(0,), resident=1, seen=1))
         snapshot = replace(talk.snapshot(), model=text, policy=text)
-        histogram = Histogram(*([(0,) * (len(SURPRISAL_EDGES) - 1)] * 2))
-        screen.show(draw_full_panel(replace(snapshot, histogram=histogram), screen.theme, 80))
+        screen.show(draw_full_panel(snapshot, screen.theme, 80))
         screen.show(draw_tokens(snapshot.rows, screen.theme))
     written = re.sub("owned|b3duZWQ|example", "", terminal.getvalue())  # as text they may be shown
     assert not _harm(written)
@@ -164,7 +162,6 @@ def test_names_in_errors_and_lists_cannot_control_the_terminal(evil_home: Path) 
         [_EVIL],
         ["profiles", "list"],
         ["profiles", "show", "mine"],
-        ["profiles", "path", _EVIL],
         ["policies", "check", _EVIL],
     ):
         done = run(*arguments, **variables)

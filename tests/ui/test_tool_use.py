@@ -18,7 +18,7 @@ from command import refused, run
 from sirchat.errors import SirchatError, UsageError
 from sirchat.text.tool_calls import ToolCall
 from sirchat.tools.config import ToolFlags
-from sirchat.ui.attaching import attach_mentions
+from sirchat.ui.attaching import attach_mentions, escape_mentions
 from sirchat.ui.replay import print_reply
 from sirchat.ui.screen import Screen
 from sirchat.ui.tool_use import ToolUse, run_tools_command, use_tools
@@ -32,11 +32,11 @@ SNOWS = "It snows in Oslo."
 class Asked:
     """Keys that the user presses, one at each question, and the screen."""
 
-    def __init__(self, keys: str, edited: str = "", *allow: str, file: Path | None = None) -> None:
-        self.out, self.keys, self.edited, self.questions = io.StringIO(), [*keys], edited, 0
+    def __init__(self, keys: str, *allow: str, file: Path | None = None) -> None:
+        self.out, self.keys, self.questions = io.StringIO(), [*keys], 0
         flags = ToolFlags.of(str(file), allow) if file else ToolFlags({}, allow)
         self.screen = Screen(self.out, self.out)
-        self.use = ToolUse(flags, self.screen, self._ask, lambda _: self.edited)
+        self.use = ToolUse(flags, self.screen, self._ask)
         self.chat = session(tool_tiny(), policy="full")
         self.chat.toolbox = self.use
 
@@ -69,7 +69,7 @@ def chosen(tmp_path: Path, asked_with: Callable[..., Asked]) -> Callable[..., As
     """Makes one whose tools of the real server are on."""
 
     def choose(keys: str, *allow: str) -> Asked:
-        one = asked_with(keys, "", *allow, file=servers_file(tmp_path))
+        one = asked_with(keys, *allow, file=servers_file(tmp_path))
         run_tools_command(one.chat, "on snow")
         one.use.begin()
         return one
@@ -78,17 +78,15 @@ def chosen(tmp_path: Path, asked_with: Callable[..., Asked]) -> Callable[..., As
 
 
 @pytest.mark.parametrize(
-    ("keys", "edited", "decided"),
+    ("keys", "decided"),
     [
-        ("y", "", CALL),
-        ("n", "", "the user refuses this call"),
-        ("\x1b", "", "the user refuses this call"),
-        ("ey", '{"city": "Rome"}', ToolCall("call00000", "snow__weather", '{"city": "Rome"}')),
-        ("ey", "[1]", CALL),
+        ("y", CALL),
+        ("n", "the user refuses this call"),
+        ("\x1b", "the user refuses this call"),
     ],
 )
-def test_a_call_is_done_as_the_user_says(keys: str, edited: str, decided: ToolCall | str) -> None:
-    asked = Asked(keys, edited)
+def test_a_call_is_done_as_the_user_says(keys: str, decided: ToolCall | str) -> None:
+    asked = Asked(keys)
     assert asked.use.decide(CALL) == decided
     assert 'wants to call snow__weather {"city": "Oslo"}' in asked.out.getvalue()
     assert asked.use.is_stopped is (keys == "\x1b")
@@ -98,7 +96,7 @@ def test_a_call_is_done_as_the_user_says(keys: str, edited: str, decided: ToolCa
 
 def test_what_is_always_allowed_or_by_a_pattern_is_not_asked_and_all_else_is() -> None:
     other = ToolCall("call00001", "snow__fail", "{}")
-    for asked, is_asked in ((Asked("an"), 2), (Asked("n", "", "snow__w*"), 1)):
+    for asked, is_asked in ((Asked("an"), 2), (Asked("n", "snow__w*"), 1)):
         for _ in range(3):
             assert asked.use.decide(CALL) == CALL
         assert asked.use.decide(other) != other
@@ -109,14 +107,13 @@ def test_what_is_always_allowed_or_by_a_pattern_is_not_asked_and_all_else_is() -
 def test_consent_never_widens(seed: int) -> None:
     """Each call is asked about, whatever was allowed, but of a tool that is always allowed."""
     random, always = Random(seed), set[str]()
-    asked = Asked("", "", *random.choice(([], ["snow__weather"], ["other__*", "delete_all"])))
+    asked = Asked("", *random.choice(([], ["snow__weather"], ["other__*", "delete_all"])))
     allowed = {"snow__weather"} & {*asked.use._patterns}
     for _ in range(30):
         name = random.choice(("snow__weather", "snow__weather_2", "snow__delete_all", "snow__*"))
         given = random.choice(('{"city": "Oslo"}', '{"city": "Rome"}', "{}"))
         key, before = random.choice("yna\x1b"), asked.questions
-        asked.keys = [*"e" * random.randrange(2), key]
-        asked.edited = '{"city": "*"}'
+        asked.keys = [key]
         is_free = name in always | allowed
         decided = asked.use.decide(ToolCall("call00000", name, given))
         assert (asked.questions == before) == is_free
@@ -303,17 +300,16 @@ def test_servers_and_tools_may_have_any_name(
         assert len(asked.use.tools) == count
 
 
-def test_a_question_shows_letters_as_they_are_and_how_to_see_what_is_hidden_or_too_long() -> None:
+def test_a_question_shows_letters_as_they_are_what_is_hidden_and_all_of_what_is_long() -> None:
     hidden = r'"b": "x\u200b\u202e\udb40\udc41y\u001b[2J"}'
     written = r'{"a": "\u6771\u4eac M\u00fcnchen \ud83d\ude00", ' + hidden
     shown = '{"a": "東京 München 😀", ' + hidden
     assert json.loads(shown) == json.loads(written)
     long = json.dumps({"city": "Oslo " * 1000})
-    cut = f"… (of {len(long):,} characters; e shows all)"
-    for keys, given, said, count in (("en", written, shown, 2), ("n", long, cut, 1)):
-        asked = Asked(keys)
+    for given, said in ((written, shown), (long, " ".join(long.split()))):
+        asked = Asked("n")
         asked.use.decide(ToolCall("call00000", "snow__weather", given))
-        assert " ".join(asked.out.getvalue().split()).count(said) == count
+        assert said in " ".join(asked.out.getvalue().split())
 
 
 def test_a_command_shows_all_that_the_model_reads_of_a_tool(
@@ -339,23 +335,14 @@ def test_a_command_shows_all_that_the_model_reads_of_a_tool(
             run_tools_command(asked.chat, "off snow__one")
 
 
-ARGUMENTS = [{"name": "who"}, {"name": "city", "required": True}]
-GREET = {"name": "greet", "description": "Says hello.", "arguments": ARGUMENTS}
 OFFERS = {
     "resources/list": {"resources": [{"uri": "notes://a", "name": "a", "description": "My notes"}]},
     "resources/read": {"contents": [{"uri": "notes://a", "text": "Buy milk."}]},
-    "prompts/list": {"prompts": [GREET]},
-    "prompts/get": {
-        "messages": [
-            {"role": "user", "content": {"type": "text", "text": text}}
-            for text in ("Say hello to Oslo.", "\x1b[2JBe brief.")
-        ]
-    },
 }
 
 
 @pytest.mark.parametrize("has_tools", [True, False])
-def test_resources_are_read_by_a_tool_and_a_prompt_is_sent_as_a_message(
+def test_resources_are_read_by_a_tool(
     tmp_path: Path, asked_with: Callable[..., Asked], has_tools: bool
 ) -> None:
     can: dict[str, object] = {"resources": {}, "prompts": {}}
@@ -364,7 +351,6 @@ def test_resources_are_read_by_a_tool_and_a_prompt_is_sent_as_a_message(
     asked = asked_with("yyy", file=file)
     run_tools_command(asked.chat, "snow")
     said = " ".join(asked.out.getvalue().split())
-    assert "/tools prompt snow__greet who=... city=...: Says hello." in said
     assert "1 resource: snow__read_resource lists and reads them; @snow:URI sends one" in said
     run_tools_command(asked.chat, "on snow")
     assert [*asked.use.tools] == ["snow__one"] * has_tools + ["snow__read_resource"]
@@ -372,18 +358,12 @@ def test_resources_are_read_by_a_tool_and_a_prompt_is_sent_as_a_message(
     assert asked.call("read_resource", uri="notes://a") == "Buy milk."
     assert "snow__read_resource" in asked.use.tools_json
     say = "What do I need by @snow:notes://a?"
-    message, files = attach_mentions(say, print, (), asked.use.resource)
+    message, files = attach_mentions(say, print, asked.use.resource)
     assert [one.text for one in files] == ["Buy milk."]
     assert message.endswith("Buy milk.\n```\n\nWhat do I need by snow:notes://a?")
+    assert attach_mentions(escape_mentions(say), print, asked.use.resource) == (say, [])
     for name in ("rain:notes://a", "snow:12:30", "snow", "snow:", "snowy:notes://a"):
         assert asked.use.resource(name) is None
-    sent = run_tools_command(asked.chat, 'prompt snow__greet city="New York"')
-    assert sent == "Say hello to Oslo.\n\n\x1b[2JBe brief."
-    assert "sent, 33 characters: Say hello to Oslo. Be brief." in asked.out.getvalue()
-    with pytest.raises(UsageError, match=r"no prompt .snow__gret.; there are: snow__greet"):
-        run_tools_command(asked.chat, "prompt snow__gret")
-    with pytest.raises(UsageError, match=r"No closing quotation .quote values"):
-        run_tools_command(asked.chat, "prompt snow__greet city='a")
 
 
 def test_more_tools_than_fit_are_not_turned_on(

@@ -20,7 +20,7 @@ from terminal import Terminal
 from tool_server import scripted, servers_file
 
 SHAPE = SHAPES["qwen3"]
-_KEYS = "e edits:"  # the end of the question, which is gone once it is answered
+_KEYS = "in this chat:"  # the end of the question, which is gone once it is answered
 USED = ("weather", "die")
 OSLO = '{"city": "Oslo"}'
 CALLS = {"Weather?": ("weather", OSLO), "Twice.": ("weather", OSLO)}
@@ -36,11 +36,6 @@ DIES = call_of("die", "{}")
 ENDS = [
     ("Weather?", "It snows in Oslo.", "It is Paris."),
     ("Weather?", "error: the user refuses this call", "Say nothing."),
-    (
-        "Weather?",
-        'The user changed the arguments to {"city": "Rome"}.\nIt snows in Rome.',
-        "Hello Anna.",
-    ),
     ("Twice.", "It snows in Oslo.", DIES),
 ]
 
@@ -90,14 +85,13 @@ def asked(chat: Terminal, text: str, *keys: str) -> str:
     chat.ask("/reset")
     chat.say(text)
     for key in keys:
-        prompt = "edit>" if key.endswith("\r") else _KEYS
-        chat.until(lambda prompt=prompt: prompt in chat.shown, 20)  # type: ignore[misc]
+        chat.until(lambda: _KEYS in chat.shown, 20)
         chat.send(key)
     chat.wait_prompt(20)
     return " ".join(chat.shown.split())
 
 
-def test_a_call_is_shown_and_done_refused_or_edited(terminal: Terminal) -> None:
+def test_a_call_is_shown_and_done_or_refused(terminal: Terminal) -> None:
     shown = asked(terminal, "Weather?", "y")
     assert f"wants to call snow__weather {OSLO}" in shown
     assert "snow__weather returned 17 characters: It snows in Oslo." in shown
@@ -105,9 +99,6 @@ def test_a_call_is_shown_and_done_refused_or_edited(terminal: Terminal) -> None:
     shown = asked(terminal, "Weather?", "n")
     assert "snow__weather failed: the user refuses this call" in shown
     assert "Say nothing." in shown
-    shown = asked(terminal, "Weather?", "e", "\x15" + OSLO.replace("Oslo", "Rome") + "\r", "y")
-    assert "It snows in Rome." in shown
-    assert "Hello Anna." in shown
 
 
 def test_a_call_that_is_cut_at_the_length_limit_is_not_done_and_said_to_be_cut(

@@ -8,34 +8,26 @@ import re
 import shutil
 import sys
 import threading
-import time
-import timeit
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import Application
-from prompt_toolkit.document import Document
-from prompt_toolkit.formatted_text import StyleAndTextTuples
 from prompt_toolkit.history import DummyHistory
 from prompt_toolkit.input import PipeInput, create_pipe_input
 from prompt_toolkit.key_binding.key_processor import KeyProcessor
 from prompt_toolkit.key_binding.vi_state import InputMode
-from prompt_toolkit.layout.processors import TransformationInput
 from prompt_toolkit.output import DummyOutput
-from prompt_toolkit.utils import get_cwidth
 
 from chatting import babbler
 from fake_terminal import FakeTerminal
-from sirchat.ui.pasted import PastedAtSigns
-from sirchat.ui.prompt import InputLine, Prompt
+from sirchat.ui.prompt import Prompt
 from sirchat.ui.typed_input import open_history
-from sirchat.ui.word_wrap import WordWrap
+from sirchat.ui.typed_line import InputLine, as_typed, sent_message
 from terminal import PASTE_OFF, PASTE_ON, program
 from typed_chat import TypedChat
 
@@ -60,7 +52,6 @@ def read(own_home: Path, pipe: PipeInput) -> Read:
     """Reads a line at the prompt; each string of keys comes a moment after the one before."""
     history = open_history(print)
     prompt = Prompt(pipe, DummyOutput(), history=history)
-    history.escape = prompt.escape_pasted
 
     def line_of(first: str, *keys: str) -> InputLine:
         async def others() -> None:
@@ -100,7 +91,9 @@ def message(text: str) -> InputLine:
         ('"""hi""" he said', '"""hi""" he said'),
         ('""""""\rwords', "words"),  # quotes around nothing say nothing
         ("//reset", "/reset"),
-        (paste("/policy sink\r\n/reset\nand this\n"), "/policy sink\n/reset\nand this\n"),
+        (paste("/policy sink\r\n/reset\nand this\n"), "/policy sink\n/reset\nand this"),
+        (paste("\n  indented\n    more"), "  indented\n    more"),
+        (paste('"""Doc') + "trine", '"""Doctrine'),
         ("see: " + paste("one\n/two"), "see: one\n/two"),
     ],
 )
@@ -108,7 +101,7 @@ def test_lines_blocks_and_pastes_are_one_message(read: Read, keys: str, text: st
     assert read(keys + ENTER) == message(text)
 
 
-@pytest.mark.parametrize("keys", [paste("") + "/stats", paste("/") + "\x7f/stats"])
+@pytest.mark.parametrize("keys", [paste("") + "/stats", paste("/") + "\x7f\x7f/stats"])
 def test_an_empty_paste_and_an_edited_one_do_not_count_as_pasted(read: Read, keys: str) -> None:
     assert read(keys + ENTER) == InputLine("/stats", is_command=True)
 
@@ -184,13 +177,27 @@ def test_a_pasted_sign_names_no_file_and_a_typed_one_after_it_does(
 ) -> None:
     file = own_home / "secret.txt"
     file.write_text("it is 4711", encoding="utf-8")
-    for keys in (paste(f"see @{file} please"), UP):
-        shown = chat.press(keys, ENTER)
-        assert "was pasted, so it is sent as plain text" in " ".join(shown.split())
+    for keys in (paste(f"see @{file} please"), UP, f"see {paste(f'@{file}')} please"):
+        chat.press(keys, ENTER)
         assert chat.said() == f"see @{file} please"
+    for code in (rf"use \@{file.name}x; @property", "a@secret.txt"):  # no file is meant
+        chat.press(paste(code), ENTER)
+        assert chat.said() == code
     chat.press(paste("@anna asks: ") + f"@{file}", ENTER)
     assert "it is 4711" in chat.said()
     assert "@anna asks: " in chat.said()
+    chat.press("@", paste(str(file)), ENTER)
+    assert "it is 4711" in chat.said()
+    chat.ask("/erase turn 0")
+    assert "1 typed line erased" in chat.ask("/erase --yes")
+    lines = (own_home / "state" / "history").read_text(encoding="utf-8")
+    assert f"see \\@{file} please" not in lines
+
+
+@given(st.text(st.sampled_from('/"a@ \\\n'), max_size=12))
+def test_a_text_that_comes_back_as_it_is_typed_is_the_same_message(text: str) -> None:
+    sent = sent_message(as_typed(text)).strip()
+    assert sent.strip('"\n ') == re.sub(r"(?<!\S)\\@", "@", text).strip('"\n ')
 
 
 def test_the_toolbar_follows_the_theme(chat: TypedChat) -> None:
@@ -198,60 +205,6 @@ def test_the_toolbar_follows_the_theme(chat: TypedChat) -> None:
         chat.ask(f"/set theme {theme}")
         chat.ask("/stats")
         assert ("\x1b[0;90m" in chat.terminal.getvalue()) == is_grey
-
-
-@pytest.mark.parametrize("columns", [24, 37, 80])
-def test_a_long_message_breaks_between_words_and_wide_signs(
-    terminal: FakeTerminal, own_home: Path, columns: int
-) -> None:
-    told = "My grandmother was born in Valparaiso, and she moved to 東京都千代田区丸の内 with my "
-    told += "grandfather 👍👍👍 when they were twenty-two years old, in nineteen-fifty-four."
-    terminal.resize(30, columns)
-    with TypedChat(terminal, babbler(), max_new_tokens=3) as chat:
-        rows = chat.press(f"{told}\x1b[D\x1b[C\r").splitlines()
-        assert chat.said() == told
-    start = next(at for at, row in enumerate(rows) if row.startswith("> "))
-    shown = itertools.takewhile(lambda row: row.startswith(("> ", "  ")), rows[start:])
-    words = " ".join(row[2:].rstrip() for row in shown).split()
-    whole = [word for word in told.split() if word.isascii()]
-    assert [word for word in words if word.isascii()] == whole
-    assert "".join(words) == told.replace(" ", "")
-
-
-def test_a_pasted_line_of_a_million_letters_does_not_make_each_key_slow() -> None:
-    text = "word " * 200_000
-    line = TransformationInput(Mock(), Document(text), 0, lambda at: at, [("", text)], 80, 5)
-    wrap = WordWrap(lambda: (2, 2)).apply_transformation
-    assert min(timeit.repeat(lambda: wrap(line), time.process_time, number=1, repeat=3)) < 0.05
-
-
-signs = st.sampled_from("ab, 東👍\u0301\t")
-
-
-@given(st.text(signs, max_size=60), st.integers(6, 20), st.integers(0, 2))
-def test_rows_at_the_prompt_break_within_a_word_only_if_it_is_longer(
-    text: str, width: int, number: int
-) -> None:
-    source: StyleAndTextTuples = [("", char) for char in text]
-    wanted = TransformationInput(Mock(), Document(text), number, lambda at: at, source, width, 5)
-    laid = WordWrap(lambda: (3, 2)).apply_transformation(wanted)
-    shown = "".join(one[1] for one in laid.fragments)
-    row_of, column, room = [0], 0, width - (2 if number else 3)
-    for char in shown:  # as prompt_toolkit breaks them
-        needs = 2 if char == "\t" else get_cwidth(char)
-        if is_next := column + needs > room:
-            assert column == room, "a row is full, so that the number of rows is known"
-            column, room = 0, width - 2
-        row_of.append(row_of[-1] + is_next)
-        column += needs
-    at = [laid.source_to_display(index) for index in range(len(text) + 1)]
-    assert at == sorted(at)
-    assert at[-1] == len(shown)
-    assert all(shown[at[index]] == char for index, char in enumerate(text) if char != " ")
-    for word in re.finditer(r"[ab,\u0301]+", text):
-        cells = [index for index in range(*word.span()) if get_cwidth(text[index])]
-        rows = {row_of[at[index] + 1] for index in cells}
-        assert len(rows) <= 1 or get_cwidth(word[0]) > width - 2
 
 
 def test_a_chat_goes_on_if_the_history_can_no_longer_be_written(
@@ -405,61 +358,6 @@ def test_a_line_that_one_chat_adds_while_another_erases_is_kept(own_home: Path) 
         ours.erase(lambda line: line == "a secret")
     adding.join()
     assert open_history(print).lines() == lines[::-1]
-
-
-# --- which signs were pasted
-
-
-def typed(signs: PastedAtSigns, text: str) -> None:
-    """Type a text key by key."""
-    for end in range(1, len(text) + 1):
-        signs.update(text[:end])
-
-
-def test_typed_signs_are_not_pasted_and_pasted_ones_are() -> None:
-    signs = PastedAtSigns()
-    typed(signs, "see @a and ")
-    signs.update("see @a and @b, @c", is_pasted=True)
-    assert signs.indices == {11, 15}
-    for text in ("see and @b, @c", "see and @b, @c @"):
-        signs.update(text)
-        assert signs.indices == {8, 12}
-
-
-def test_a_typed_sign_stays_typed_before_a_pasted_path_and_in_a_completion() -> None:
-    for begun, changes in (("@", ["@/tmp/a.txt"]), ("@no", ["@notes.txt", '@"notes.txt"'])):
-        signs = PastedAtSigns()
-        typed(signs, begun)
-        for text in changes:
-            signs.update(text, is_pasted=begun == "@")
-        assert not signs.indices
-
-
-def test_pasted_words_stay_pasted_when_they_come_back_at_once() -> None:
-    signs = PastedAtSigns()
-    signs.update("x @/etc/hosts", is_pasted=True)
-    signs.update("")
-    signs.update("x @/etc/hosts")  # undo, yank, or the history
-    assert signs.indices == {2}
-    signs.reset()
-    signs.update("@/etc/hosts is what?")
-    assert signs.indices == {0}
-    signs.reset()
-    signs.update("@mine is what?")
-    assert not signs.indices
-    signs.reset()
-    typed(signs, "@/etc/hosts")  # by hand, it is meant
-    assert not signs.indices
-
-
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9), st.booleans())))
-def test_no_edit_around_a_pasted_sign_makes_it_typed(edits: list[tuple[int, int, bool]]) -> None:
-    signs, text = PastedAtSigns(), ""
-    for number, (at, gone, pasted) in enumerate(edits):
-        new = f"@{number} " if pasted else "x"
-        text = text[:at] + new + text[at + gone :]
-        signs.update(text, is_pasted=pasted)
-        assert signs.indices == {index for index, char in enumerate(text) if char == "@"}
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,17 @@
-"""`/recall yesterday`, `/recall WORDS`: shown and restored for the next message, never pinned."""
+"""`/recall WORDS`: shown and restored for the next message, never pinned."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from chatting import tiny
-from saved_chats import Chat, refusal
+from saved_chats import Chat
 from sirchat.chat.session import Session
-from sirchat.memory.ledger import Flag, State
+from sirchat.errors import SirchatError
+from sirchat.memory.ledger import Flag, Role, State
 from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session
@@ -19,16 +19,10 @@ from sirchat.saved.store import SessionStore
 from sirchat.ui.status import describe_recalled
 from sirchat.ui.switching import Switching
 
-DAY = 86_400
 
-
-def chat_of_days(*said: tuple[int, str]) -> Chat:
-    """A chat with messages of so many days ago."""
+def chat_of(*said: str) -> Chat:
     chat = Chat(tiny(), policy="sink", max_new_tokens=4, pin_system=False, save=False, decay=1.0)
-    for days, text in said:
-        chat.say(text)
-        for turn in chat.session.turns[-2:]:
-            turn.time = int(time.time()) - days * DAY
+    chat.say(*said)
     return chat
 
 
@@ -40,26 +34,12 @@ def held(chat: Chat) -> str:
     return "".join(row.text for row in chat.session.tokens(at.tolist()))
 
 
-def test_what_was_said_at_a_time_is_restored_for_the_next_message() -> None:
-    talk = [(0, "Tell me a joke, please, and another one, and a third one.")] * 4
-    chat = chat_of_days((3, "My name is Anna."), (1, "I live in Rome."), *talk)
-    assert "yesterday: I live in Rome." in chat.do("/recall yesterday")
-    assert "I live in Rome." in held(chat)
-    chat.do("/recall 3 days ago")
-    assert "My name is Anna." in held(chat)
-    assert "I live in Rome." in held(chat)
-    chat.say("What is my name?")
-    assert "Anna" in chat.session.turns[-1].text
-    assert "My name is Anna." not in held(chat)
-    assert "you said nothing at this time: 40 days ago" in refusal(chat, "/recall 40 days ago")
-
-
-def test_first_and_last_mean_places_and_words_stay_words() -> None:
-    chat = chat_of_days((0, "My name is Anna."), (0, "I met her yesterday."))
-    shown = chat.do("/recall first")
+def test_words_that_are_held_stay_and_are_all_of_those_that_match() -> None:
+    chat = chat_of("My name is Anna.", "I met her yesterday.")
+    shown = chat.do('/recall "Anna"')
     assert "held already, and stays for your next message: “My name is Anna.”" in shown
     assert "evicted" not in shown
-    shown = chat.do('/recall "yesterday"')
+    shown = chat.do("/recall yesterday")
     assert "“My name is Anna. … I met her yesterday.”" in shown, "both, until the next reply"
 
 
@@ -131,9 +111,12 @@ def test_what_was_restored_from_an_undone_message_is_forgotten() -> None:
 
 
 def test_where_nothing_can_be_restored_a_line_says_why() -> None:
-    chat = chat_of_days((3, "My name is Anna."), (1, "I live in Rome."), (0, "Hello!"))
+    chat = chat_of("My name is Anna.", "I live in Rome.", "Hello!")
+    ledger = chat.session.ledger
+    is_said = (ledger.column("turn") == 2) & (ledger.column("role") == Role.USER)
     chat.session.erase("turn 2")
-    assert "nothing is restored: it is no longer archived" in refusal(chat, "/recall yesterday")
+    with pytest.raises(SirchatError, match="nothing is restored: it is no longer archived"):
+        Switching(chat.session, chat.screen).restore(np.flatnonzero(is_said))
 
 
 def test_a_message_for_which_nothing_is_restored_does_not_look_for_what_could_be(
