@@ -12,7 +12,7 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from zlib import crc32, error
@@ -157,6 +157,13 @@ def record_checksum(values: Iterable[object]) -> int:
 def refuse_missing(path: Path) -> None:
     if not path.is_file():
         raise SessionError(f"there is no saved session {path}")
+
+
+def remove_old_index(folder: Path) -> None:
+    """Delete the search index of earlier versions, which has the text of all chats."""
+    for name in ("search.index", "search.index-journal"):
+        with suppress(OSError):  # another user's folder
+            (folder / name).unlink(missing_ok=True)
 
 
 def not_a_session(path: Path) -> SessionError:

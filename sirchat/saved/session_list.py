@@ -29,9 +29,9 @@ from sirchat.saved.database import (
     lock,
     not_a_session,
     refuse_missing,
+    remove_old_index,
     result_code,
 )
-from sirchat.saved.index import IndexedChat, list_chats, remove_from_index
 from sirchat.saved.segments import FOLDER_SUFFIX, remove_segments
 from sirchat.saved.store import SessionStore
 from sirchat.text.times import local_time
@@ -76,7 +76,7 @@ class Listing(NamedTuple):
 def list_sessions(folder: Path, most: int | None = None) -> Listing:
     """The saved sessions, or only the `most` newest, last written first."""
     errors: list[SessionError] = []
-    files = _session_files(folder)
+    files = session_files(folder)
     sessions = list(_summaries(folder, files[:most], errors))
     return Listing(sessions, errors, len(files) - len(files[:most]))
 
@@ -119,15 +119,15 @@ def find_session(folder: Path, ident: str, *, may_be_open: bool = False) -> Path
     `may_be_open` is False.
     """
     if ident == "last":
-        for chat in _summaries(folder, _session_files(folder), []):
+        for chat in _summaries(folder, session_files(folder), []):
             if chat.in_use and not may_be_open:
                 raise _open_elsewhere(chat)
             return chat.path
         raise SessionError(f"there is no saved session in {folder}")
-    ids = sorted(name.removesuffix(SUFFIX) for name in _session_files(folder))
+    ids = sorted(name.removesuffix(SUFFIX) for name in session_files(folder))
     if ident in ids:
         return folder / f"{ident}{SUFFIX}"
-    chats = _list_indexed(folder)
+    chats = list_sessions(folder).sessions
     by_name = [chat.id for chat in chats if names_match(chat.name, ident)]
     matches = by_name or [id for id in ids if ident and id.startswith(ident)]
     if len(matches) > 1:
@@ -147,7 +147,7 @@ def find_session(folder: Path, ident: str, *, may_be_open: bool = False) -> Path
 
 
 def is_prefix_of_id(folder: Path, ident: str) -> bool:
-    return any(name.removesuffix(SUFFIX).startswith(ident) for name in _session_files(folder))
+    return any(name.removesuffix(SUFFIX).startswith(ident) for name in session_files(folder))
 
 
 def open_saved_file(
@@ -162,7 +162,7 @@ def open_saved_file(
         return SessionStore.open(find_session(folder, ident)), []
     errors: list[SessionError] = []
     in_use = list[SavedSession]()
-    files = [name for name in _session_files(folder) if name != f"{own_id}{SUFFIX}"]
+    files = [name for name in session_files(folder) if name != f"{own_id}{SUFFIX}"]
     for chat in _summaries(folder, files, errors):
         if chat.in_use:
             in_use.append(chat)
@@ -213,7 +213,8 @@ def check_name(folder: Path, text: str, own_id: str) -> str:
     Raises SessionError if the name is not allowed, or belongs to another session.
     """
     name = _normalize_name(text)
-    others = [chat.id for chat in _list_indexed(folder) if names_match(chat.name, name)]
+    chats = list_sessions(folder).sessions
+    others = [chat.id for chat in chats if names_match(chat.name, name)]
     if (folder / f"{name}{SUFFIX}").is_file():
         others.append(name)
     for ident in others:
@@ -228,17 +229,16 @@ def check_name(folder: Path, text: str, own_id: str) -> str:
 
 def branches_of(folder: Path, family: str) -> list[SavedSession]:
     """The entries of the chat `family` (an id) and of its branches, last written first."""
-    files = [f"{chat.id}{SUFFIX}" for chat in _list_indexed(folder) if chat.family == family]
-    chats = _summaries(folder, files, [])
-    return sorted(chats, key=lambda chat: chat.updated, reverse=True)
+    return [chat for chat in list_sessions(folder).sessions if chat.family == family]
 
 
 def remove_session(path: Path) -> None:
-    """Delete all files of a session, damaged or not, and its text in the search index.
+    """Delete all files of a session, damaged or not.
 
     Raises SessionError if it is missing, in use, or not a session.
     """
     refuse_missing(path)
+    remove_old_index(path.parent)
     with as_session_errors(path), closing(connect(path)) as connection:
         _lock_to_remove(connection, path)
         # The session's own file is the last: its name leads to the others.
@@ -247,7 +247,6 @@ def remove_session(path: Path) -> None:
         beside = (".safetensors", ".safetensors.new", f"{SUFFIX}-journal", ".open")
         for suffix in (*beside, SUFFIX):
             path.with_suffix(suffix).unlink(missing_ok=True)
-    remove_from_index(path)
 
 
 def export_session(path: Path, stream: BinaryIO) -> None:
@@ -317,15 +316,7 @@ def _copy_key_values(path: Path, copy: Path) -> None:
                 shutil.copyfileobj(old, new)
 
 
-def _list_indexed(folder: Path) -> list[IndexedChat]:
-    try:
-        return list_chats(folder)
-    except SessionError:  # no index can be made there
-        chats = list_sessions(folder).sessions
-        return [IndexedChat(chat.id, chat.name, chat.family) for chat in chats]
-
-
-def _session_files(folder: Path) -> list[str]:
+def session_files(folder: Path) -> list[str]:
     """The names of the session files in a folder, last written first."""
     files = list[tuple[float, str]]()
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:

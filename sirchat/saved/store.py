@@ -38,10 +38,10 @@ from sirchat.saved.database import (
     locked,
     make_durable,
     refuse_missing,
+    remove_old_index,
     require,
     sync,
 )
-from sirchat.saved.index import remove_from_index
 from sirchat.saved.keys_values import KeysAndValues
 from sirchat.saved.older_format import convert
 from sirchat.saved.segments import SavedSegments
@@ -134,6 +134,7 @@ class SessionStore:
         """
         about = {"meta": dict(meta), "created": time.time()}
         path = create_session_file(folder, SUFFIX)
+        remove_old_index(folder)
         try:
             with as_session_errors(path), locked(path) as connection:
                 connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
@@ -157,6 +158,7 @@ class SessionStore:
         damaged.
         """
         refuse_missing(path)
+        remove_old_index(path.parent)
         with as_damage_errors(path), locked(path) as connection:
             before, was_older = path.stat(), check_format(connection, path)
             check_contents(connection, path)
@@ -267,8 +269,6 @@ class SessionStore:
             if meta is not None:
                 self._write_about("meta", dict(meta))
         self.meta = self.meta if meta is None else dict(meta)
-        if is_cut:
-            remove_from_index(self.path)
         if is_erased:
             self._finish_erasing()
 
@@ -277,7 +277,6 @@ class SessionStore:
         with self._transaction():
             self._write_about("name", name)
         self.name = name
-        remove_from_index(self.path)
 
     def become_branch(self, name: str, origin: SessionStore) -> None:
         """Mark this copy of `origin` as a branch called `name`."""

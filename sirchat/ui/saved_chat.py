@@ -16,7 +16,7 @@ from sirchat.chat.targets import whole_words
 from sirchat.config.profile import FIXED_SETTINGS
 from sirchat.errors import (
     SessionError,
-    SirchatError,
+    UsageError,
     did_you_mean,
     format_value,
     shows_tracebacks,
@@ -24,10 +24,14 @@ from sirchat.errors import (
 from sirchat.paths import sessions_dir
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.database import SUFFIX
-from sirchat.saved.index import saved_text
 from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import check_model, saved_profile
-from sirchat.saved.search import SnippetPart, nothing_found_error, search_sessions
+from sirchat.saved.search import (
+    SnippetPart,
+    nothing_found_error,
+    saved_text,
+    search_sessions,
+)
 from sirchat.saved.session_list import (
     MAX_LISTED,
     SavedSession,
@@ -267,7 +271,7 @@ class SavedChat:
             return words
         try:
             result = search_sessions(sessions_folder, words)
-        except SirchatError as error:  # no word to search for, or no index: it may be a name
+        except UsageError as error:  # no word to search for: it may be a name
             try:
                 return find_session(sessions_folder, words).stem
             except SessionError:

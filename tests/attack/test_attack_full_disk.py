@@ -9,18 +9,16 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from command import run
 from saved_chats import SAYINGS, Chat, refusal, resumed
-from sirchat.errors import SessionError, UsageError
+from sirchat.errors import UsageError
 from sirchat.memory.archive import SEGMENT_ROWS
 from sirchat.paths import data_dir
-from sirchat.saved import index
-from sirchat.saved.database import connect
 from sirchat.saved.search import search_sessions
 from sirchat.saved.session_list import list_sessions
 from sirchat.ui.typed_input import open_history
@@ -86,23 +84,6 @@ def test_where_only_keys_and_values_do_not_fit_the_chat_is_saved_without_them(fo
     again, has_kept = resumed(folder, "last")
     assert (again.turns, has_kept) == (chat.session.turns, False)
     assert [file.name for file in folder.rglob("*") if file.is_file()] == [path.name]
-
-
-def test_an_index_that_another_program_keeps_locked_is_not_waited_for_without_end(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(index, "_LOCK_TIMEOUT_S", 0.01)
-    chat = Chat()
-    chat.say(*SAYINGS[:2])
-    assert len(search_sessions(folder, "words").hits) == 1
-    with closing(connect(folder / index.INDEX_NAME)) as other:
-        other.execute("BEGIN EXCLUSIVE")
-        with pytest.raises(SessionError, match=r"index is in use by another process \(try again"):
-            search_sessions(folder, "words")
-        chat.do("/undo")
-        assert not (folder / index.INDEX_NAME).exists(), "the text must not stay in it"
-    assert len(search_sessions(folder, "words").hits) == 1
-    assert is_saved(chat)
 
 
 def test_a_clock_that_goes_back_loses_no_chat(

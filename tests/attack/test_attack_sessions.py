@@ -237,7 +237,6 @@ def test_a_chat_of_another_user_is_named_and_never_quoted(
         chat.odd.rename(tmp_path / "other")
         chat.odd.symlink_to(tmp_path / "other")
     os.chown(chat.odd, 65534, 65534)
-    (chat.folder / "search.index").unlink(missing_ok=True)
     for words in (("list",), ("search", "words"), ("show", chat.odd.stem), ("export", "odd")):
         done = run("sessions", *words, SIRCHAT_HOME=str(tmp_path / "home"))
         assert "foreign" not in done.stdout + done.stderr, words

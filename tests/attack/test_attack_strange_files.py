@@ -121,8 +121,6 @@ def _as_chat(path: Path, make: Callable[[Path], None]) -> None:
     good = find_session(folder, saved(folder, "good", save_kv="on"))
     strange = folder / f"{path.name}.sqlite"
     make(strange)
-    (folder / "search.index").unlink()
-    make(folder / "search.index")
     good.with_suffix(".safetensors").unlink()
     make(good.with_suffix(".safetensors"))
     assert [entry.path for entry in list_sessions(folder).sessions] == [good]

@@ -100,12 +100,6 @@ def test_load_takes_an_id_or_a_name_before_words(folder: Path) -> None:
     chat = Chat()
     assert f"this chat is session {ident}" in chat.do("/load Words")
     assert f"session {ident} is this chat" in chat.do(f"/load {ident[:-1]}")
-    chat.saved_chat.close()
-    (folder / "search.index").unlink()
-    (folder / "search.index").mkdir()  # without an index names are found
-    chat = Chat()
-    assert f"this chat is session {ident}" in chat.do("/load words")
-    assert "search.index" in refusal(chat, "/load some words")
 
 
 def test_load_with_words_lists_the_chats_where_nothing_can_be_picked(folder: Path) -> None:
