@@ -93,19 +93,19 @@ class ModelFormats:
         if chat.template.marks.opens_in_header:
             problem = "can't be had from a model that begins every reply with reasoning"
             raise format_error(subject, problem)
-        starts = [] if schema is None else [json_rule(schema, subject, notes)]
+        starts = [] if schema is None else [json_rule(schema, subject)]
         if not tools:
             return self._compile(chat, subject, notes, f"start: {starts[0]}", None)
         form = _CallForm.of(chat.template, subject, "can't be had with a tool")
         most = most if form.opening else 1  # without tags, a reply can be only one call
         starts.append(f'call ("\\n" call){{0,{most - 1}}}' if most > 1 else "call")
-        lines = [f"start: {' | '.join(starts)}", *form.rules(tools, subject, notes)]
+        lines = [f"start: {' | '.join(starts)}", *form.rules(tools, subject)]
         return self._compile(chat, subject, notes, "\n".join(lines), form)
 
     def strict(self, chat: _Chat, subject: str, notes: list[str], tools: Tools) -> StrictCalls:
         """The format of any text in which calls of `tools` follow their schemas."""
         form = _CallForm.of(chat.template, subject, "can't be strict")
-        grammar = "\n".join(["start: after", *form.rules(tools, subject, notes)])
+        grammar = "\n".join(["start: after", *form.rules(tools, subject)])
         made = self._compile(chat, subject, notes, grammar, form)
         return StrictCalls(made, chat.model.tokenizer, self._vocabulary, bool(form.opening))
 
@@ -166,7 +166,7 @@ class _CallForm:
             raise format_error(subject, f"{refused}: {problem}")
         return cls(*form, {text: i for i, text in template.controls.items()})
 
-    def rules(self, tools: Tools, subject: str, notes: list[str]) -> list[str]:
+    def rules(self, tools: Tools, subject: str) -> list[str]:
         """Grammar rules in llguidance's Lark dialect: `call`, and `after`, a call without OPEN."""
         before, mark, rest = self.opening.partition(CALL_OPEN)
         names = " | ".join(f"call{number}" for number in range(len(tools)))
@@ -181,7 +181,7 @@ class _CallForm:
             # Small models would invent more and more arguments.
             if "properties" in schema and not {"allOf", "anyOf", "oneOf", "$ref"} & set(schema):
                 schema = {"additionalProperties": False, **schema}
-            arguments = json_rule(schema, subject, notes)
+            arguments = json_rule(schema, subject)
             lines.append(f'call{number}: {json.dumps(beginning)} {arguments} "}}"')
         return lines
 

@@ -6,18 +6,12 @@ import json
 import re
 from typing import Any
 
-from sirchat.errors import SettingError, UsageError, format_value
+from sirchat.errors import SettingError, UsageError
 from sirchat.text.text_file import load_text_file
 from sirchat.text.tool_calls import is_too_deep
 from sirchat.text.transcript import parse_json
 
-# llguidance fails, or even crashes, with some bounds of numbers that are far from zero. Those with
-# this sign exclude no number that a model writes, and are left out.
-_BOUND_SIGNS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
-_MAX_BOUND = 10**18
-_VALUE_KEYWORDS = ("enum", "const", "default", "examples")  # of a schema: may look like one
-# Objects that have schemas by names, which may be those of a bound or value.
-_NAMED_SCHEMAS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+_MAX_BOUND = 10**18  # llguidance crashes with some negative numbers that are farther from zero
 _IGNORED_NOTE = "a part of the schema is not kept"
 _EXCERPT = re.compile(r"\n +\d+ \| ")  # begins the part of a grammar that an error shows
 # JSON has blanks only where Python's `json.dumps` writes them: with others allowed, small models
@@ -46,7 +40,7 @@ def load_schema(file: str) -> dict[str, Any] | None:
     if not isinstance(schema, dict) or is_too_deep(schema):
         problem = 'is no JSON schema, which is an object such as {"type": "object"}'
         raise format_error(subject, problem)
-    check_grammar(f"start: {json_rule(schema, subject, [])}", subject)
+    check_grammar(f"start: {json_rule(schema, subject)}", subject)
     return schema
 
 
@@ -81,15 +75,14 @@ def format_error(subject: str, problem: str) -> SettingError:
     return SettingError(f"{subject} {problem[:300]}")
 
 
-def json_rule(schema: dict[str, Any], subject: str, notes: list[str]) -> str:
-    """A grammar rule for JSON by a schema; number bounds that are not enforced go to `notes`.
+def json_rule(schema: dict[str, Any], subject: str) -> str:
+    """A grammar rule for JSON by a schema.
 
-    Raises SettingError for other bounds that are far from zero, or if JSON could never be complete.
+    Raises SettingError for negative numbers far from zero, or if JSON could never be complete.
     """
-    kept = _with_near_bounds(schema, subject, notes)
-    if _has_far_number(kept):  # anywhere, as a reference may make a schema of any part
+    if _has_far_number(schema):  # anywhere, as a reference may make a schema of any part
         raise format_error(subject, f"has a schema with a value of {-_MAX_BOUND:,} or less")
-    rule = f"%json {json.dumps({**kept, 'x-guidance': _GUIDANCE})}"
+    rule = f"%json {json.dumps({**schema, 'x-guidance': _GUIDANCE})}"
     library = import_llguidance(subject)
     matcher = library.LLMatcher(library.LLTokenizer("byte"), f"start: {rule}", log_level=0)
     if not matcher.is_error():  # else `check_grammar` tells what is wrong
@@ -100,33 +93,9 @@ def json_rule(schema: dict[str, Any], subject: str, notes: list[str]) -> str:
     return rule
 
 
-def _with_near_bounds(schema: Any, subject: str, notes: list[str]) -> Any:
-    """Drop far bounds that exclude nothing; raises SettingError for other far bounds."""
-    if isinstance(schema, list):
-        return [_with_near_bounds(item, subject, notes) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    kept: dict[str, Any] = {}
-    for name, value in schema.items():
-        is_number = isinstance(value, int | float)
-        is_far = name in _BOUND_SIGNS and is_number and abs(value) >= _MAX_BOUND
-        if is_far and value * _BOUND_SIGNS[name] > 0:
-            notes.append(f"{_IGNORED_NOTE}: {name} {format_value(value)}")
-        elif is_far:
-            problem = f"has a schema with a bound of {_MAX_BOUND:,} or more from zero"
-            raise format_error(subject, problem)
-        elif name in _NAMED_SCHEMAS and isinstance(value, dict):
-            named = value.items()
-            kept[name] = {own: _with_near_bounds(one, subject, notes) for own, one in named}
-        else:
-            is_value = name in _VALUE_KEYWORDS
-            kept[name] = value if is_value else _with_near_bounds(value, subject, notes)
-    return kept
-
-
 def _has_far_number(value: Any) -> bool:
     """Whether a value has a negative number far from zero, with which llguidance crashes."""
     if isinstance(value, list | dict):
         items = value.values() if isinstance(value, dict) else value
         return any(map(_has_far_number, items))
-    return isinstance(value, int) and value <= -_MAX_BOUND
+    return isinstance(value, int | float) and value <= -_MAX_BOUND

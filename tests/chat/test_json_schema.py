@@ -20,7 +20,6 @@ from sirchat.chat.retry import go_on
 from sirchat.chat.tool_loop import ChatTool
 from sirchat.engine.sampling import Sampler, Sampling, TokenFilter
 from sirchat.errors import SettingError
-from sirchat.text.json_schema import load_schema
 from sirchat.text.reply_marks import Marks
 from template_shapes import tool_tiny
 from typed_chat import TypedChat
@@ -65,6 +64,7 @@ _CRASHES = "has a schema with a value of -1,000,000,000,000,000,000 or less"
         ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, _ENDLESS),
         ({"type": "array", "minItems": 20_000, "items": {"const": "a"}}, _ENDLESS),
         ({"const": -(2**63)}, _CRASHES),
+        ({"type": "integer", "minimum": -1e25, "maximum": -1e20}, _CRASHES),
         ({"enum": [{"a": [1 - 2**63]}]}, _CRASHES),
         ({"$ref": "#/default", "default": {"const": -(2**63)}}, _CRASHES),
     ],
@@ -74,19 +74,6 @@ def test_a_schema_that_no_reply_can_keep_is_refused_in_one_line(
 ) -> None:
     bad = write_schema(tmp_path / "bad.json", schema)
     assert problem in refused("ask", "--json-schema", bad, "Hello.")[1]
-
-
-FAR = {"type": "integer", "minimum": 10**20}
-
-
-@pytest.mark.parametrize("name", ["const", "enum", "default", "examples"])
-def test_only_bounds_of_schemas_must_not_be_far(name: str, tmp_path: Path) -> None:
-    value = {"minimum": 10**20}
-    used = {name: [value] if name in ("enum", "examples") else value}
-    assert load_schema(write_schema(tmp_path / "value.json", used)) == used
-    named = {"type": "object", "properties": {name: FAR}}  # a property of that name
-    with pytest.raises(SettingError, match="has a schema with a bound of"):
-        load_schema(write_schema(tmp_path / "named.json", named))
 
 
 NOT_KEPT = 'a part of the schema is not kept: Unimplemented keys: ["uniqueItems"]'
