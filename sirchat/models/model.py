@@ -35,7 +35,7 @@ from sirchat.models.devices import (
     pick_dtype,
 )
 from sirchat.models.encoder import Encoder, EncoderOutput
-from sirchat.models.hidden_states import concat_states, layer_count, record_states
+from sirchat.models.hidden_states import concat_states, record_states
 from sirchat.models.hub_step import HubStep
 from sirchat.models.learning import why_no_encoder
 from sirchat.models.llama_step import LlamaStep
@@ -48,7 +48,7 @@ from sirchat.models.probe import (
     refuse_unsupported_layers,
     state_kinds,
 )
-from sirchat.models.sentence_encoder import Pooling, SentenceEncoder
+from sirchat.models.sentence_encoder import SentenceEncoder
 from sirchat.models.surprisal import PassResult, has_linear_head, surprisal_of_states
 from sirchat.text.anchors import Anchors, anchors_of
 
@@ -165,25 +165,21 @@ class LoadedModel:
     def encode(self, ids: Sequence[int], start: int = 0) -> Tensor:
         """The unit vector [D] of ids[start:], float32 on the CPU; the ids are read without context.
 
-        The encoder makes the vector, and no layer after its deepest one runs. Without an encoder,
-        the files' `pooling` does, or else the mean of the last layer's states.
+        The encoder, which the model must have, makes the vector; no layer after its deepest one
+        runs.
         """
-        encoder, pooling = self.encoder, self.pooling
+        encoder = self.encoder
         body = self.module.model if isinstance(self.module, Decoder) else self.module.base_model
-        cache, layers = self.new_cache(len(ids)), encoder.layers or (layer_count(self.module),)
+        cache = self.new_cache(len(ids))
         size, parts = 1 if cache.reads_singly else len(ids), list[Tensor]()
         for at in range(0, len(ids), size):
             is_last = at + size >= len(ids)
-            with record_states(self.module, layers, ends_pass=is_last and not pooling) as states:
-                out = body(**self._inputs(ids[at : at + size], cache, None, None))
-            both = concat_states(states if pooling is None else [out[0][0]])
-            parts.append(encoder.token_vectors(both) if encoder.layers else both)
+            with record_states(self.module, encoder.layers, ends_pass=is_last) as states:
+                body(**self._inputs(ids[at : at + size], cache, None, None))
+            parts.append(encoder.token_vectors(concat_states(states)))
             if not is_last:
                 cache.commit(size)
-        of_text = torch.cat(parts)[start:]
-        if encoder.layers:
-            return encoder.unit_vectors(of_text.mean(0)).float().cpu()
-        return (pooling or Pooling()).vectors(of_text[None].cpu(), torch.ones(1, len(of_text)))[0]
+        return encoder.unit_vectors(torch.cat(parts)[start:].mean(0)).float().cpu()
 
     def share_unpacked(self, count: int) -> AbstractContextManager[None]:
         """Context manager for each of `count` passes over one text; unpacks weights only once."""
@@ -327,11 +323,6 @@ class LoadedModel:
     def passage_encoder(self) -> Encoder | SentenceEncoder:
         """The encoder of passages: the user's own one, or else the model's."""
         return self.sentence_encoder or self.encoder
-
-    @cached_property
-    def pooling(self) -> Pooling | None:
-        """How the model's files say that a text's vector is made; None if an encoder makes it."""
-        return None if self.encoder.layers else Pooling.of_model(self.name)
 
     @property
     def encoder_description(self) -> str:

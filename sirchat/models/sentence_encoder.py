@@ -16,16 +16,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sirchat.errors import ModelError
-from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.model_config import load_config
-from sirchat.models.names import cached_folder, locate, snapshot_folder
+from sirchat.models.names import cached_folder, snapshot_folder
 from sirchat.models.progress import quiet_libraries
 
 _MAX_TOKENS = 256  # tokens of a text that are read
 _BATCH_SIZE = 32  # texts in a pass
-# Of which states a text's vector is made, by what older and newer folders and GGUF files call it.
+# Of which states a text's vector is made, by what older and newer folders call it.
 _MODES: dict[object, str] = {"mean_tokens": "mean", "cls_token": "first", "lasttoken": "last"}
-_MODES |= {"mean": "mean", "cls": "first", 1: "mean", 2: "first", 3: "last"}
+_MODES |= {"mean": "mean", "cls": "first"}
 _REQUIRED_FILES = ("config.json", "tokenizer.json")  # of such an encoder's folder
 
 
@@ -46,23 +45,11 @@ class Pooling:
         return F.normalize(vectors, dim=-1)
 
     @classmethod
-    def of_model(cls, name: str) -> Self | None:
-        """The pooling in a model's files; None if not stated; raises ModelError if unsupported."""
-        source, gguf_file = locate(name)
-        if not gguf_file:
-            folder: Path | None = Path(source)
-            if not Path(source).is_dir():
-                folder = snapshot_folder(cached_folder(source))
-            return cls.of_folder(folder) if folder else None
-        file = parse_gguf(Path(source, gguf_file), with_text_lists=False)
-        if (said := file.settings.get("pooling_type")) is None:
-            return None
-        file.require(said in (1, 2, 3), "pooling_type", "1, 2 or 3: mean, first or last")
-        return cls(_MODES[said])
-
-    @classmethod
     def of_folder(cls, folder: Path) -> Self | None:
-        """As `of_model`, by modules.json or else `1_Pooling`; damaged files raise any error."""
+        """The pooling of a folder, by modules.json or else `1_Pooling`; None if not stated.
+
+        Raises ModelError if unsupported; damaged files raise any error.
+        """
         listed = folder / "modules.json"
         if listed.exists():
             modules = json.loads(listed.read_bytes())[1:]  # without the transformer

@@ -5,153 +5,88 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterable, Iterator
-from itertools import chain
-from typing import Annotated, Any, Literal
-
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from typing import Any
 
 from sirchat.server.fields import (
-    MAX_MESSAGES,
-    MAX_TOKEN_LIMIT,
-    FunctionName,
-    Json,
-    Options,
+    Fields,
     RequestError,
-    RequestObject,
+    checked,
     make_request,
+    take_objects,
+    take_options,
 )
 from sirchat.server.parts import ReplyEnd, ReplyText
-from sirchat.server.requests import (
-    ChatRequest,
-    FlatTool,
-    HostedTool,
-    ReplyBody,
-    chat_tools,
-    schema_format,
-    shared_fields,
-)
+from sirchat.server.requests import ChatMessage, function_tool, schema_format, tool_named
 from sirchat.server.streaming import ReplySerializer, server_sent_event
 from sirchat.text.tool_calls import ToolCall
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
-_Blocks = Annotated[
-    list[dict[str, Any]],
-    BeforeValidator(lambda given: [_text(given)] if isinstance(given, str) else given),
-]
+
+NAMES = {  # what fields of a chat request are called here
+    "stop": "stop_sequences",
+    "reasoning_effort": "output_config.effort",
+    "response_format": "output_config.format",
+}
 
 
-class AnthropicMessage(RequestObject):
-    """One message in the field `messages`; its content is a text, or a list of blocks."""
-
-    role: Literal["system", "user", "assistant"]
-    content: _Blocks
-
-    def messages(self) -> Iterator[dict[str, Any]]:
-        """Yield this message as messages of a chat request; tool results come first."""
-        blocks, calls = list[dict[str, Any]](), list[dict[str, Any]]()
-        for block in self.content:
-            kind = block.get("type")
-            if kind == "tool_use":
-                function = {"name": block.get("name"), "arguments": block.get("input")}
-                calls.append({"id": block.get("id"), "function": function})
-            elif kind == "tool_result":
-                content = block.get("content") or ""
-                yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
-            elif kind not in ("thinking", "redacted_thinking"):
-                blocks.append(block)
-        if blocks or calls or not self.content:
-            yield {"role": self.role, "content": blocks or "", "tool_calls": calls}
-
-
-class AnthropicTool(FlatTool):
-    """An item of the field `tools`: a function that the client calls."""
-
-    type: Literal["custom"] = "custom"
-    parameters: Json = Field(alias="input_schema")
-
-
-class AnthropicChoice(RequestObject):
-    """The field `tool_choice`."""
-
-    type: Literal["auto", "any", "tool", "none"]
-    name: FunctionName | None = None
-    disable_parallel_tool_use: bool | None = None
-
-
-class OutputFormat(RequestObject):
-    """The field `format` of `output_config`, called `output_format` in earlier requests."""
-
-    type: Literal["json_schema"]
-    schema_: Json = Field(alias="schema")
+def chat_fields(body: Fields) -> Fields:
+    """A request to `/v1/messages` in the form of chat completions; RequestError if impossible."""
+    fields = dict(body)
+    messages = list[Any]()
+    if system := fields.pop("system", None):
+        messages.append({"role": "system", "content": system})
+    for number, message in enumerate(take_objects(fields, "messages")):
+        each = _chat_messages(message, f"messages.{number}.content")
+        messages += (make_request(ChatMessage, one, "messages", number) for one in each)
+    tools = list[Fields]()
+    for tool in take_objects(fields, "tools"):
+        if "type" in tool and "input_schema" not in tool:  # one that only Anthropic runs
+            fields[f"tools.{tool['type']}"] = True
+        else:
+            tools.append(function_tool(tool, "input_schema"))
+    choice = checked(fields.pop("tool_choice", None), {"type": "auto"}, "tool_choice")
+    kind = choice.get("type")
+    is_single = choice.get("disable_parallel_tool_use")
+    thinking = take_options(fields, "thinking", ("type",)).get("type")
+    output = take_options(fields, "output_config", ("effort", "format"))
+    effort = "xhigh" if output.get("effort") == "max" else output.get("effort")
+    fields |= {
+        "messages": messages,
+        "stop": fields.pop("stop_sequences", None),
+        "tools": tools,
+        "tool_choice": tool_named(choice.get("name")) if kind == "tool" else kind,
+        "parallel_tool_calls": None if is_single is None else not is_single,
+    }
+    if kind == "any":
+        fields["tool_choice"] = "required"
+    if thinking is not None:  # else an effort is one of the answer
+        fields["reasoning_effort"] = effort or ("on" if thinking == "enabled" else None)
+    if thinking == "disabled":
+        fields["reasoning_effort"] = "none"
+    older_format = fields.pop("output_format", None)
+    if given := checked(output.get("format") or older_format, Fields(), "output_config.format"):
+        fields["response_format"] = schema_format(given.get("schema"))
+    return fields
 
 
-class ThinkingOptions(Options):
-    """The field `thinking`; a limit on the number of tokens has no effect."""
-
-    type: Literal["enabled", "disabled", "adaptive"]
-
-
-class OutputOptions(Options):
-    """The field `output_config`: how much the model reasons, and the format of the reply."""
-
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: OutputFormat | None = None
-
-
-def _kind_of_tool(tool: Any) -> str:
-    is_hosted = isinstance(tool, dict) and "type" in tool and "input_schema" not in tool
-    return "hosted" if is_hosted else "custom"
-
-
-class MessagesRequest(ReplyBody):
-    """The body of a request to `/v1/messages`."""
-
-    model: str
-    max_tokens: int = Field(ge=1, le=MAX_TOKEN_LIMIT)
-    stop_sequences: list[str] = Field(default=[])
-    top_k: int | None = None
-    messages: list[AnthropicMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
-    system: _Blocks | None = None
-    tools: list[
-        Annotated[
-            Annotated[AnthropicTool, Tag("custom")] | Annotated[HostedTool, Tag("hosted")],
-            Discriminator(_kind_of_tool),
-        ]
-    ] = Field(default=[])
-    tool_choice: AnthropicChoice = AnthropicChoice(type="auto")
-    thinking: ThinkingOptions | None = None
-    output_config: OutputOptions = OutputOptions()
-    output_format: OutputFormat | None = None
-
-    def as_chat_request(self) -> ChatRequest:
-        """This request in OpenAI's form; raises RequestError if a value is not allowed."""
-        messages = list(chain.from_iterable(message.messages() for message in self.messages))
-        if self.system is not None:
-            messages.insert(0, {"role": "system", "content": self.system})
-        choice: Any = self.tool_choice.type.replace("any", "required")
-        if choice == "tool":
-            choice = {"type": "function", "function": {"name": self.tool_choice.name}}
-        is_single = self.tool_choice.disable_parallel_tool_use
-        fields = shared_fields(self) | {
-            "stop": self.stop_sequences,
-            "messages": messages,
-            "tools": chat_tools(self.tools),
-            "tool_choice": choice,
-            "parallel_tool_calls": None if is_single is None else not is_single,
-            "reasoning_effort": self._reasoning_effort,
-        }
-        if output_format := self.output_config.format or self.output_format:
-            fields["response_format"] = schema_format(output_format.schema_)
-        return make_request(ChatRequest, fields)
-
-    @property
-    def _reasoning_effort(self) -> str | None:
-        if self.thinking is None:  # an effort is then one of the answer
-            return None
-        if self.thinking.type == "disabled":
-            return "none"
-        effort = (self.output_config.effort or "").replace("max", "xhigh")
-        return effort or ("on" if self.thinking.type == "enabled" else None)
+def _chat_messages(message: Fields, place: str) -> Iterator[Fields]:
+    """Yield a message as messages of a chat request; tool results come first."""
+    content = message.get("content")
+    blocks = [_text(content)] if isinstance(content, str) else checked(content, list[Any](), place)
+    shown, calls = list[Fields](), list[Fields]()
+    for number, each in enumerate(blocks):
+        block = checked(each, Fields(), f"{place}.{number}")
+        kind = block.get("type")
+        if kind == "tool_use":
+            function = {"name": block.get("name"), "arguments": block.get("input")}
+            calls.append({"id": block.get("id"), "function": function})
+        elif kind == "tool_result":
+            result = block.get("content") or ""
+            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
+        elif kind not in ("thinking", "redacted_thinking"):
+            shown.append(block)
+    if shown or calls or not blocks:
+        yield {"role": message.get("role"), "content": shown or "", "tool_calls": calls}
 
 
 class MessageSerializer(ReplySerializer):

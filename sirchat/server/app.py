@@ -30,13 +30,20 @@ from sirchat.errors import SettingError, on_one_line
 from sirchat.memory.policies import is_path
 from sirchat.models.model import LoadedModel
 from sirchat.paths import server_port_file
+from sirchat.server import anthropic, ollama, responses
 from sirchat.server.access import Access, read_body, show_error
-from sirchat.server.anthropic import MessageSerializer, MessagesRequest
+from sirchat.server.anthropic import MessageSerializer
 from sirchat.server.completions import ChatCompletionSerializer
 from sirchat.server.conversation import History
-from sirchat.server.fields import RequestError, make_request, parse_json_object, parse_request
+from sirchat.server.fields import (
+    Fields,
+    RequestBody,
+    RequestError,
+    make_request,
+    parse_json_object,
+)
 from sirchat.server.model_routes import ModelRoutes
-from sirchat.server.ollama import OllamaRequest, OllamaSerializer
+from sirchat.server.ollama import OllamaSerializer
 from sirchat.server.parts import ReplyOptions
 from sirchat.server.pool import ConversationPool, Limits
 from sirchat.server.replies import reply_format
@@ -46,9 +53,9 @@ from sirchat.server.requests import (
     AskFields,
     ChatRequest,
     clamped_setting,
-    ignored_parts_notes,
+    ignored_fields_notes,
 )
-from sirchat.server.responses import ResponsesRequest, ResponsesSerializer
+from sirchat.server.responses import ResponsesSerializer
 from sirchat.server.session_routes import SessionRoutes
 from sirchat.server.streaming import (
     EventStream,
@@ -58,13 +65,19 @@ from sirchat.server.streaming import (
 )
 
 _LOG = logging.getLogger(__name__)
+_OLLAMA_CHAT = "/api/chat"
 
-# The requests for a reply, and what makes the JSON of the reply to each.
-REPLY_ENDPOINTS: dict[str, tuple[Any, Callable[..., ReplySerializer]]] = {
-    "/v1/chat/completions": (ChatRequest, ChatCompletionSerializer),
-    "/v1/messages": (MessagesRequest, lambda body, model: MessageSerializer(model)),
-    "/v1/responses": (ResponsesRequest, ResponsesSerializer),
-    "/api/chat": (OllamaRequest, lambda body, model: OllamaSerializer(model)),
+# What puts a request of another API into the form of chat completions, and its names of fields.
+_TRANSLATIONS: dict[str, tuple[Callable[[Fields], Fields], dict[str, str]]] = {
+    "/v1/messages": (anthropic.chat_fields, anthropic.NAMES),
+    "/v1/responses": (responses.chat_fields, responses.NAMES),
+    _OLLAMA_CHAT: (ollama.chat_fields, ollama.NAMES),
+}
+_SERIALIZERS: dict[str, Callable[[Fields, str], ReplySerializer]] = {
+    "/v1/chat/completions": ChatCompletionSerializer,
+    "/v1/messages": lambda body, model: MessageSerializer(model),
+    "/v1/responses": ResponsesSerializer,
+    _OLLAMA_CHAT: lambda body, model: OllamaSerializer(model),
 }
 _CORS: dict[str, Any] = {
     "allow_methods": ["*"],
@@ -110,14 +123,14 @@ class ChatServer:
         self.replies = ReplyThread(self.conversations, limits.conversations + limits.queue)
         names = model_names(model.name)
         self.model = names[-1]
-        self._model_routes = ModelRoutes(model, names, self.replies)
+        self._model_routes = ModelRoutes(model, names)
         self._logged_notes = set[str]()
         self._formats = ModelFormats()
         routes = [
             Route("/health", self._health),
             *self._model_routes.routes,
             *SessionRoutes(self.replies, self.conversations).routes,
-            *(Route(p, partial(self._reply, p), methods=["POST"]) for p in REPLY_ENDPOINTS),
+            *(Route(p, partial(self._reply, p), methods=["POST"]) for p in _SERIALIZERS),
             Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
         ]
         # Some clients take the address for the whole of it.
@@ -140,15 +153,15 @@ class ChatServer:
 
     async def _reply(self, endpoint: str, request: Request) -> Response:
         """Generate the reply to a request; the response is a stream if the request asks for one."""
-        body_class, serializer_of = REPLY_ENDPOINTS[endpoint]
-        body = parse_request(await read_body(request), body_class)
+        serializer_of = _SERIALIZERS[endpoint]
+        body = parse_json_object(await read_body(request))
+        self._model_routes.check_name(make_request(RequestBody, body).model)
+        if endpoint == _OLLAMA_CHAT and not body.get("messages"):
+            return JSONResponse(OllamaSerializer(self.model).loaded_body())
+        chat = chat_request(endpoint, body)
         serializer = serializer_of(body, self.model)
-        self._model_routes.check_name(body.model)
-        if isinstance(serializer, OllamaSerializer) and not body.messages:
-            return JSONResponse(serializer.loaded_body())
-        chat = body.as_chat_request()
         options = self._options(chat)
-        options.notes.extend(ignored_parts_notes(body))
+        options.notes.extend(ignored_fields_notes(chat))
         name = request.headers.get("X-Sirchat-Conversation", "")[:MAX_NAME_CHARS]
         parts = ReplyParts(self.replies, self._history(chat, name), options)
         try:
@@ -166,16 +179,16 @@ class ChatServer:
 
     async def _count_tokens(self, request: Request) -> Response:
         """Count the tokens of a request's texts, without those that the chat template adds."""
-        fields = {"max_tokens": 1} | parse_json_object(await read_body(request))
-        chat = make_request(MessagesRequest, fields).as_chat_request()
+        chat = chat_request("/v1/messages", parse_json_object(await read_body(request)))
         self._model_routes.check_name(chat.model)
         history = self._history(chat)
         texts = [history.system or "", history.tools, *(text for _, text in history.messages)]
         # No other thread runs while the tokenizer reads a text; a cut may add a token.
         starts = [(t, i) for t in texts for i in range(0, len(t), _CHARS_PER_ENCODING)]
         texts = [text[start : start + _CHARS_PER_ENCODING] for text, start in starts]
-        ids = await self._model_routes.encode(texts, add_special_tokens=False)
-        return JSONResponse({"input_tokens": sum(map(len, ids))})
+        encode = partial(self._model.tokenizer.encode, add_special_tokens=False)
+        counts = await asyncio.to_thread(lambda: [len(encode(text)) for text in texts])
+        return JSONResponse({"input_tokens": sum(counts)})
 
     def _note_headers(self, notes: list[str]) -> dict[str, str]:
         """A header that says what differs from the request; each note is logged only once."""
@@ -244,6 +257,12 @@ class ChatServer:
             must_call=bool(chat.required_tools),
             notes=notes,
         )
+
+
+def chat_request(endpoint: str, body: Fields) -> ChatRequest:
+    """A request for a reply in the form of chat completions; raises RequestError if invalid."""
+    to_chat, names = _TRANSLATIONS.get(endpoint, (dict, {}))
+    return make_request(ChatRequest, to_chat(body), names=names)
 
 
 def model_names(model: str) -> tuple[str, ...]:

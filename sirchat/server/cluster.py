@@ -29,8 +29,8 @@ from sirchat.models.load import load_model_of
 from sirchat.models.new_thread import call_in_new_thread
 from sirchat.paths import archives_dir, served_dir
 from sirchat.server.access import read_body, show_error
-from sirchat.server.app import REPLY_ENDPOINTS, ChatServer
-from sirchat.server.fields import RequestError, parse_request
+from sirchat.server.app import ChatServer, chat_request
+from sirchat.server.fields import RequestError, parse_json_object
 from sirchat.server.pool import Limits
 from sirchat.server.requests import MAX_NAME_CHARS
 
@@ -128,11 +128,11 @@ def conversation_key(path: str, body: bytes, name: str = "") -> bytes:
 
     `name` comes from a header; a name in the request's `body` has precedence.
     """
-    endpoint = REPLY_ENDPOINTS.get(path) or REPLY_ENDPOINTS.get(f"/v1{path}")
+    endpoint = path if path.startswith(("/v1/", "/api/")) else f"/v1{path}"
     beginning: Any = None
-    if endpoint is not None:
+    if body:
         with suppress(RequestError):  # the replica answers with the same error
-            chat = parse_request(body, endpoint[0]).as_chat_request()
+            chat = chat_request(endpoint, parse_json_object(body))
             beginning = chat.sirchat.conversation or name or [chat.system, chat.turns[0]]
     return sha256(json.dumps(beginning).encode()).digest()
 

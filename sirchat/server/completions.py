@@ -7,14 +7,14 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from sirchat.server.fields import Fields
 from sirchat.server.parts import ReplyEnd, ReplyText
-from sirchat.server.requests import ChatRequest
 from sirchat.server.streaming import ReplySerializer, server_sent_event
 
 
 class ChatCompletionSerializer(ReplySerializer):
-    def __init__(self, request: ChatRequest, model: str) -> None:
-        self._includes_usage = request.stream_options.include_usage
+    def __init__(self, request: Fields, model: str) -> None:
+        self._includes_usage = bool((request.get("stream_options") or {}).get("include_usage"))
         reply_id = f"chatcmpl-{secrets.token_hex(12)}"
         self._common = {"id": reply_id, "created": int(time.time()), "model": model}
         self._sent_calls = 0  # number of calls sent so far

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from sirchat.errors import format_value, on_one_line
@@ -37,9 +38,9 @@ EMPTY_VALUES: tuple[Any, ...] = (None, "", [], {})
 _UNSET_VALUES: dict[str, tuple[Any, ...]] = {
     "seed": (-1,),
     "top_k": (0, -1),
-    "num_predict": (-1, -2),
-    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), (-1,)),
-    **dict.fromkeys(("stop", "format", "reasoning_effort"), ("",)),
+    "max_tokens": (-1, -2),  # -2: of Ollama, as much as the context holds
+    "max_completion_tokens": (-1,),
+    **dict.fromkeys(("stop", "reasoning_effort"), ("",)),
 }
 
 # The parts of a message's content that are read, and where each has its text.
@@ -84,13 +85,6 @@ class RequestError(Exception):
         return {"error": str(self)} if path.startswith("/api/") else self.body
 
 
-def refuse_deep_nesting(value: Any) -> Any:
-    """Return the JSON value; raises PydanticCustomError if it is nested too deeply."""
-    if is_too_deep(value):
-        raise PydanticCustomError("deep", "lists and objects are nested too deeply")
-    return value
-
-
 def join_text_parts(content: Any) -> Any:
     """Join a list of text parts; raises PydanticCustomError for parts of other kinds."""
     if not isinstance(content, list):
@@ -107,7 +101,6 @@ def join_text_parts(content: Any) -> Any:
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_./:-]{1,128}$")]
 CallId = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:|/=+@~-]{1,256}$")]
-Json = Annotated[dict[str, Any], BeforeValidator(refuse_deep_nesting)]
 
 
 class RequestObject(BaseModel):
@@ -189,6 +182,8 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
         raise RequestError("the request's body is not JSON") from None
     if not isinstance(value, dict):
         raise RequestError("the request's body is not a JSON object")
+    if is_too_deep(value):
+        raise RequestError("lists and objects of the request are nested too deeply")
     return value
 
 
@@ -198,24 +193,62 @@ def _finite_number(text: str) -> float:
     return number
 
 
-def make_request(kind: type[Request], fields: dict[str, Any], *place: str | int) -> Request:
-    """Make a request or its part at `place`; raises RequestError for the first wrong field."""
+Fields = dict[str, Any]  # of a JSON object
+Value = TypeVar("Value", str, dict[str, Any], list[Any])
+
+
+def checked(value: Any, default: Value, place: str) -> Value:
+    """The `value` at `place`, or `default` for null; RequestError if it is of another type."""
+    if value is None:
+        return default
+    if not isinstance(value, type(default)):
+        what = {dict: "an object", list: "a list"}.get(type(default), "a text")
+        raise RequestError(f"{place} must be {what} (not {format_value(value)})", param=place)
+    return value
+
+
+def take_objects(fields: Fields, name: str) -> list[Fields]:
+    """Take a list of objects out of `fields`; raises RequestError if it is something else."""
+    given = enumerate(checked(fields.pop(name, None), list[Any](), name))
+    return [dict(checked(each, Fields(), f"{name}.{number}")) for number, each in given]
+
+
+def take_options(fields: Fields, name: str, known: Collection[str]) -> Fields:
+    """Take an object out of `fields`; what is not `known` of it stays there, as `NAME.OPTION`."""
+    options = checked(fields.pop(name, None), Fields(), name)
+    fields |= {f"{name}.{key}": each for key, each in options.items() if key not in known}
+    return {key: each for key, each in options.items() if key in known}
+
+
+def make_request(
+    kind: type[Request],
+    fields: Fields,
+    *place: str | int,
+    names: Mapping[str, str] = MappingProxyType({}),
+) -> Request:
+    """Make a request or its part at `place`; raises RequestError for the first wrong field.
+
+    `names` has what the client calls fields, where it calls them otherwise.
+    """
     try:
         request = kind.model_validate(fields)
     except ValidationError as error:
-        raise _first_error(error, place) from None
+        raise _first_error(error, place, names) from None
     request.check()
     return request
 
 
-def _first_error(error: ValidationError, prefix: tuple[str | int, ...]) -> RequestError:
+def _first_error(
+    error: ValidationError, prefix: tuple[str | int, ...], names: Mapping[str, str]
+) -> RequestError:
     detail = error.errors(include_url=False)[0]
-    names = [str(n) for n in (*prefix, *detail["loc"]) if not str(n).startswith("literal[")]
+    parts = [str(n) for n in (*prefix, *detail["loc"]) if not str(n).startswith("literal[")]
+    parts[:1] = [names.get(first, first) for first in parts[:1]]
     if detail["type"] == "unsupported":
-        place = ".".join([*names, detail["ctx"]["field"]])
+        place = ".".join([*parts, detail["ctx"]["field"]])
         problem = f"{place} {detail['msg']}"
         return RequestError(problem, param=place, code="unsupported_value")
-    place, value = ".".join(names), format_value(detail["input"])
+    place, value = ".".join(parts), format_value(detail["input"])
     if detail["type"] == "extra_forbidden":
         return RequestError(f"{place} is not supported", param=place, code="unsupported_parameter")
     shown = "" if detail["type"] == "missing" else f" (not {value})"

@@ -4,115 +4,64 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import count
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field
-
-from sirchat.server.fields import (
-    MAX_MESSAGES,
-    MAX_TOKEN_LIMIT,
-    CallId,
-    Json,
-    Name,
-    Options,
-    RequestBody,
-    RequestError,
-    RequestObject,
-    make_request,
-)
+from sirchat.server.fields import Fields, RequestError, checked, take_objects, take_options
 from sirchat.server.parts import ReplyEnd, ReplyText
-from sirchat.server.requests import (
-    Arguments,
-    ChatRequest,
-    ConversationFields,
-    FunctionCall,
-    SamplingFields,
-    Tool,
-    schema_format,
-    shared_fields,
-)
+from sirchat.server.requests import SamplingFields, schema_format
 from sirchat.server.streaming import ReplySerializer
 from sirchat.text.tool_calls import call_id
 
-
-class OllamaOptions(SamplingFields, Options):
-    """The field `options` of a request: sampling and other settings, by Ollama's names."""
-
-    num_predict: int | None = Field(default=None, ge=1, le=MAX_TOKEN_LIMIT)
-
-
-class OllamaFunction(FunctionCall):
-    """The field `function` of a tool call; it may lack arguments."""
-
-    arguments: Arguments = "{}"
+_SAMPLING_OPTIONS = SamplingFields.model_fields.keys() - {"model"}
+NAMES = {  # what fields of a chat request are called here
+    **{name: f"options.{name}" for name in _SAMPLING_OPTIONS},
+    "max_tokens": "options.num_predict",
+    "reasoning_effort": "think",
+    "response_format": "format",
+}
 
 
-class OllamaCall(RequestObject):
-    """A tool call in a message; without an id, its result is found by order and by name."""
+def chat_fields(body: Fields) -> Fields:
+    """A request to `/api/chat` in the form of chat completions; RequestError if impossible."""
+    fields = dict(body)
+    if fields.get("stream") is None:
+        fields["stream"] = True
+    fields |= take_options(fields, "options", {*_SAMPLING_OPTIONS, "num_predict"})
+    fields["max_tokens"] = fields.pop("num_predict", None)
+    fields["messages"] = list(_chat_messages(take_objects(fields, "messages")))
+    think = fields.pop("think", None)
+    is_switch = isinstance(think, bool)
+    fields["reasoning_effort"] = ("on" if think else "none") if is_switch else think
+    json_format = fields.pop("format", None)
+    if json_format == "json":
+        fields["response_format"] = {"type": "json_object"}
+    elif json_format not in (None, ""):
+        fields["response_format"] = schema_format(json_format)
+    return fields
 
-    id: CallId | None = None
-    function: OllamaFunction
 
-
-class OllamaMessage(RequestObject):
-    """One message in the field `messages` of a request for a reply."""
-
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str = ""
-    tool_calls: list[OllamaCall] = Field(default=[])
-    tool_name: Name | None = None
-    tool_call_id: CallId | None = None
-
-
-class OllamaRequest(RequestBody):
-    """The body of a request to `/api/chat`."""
-
-    model: str
-    messages: list[OllamaMessage] = Field(max_length=MAX_MESSAGES)  # none: it only loads
-    tools: list[Tool] = Field(default=[])
-    options: OllamaOptions = OllamaOptions()
-    format: Literal["json"] | Json | None = None
-    think: bool | Literal["low", "medium", "high"] | None = None
-    stream: bool = True
-    sirchat: ConversationFields = ConversationFields()
-
-    def as_chat_request(self) -> ChatRequest:
-        """This request in OpenAI's form; raises RequestError if a value is not allowed."""
-        is_switch = isinstance(self.think, bool)
-        fields = shared_fields(self) | {
-            "stream": self.stream,
-            "messages": list(self._messages()),
-            "reasoning_effort": ("on" if self.think else "none") if is_switch else self.think,
-        }
-        if self.format == "json":
-            fields["response_format"] = {"type": "json_object"}
-        elif self.format is not None:
-            fields["response_format"] = schema_format(self.format)
-        option_names = set(OllamaOptions.model_fields)
-        options = self.options.model_dump(include=option_names, exclude_unset=True)
-        fields["max_tokens"] = options.pop("num_predict", None)
-        return make_request(ChatRequest, fields | options)
-
-    def _messages(self) -> Iterator[dict[str, Any]]:
-        """Yield the messages of a chat request; each call and each result gets an id."""
-        ids, unanswered = map(call_id, count()), list[tuple[str, str]]()  # of calls: name and id
-        for message in self.messages:
-            fields: dict[str, Any] = {"role": message.role, "content": message.content}
-            fields["tool_calls"] = []
-            for call in message.tool_calls:
-                ident = call.id or next(ids)
-                fields["tool_calls"].append({"id": ident, "function": call.function})
-                unanswered.append((call.function.name, ident))
-            if message.role == "tool":
-                candidates = [pair for pair in unanswered if message.tool_name in (None, pair[0])]
-                unanswered = [pair for pair in unanswered if pair not in candidates[:1]]
-                first_id = next((ident for _, ident in candidates), "none")
-                fields["tool_call_id"] = message.tool_call_id or first_id
-                fields["name"] = message.tool_name
-            yield fields
+def _chat_messages(messages: Sequence[Fields]) -> Iterator[Fields]:
+    """Yield the messages of a chat request; each call and each result gets an id."""
+    ids, unanswered = map(call_id, count()), list[tuple[Any, Any]]()  # of calls: name and id
+    for number, message in enumerate(messages):
+        calls = list[Fields]()
+        for call in take_objects(message, "tool_calls"):
+            given = checked(call.get("function"), Fields(), f"messages.{number}.tool_calls")
+            ident = call.get("id") or next(ids)
+            arguments = {} if given.get("arguments") is None else given["arguments"]
+            calls.append({"id": ident, "function": {**given, "arguments": arguments}})
+            unanswered.append((given.get("name"), ident))
+        fields = {**message, "content": message.get("content") or "", "tool_calls": calls}
+        if message.get("role") == "tool":
+            name = message.get("tool_name")
+            candidates = [pair for pair in unanswered if name in (None, pair[0])]
+            unanswered = [pair for pair in unanswered if pair not in candidates[:1]]
+            first_id = next((ident for _, ident in candidates), "none")
+            fields |= {"tool_call_id": message.get("tool_call_id") or first_id, "name": name}
+        yield fields
 
 
 class OllamaSerializer(ReplySerializer):

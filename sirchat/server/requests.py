@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -27,15 +25,14 @@ from sirchat.server.fields import (
     MAX_MESSAGES,
     MAX_TOKEN_LIMIT,
     CallId,
+    Fields,
     FunctionName,
-    Json,
     Name,
     Options,
     RequestBody,
     RequestError,
     RequestObject,
     join_text_parts,
-    refuse_deep_nesting,
 )
 from sirchat.text.tool_calls import CallParser, ToolCall, calls_key
 
@@ -60,7 +57,7 @@ _IMAGE_MARK = {"type": "text", "text": "[an image, which can't be seen]"}
 
 
 def _as_json_text(value: Any) -> Any:
-    return json.dumps(refuse_deep_nesting(value)) if isinstance(value, dict) else value
+    return json.dumps(value) if isinstance(value, dict) else value
 
 
 Arguments = Annotated[str, BeforeValidator(_as_json_text)]
@@ -84,7 +81,7 @@ class FunctionFields(RequestObject):
 
     name: FunctionName
     description: str | None = None
-    parameters: Json = Field(default={"type": "object", "properties": {}})
+    parameters: Fields = Field(default={"type": "object", "properties": {}})
     strict: bool | None = None
 
     @field_validator("parameters")
@@ -96,14 +93,6 @@ class FunctionFields(RequestObject):
         return schema | {"type": "object"}
 
 
-class FlatTool(FunctionFields):
-    """A tool that is a function, with the function's fields beside the tool's type."""
-
-    def functions(self) -> list[dict[str, Any]]:
-        """This function as the field `function` of a chat request's tool."""
-        return [self.model_dump(exclude={"type"}, exclude_none=True)]
-
-
 class Tool(RequestObject):
     """An item of the field `tools`."""
 
@@ -111,24 +100,10 @@ class Tool(RequestObject):
     function: FunctionFields
 
 
-class HostedTool(BaseModel):
-    """A tool that only a service runs, or only its models know; sirchat leaves it out."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
-    type: Name  # a header says which are left out
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_nesting(cls, value: Any) -> Any:
-        return refuse_deep_nesting(value)
-
-
-def ignored_parts_notes(request: RequestBody) -> list[str]:
-    """Notes for the client about fields without effect, and tools that were left out."""
+def ignored_fields_notes(request: RequestBody) -> list[str]:
+    """A note for the client about fields without effect, if there are any."""
     names = [json.dumps(name) for name in request.ignored_fields()]
-    notes = [f"without effect: {', '.join(names)}"[:_MAX_NOTE_CHARS]] if names else []
-    hosted = (tool for tool in getattr(request, "tools", ()) if isinstance(tool, HostedTool))
-    return notes + [f"the tool {tool.type} is left out" for tool in hosted]
+    return [f"without effect: {', '.join(names)}"[:_MAX_NOTE_CHARS]] if names else []
 
 
 def clamped_setting(name: str, value: Any) -> Any:
@@ -139,12 +114,6 @@ def clamped_setting(name: str, value: Any) -> Any:
     if name == "temperature" and 0 < value < MIN_TEMPERATURE:
         return MIN_TEMPERATURE if value > MIN_TEMPERATURE / 2 else 0
     return value if value < 0 else min(max(value, low), high)
-
-
-def chat_tools(tools: Iterable[Any]) -> list[dict[str, Any]]:
-    """The usable tools in the form of a chat request."""
-    functions = (tool.functions() for tool in tools if not isinstance(tool, HostedTool))
-    return [{"type": "function", "function": each} for each in chain.from_iterable(functions)]
 
 
 class ToolName(RequestObject):
@@ -158,15 +127,6 @@ class NamedTool(RequestObject):
 
     type: Literal["function"]
     function: ToolName
-
-
-def mark_images(content: Any) -> Any:
-    """A tool result's content, with a mark in place of each image."""
-    if not isinstance(content, list):
-        return content
-    kinds = [part.get("type", "") if isinstance(part, dict) else "" for part in content]
-    pairs = zip(content, kinds, strict=True)
-    return [_IMAGE_MARK if "image" in str(kind) else part for part, kind in pairs]
 
 
 class ChatMessage(RequestObject):
@@ -184,7 +144,11 @@ class ChatMessage(RequestObject):
     @field_validator("content", mode="before")
     @classmethod
     def _mark_images(cls, content: Any, info: ValidationInfo) -> Any:
-        return mark_images(content) if info.data.get("role") == "tool" else content
+        if info.data.get("role") != "tool" or not isinstance(content, list):
+            return content
+        kinds = [part.get("type", "") if isinstance(part, dict) else "" for part in content]
+        pairs = zip(content, kinds, strict=True)
+        return [_IMAGE_MARK if "image" in str(kind) else part for part, kind in pairs]
 
     @property
     def text(self) -> str:
@@ -211,7 +175,7 @@ class JsonSchema(RequestObject):
     name: Name
     description: str | None = None
     strict: bool | None = None
-    schema_: Json = Field(default={"type": "object"}, alias="schema")
+    schema_: Fields = Field(default={"type": "object"}, alias="schema")
 
 
 class ResponseFormat(RequestObject):
@@ -219,7 +183,7 @@ class ResponseFormat(RequestObject):
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchema | None = None
-    schema_: Json | None = Field(default=None, alias="schema")  # of a JSON object
+    schema_: Fields | None = Field(default=None, alias="schema")  # of a JSON object
 
     @model_validator(mode="after")
     def _check_schema(self) -> ResponseFormat:
@@ -275,14 +239,7 @@ class AskFields(RequestObject):
     source: int = Field(default=0, ge=0, le=MAX_TOKEN_LIMIT)
 
 
-class ReplyBody(RequestBody):
-    temperature: float | None = None
-    top_p: float | None = None
-    stream: bool = False
-    sirchat: ConversationFields = ConversationFields()
-
-
-class SamplingFields(RequestObject):
+class SamplingFields(RequestBody):
     """How each token of a reply is chosen, and where it ends; `ChatServer` checks the values."""
 
     temperature: float | None = None
@@ -301,9 +258,14 @@ class SamplingFields(RequestObject):
     ] = Field(default=[])
 
 
-class ChatRequest(SamplingFields, ReplyBody):
-    """A request for a reply in a chat, with the fields of OpenAI's chat completions."""
+class ChatRequest(SamplingFields):
+    """A request for a reply in a chat, with the fields of OpenAI's chat completions.
 
+    Requests of other APIs are translated to this form.
+    """
+
+    stream: bool = False
+    sirchat: ConversationFields = ConversationFields()
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKEN_LIMIT)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKEN_LIMIT)
@@ -315,10 +277,6 @@ class ChatRequest(SamplingFields, ReplyBody):
     sirchat_ask: AskFields | None = None
     reasoning_effort: Effort | None = None
     chat_template_kwargs: TemplateOptions = TemplateOptions()
-
-    def as_chat_request(self) -> Self:
-        """Return this request, as requests of other APIs are converted to this form."""
-        return self
 
     def settings(self) -> dict[str, Any]:
         """The settings that the request changes for this reply alone, by name."""
@@ -462,12 +420,17 @@ def _answer_calls(turns: list[_Turn], open_calls: dict[str, str]) -> None:
     open_calls.clear()
 
 
-def shared_fields(body: RequestBody) -> dict[str, Any]:
-    """The given fields of another API's request that a chat request has, too."""
-    names = body.model_fields_set & type(body).model_fields.keys() & ChatRequest.model_fields.keys()
-    return {name: getattr(body, name) for name in names}
+def function_tool(tool: Fields, parameters: str = "parameters") -> Fields:
+    """A tool of a chat request, of a function whose fields have no object of their own."""
+    function = {name: tool.get(name) for name in ("name", "description", "strict")}
+    return {"type": "function", "function": {**function, "parameters": tool.get(parameters)}}
 
 
-def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
+def tool_named(name: Any) -> Fields:
+    """The field `tool_choice` of a chat request that names a tool."""
+    return {"type": "function", "function": {"name": name}}
+
+
+def schema_format(schema: Any) -> dict[str, Any]:
     """The field `response_format` of a chat request for JSON by a schema."""
     return {"type": "json_schema", "json_schema": {"name": "format", "schema": schema}}

@@ -7,38 +7,18 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import chain
-from typing import Annotated, Any, Literal
-
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator
+from typing import Any
 
 from sirchat.server.fields import (
-    MAX_MESSAGES,
-    MAX_TOKEN_LIMIT,
-    CallId,
-    FunctionName,
-    Json,
-    Name,
-    Options,
+    Fields,
     RequestError,
-    RequestObject,
-    join_text_parts,
+    checked,
     make_request,
+    take_objects,
+    take_options,
 )
 from sirchat.server.parts import ReplyEnd, ReplyText
-from sirchat.server.requests import (
-    ChatMessage,
-    ChatRequest,
-    ConversationName,
-    Effort,
-    FlatTool,
-    HostedTool,
-    ReplyBody,
-    ToolName,
-    chat_tools,
-    mark_images,
-    shared_fields,
-)
+from sirchat.server.requests import ChatMessage, function_tool, tool_named
 from sirchat.server.streaming import ReplySerializer, server_sent_event
 from sirchat.text.tool_calls import ToolCall
 
@@ -51,244 +31,135 @@ _HOSTED_TOOLS = (
     *("web_search", "file_search", "code_interpreter", "image_generation", "computer", "mcp"),
     *("computer_use", "local_shell", "shell", "apply_patch", "tool_search"),
 )
+_IGNORED_ITEMS = ("reasoning", *(f"{kind}_call" for kind in _HOSTED_TOOLS))
 _NOT_STORED = "responses are not kept: send their items again, or name the conversation"
-# Fields of the request that the response repeats.
-_ECHOED_FIELDS = {
-    *("instructions", "previous_response_id", "max_output_tokens", "temperature", "top_p"),
-    *("parallel_tool_calls", "tools"),
+# Fields of the request that the response repeats, and their defaults.
+_ECHOED_FIELDS: Fields = {
+    **dict.fromkeys(("instructions", "previous_response_id", "max_output_tokens")),
+    **dict.fromkeys(("temperature", "top_p")),
+    "parallel_tool_calls": True,
+    "tools": [],
+    "tool_choice": "auto",
+    "text": {"format": {"type": "text"}},
+}
+
+NAMES = {  # what fields of a chat request are called here
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
 }
 
 
-class FunctionTool(FlatTool):
-    type: Literal["function"]
+def chat_fields(body: Fields) -> Fields:
+    """A request to `/v1/responses` in the form of chat completions; RequestError if impossible."""
+    fields = dict(body)
+    if fields.pop("previous_response_id", None) is not None:
+        raise RequestError(_NOT_STORED, param="previous_response_id")
+    messages = list[Any]()
+    if (instructions := fields.pop("instructions", None)) is not None:
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(fields.get("input"), str):
+        messages.append({"role": "user", "content": fields.pop("input")})
+    for number, item in enumerate(take_objects(fields, "input")):
+        each = _chat_messages(item, f"input.{number}")
+        messages += (make_request(ChatMessage, message, "input", number) for message in each)
+    tools = list[Fields]()
+    for number, tool in enumerate(take_objects(fields, "tools")):
+        kind = str(tool.get("type"))
+        if any(kind == each or kind.startswith(f"{each}_preview") for each in _HOSTED_TOOLS):
+            fields[f"tools.{kind}"] = True
+        else:
+            tools += _functions(tool, f"tools.{number}")
+    choice = fields.pop("tool_choice", None)
+    if isinstance(choice, dict):
+        choice = tool_named(_qualified_name(choice.get("namespace"), choice.get("name")))
+    text_format = take_options(fields, "text", ("format",)).get("format")
+    fields |= {
+        "messages": messages,
+        "tools": tools,
+        "tool_choice": choice,
+        "max_completion_tokens": fields.pop("max_output_tokens", None),
+        "reasoning_effort": take_options(fields, "reasoning", ("effort",)).get("effort"),
+    }
+    if schema := dict(checked(text_format, Fields(), "text.format")):
+        response_format = {"type": schema.pop("type", None)}
+        fields["response_format"] = response_format | ({"json_schema": schema} if schema else {})
+    conversation = fields.pop("conversation", None)
+    if conversation is not None:
+        name = conversation.get("id") if isinstance(conversation, dict) else conversation
+        given = checked(fields.get("sirchat"), Fields(), "sirchat")
+        fields["sirchat"] = {**given, "conversation": name}
+    return fields
 
 
-class CustomTool(RequestObject):
-    """A tool that takes a text; for the model, it is a function with one argument.
+def _chat_messages(item: Fields, place: str) -> Iterator[Fields]:
+    """Yield an item of the input as a message of a chat request; hosted calls are left out."""
+    kind, call_id = item.get("type") or "message", item.get("call_id")
+    if kind == "item_reference" or ("id" in item and "type" not in item and "role" not in item):
+        raise RequestError(_NOT_STORED, param="input")
+    if kind == "message":
+        yield {"role": item.get("role"), "content": item.get("content")}
+    elif kind in ("function_call_output", "custom_tool_call_output"):
+        yield {"role": "tool", "tool_call_id": call_id, "content": item.get("output")}
+    elif kind in ("function_call", "custom_tool_call"):
+        arguments = item.get("arguments")
+        if kind == "custom_tool_call":
+            arguments = {_TEXT_ARGUMENT: item.get("input")}
+        name = _qualified_name(item.get("namespace"), item.get("name"))
+        function = {"name": name, "arguments": arguments}
+        yield {"role": "assistant", "tool_calls": [{"id": call_id, "function": function}]}
+    elif kind not in _IGNORED_ITEMS:
+        raise RequestError(f"{place}: items of this type are not read", param=f"{place}.type")
 
-    The model sees the grammar of the text, but it is not enforced.
+
+def _functions(tool: Fields, place: str) -> Iterator[Fields]:
+    """Yield the functions of a tool, in the form of a chat request; a tool of a text is one, too.
+
+    Functions of two groups (`namespace`) may have the same name.
     """
-
-    type: Literal["custom"]
-    name: FunctionName
-    description: str | None = None
-    format: Json = Field(default={"type": "text"})
-
-    def functions(self) -> list[dict[str, Any]]:
-        descriptions = [self.description or "", str(self.format.get("definition") or "")]
+    kind, name = tool.get("type"), tool.get("name")
+    if kind == "namespace":
+        for each in take_objects(tool, "tools"):
+            yield function_tool({**each, "name": _qualified_name(name, each.get("name"))})
+    elif kind == "custom":  # the model sees the grammar of the text, but it is not enforced
+        grammar = checked(tool.get("format"), Fields(), f"{place}.format").get("definition")
+        texts = [checked(tool.get("description"), "", f"{place}.description"), str(grammar or "")]
         properties = {_TEXT_ARGUMENT: {"type": "string"}}
         schema = {"type": "object", "properties": properties, "required": [_TEXT_ARGUMENT]}
-        function = {"description": "\n".join(filter(None, descriptions)), "parameters": schema}
-        return [{"name": self.name, **function}]
+        description = "\n".join(filter(None, texts))
+        yield function_tool({"name": name, "description": description, "parameters": schema})
+    elif kind == "function":
+        yield function_tool(tool)
+    else:
+        raise RequestError(f"{place}: tools of this type can't be had", param=f"{place}.type")
 
 
-class Namespace(RequestObject):
-    """A named group of functions; functions of two groups may have the same name."""
-
-    type: Literal["namespace"]
-    name: Name
-    description: str | None = None
-    tools: list[FunctionTool]
-
-    def functions(self) -> list[dict[str, Any]]:
-        functions = chain.from_iterable(tool.functions() for tool in self.tools)
-        return [f | {"name": _qualified_name(self.name, f["name"])} for f in functions]
-
-
-class NamedFunction(ToolName):
-    """The field `tool_choice`, if it names the tool that the reply must call."""
-
-    type: Literal["function", "custom"]
-    namespace: Name | None = None
-
-
-class TextFormat(RequestObject):
-    """The format of a reply; in a chat request, all but `type` is inside `json_schema`."""
-
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    name: Name | None = None
-    description: str | None = None
-    strict: bool | None = None
-    schema_: Json | None = Field(default=None, alias="schema")
-
-
-class TextOptions(Options):
-    """The field `text` of a request, which has the format of the reply."""
-
-    format: TextFormat = TextFormat()
-
-    def response_format(self) -> dict[str, Any]:
-        """The format as the field `response_format` of a chat request."""
-        schema = self.format.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
-        return {"type": self.format.type} | ({"json_schema": schema} if schema else {})
-
-
-class ReasoningOptions(Options):
-    """The field `reasoning` of a request."""
-
-    effort: Effort | None = None
-
-
-class InputMessage(RequestObject):
-    """A message in the field `input` of a request."""
-
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(join_text_parts)]
-
-    def message(self) -> dict[str, Any]:
-        return {"role": self.role, "content": self.content}
-
-
-class CalledFunction(RequestObject):
-    """A tool call in the field `input` of a request."""
-
-    type: Literal["function_call"]
-    call_id: CallId
-    namespace: Name | None = None
-    name: FunctionName
-    arguments: str
-
-    @field_validator("name", mode="before")
-    @classmethod
-    def _in_its_namespace(cls, name: Any, info: ValidationInfo) -> Any:
-        return _qualified_name(info.data.get("namespace"), name) if isinstance(name, str) else name
-
-    def message(self) -> dict[str, Any]:
-        call = ToolCall(self.call_id, self.name, self.arguments)
-        return {"role": "assistant", "tool_calls": [call.message()]}
-
-
-class CalledCustom(RequestObject):
-    """A call of a `CustomTool`, in the field `input` of a request."""
-
-    type: Literal["custom_tool_call"]
-    call_id: CallId
-    name: FunctionName
-    input: str
-
-    def message(self) -> dict[str, Any]:
-        arguments = json.dumps({_TEXT_ARGUMENT: self.input}, ensure_ascii=False)
-        call = ToolCall(self.call_id, self.name, arguments)
-        return {"role": "assistant", "tool_calls": [call.message()]}
-
-
-class CallOutput(RequestObject):
-    """The result of one tool call, in the field `input` of a request."""
-
-    type: Literal["function_call_output", "custom_tool_call_output"]
-    call_id: CallId
-    output: Annotated[str, BeforeValidator(join_text_parts), BeforeValidator(mark_images)]
-
-    def message(self) -> dict[str, Any]:
-        return {"role": "tool", "tool_call_id": self.call_id, "content": self.output}
-
-
-_ITEMS: dict[str, Any] = {"function_call": CalledFunction, "custom_tool_call": CalledCustom}
-
-
-def _as_messages(items: Any) -> Any:
-    """The field `input` as messages, without ignored items: reasoning and hosted calls."""
-    if not isinstance(items, list):
-        return [{"role": "user", "content": items}] if isinstance(items, str) else items
-    ignored_types = ["reasoning", *(f"{kind}_call" for kind in _HOSTED_TOOLS)]
-    messages = list[Any]()
-    for number, item in enumerate(items):
-        kind = str(item.get("type")) if isinstance(item, dict) else ""
-        is_only_id = kind == "None" and "id" in item and "role" not in item
-        if kind == "item_reference" or is_only_id:
-            raise RequestError(_NOT_STORED, param="input")
-        if kind not in ignored_types and len(messages) <= MAX_MESSAGES:  # one more is refused
-            item_class = CallOutput if kind.endswith("_output") else _ITEMS.get(kind, InputMessage)
-            messages.append(make_request(item_class, item, "input", number).message())
-    return messages
-
-
-def _kind_of_tool(tool: Any) -> str:
-    # A tool is an object when the response repeats it.
-    kind = str(tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", ""))
-    is_hosted = any(kind == each or kind.startswith(f"{each}_preview") for each in _HOSTED_TOOLS)
-    return "hosted" if is_hosted else kind
-
-
-def _qualified_name(namespace: str | None, name: str) -> str:
+def _qualified_name(namespace: Any, name: Any) -> Any:
     return f"{namespace}.{name}" if namespace else name
-
-
-class ResponsesRequest(ReplyBody):
-    """The body of a request to `/v1/responses`."""
-
-    input: Annotated[
-        list[ChatMessage],
-        BeforeValidator(_as_messages),
-        Field(min_length=1, max_length=MAX_MESSAGES),
-    ]
-    instructions: str | None = None
-    previous_response_id: str | None = None
-    max_output_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKEN_LIMIT)
-    text: TextOptions = TextOptions()
-    reasoning: ReasoningOptions = ReasoningOptions()
-    tools: list[
-        Annotated[
-            Annotated[FunctionTool, Tag("function")]
-            | Annotated[CustomTool, Tag("custom")]
-            | Annotated[Namespace, Tag("namespace")]
-            | Annotated[HostedTool, Tag("hosted")],
-            Discriminator(_kind_of_tool),
-        ]
-    ] = Field(default=[])
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
-    parallel_tool_calls: bool = True
-    conversation: Annotated[
-        ConversationName | None,
-        BeforeValidator(lambda given: given.get("id") if isinstance(given, dict) else given),
-    ] = None
-
-    def check(self) -> None:
-        """Raise RequestError if the request continues a response."""
-        if self.previous_response_id is not None:
-            raise RequestError(_NOT_STORED, param="previous_response_id")
-
-    def as_chat_request(self) -> ChatRequest:
-        """This request in the form of chat completions; raises RequestError if impossible."""
-        messages = [*self.input]
-        if self.instructions is not None:
-            messages.insert(0, ChatMessage(role="system", content=self.instructions))
-        choice: Any = self.tool_choice
-        if not isinstance(choice, str):
-            name = _qualified_name(choice.namespace, choice.name)
-            choice = {"type": "function", "function": {"name": name}}
-        fields = shared_fields(self) | {
-            "messages": messages,
-            "tools": chat_tools(self.tools),
-            "tool_choice": choice,
-            "max_completion_tokens": self.max_output_tokens,
-            "response_format": self.text.response_format(),
-            "reasoning_effort": self.reasoning.effort,
-        }
-        if self.conversation is not None:
-            fields["sirchat"] = self.sirchat.model_copy(update={"conversation": self.conversation})
-        return make_request(ChatRequest, fields)
 
 
 class ResponsesSerializer(ReplySerializer):
     """The JSON of one response, whole or as events."""
 
-    def __init__(self, request: ResponsesRequest, model: str) -> None:
+    def __init__(self, request: Fields, model: str) -> None:
         self._items: list[dict[str, Any]] = []
         self._open: dict[str, tuple[dict[str, Any], str]] = {}  # unfinished texts, by their kind
         self._response = dict[str, Any]()  # when it has ended
         self._number, self._is_unstreamed = 0, False  # of the next event; whether there are none
-        self._custom_tools = {tool.name for tool in request.tools if isinstance(tool, CustomTool)}
+        tools = request.get("tools") or []
+        self._custom_tools = {tool["name"] for tool in tools if tool["type"] == "custom"}
+        spaces = [tool for tool in tools if tool["type"] == "namespace"]
         self._namespaced = {  # how clients name the functions of namespaces
-            _qualified_name(space.name, tool.name): {"name": tool.name, "namespace": space.name}
-            for space in request.tools
-            if isinstance(space, Namespace)
-            for tool in space.tools
+            f"{space['name']}.{tool['name']}": {"name": tool["name"], "namespace": space["name"]}
+            for space in spaces
+            for tool in space["tools"]
         }
+        conversation = request.get("conversation")
+        is_name = isinstance(conversation, str)
         self._common = {
-            **request.model_dump(include=_ECHOED_FIELDS),
-            **request.model_dump(include={"tool_choice"}, exclude_none=True),
+            **_ECHOED_FIELDS,
+            **{name: request[name] for name in _ECHOED_FIELDS if request.get(name) is not None},
             "id": f"resp_{secrets.token_hex(24)}",
             "store": False,
             "object": "response",
@@ -297,8 +168,7 @@ class ResponsesSerializer(ReplySerializer):
             "error": None,
             "incomplete_details": None,
             "metadata": {},
-            "conversation": request.conversation and {"id": request.conversation},
-            "text": request.text.model_dump(by_alias=True, exclude_none=True),
+            "conversation": {"id": conversation} if is_name else conversation,
             "truncation": "auto",
             "usage": None,
         }

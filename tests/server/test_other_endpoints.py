@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from serving import Served, assistant, cached, refusal, served, server_of_module, system, told, user
-from sirchat.server.responses import ResponsesRequest
+from sirchat.server.fields import make_request
+from sirchat.server.requests import ChatRequest
+from sirchat.server.responses import chat_fields
 from template_shapes import WEATHER, script, tool_quick
 
 RESPONSES = "/v1/responses"
@@ -200,7 +202,7 @@ def test_codex_gets_calls_of_namespaces_and_of_tools_that_take_a_text(
     asked = [user(ASKED)]
     body = {"model": "tiny", "input": asked, "tools": tools}
     response = with_tools.client.post(RESPONSES, json=body)
-    assert "the tool web_search is left out" in response.headers["X-Sirchat-Note"]
+    assert '"tools.web_search"' in response.headers["X-Sirchat-Note"]
     (call,) = response.json()["output"]
     assert (call["namespace"], call["name"], call["arguments"]) == ("away", "weather", city)
     history = [*asked, call, returned(call)]
@@ -209,7 +211,7 @@ def test_codex_gets_calls_of_namespaces_and_of_tools_that_take_a_text(
     assert (use["type"], use["name"], use["input"]) == ("custom_tool_call", "patch", 'a "b"')
     named = {"type": "function", "namespace": "away", "name": "weather"}
     choosing = {"input": ASKED, "tools": tools, "tool_choice": named}
-    built = ResponsesRequest.model_validate(choosing).as_chat_request()
+    built = make_request(ChatRequest, chat_fields(choosing))
     assert [one.name for one in built.required_tools] == ["away.weather"]
     assert "response.custom_tool_call_input.done" in [one["type"] for one in events]
     done = {"type": "custom_tool_call_output", "call_id": use["call_id"], "output": "ok"}

