@@ -20,7 +20,7 @@ from sirchat.chat.why import TokenRank
 from sirchat.recall import RecalledTurn
 from sirchat.text.times import time_ago
 from sirchat.ui.cells import StyledRun, cut, join_runs, token_line
-from sirchat.ui.text import displayable_line, messages_ago, shorten
+from sirchat.ui.text import displayable_line, messages_ago, pluralize, shorten
 from sirchat.ui.theme import ROLE_NAMES, Theme
 
 NOTHING_HELD: Final = "·"  # the sign of a turn of which no word is held
@@ -87,9 +87,9 @@ def _fact_state(fact: StatedFact, max_quoted: int) -> str:
     state, newer = fact.state, shorten(displayable_line(fact.newer_text), max_quoted)
     if state == "partly held" and not newer:  # else the text would have too little room
         words = [f'"{displayable_line(word)}"' for word in fact.missing]
-        count = 2 if cell_len(", ".join(words[:2])) <= max_quoted else 1
-        more = f" and {len(words) - count} more" if len(words) > count else ""
-        state += f", without {', '.join(words[:count])}{more}"
+        named = ", ".join(words[:2]) + (f" and {len(words) - 2} more" if len(words) > 2 else "")
+        fits = cell_len(named) <= max_quoted
+        state += f", without {named if fits else pluralize(len(words), 'word')}"
     if fact.is_rule:
         state += ", pinned as a rule"
     if newer:

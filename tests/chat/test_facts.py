@@ -136,6 +136,9 @@ def test_in_80_columns_a_replaced_fact_keeps_room_for_its_text() -> None:
         row = lines(draw_facts([one], 0.0, NONE, 80), 80)[1]
         assert 'held; newer: "No, my cat is calle…"' in row
         assert FACTS[0] in row
+    lacks = replace(partly, newer=None, newer_text="", missing=("called", "Tom", "and", "Rex"))
+    row = lines(draw_facts([lacks], 0.0, NONE, 80), 80)[1]
+    assert f"partly held, without 4 words  {FACTS[0]}" in row
 
 
 def test_facts_are_looked_for_once_after_each_change(monkeypatch: pytest.MonkeyPatch) -> None:
