@@ -169,8 +169,8 @@ class WordIndex:
 
     def informative_words(self, text: str) -> list[str]:
         """The words of a text that are informative by themselves, in the order of the text."""
-        words = (word for word in words_of(text) if word not in STOP_WORDS)
-        return [word for word in words if self._word_weight(word)]
+        weights = self._weights(words_of(text))
+        return [word for word in words_of(text) if word not in STOP_WORDS and weights[word]]
 
     def shared_words(self, text: str, wanted: str) -> tuple[str, ...]:
         """Up to three words of `wanted` that occur in `text` in some form, rarest first."""
@@ -193,13 +193,20 @@ class WordIndex:
         most: NDArray[np.bool_] = 2 * having > len(groups)
         return most
 
+    def _weights(self, words: Sequence[str]) -> dict[str, float]:
+        weights = {word: self._word_weight(word) for word in words}
+        if any(weight for word, weight in weights.items() if word not in STOP_WORDS):
+            return weights
+        # A small vocabulary begins with words that tell much: then rarity in the chat alone counts.
+        return {word: float(word not in STOP_WORDS) for word in words}
+
     def _weighted_terms(self, words: Sequence[str]) -> dict[str, float]:
         """The weights of those terms of the words that occur in the chat; the rarest terms only."""
         weights = dict[str, float]()
-        for word in dict.fromkeys(words):
+        for word, word_weight in self._weights(words).items():
             groups = letter_groups(word)
             for term in groups:
-                weight = self._word_weight(word) / math.sqrt(len(groups))
+                weight = word_weight / math.sqrt(len(groups))
                 if term in self._postings and weight > weights.get(term, 0.0):
                     weights[term] = weight
         rarest = sorted(weights, key=lambda term: len(self._postings[term][0]))

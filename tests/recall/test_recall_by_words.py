@@ -84,6 +84,17 @@ def test_an_undone_recall_happens_again_as_it_was(retriever: str) -> None:
     assert same(contents(one.engine), then)
 
 
+def test_a_question_whose_words_begin_the_vocabulary_finds_what_was_told() -> None:
+    one = session(babbler(), policy="sink", budget=96, recall="words")
+    tell(
+        one,
+        "Hello there.",
+        "My name is Zelda.",
+        *["What a rainy day it is.", "Tell me a joke."] * 6,
+    )
+    assert "My name is Zelda." in ask(one, "What is my name?")
+
+
 STORY = "The fox which came from the hills and went about at night saw a light. "
 
 
