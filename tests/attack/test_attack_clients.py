@@ -31,7 +31,7 @@ from sirchat.server.fields import RequestError
 pytestmark = pytest.mark.slow
 
 _BODY = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "seed": 1}).encode()
-_FILES = 256  # that the server may have open, so that few connections are too many
+_FILES = 128  # that the server may have open, so that few connections are too many
 _SECONDS = 60.0
 _LENGTHS = {"content-length", "transfer-encoding"}
 
@@ -68,11 +68,11 @@ ODD: list[tuple[bytes, int]] = [
     (request(_CHUNKED, body=b"-5\r\nno\r\n"), 400),
     (request(_CLOSE, _CHUNKED, body=b"1000000\r\n%s\r\n" % (b" " * 2**24) * 2), 413),
     (request("Transfer-Encoding: gzip"), 400),
-    (request(_CLOSE, "Content-Encoding: gzip", body=gzip.compress(b" " * 5 * 10**7)), 400),
+    (request(_CLOSE, "Content-Encoding: gzip", body=gzip.compress(b" " * 2 * 10**7)), 400),
     (request(_CLOSE, "Authorization: \xff\xfe"), 200),
     (request(_CLOSE, "X-Sirchat-Conversation: \xff\xe9"), 200),
     (request(_CLOSE, "X: " + "a" * 10**6), 400),
-    (request(_CLOSE, *(f"X-{number}: a" for number in range(100_000))), 400),
+    (request(_CLOSE, *(f"X-{number}: a" for number in range(20_000))), 400),
     (request(_CLOSE, line="GET /v1/models/%ff%00%1b[2J HTTP/1.1", body=b""), 404),
     (request(_CLOSE, line="GET /v1/sirchat/sessions/%00/facts?words=%ff%00 HTTP/1.1"), 404),
     (request(_CLOSE, line=f"GET /{'a' * 10**4} HTTP/1.1", body=b""), 404),

@@ -422,7 +422,7 @@ def test_two_chats_are_the_same_whether_or_not_tokens_are_guessed(
             compare(quick.chat, slow.chat)
         _check_branches(quick)
 
-    attack(talk, 3, seconds=60)
+    attack(talk, seconds=60)
 
 
 def test_a_chat_holds_exactly_what_was_read(models: list[LoadedModel], tmp_path: Path) -> None:
@@ -432,7 +432,7 @@ def test_a_chat_holds_exactly_what_was_read(models: list[LoadedModel], tmp_path:
             one.do(*act(random, plain=False))
         _check_branches(one)
 
-    attack(talk, 5, seconds=60)
+    attack(talk, seconds=60)
 
 
 def test_an_interrupt_at_any_instruction_leaves_a_chat_that_goes_on_exactly(
@@ -451,7 +451,7 @@ def test_an_interrupt_at_any_instruction_leaves_a_chat_that_goes_on_exactly(
         one.do("resume")
         one.do("ask", "ok")
 
-    attack(talk, 5, seconds=60)
+    attack(talk, seconds=60)
 
 
 def _check_branches(talk: Talk) -> None:

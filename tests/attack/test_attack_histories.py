@@ -125,4 +125,4 @@ def act(draw: Random) -> None:
 
 
 def test_the_session_says_what_the_client_sent_last() -> None:
-    attack(act, few=2, seconds=60)
+    attack(act, seconds=60)

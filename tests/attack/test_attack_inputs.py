@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from attacking import attack, mutated, odd_text, refuse_odd_display
-from command import run
 from saved_chats import SAYINGS, Chat
 from sirchat.chat.settings import build_cache_settings, build_sampling
 from sirchat.config.profile import Profile
@@ -140,23 +139,6 @@ def test_every_transcript_is_read_or_refused_in_one_line() -> None:
     attack(read)
 
 
-PAST = [
-    b'{"role": "user", "content": ' + b"[" * 100_000,
-    b"[" * 3_000_000,
-    b'{"role": "user", "content": "\\ud800"}',
-    b'{"role": "user", "content": ' + b"9" * 5000 + b"}",
-    b'[{"a": ' * 100_000,
-    b'{"a":' * 100_000,
-    b'[{"conversations": [' * 100_000,
-]
-
-
-@pytest.mark.parametrize("data", PAST, ids=range(len(PAST)))
-def test_what_once_hung_or_took_gigabytes_is_refused_at_once(data: bytes) -> None:
-    with pytest.raises(TranscriptError):
-        parse_transcript(data, "t", "jsonl")
-
-
 def test_a_line_of_a_pipe_is_refused_once_it_is_too_long() -> None:
     class Letters(io.RawIOBase):
         left = 100_000_000
@@ -261,9 +243,3 @@ def test_an_error_of_a_command_shows_no_control_character() -> None:
     with pytest.raises(SirchatError, match="u000e") as caught:
         Chat().do("/read a\x0eb\x9b.txt")
     refuse_odd_display(str(caught.value))
-
-
-def test_an_error_does_not_repeat_a_path_of_thousands_of_letters() -> None:
-    done = run("sessions", "list", SIRCHAT_HOME="/" + "a/" * 3000)
-    assert done.returncode == 1
-    assert len(done.stderr) < 500

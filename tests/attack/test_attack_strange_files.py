@@ -215,3 +215,4 @@ def test_names_of_thousands_of_letters_are_refused_in_a_short_line(
         assert done.returncode in (1, 2), command
         assert len(done.stderr) < 1200, command
         assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert len(run("sessions", "list", SIRCHAT_HOME="/" + "a/" * 3000).stderr) < 500

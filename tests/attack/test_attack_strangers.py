@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -14,11 +15,14 @@ from typing import Any
 
 import pytest
 
-from attacking import apart, attack, odd_text
+from attacking import apart, attack, mutated, odd_text
 from chatting import save_babbler
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
+from sirchat.errors import ModelError
+from sirchat.models.listing import find_models
 from sirchat.models.load import load_model
+from sirchat.models.shape import shape_of_folder
 
 pytestmark = pytest.mark.slow
 
@@ -161,8 +165,17 @@ def odd_settings(random: Random, it: dict[str, Any]) -> None:
 
 
 def use(folder: Path) -> None:
-    """Load a model and talk, as a chat does."""
-    chat = Session(load_model(str(folder), device="cpu"), Profile(max_new_tokens=3, budget=64))
+    """List a model, load it and talk, as a chat does."""
+    find_models([folder.parent])
+    with suppress(ModelError):
+        shape_of_folder(folder)
+    try:
+        model = load_model(str(folder), device="cpu")
+    except ModelError as error:
+        if "pip install" in str(error):  # what is there already
+            raise ValueError(str(error)) from error
+        raise
+    chat = Session(model, Profile(max_new_tokens=3, budget=64))
     for _ in range(2):
         list(chat.ask(_TEXT))
     chat.snapshot()
@@ -171,18 +184,29 @@ def use(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "change"),
     [("tokenizer.json", odd_tokenizer), ("config.json", odd_settings),
-     ("tokenizer_config.json", odd_settings), ("generation_config.json", odd_settings)],
+     ("tokenizer_config.json", odd_settings), ("generation_config.json", odd_settings),
+     ("model.safetensors", None)],
 )  # fmt: skip
 def test_a_model_of_strangers_is_used_or_refused(
-    tmp_path: Path, name: str, change: Callable[[Random, dict[str, Any]], None]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    change: Callable[[Random, dict[str, Any]], None] | None,
 ) -> None:
+    for others in ("BUNDLED", "PACKAGED"):
+        monkeypatch.setattr(f"sirchat.models.listing.{others}", ())
     folder = save_babbler(tmp_path / "model")
-    whole = json.loads((folder / name).read_text("utf-8"))
+    whole = (folder / name).read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little") if change is None else len(whole)
 
     def meet(random: Random) -> None:
-        odd = json.loads(json.dumps(whole))
-        change(random, odd)
-        (folder / name).write_text(json.dumps(odd), "utf-8", "surrogatepass")
+        data = mutated(random, whole[:header]) + whole[header:]
+        data = data[: random.choice((len(data), len(data), len(data) // 2))]
+        if change is not None and random.random() < 0.8:
+            odd = json.loads(whole)
+            change(random, odd)
+            data = json.dumps(odd).encode("utf-8", "surrogatepass")
+        (folder / name).write_bytes(data)
         use(folder)
 
     use(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import subprocess
@@ -33,13 +34,13 @@ def replaying(home: Path) -> Iterator[subprocess.Popen[bytes]]:
     talk = home / "talk.txt"
     talk.write_text("A line of some words that are soon evicted again.\n" * 20_000)
     flags = ["--feed", "--format", "lines", "--archive", "disk", "--budget", "128"]
-    command = [*warm_python(), "-m", "sirchat", "replay", str(talk), *flags, "--max-new-tokens=1"]
+    command = [*warm_python(), "-m", "sirchat", "replay", str(talk), *flags, "--json"]
     environ = os.environ | {"SIRCHAT_HOME": str(home)}
     before = archived(home)
     with subprocess.Popen(
         command,
         env=environ,
-        stdout=subprocess.DEVNULL,
+        stdout=(home / "out").open("wb"),
         stderr=subprocess.PIPE,
         preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),  # ignored under nohup
     ) as process:
@@ -63,6 +64,9 @@ def test_a_command_that_is_told_to_end_leaves_no_archive(tmp_path: Path, number:
     assert process.returncode == 128 + number
     assert list((tmp_path / "data" / "archives").iterdir()) == []
     assert b"Traceback" not in told
+    lines = (tmp_path / "out").read_text("utf-8").splitlines()
+    assert json.loads(lines[0])["event"] == "session"
+    assert all(json.loads(line) for line in lines), "each is whole"
 
 
 @pytest.mark.slow

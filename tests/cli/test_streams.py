@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -75,7 +76,6 @@ def test_a_reader_that_leaves_ends_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "encoding"),
     [
-        ("$COLD policies", "ascii"),
         ("$SIRCHAT --help-settings", "ascii"),
         ("$SIRCHAT ask 'Say é → 你'", "ascii"),
         ("$SIRCHAT ask 'Say é → 你'", "latin-1"),
@@ -105,8 +105,12 @@ CASES = {
         f"ulimit -n {n}; $SIRCHAT replay talk.txt --archive disk", {0, 1}) for n in (10, 16, 24)},
 }  # fmt: skip
 _FEW = ("12 open files",)
-# Limits of a chat, and whether it can be saved under them.
-LIMITED_CHATS = {"-f 8": False, "-f 20": False, "-n 9": True, "-n 12": True}
+# Limits of a chat, in bytes of a file or open files, and whether it can be saved under them.
+LIMITED_CHATS = {
+    (resource.RLIMIT_FSIZE, 2**12): False,
+    (resource.RLIMIT_FSIZE, 20 * 2**10): False,
+    (resource.RLIMIT_NOFILE, 24): True,
+}
 
 
 @pytest.mark.parametrize("name", CASES if MANY else _FEW)
@@ -124,12 +128,12 @@ def test_odd_streams_and_limits_end_in_one_line_at_most(tmp_path: Path, name: st
         assert told.strip().splitlines()[-1].startswith("sirchat: "), told
 
 
-@pytest.mark.parametrize("limit", LIMITED_CHATS if MANY else ("-f 20",))
+@pytest.mark.parametrize("limit", LIMITED_CHATS if MANY else [(resource.RLIMIT_FSIZE, 20 * 2**10)])
 def test_a_chat_goes_on_under_a_limit_and_says_if_it_is_not_saved(
-    tmp_path: Path, limit: str
+    tmp_path: Path, limit: tuple[int, int]
 ) -> None:
-    line = f"ulimit {limit}; exec {sys.executable} -m sirchat --max-new-tokens 8"
-    with Terminal("bash", "-c", line, home=tmp_path) as chat:
+    with Terminal("--max-new-tokens", "8", home=tmp_path) as chat:
+        resource.prlimit(chat.child.pid, limit[0], (limit[1], resource.RLIM_INFINITY))
         chat.ask("My name is Anna.")
         chat.ask("I live in Rome.")
         assert "4 messages" in chat.ask("/stats")

@@ -78,6 +78,7 @@ class ForkedChat(fdspawn):  # type: ignore[misc]
         self._process = fork(arguments, env, os.getcwd(), {0: its}, in_terminal=True)
         os.close(its)
         super().__init__(ours, timeout=timeout)
+        self.pid = int(self._process.pid or 0)
 
     def setwinsize(self, rows: int, columns: int) -> None:
         """Change the window."""
@@ -85,7 +86,7 @@ class ForkedChat(fdspawn):  # type: ignore[misc]
 
     def kill(self, number: int) -> None:
         """Send a signal."""
-        os.kill(int(self._process.pid or 0), number)
+        os.kill(self.pid, number)
 
     def close(self, force: bool = False) -> None:
         """Close the terminal; with `force`, a chat that does not end then is killed."""

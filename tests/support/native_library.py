@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,9 +32,14 @@ def built_library() -> Path:
     return path
 
 
+@cache
+def loaded_library() -> ctypes.CDLL:
+    """The library, not compared with torch: that takes most of a second, and has its own tests."""
+    return ctypes.CDLL(str(built_library()))
+
+
 def read_in_native_code(model: LoadedModel) -> None:
     """Let a model read single tokens as chats do: three times as fast as by torch's operations."""
     step = model.decode_step
     if CAN_BUILD and isinstance(step, DecodeStep):
-        library = products.load_library(built_library())
-        step.native = NativeStep(library, step.module, step.dtype, step.wanted_layers)
+        step.native = NativeStep(loaded_library(), step.module, step.dtype, step.wanted_layers)

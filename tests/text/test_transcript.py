@@ -179,6 +179,7 @@ def test_messages_in_an_object_are_a_conversation() -> None:
         ('[{"role": "user", "content": "a"}, 1]', 1, "message 2: a message must be a JSON object"),
         ('{"role": "user", "content": "a"}\n{"role": "user"}', 2, 'no "content"'),
         ('{"role": "user", "content": 3}', 1, '"content" must be a string'),
+        ('{"role": "user", "content": ' + "9" * 5000 + "}", 1, "not valid JSON"),
         ('{"role": "user", "content": [{"type": "image_url"}]}', 1, "list of text parts"),
         ('{"role": "user", "content": "\\ud800"}', 1, "surrogate"),
         ('{"role": "critic", "content": "a"}', 1, "it must be system, user, assistant or tool"),

@@ -88,7 +88,7 @@ def _press_ctrl_c() -> InputLine | None:
 
 @pytest.fixture
 def chat_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Session]]:
-    session = chatting.session(save=False, max_new_tokens=3)
+    session = chatting.session(chatting.babbler(), save=False, max_new_tokens=1)
     monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
     monkeypatch.setattr(typed_input, "Keyboard", _Keyboard)
 

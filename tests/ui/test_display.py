@@ -23,7 +23,7 @@ _GAUGE = r"━+─* {2}[\d,]+/1,024 held"
 
 
 @cache
-def _reply(tokens: int = 300) -> str:
+def _reply(tokens: int = 120) -> str:
     """The reply that the chat's model generates, filtered for display."""
     chat = session(babbler(), max_new_tokens=tokens, repetition_penalty=1.3)
     return displayable(answer(list(chat.ask("Go on."))))
@@ -34,10 +34,10 @@ def _reply(tokens: int = 300) -> str:
 def test_a_plain_terminal_gets_plain_text(
     home: Path, endless: str, environ: dict[str, str]
 ) -> None:
-    flags = ("--model", endless, "--max-new-tokens", "300", "--repetition-penalty", "1.3")
+    flags = ("--model", endless, "--max-new-tokens", "120", "--repetition-penalty", "1.3")
     with Terminal(*flags, home=home, environ=environ) as chat:
         for line, shown in (
-            ("Go on.", "300 written"),
+            ("Go on.", "120 written"),
             ("/panel", "held"),
             ("/nonsense", "no comm"),
         ):
@@ -60,14 +60,14 @@ def test_a_plain_terminal_gets_plain_text(
 def test_answers_go_to_standard_output_and_the_rest_to_the_terminal(
     tmp_path: Path, endless: str
 ) -> None:
-    flags = f"--model {endless} --max-new-tokens 300 --repetition-penalty 1.3"
+    flags = f"--model {endless} --max-new-tokens 120 --repetition-penalty 1.3"
     command = f"{' '.join(warm_python())} -m sirchat {flags} > {tmp_path}/out"
     with Terminal("sh", "-c", command, home=tmp_path) as chat:
         chat.ask("Go on.")
         chat.ask("/nonsense")
         assert chat.leave() == 0
     assert re.fullmatch(
-        r"\d+ tokens read, 300 written, .*\n/continue .*\n> /nonsense\n"
+        r"\d+ tokens read, 120 written, .*\n/continue .*\n> /nonsense\n"
         r"sirchat: there is no command /nonsense.*",
         chat.everything[chat.everything.index("9 tokens read") :].split("\n>\n")[0].rstrip("> \n"),
     )

@@ -47,14 +47,6 @@ def test_policies_are_listed_with_a_line_each() -> None:
     assert "policy is entropy; /policy NAME chooses" in lines[-1]
 
 
-def test_the_theme_changes_at_once() -> None:
-    chat = Chat(theme="dark")
-    assert "theme is dark" in chat.do("/theme")
-    assert "dark -> light" in chat.do("/theme light")
-    assert chat.screen.theme.name == "light"
-    assert "light" in refusal(chat, "/theme pink")
-
-
 def test_search_finds_messages_of_this_chat_held_or_evicted_and_saved_chats(folder: Path) -> None:
     other = saved(folder, "trip")
     chat = Chat(budget=64)

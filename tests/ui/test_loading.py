@@ -106,7 +106,6 @@ def test_the_library_is_loaded_and_torch_is_not_imported() -> None:
         "import sys; from pathlib import Path\n"
         "from sirchat.models.torch_imports import preload_torch\n"
         "preload_torch(); assert 'torch' not in sys.modules\n"
-        "assert 'libtorch_cpu.so' in Path('/proc/self/maps').read_text()\n"
-        "import torch; torch.ones(2).sum()"
+        "assert 'libtorch_cpu.so' in Path('/proc/self/maps').read_text()"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

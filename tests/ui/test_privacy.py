@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
 
@@ -56,7 +55,7 @@ def test_nothing_of_a_private_chat_reaches_the_disk(
         chat.wait_screen(f"(?m)^> {BEFORE}")
         chat.send("\x03")
         if more:
-            os.kill(int(chat.child._process.pid), signal.SIGKILL)
+            chat.child.kill(signal.SIGKILL)
             chat.ended()
         else:
             assert chat.leave() == 0

@@ -270,9 +270,7 @@ def test_a_pin_made_after_the_message_that_is_undone_stays() -> None:
 A_PROMPT: list[str] = ["/system Be brief.", *SAYINGS[:3]]
 SEVERAL = [*A_PROMPT, "/system Be kind.", *SAYINGS[3:]]
 TALKS = {
-    "no prompt": SAYINGS[:3],
     "a prompt that is set later": [SAYINGS[0], "/system Be brief.", *SAYINGS[1:3]],
-    "a prompt": A_PROMPT,
     "several": SEVERAL,
     "the same twice": [*A_PROMPT, "/system none", "/system Be brief.", *SAYINGS[3:]],
     "none left": [*A_PROMPT, "/system none", SAYINGS[3]],

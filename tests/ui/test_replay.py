@@ -73,14 +73,14 @@ def test_a_line_that_looks_like_a_command_is_only_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("policy", "settings"),
     [
-        *((one, {}) for one in ("window", "sink", "entropy", "random", "interval")),
+        *((one, {}) for one in ("window", "sink", "random", "interval")),
         *((one, {"system": "Be kind. Always."}) for one in ("anchor", "entropy")),
         *(("reservoir", {"policy_options": {"sample": sample}}) for sample in (None, 20)),
     ],
 )
 def test_every_eviction_follows_the_policy(policy: str, settings: dict[str, Any]) -> None:
     settings = {"decay": 0.8 if policy != "reservoir" else 1.0} | settings
-    events = _replayed(_transcript(9), policy=policy, budget=96, recent=8, **settings)
+    events = _replayed(_transcript(7), policy=policy, budget=64, recent=8, **settings)
     assert check_stream(events) > 60
 
 

@@ -14,7 +14,7 @@ from attacking import MANY
 from terminal import WARM, Emulator, Reflowing, Terminal
 
 ROWS, COLUMNS = 24, 80  # the window at the beginning of a reply, and at its end
-_CHANGES = 50 if MANY else 26
+_CHANGES = 50 if MANY else 16
 # The number of the word with which the window is left alone, and of the last one.
 _CHANGED, _ALL = 3 * _CHANGES, 3 * _CHANGES + 110
 # Words whose order is that of the alphabet; the panel has no other word of capital letters.

@@ -91,18 +91,6 @@ def test_load_lists_the_newest_first_and_last_is_the_last_of_the_others(folder: 
     assert chat.texts == SAYINGS[:2]
 
 
-def test_load_last_passes_over_a_damaged_chat_and_refuses_one_without_turns(folder: Path) -> None:
-    intact, damaged = saved(folder, "whole"), saved(folder, "later")
-    path = find_session(folder, damaged)
-    said = SAYINGS[0].encode()
-    path.write_bytes(path.read_bytes().replace(said, said.swapcase()))
-    told = " ".join(Chat().do("/load last").split())
-    assert f"{path.name} is damaged" in told
-    assert f"this chat is session {intact}" in told
-    SessionStore.create(folder, {"model": "babbler"}).close()
-    assert "holds no message yet" in refusal(Chat(), "/load last")
-
-
 # --- leaving
 
 

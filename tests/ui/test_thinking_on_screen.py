@@ -25,19 +25,27 @@ def _lines(terminal: FakeTerminal) -> list[str]:
     return "\n".join(lines_of(terminal.screen)).strip("\n").split("\n")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("panel", "columns"), [("off", 160), ("live", 60), ("turn", 60)])
+@pytest.mark.parametrize("markdown", [True, False])
 @pytest.mark.parametrize("size", [1, 5, 400])
-def test_folded_it_is_one_line(terminal: FakeTerminal, panel: str, columns: int, size: int) -> None:
-    terminal.resize(30, columns)
+def test_folded_it_is_one_line_and_hidden_it_is_none(
+    terminal: FakeTerminal, panel: str, columns: int, markdown: bool, size: int
+) -> None:
+    answer = ["It is so." if markdown else "It is *so*.", "", "- one"]
     chunks = pieces(TEXT, 3, size) if size < 400 else [TEXT]
-    show_reply(terminal, chunks, panel, thinking="fold")
-    first, *rest = _lines(terminal)
-    match = re.fullmatch(r"thought for (\d+) tokens? \(/thinking shows it\)", first)
-    assert match
-    written = len("".join(chunks[: int(match[1])]))
-    assert TEXT.index("</think>") < written <= TEXT.index("It is") + size
-    assert rest == ["", "It is so.", "", "- one"]
+    for thinking in ("fold", "hide"):
+        terminal.resize(30, columns)
+        terminal.clear()
+        show_reply(terminal, chunks, panel, thinking=thinking, markdown=markdown)
+        if thinking == "hide":
+            assert _lines(terminal) == answer
+            continue
+        first, *rest = _lines(terminal)
+        match = re.fullmatch(r"thought for (\d+) tokens? \(/thinking shows it\)", first)
+        assert match
+        written = len("".join(chunks[: int(match[1])]))
+        assert TEXT.index("</think>") < written <= TEXT.index("It is") + size
+        assert rest == ["", *answer]
 
 
 @pytest.mark.slow
@@ -60,21 +68,6 @@ def test_while_it_comes_one_line_counts(terminal: FakeTerminal, panel: str, thin
         assert all(re.fullmatch(r"(thinking, [\d,]+ tokens?|thought for .*)?", x) for x in seen)
     ended = f"thought for {len(chunks):,} tokens (/thinking shows it)"
     assert lines_of(terminal.screen)[0] == (ended if thinking == "fold" else "")
-
-
-@pytest.mark.parametrize("panel", ["off", "live"])
-@pytest.mark.parametrize("thinking", ["fold", "hide"])
-@pytest.mark.parametrize("markdown", [True, False])
-def test_what_stays_is_the_answer_below_one_line_or_nothing(
-    terminal: FakeTerminal, panel: str, thinking: str, markdown: bool
-) -> None:
-    show_reply(terminal, pieces(TEXT, 1, 4), panel, thinking=thinking, markdown=markdown)
-    lines = _lines(terminal)
-    if thinking == "fold":
-        assert lines[0].startswith("thought for ")
-        assert lines[1] == ""
-        lines = lines[2:]
-    assert lines == ["It is so." if markdown else "It is *so*.", "", "- one"]
 
 
 _AGAIN: list[tuple[Part, str]] = [

@@ -10,10 +10,9 @@ import pytest
 
 from fake_terminal import FakeTerminal
 from saved_chats import SAYINGS, Chat, refusal, resumed
-from sirchat.chat.session import Session
-from sirchat.errors import SirchatError, UndoError
+from sirchat.errors import SirchatError
 from sirchat.saved.session_list import list_sessions
-from sirchat.ui.turn_commands import Retry, make_undoable, parse_sampling_settings, retry
+from sirchat.ui.turn_commands import parse_sampling_settings
 from terminal import program
 from typed_chat import TypedChat
 
@@ -64,22 +63,6 @@ def test_undo_of_nothing_is_refused_and_what_was_erased_is_not_read_anew() -> No
     assert chat.texts == ["The code is ."]
     chat.do("/undo")
     assert "no message to undo" in refusal(chat, "/undo")
-
-
-def _pinned(session: Session) -> str:
-    return "".join(row.text for row in session.snapshot().rows if "pinned" in row.flags).strip()
-
-
-def test_words_pinned_since_stay_pinned_and_are_so_in_the_saved_chat(folder: Path) -> None:
-    chat = Chat(policy="sink")
-    chat.say("The code is 7351.", *SAYINGS)
-    for line in ("/pin 7351", "/pin last", "/undo", "/undo"):
-        chat.do(line)
-    assert _pinned(chat.session) == "7351"
-    chat.do("/save pins")
-    chat.saved_chat.close()
-    again, _ = resumed(folder, "pins")
-    assert _pinned(again) == "7351"
 
 
 # --- /edit and /retry
@@ -166,24 +149,6 @@ def test_an_interrupt_while_the_chat_is_read_anew_leaves_it_as_it_was(
     with pytest.raises(KeyboardInterrupt):
         chat.do("/undo")
     assert (chat.texts, chat.session.snapshot()) == (SAYINGS[:3], before)
-
-
-def test_after_a_resume_the_last_message_can_be_answered_again_or_changed(folder: Path) -> None:
-    chat = _gone_on(temperature=0.0)
-    with pytest.raises(UndoError):
-        _ = chat.session.undoable_message
-    session = make_undoable(chat.session, chat.screen, chat.saved_chat)
-    assert f"{session.seen:,} tokens of earlier messages were read again" in chat.out.getvalue()
-    before = [(turn.role, turn.text) for turn in chat.session.turns]
-    assert [(turn.role, turn.text) for turn in session.turns] == before
-    assert make_undoable(session, chat.screen, chat.saved_chat) is session
-    list(retry(session, Retry({}), lambda: False))
-    assert [(turn.role, turn.text) for turn in session.turns] == before, "at temperature 0"
-    list(session.retry(text=SAYINGS[4]))
-    chat.saved_chat.close()
-    again, _ = resumed(folder, "trunk")
-    said = [turn.text for turn in again.turns if turn.role == "user"]
-    assert said == [*SAYINGS[:2], SAYINGS[4]]
 
 
 def test_flags_of_a_retry() -> None:

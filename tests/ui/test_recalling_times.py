@@ -1,0 +1,136 @@
+"""`/recall yesterday`, `/recall WORDS`: shown and restored for the next message, never pinned."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from chatting import tiny
+from saved_chats import Chat, refusal
+from sirchat.chat.session import Session
+from sirchat.memory.ledger import Flag, State
+from sirchat.saved.resume import resume_session
+from sirchat.saved.saved_state import saved_profile
+from sirchat.saved.session_list import find_session
+from sirchat.saved.store import SessionStore
+from sirchat.ui.status import describe_recalled
+from sirchat.ui.switching import Switching
+
+DAY = 86_400
+
+
+def chat_of_days(*said: tuple[int, str]) -> Chat:
+    """A chat with messages of so many days ago."""
+    chat = Chat(tiny(), policy="sink", max_new_tokens=4, pin_system=False, save=False, decay=1.0)
+    for days, text in said:
+        chat.say(text)
+        for turn in chat.session.turns[-2:]:
+            turn.time = int(time.time()) - days * DAY
+    return chat
+
+
+def held(chat: Chat) -> str:
+    """The text that is held, by the ledger; nothing of it is pinned."""
+    ledger = chat.session.ledger
+    assert not (ledger.column("flags") & Flag.PINNED).any()
+    at = np.flatnonzero(ledger.column("state") == State.HELD)
+    return "".join(row.text for row in chat.session.tokens(at.tolist()))
+
+
+def test_what_was_said_at_a_time_is_restored_for_the_next_message() -> None:
+    talk = [(0, "Tell me a joke, please, and another one, and a third one.")] * 4
+    chat = chat_of_days((3, "My name is Anna."), (1, "I live in Rome."), *talk)
+    assert "yesterday: I live in Rome." in chat.do("/recall yesterday")
+    assert "I live in Rome." in held(chat)
+    chat.do("/recall 3 days ago")
+    assert "My name is Anna." in held(chat)
+    assert "I live in Rome." in held(chat)
+    chat.say("What is my name?")
+    assert "Anna" in chat.session.turns[-1].text
+    assert "My name is Anna." not in held(chat)
+    assert "you said nothing at this time: 40 days ago" in refusal(chat, "/recall 40 days ago")
+
+
+def test_first_and_last_mean_places_and_words_stay_words() -> None:
+    chat = chat_of_days((0, "My name is Anna."), (0, "I met her yesterday."))
+    shown = chat.do("/recall first")
+    assert "held already, and stays for your next message: “My name is Anna.”" in shown
+    assert "evicted" not in shown
+    shown = chat.do('/recall "yesterday"')
+    assert "“My name is Anna. … I met her yesterday.”" in shown, "both, until the next reply"
+
+
+def test_one_token_that_steps_aside_is_not_called_others() -> None:
+    chat = Chat(tiny(), policy="sink", budget=64, recent=0, save=False)
+    chat.say("My cat is called Luna.", *["Tell me a joke."] * 3)
+    came = chat.session.engine.store.archived()[: 64 - chat.session.resident + 1]
+    Switching(chat.session, chat.screen).restore(came)
+    assert chat.session.resident == 64
+    shown = " ".join(chat.out.getvalue().split())
+    assert "were evicted; 1 other steps aside until it is answered; " in shown
+
+
+@pytest.mark.parametrize("recall", ["off", "words"])
+def test_words_are_restored_as_they_were_told_not_as_the_model_repeated_them(recall: str) -> None:
+    chat = Chat(tiny(), policy="sink", budget=64, recent=0, save=False, max_new_tokens=24)
+    chat.say("My cat is called Luna.", *["Tell me a joke."] * 3)
+    assert "Luna" in chat.session.turns[1].text
+    assert "Luna" not in held(chat)
+    chat.session.switch("/recall", recall=recall)
+    before = chat.session.ledger.held_positions.tolist()
+    shown = " ".join(chat.do('/recall "Luna"').split())
+    assert held(chat).count("Luna") == 1
+    now = chat.session.ledger.held_positions.tolist()
+    came, aside = (len(set(one) - set(other)) for one, other in ((now, before), (before, now)))
+    assert f"“My cat is called Luna.” 6 tokens, {came} of them were evicted; " in shown
+    assert (f"; {aside} others step aside until it is answered; " in shown) == (aside > 0)
+    for _ in "ab":  # another reply is given from the same memory
+        chat.say("What is my cat called?")
+        assert "Luna" in chat.session.turns[-1].text
+        line = describe_recalled(chat.session.recall, chat.session.seen)
+        assert line.startswith(f"recalled {came} tokens")
+        assert "Luna" in chat.do("/recall")
+        chat.session.undo()
+    chat.say("Hello!", "Tell me a joke.")
+    assert "Luna" not in held(chat)
+
+
+@pytest.mark.parametrize("way", ["undo", "resume", "both"])
+def test_what_was_restored_for_the_next_message_is_still_so_after(way: str, folder: Path) -> None:
+    """It is no longer after the reply to that message."""
+    chat = Chat(tiny(), policy="sink", budget=64, recent=0, max_new_tokens=24)
+    chat.say("My cat is called Luna.", *["Tell me a joke."] * 4)
+    assert "“My cat is called Luna.”" in chat.do('/recall "Luna"')
+    if way != "resume":
+        chat.do("/undo")
+    session = chat.session
+    chat.saved_chat.close()
+    if way != "undo":
+        store = SessionStore.open(find_session(folder, "last"))
+        session = Session(tiny(), saved_profile(store))
+        resume_session(session, store)
+        store.close()
+    list(session.ask("What is my cat called?"))
+    assert "Luna" in session.turns[-1].text
+    assert "Luna" in "".join(row.text for row in session.tokens(list(session.recall.scores)))
+    list(session.ask("Hello!"))
+    assert not session.recall.scores
+
+
+def test_what_was_restored_from_an_undone_message_is_forgotten() -> None:
+    chat = Chat(tiny(), policy="sink", budget=64, recent=0, save=False, max_new_tokens=24)
+    chat.say(*["Tell me a joke."] * 2, "My cat is called Luna.", *["Tell me a joke."] * 4)
+    chat.do('/recall "Luna"')
+    for _ in range(5):
+        chat.do("/undo")
+    assert not chat.session.state.restored_by_user
+    chat.say("Tell me a joke.", "My cat is called Tom.")
+
+
+def test_where_nothing_can_be_restored_a_line_says_why() -> None:
+    chat = chat_of_days((3, "My name is Anna."), (1, "I live in Rome."), (0, "Hello!"))
+    chat.session.erase("turn 2")
+    assert "nothing is restored: it is no longer archived" in refusal(chat, "/recall yesterday")
