@@ -20,12 +20,13 @@ from sirchat.chat.events import Called, Delta, Event, Notice, Returned, TurnDone
 from sirchat.chat.state import GeneratedReply
 from sirchat.chat.turn import Interrupted, never
 from sirchat.engine.sampling import TokenFilter
-from sirchat.text.other_templates import ToolTemplate
+from sirchat.text.other_templates import PromptedTools, ToolTemplate
 from sirchat.text.template import TurnIds
 from sirchat.text.text_file import without_surrogates
 from sirchat.text.tool_calls import CallParser, ToolCall, append_calls, calls_from_key, calls_key
 
 MAX_CALLS = 64  # for one message
+_ARGUMENTS = '"arguments"'
 _EMPTY = "(empty)"  # what is read of a result without text
 _HEAD_PARTS = 8  # a large result's beginning may take one of so many parts of the policy's tokens
 
@@ -109,7 +110,7 @@ def reply_format(
     Yields notes on the schema, whose file is not read again in the same round. Raises SettingError
     if the schema can't be kept.
     """
-    # A template that takes no tools has no mark behind which a call would have to be valid JSON.
+    # With a template that takes no tools, the model calls them only where a call was begun for it.
     is_open = type(chat.template) is ToolTemplate
     tools = [(tool.name, tool.parameters) for tool in box.tools.values() if is_open]
     ids = begun.ids if begun else ()
@@ -139,9 +140,15 @@ def answer_with_tools(
     if not box.is_template_note_shown and (note := _tool_template(chat).note):
         yield Notice(note)
     box.is_template_note_shown = True
+    parser = first = _call_parser(chat, box)
+    stops = interrupted
+    if begun := _call_beginning(chat):
+        reply = GeneratedReply(begun, None)
+        allowed = None
+        stops = lambda: interrupted() or first.has_ended  # noqa: E731
     while True:
-        extractor = _CallExtractor(chat, box)
-        for event in chat.begin_reply(interrupted, reply, allowed).events():
+        extractor = _CallExtractor(chat, parser)
+        for event in chat.begin_reply(stops, reply, allowed).events():
             yield from extractor.push(event)
         calls = extractor.calls
         if left <= 0 and calls:
@@ -155,6 +162,8 @@ def answer_with_tools(
             yield from read_result(chat, call, text, question, interrupted, next_role=following)
         reply = None
         allowed = yield from reply_format(chat, box, is_same_round=True)
+        parser = _call_parser(chat, box)
+        stops = interrupted
 
 
 def read_result(
@@ -204,6 +213,19 @@ def calls_in(chat: Conversation, text: str) -> tuple[list[ToolCall], TurnIds | N
     return parser.calls, _tool_template(chat).tool_calls_turn(said, calls, chat.state.reply_header)
 
 
+def _call_beginning(chat: Conversation) -> tuple[int, ...]:
+    """The likeliest ids with which a reply begins a call; () if it begins without one."""
+    # For a chat template without tools: a small model hardly ever begins a call by itself.
+    template = chat.template
+    if not isinstance(template, PromptedTools):
+        return ()
+    texts = template.call_beginnings()
+    names = [text[: text.index(_ARGUMENTS) + len(_ARGUMENTS)] for text in texts]
+    scores = [sum(one.log_probabilities) for one in chat.score_continuations(names)]
+    best = scores.index(max(scores))
+    return tuple(template.as_text(texts[best])) if best else ()
+
+
 def _tool_template(chat: Conversation) -> ToolTemplate:
     if not isinstance(chat.template, ToolTemplate):
         chat.template = chat.template_with("")
@@ -211,13 +233,22 @@ def _tool_template(chat: Conversation) -> ToolTemplate:
     return chat.template
 
 
+def _call_parser(chat: Conversation, box: Toolbox) -> CallParser:
+    """The parser of the calls in the next reply; with a begun call, of the first call alone."""
+    number = sum(turn.role == "tool" for turn in chat.state.turns)
+    if not isinstance(chat.template, PromptedTools):
+        names = {name: tool.parameters for name, tool in box.tools.items()}
+        return CallParser(names, number)
+    # Such models invent more and more arguments.
+    known = {name: tool.parameters.get("properties", ()) for name, tool in box.tools.items()}
+    return CallParser(box.tools, number, single_call=True, known_arguments=known)
+
+
 class _CallExtractor:
     """Takes the calls out of a reply's text; `calls` has them once the reply is complete."""
 
-    def __init__(self, chat: Conversation, box: Toolbox) -> None:
-        names = {name: tool.parameters for name, tool in box.tools.items()}
-        number = sum(turn.role == "tool" for turn in chat.state.turns)
-        self._chat, self._parser = chat, CallParser(names, number)
+    def __init__(self, chat: Conversation, parser: CallParser) -> None:
+        self._chat, self._parser = chat, parser
         self._said = ""  # the text without calls, so far
         self.calls: list[ToolCall] = []
 
@@ -231,7 +262,7 @@ class _CallExtractor:
             return [replace(event, text=text)]
         if not isinstance(event, TurnDone):
             return [event]
-        if event.finish != "interrupt":
+        if event.finish != "interrupt" or parser.has_ended:
             self.calls = parser.calls
         is_short = event.finish not in ("stop", "control")
         rest, _ = parser.finish(self._chat.template.marks.call_lead, is_short=is_short)

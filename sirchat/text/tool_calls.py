@@ -54,8 +54,9 @@ class CallParser:
 
     Calls stand in tags, as Hermes and Qwen write them, or the whole reply consists of calls, as
     with Llama, perhaps in a code block; the latter must be of tools in `names`, which may map tools
-    to their parameters' schemas. Ids count from `number`. With `single_call`,
-    the reply ends after its first call; `is_cut` says whether more was left out.
+    to their parameters' schemas. Ids count from `number`. After the `known_arguments` of a tool, an
+    unknown argument ends the call. With `single_call`, the reply ends after its first call;
+    `is_cut` says whether more was left out.
     """
 
     def __init__(
@@ -64,11 +65,13 @@ class CallParser:
         number: int,
         *,
         single_call: bool = False,
+        known_arguments: Mapping[str, Collection[str]] | None = None,
     ) -> None:
         self._names = names
         self._schemas: Schemas = {name: {} for name in names}
         if isinstance(names, Mapping):
             self._schemas = names
+        self._known_arguments = known_arguments or {}
         self._bare = (*_BARE, *(f"[{name}(" for name in names))
         self._number = number
         self._single_call = single_call
@@ -165,6 +168,9 @@ class CallParser:
         if tag:
             if before := lead.rstrip():
                 return self._take(len(before))
+            if self._ends_before_unknown():
+                self._waiting = ""
+                return ""
             inner = self._inside(inside)
             if inner is None:
                 return None
@@ -205,6 +211,17 @@ class CallParser:
         # Half a mark may stand at the end.
         self._tried = max(self._tried, len(text) - len(CALL_CLOSE))
         return None
+
+    def _ends_before_unknown(self) -> bool:
+        """Whether the waiting call has an unknown argument; if so, adds the call without it."""
+        written = self._waiting.lstrip().removeprefix(CALL_OPEN)
+        named = re.match(r'\s*\{"name": "([\w-]+)"', written) if self._known_arguments else None
+        if named is None or named[1] not in self._known_arguments:
+            return False
+        keys = re.finditer(r',\s*"([^"\\]*)"\s*:', written[named.end() + 1 :])
+        unknown = (key.start() for key in keys if key[1] not in self._known_arguments[named[1]])
+        ends = [named.end() + 1 + start for start in unknown]
+        return any(self._add(written[:end] + "}}") for end in ends[:1])
 
     def _add(self, written: str, *, is_tagged: bool = True) -> bool:
         """Add the calls in `written`; returns False, and adds nothing, if there is other text."""

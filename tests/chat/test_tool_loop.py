@@ -20,6 +20,7 @@ from chatting import hub_tokenizer, ids_of, notices, session, tiny
 from sirchat.chat.events import Called, Delta, Event, Returned
 from sirchat.chat.session import Session
 from sirchat.chat.tool_loop import ChatTool, Toolbox
+from sirchat.engine.types import ContinuationScore
 from sirchat.memory.ledger import Role
 from sirchat.models.model import wrap_model
 from sirchat.text.tool_calls import ToolCall
@@ -191,6 +192,7 @@ def test_a_model_whose_template_takes_no_tools_is_told_by_a_text(
     def weather(city: str) -> str:
         return hostile
 
+    likeliest(monkeypatch, 0)
     script(monkeypatch, [call(city="Oslo"), "Cold.", "Bye."])
     chat = session(tiny(), policy="full", max_new_tokens=90, system="Be kind.")
     events = ask(chat, tool=weather)
@@ -219,6 +221,30 @@ def test_a_line_says_once_that_calls_of_this_template_would_not_be_found(
     assert told[1] == []
     (line,) = told[0]
     assert line.startswith("the model's chat template writes calls of tools in a form that can't")
+
+
+def likeliest(monkeypatch: pytest.MonkeyPatch, best: int) -> None:
+    """Let this beginning of a reply be the likeliest one."""
+
+    def scores(reader: object, replies: Sequence[list[int]]) -> list[ContinuationScore]:
+        return [ContinuationScore((), (-float(n != best),), False) for n in range(len(replies))]
+
+    monkeypatch.setattr("sirchat.chat.conversation.score_continuations", scores)
+
+
+def test_a_reply_of_such_a_model_begins_with_the_likeliest_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    likeliest(monkeypatch, 2)
+    chat = session(tiny(), policy="full", max_new_tokens=1)
+
+    def time(zone: str, hours: int) -> str:
+        return "noon"
+
+    list(chat.ask(ASKED, tools=[weather, time]))
+    said = "".join(row.text for row in chat.tokens(range(chat.seen)))
+    assert '<|assistant|><tool_call>\n{"name": "time", "arguments": {"zone": "' in said
+    assert '{"name": "none", "description": "Use this if no' in said
 
 
 def test_results_of_fifty_budgets_never_overflow_and_come_back_when_asked(

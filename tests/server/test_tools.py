@@ -248,6 +248,16 @@ def test_text_before_a_call_is_shown_at_once() -> None:
     ]  # fmt: skip
 
 
+def test_a_call_ends_before_an_argument_that_is_not_known() -> None:
+    parser = CallParser({"weather"}, 0, single_call=True, known_arguments={"weather": ("city",)})
+    said = '{"name": "weather", "arguments": {"city": "Os, \\"a\\": lo", "wind": {"speed'
+    for char in f"<tool_call>\n{said}":
+        parser.push(char)
+    (call,) = parser.calls
+    assert json.loads(call.arguments) == {"city": 'Os, "a": lo'}
+    assert parser.has_ended
+
+
 BARE = '{"name": "weather", "parameters": {"city": "Oslo"}}'
 
 
