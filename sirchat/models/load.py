@@ -161,6 +161,7 @@ def load_model(
             options = {"trust_remote_code": trust_remote_code}
             parts = _load_with_transformers(name, source, torch_dtype, progress, options, devices)
         module, tokenizer = parts
+        module.gguf_file = Path(source) / gguf_file if gguf_file else None
         refuse_unusable_tokenizer(module, tokenizer, name)
         refuse_broken_template(tokenizer, name)
         if quantize in ("int8", "int4"):

@@ -227,9 +227,12 @@ def saved_profile(store: SessionStore, trusted: Collection[str] = ()) -> Profile
     return profile
 
 
-def model_fingerprint(model: LoadedModel) -> str:
-    """A hash of a model's config, vocabulary size, rotary frequencies and some of its weights."""
-    digest = hashlib.sha256()
+def model_fingerprint(model: LoadedModel, *, of_layout: bool = False) -> str:
+    """A hash of a model's config, vocabulary size, rotary frequencies and some of its weights.
+
+    The packed weights of a GGUF file count by the file, or with `of_layout` as they are packed.
+    """
+    digest, file_sample = hashlib.sha256(), b"" if of_layout else model.packed_file_sample()
     config = model.module.config.to_diff_dict()
     for name in _IGNORED_CONFIG_KEYS:
         config.pop(name, None)
@@ -238,10 +241,17 @@ def model_fingerprint(model: LoadedModel) -> str:
     for rotation in (layer.key for layer in model.rotations):
         if rotation is not None:
             digest.update(rotation.inv_freq.numpy().tobytes())
-    for shape, sample in model.weight_samples():
+    for shape, sample in model.weight_samples(with_packed=not file_sample):
         digest.update(str(shape).encode())
         digest.update(sample.numpy().tobytes())
+    digest.update(file_sample)
     return digest.hexdigest()[:16]
+
+
+def known_fingerprints(model: LoadedModel) -> set[str]:
+    """What saved chats of a model may name as its fingerprint."""
+    # Earlier chats name the layout, which depends on whether the library in C++ was there.
+    return {model_fingerprint(model, of_layout=earlier) for earlier in (False, True)}
 
 
 def session_metadata(model: LoadedModel, family: str) -> dict[str, Any]:
@@ -269,7 +279,7 @@ def check_model(store: SessionStore, model: LoadedModel) -> None:
             f"session {store.id} has dtype {meta['dtype']}, but the model is loaded as {dtype}",
             hint=f"to continue this chat: {again} --dtype {kind}{how}; {rebuild}",
         )
-    if meta["fingerprint"] != model_fingerprint(model):
+    if meta["fingerprint"] not in known_fingerprints(model):
         raise SessionError(
             f"session {store.id} was made with model {meta['model']}, not with this {model.name}",
             hint=f"to continue this chat: {again} --model {shlex.quote(meta['model'])}; {rebuild}",

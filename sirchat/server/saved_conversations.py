@@ -26,7 +26,7 @@ from sirchat.models.model import LoadedModel
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.database import SUFFIX, as_damage_errors, require
 from sirchat.saved.resume import resume_session
-from sirchat.saved.saved_state import model_fingerprint, saved_profile
+from sirchat.saved.saved_state import known_fingerprints, saved_profile
 from sirchat.saved.segments import FOLDER_SUFFIX
 from sirchat.saved.session_list import remove_session
 from sirchat.saved.store import SessionStore
@@ -235,11 +235,11 @@ class SavedConversations:
     def _read_folder(self) -> list[SavedConversation]:
         """This model's conversations in the folder, last changed at the end."""
         # Damaged files, and files that a process has open, are left out.
-        entries, model = [], (self._model.precision, model_fingerprint(self._model))
+        entries, known, dtype = [], known_fingerprints(self._model), self._model.precision
         for path in sorted(self._folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime):
             try:
                 with SessionStore.open(path) as store:
-                    if (store.meta.get("dtype"), store.meta.get("fingerprint")) == model:
+                    if store.meta.get("dtype") == dtype and store.meta.get("fingerprint") in known:
                         entries.append(SavedConversation.from_file(store))
             except SirchatError as error:
                 _LOG.info("a saved conversation is left out: %s", error)

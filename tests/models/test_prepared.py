@@ -24,14 +24,17 @@ from safetensors import safe_open
 
 import gguf_models
 from gguf_models import MODELS, add_settings, few_bits, random_model, write_model
+from native_library import built_library
 from sirchat.chat.model_defaults import with_model_defaults
 from sirchat.config.profile import Profile
-from sirchat.models import background, load, prepared
+from sirchat.models import background, load, prepared, products
 from sirchat.models.background import is_running
 from sirchat.models.gguf import prepared as contents
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
+from sirchat.models.packed import BlockLinear
 from sirchat.paths import find_changeable_by_others, open_private, prepared_dir
+from sirchat.saved.saved_state import known_fingerprints, model_fingerprint
 
 MANY = int(os.environ.get("SIRCHAT_ATTACK", "0"))
 IDS = list(range(3, 23))
@@ -320,3 +323,20 @@ def test_the_longest_unused_go_first_and_what_a_killed_writer_left(
         str(paths[0]),
         str(paths[2]),
     }
+
+
+def test_a_file_is_known_again_in_whatever_layout_its_weights_are_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else chats from before the library was compiled could not go on with it."""
+    path = written(tmp_path / "first")
+    before = loaded(path)
+    library = products.load_library(built_library())
+    monkeypatch.setattr(load, "compile_in_background", lambda: None)
+    monkeypatch.setattr(load, "wait_for_library", lambda: library)
+    after = loaded(path, compiles=True)
+    assert any(isinstance(layer, BlockLinear) for layer in after.module.modules())
+    assert model_fingerprint(after) == model_fingerprint(before)
+    assert model_fingerprint(loaded(written(tmp_path / "second", seed=1))) not in (
+        known_fingerprints(after) | known_fingerprints(before)
+    )
