@@ -233,7 +233,7 @@ def replay(
     tools_allow: list[str] | None = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Replay a transcript: JSONL, USER:/ASSISTANT: text, or plain lines.
+    """Replay a transcript: JSONL, ShareGPT, USER:/ASSISTANT: text, or plain lines.
 
     A line of JSONL may switch settings: {"switch": {"policy": "sink", "budget": 256}}.
     """

@@ -1,7 +1,7 @@
-"""Reads and writes transcripts: plain lines, USER:/ASSISTANT: text, JSON Lines.
+"""Reads and writes transcripts: plain lines, USER:/ASSISTANT: text, JSON Lines, ShareGPT.
 
-They are read line by line, so that each line from a pipe is answered at once. No line is run as a
-command. In JSON Lines, an object that is no message may be a conversation, or switch settings.
+All but JSON of several lines is read line by line, so that each line from a pipe is answered at
+once. No line is run as a command. In JSON Lines, an object that is no message may switch settings.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from sirchat.text.tool_calls import append_calls
 RoleName = Literal["system", "user", "assistant", "tool"]
 Line = tuple[int, str]  # number (from 1), text without the newline
 
-FORMATS = ("auto", "jsonl", "text", "lines")
+FORMATS = ("auto", "jsonl", "sharegpt", "text", "lines")
 _ROLES: dict[str, RoleName] = {name: name for name in get_args(RoleName)}
 _SHAREGPT_ROLES: dict[str, RoleName] = {"system": "system", "human": "user", "gpt": "assistant"}
+_LIST_KEYS = ("conversations", "messages")  # of the list of messages in a ShareGPT object
 _PREFIX = re.compile(r"(user|assistant|system): ?(.*)", re.IGNORECASE)
-MAX_LINE_BYTES = 2**22  # of a line; parsed JSON can take fifty times as much memory
+# Maximum size of a line, in bytes, and of a JSON document, in characters; parsed JSON can take
+# fifty times as much memory.
+MAX_LINE_BYTES = 2**22
 _OBJECT = re.compile(r'\s*(?:\[\s*)?\{\s*"[^"\\]*"\s*:')
 _BRACKETS = re.compile(r"\s*\[?\s*\{?\s*")  # with which an object may begin in a later line
-_FORMAT_HINT = (
-    'a message is {"role": ..., "content": ...}, each in a line of its own (jq -c .[] FILE); '
-    "--format lines reads it as text"
-)
+_FORMAT_HINT = 'a message is {"role": ..., "content": ...}; --format lines reads it as text'
 # Control characters that `json` does not escape, and those that change the direction of writing.
 _CONTROLS = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 # Around the reasoning of a reply written as one text.
@@ -158,7 +158,7 @@ def _error(name: str, line: int, problem: str) -> TranscriptError:
 
 def _parse_as(lines: Iterator[Line], name: str, format: str) -> Iterator[TranscriptItem]:
     match format:
-        case "jsonl":
+        case "jsonl" | "sharegpt":
             return _json_turns(lines, name)
         case "text":
             return _prefixed_turns(lines, name)
@@ -221,12 +221,9 @@ def _text_turn(role: RoleName, lines: list[str], start: int) -> Iterator[Transcr
 
 
 def _json_turns(lines: Iterator[Line], name: str) -> Iterator[TranscriptItem]:
-    """Yield turns and switches of JSON values, one in each line."""
+    """Yield turns and switches of JSON values: one value a line, or one of all lines."""
     switched, conversation = 0, 0  # the line of a switch after the last turn; the next number
-    for line, text in lines:
-        if not text.strip():
-            continue
-        value = parse_json(text, name, line)
+    for line, value in _json_values(lines, name):
         if isinstance(value, dict) and "switch" in value and "role" not in value:
             switched = line
             yield _switch(value["switch"], name, line)
@@ -238,10 +235,26 @@ def _json_turns(lines: Iterator[Line], name: str) -> Iterator[TranscriptItem]:
             switched = 0
             yield turn
         else:
-            for number, message in enumerate(_messages(value, name, line), 1):
-                turn = _turn(message, name, line, f"message {number}: ")
-                yield replace(turn, conversation=conversation)
-            conversation += 1
+            for messages in _conversations(value, name, line):
+                for number, message in enumerate(messages, 1):
+                    turn = _turn(message, name, line, f"message {number}: ")
+                    yield replace(turn, conversation=conversation)
+                conversation += 1
+
+
+def _json_values(lines: Iterator[Line], name: str) -> Iterator[tuple[int, Any]]:
+    """Yield JSON values, each with the line in which it begins."""
+    written = ((number, text) for number, text in lines if text.strip())
+    if (first := next(written, None)) is None:
+        return
+    try:
+        json.loads(first[1])
+    except (ValueError, RecursionError):
+        whole = _joined(_limited(chain([first], lines), name))
+        yield first[0], parse_json(whole, name, first[0])
+        return
+    for number, text in chain([first], written):
+        yield number, parse_json(text, name, number)
 
 
 def _switch(settings: object, name: str, line: int) -> SettingsSwitch:
@@ -251,13 +264,15 @@ def _switch(settings: object, name: str, line: int) -> SettingsSwitch:
     return SettingsSwitch(settings, line)
 
 
-def _messages(conversation: Any, name: str, line: int) -> list[Any]:
-    """The messages of a conversation, a list or an object that has one (ShareGPT, fine-tuning)."""
-    match conversation:
+def _conversations(value: Any, name: str, line: int) -> Iterator[list[Any]]:
+    match value:
         case {"conversations": list(messages)} | {"messages": list(messages)}:
-            return messages
-        case [{"role": _} | {"from": _}, *_]:
-            return list(conversation)
+            yield messages
+        case list() if any(isinstance(one, dict) and {*_LIST_KEYS} & one.keys() for one in value):
+            for one in value:
+                yield from _conversations(one, name, line)
+        case [{"role": _} | {"from": _}, *_] | []:
+            yield value
         case {"conversations": _} | {"messages": _}:
             raise _error(name, line, '"conversations" or "messages" must be a list')
         case _:
@@ -308,6 +323,19 @@ def _content(value: object) -> str:
     if content != without_surrogates(content):
         raise ValueError("contains half of a surrogate pair")
     return content
+
+
+def _limited(lines: Iterable[Line], name: str) -> Iterator[Line]:
+    """Yield the lines of one JSON document; raises TranscriptError if it is too long."""
+    size = 0
+    for number, text in lines:
+        size += len(text) + 1
+        if size > MAX_LINE_BYTES:
+            raise TranscriptError(
+                f"{name}, line {number}: too long; allowed: {MAX_LINE_BYTES:,} characters of JSON",
+                hint="JSON Lines, one message in each line, has no limit",
+            )
+        yield number, text
 
 
 def _joined(lines: Iterable[Line]) -> str:

@@ -7,6 +7,7 @@ import json
 import time
 import tracemalloc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -63,12 +64,13 @@ def test_a_prefixed_turn_goes_on_until_the_next_prefix_of_the_same_case(
     assert read(text) == read(text, "text") == [*said, ("assistant", "  three", 8)]
 
 
-def test_a_second_conversation_is_counted_and_can_be_refused() -> None:
-    turns = parse_transcript(f"{json.dumps(SHAREGPT)}\n".encode() * 2, "t")
+@pytest.mark.parametrize("text", [json.dumps([SHAREGPT] * 2), f"{json.dumps(SHAREGPT)}\n" * 2])
+def test_a_second_conversation_is_counted_and_can_be_refused(text: str) -> None:
+    turns = parse_transcript(text.encode(), "t")
     assert [turn.content for turn in turns] == ["hi", "yes", "hi", "yes"]
     assert [turn.conversation for turn in turns] == [0, 0, 1, 1]
     assert list(one_conversation(turns[:2], "t")) == turns[:2]
-    with pytest.raises(TranscriptError, match=r"t, line 2: a second conversation"):
+    with pytest.raises(TranscriptError, match=r"t, line [12]: a second conversation"):
         list(one_conversation(turns, "t"))
 
 
@@ -103,9 +105,10 @@ def test_byte_order_mark_and_crlf_are_no_part_of_a_turn(line: bytes) -> None:
     [
         ("\nhi", "jsonl", 2),
         ('{"role": "user", "content": "a"} b', "jsonl", 1),
-        ('{"a": 1}', "jsonl", 1),
-        ("1", "jsonl", 1),
-        ("[" * 99999, "jsonl", 1),
+        ("[\n}", "sharegpt", 2),
+        ('{"a": 1}', "sharegpt", 1),
+        ("1", "sharegpt", 1),
+        ("[" * 99999, "sharegpt", 1),
         ("\nhi\nUSER: a", "text", 2),
     ],
 )
@@ -115,9 +118,10 @@ def test_a_named_format_is_not_guessed(text: str, format: str, line: int) -> Non
         iter_turns(io.BytesIO(b""), "t", "json")
 
 
-def test_json_over_several_lines_is_refused_with_what_helps() -> None:
-    for text in (json.dumps(SHAREGPT, indent=1), json.dumps([SHAREGPT])):
-        assert "each in a line of its own (jq -c .[] FILE)" in refusal(text)
+@pytest.mark.parametrize("indent", [None, 1])
+def test_sharegpt_turns_know_where_their_json_begins(indent: int | None) -> None:
+    text = "\n" + json.dumps(SHAREGPT, indent=indent)
+    assert read(text) == [("user", "hi", 2), ("assistant", "yes", 2)]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +133,7 @@ def test_json_over_several_lines_is_refused_with_what_helps() -> None:
             [("user", "a", 2), ("assistant", "", 4)],
         ),
         (
-            '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]',
+            '[\n{"role": "user",\n "content": "a"},\n{"role": "assistant", "content": "b"}]',
             [("user", "a", 1), ("assistant", "b", 1)],
         ),
         (
@@ -155,7 +159,7 @@ def test_a_first_line_that_only_looks_like_json_is_plain(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ['{"foo": 1}', '[{"foo": 1}]', '{"foo": 1}\n{"foo": 2}', '\n{"foo": [1]}'],
+    ['{"foo": 1}', '{\n"foo": 1\n}', '[{"foo": 1}]', '{"foo": 1}\n{"foo": 2}', '\n{"foo": [1]}'],
 )
 def test_other_json_is_refused_unless_it_is_called_lines(text: str) -> None:
     assert "neither a message nor a conversation" in refusal(text)
@@ -163,11 +167,12 @@ def test_other_json_is_refused_unless_it_is_called_lines(text: str) -> None:
     assert read(text, "lines")
 
 
-def test_messages_in_an_object_are_a_conversation() -> None:
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("wrap", [lambda one: one, lambda one: [one]], ids=["object", "list"])
+def test_messages_in_an_object_are_a_conversation(indent: int | None, wrap: Any) -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-    for conversation in ({"messages": messages}, SHAREGPT):
-        read_turns = read("\n" + json.dumps(conversation))
-        assert read_turns == [("user", "hi", 2), ("assistant", "yes", 2)]
+    text = json.dumps(wrap({"messages": messages}), indent=indent)
+    assert [turn[:2] for turn in read(text)] == [("user", "hi"), ("assistant", "yes")]
 
 
 @pytest.mark.parametrize(
@@ -185,11 +190,11 @@ def test_messages_in_an_object_are_a_conversation() -> None:
         ('{"role": "critic", "content": "a"}', 1, "it must be system, user, assistant or tool"),
         ('{"role": ["user"], "content": "a"}', 1, "it must be system, user, assistant or tool"),
         (
-            '[{"from": "human", "value": "a"}, {"from": "gpt"}]',
+            '[{"from": "human",\n "value": "a"},\n {"from": "gpt"}]',
             1,
             'message 2: the message has no "value"',
         ),
-        ('{"conversations": [{"from": "bot", "value": "a"}]}', 1, "system, human or gpt"),
+        ('{"conversations":\n [{"from": "bot", "value": "a"}]}', 1, "system, human or gpt"),
         ('{"conversations": "hi"}', 1, "must be a list"),
         (json.dumps(SHAREGPT) + "\nhi", 2, "not valid JSON"),
     ],

@@ -89,7 +89,7 @@ def _sharegpt(text: str, path: Path) -> Iterator[list[Message]]:
 
 
 def _conversation(entry: object, name: str) -> list[Message]:
-    return _messages(parse_transcript(json.dumps(entry).encode(), name, "jsonl"))
+    return _messages(parse_transcript(json.dumps(entry).encode(), name, "sharegpt"))
 
 
 def _messages(turns: Iterable[TranscriptTurn]) -> list[Message]:
