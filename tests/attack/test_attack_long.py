@@ -23,7 +23,7 @@ from sirchat.saved.autosave import Autosave
 
 pytestmark = pytest.mark.slow
 
-TOKENS = 100 * MANY or 1_000
+TOKENS = 100 * MANY or 1_500
 PARTS = 4
 _BYTES_A_TOKEN = 400  # most that the ledger, the texts, and the index of their words take
 

@@ -251,5 +251,5 @@ def test_what_would_take_all_memory_or_time_is_refused_at_once(
     finally:
         tracemalloc.stop()
     assert "\n" not in str(caught.value)
-    assert time.process_time() - begun < 15 / SHARE
+    assert time.process_time() - begun < 40 / SHARE  # on a slow processor, too
     assert most < 100 / SHARE * 2**20

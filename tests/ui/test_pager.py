@@ -81,7 +81,7 @@ def test_a_pager_cannot_start_a_shell_or_an_editor(
 def test_less_turns_pages_and_leaves_the_text_on_the_screen(tmp_path: Path) -> None:
     environ = {"PAGER": "less"}
     with Terminal(home=tmp_path, environ=environ, rows=ROWS, columns=60) as chat:
-        for command in ("/help all", "/show", "/panel"):
+        for command in ("/help all", "/show"):
             chat.say(command)
             chat.wait_screen("q leaves$")
             assert len(chat.lines) == ROWS

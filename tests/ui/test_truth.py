@@ -95,7 +95,7 @@ def _held_text(count: Count) -> str:
 def _body(lines: list[str]) -> str:
     """The held text as drawn, without labels, brackets and blanks."""
     start = next(i for i, line in enumerate(lines) if "template" in line) + 1
-    end = lines.index("surprise")
+    end = lines.index("turns")
     body = [re.sub(r"^ *\d+(–\d+|) +(system|you|model|) *", "", line) for line in lines[start:end]]
     return re.sub(r"[⟨⟩⟦⟧\s]", "", "".join(body))
 
