@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from copy import deepcopy
 from typing import Any
 
@@ -23,6 +24,7 @@ from sirchat.chat.statements import StatedFact
 from sirchat.chat.summary import make_summary, omitted_facts
 from sirchat.errors import SettingError, UsageError
 from sirchat.models.model import LoadedModel
+from sirchat.recall.word_index import words_of
 
 FACT = "Dr. Halvorsen lives at 42 Mill Lane."
 
@@ -257,3 +259,20 @@ def test_a_reply_with_one_word_of_a_corrected_fact_is_summed_up_if_it_is_about_s
     facts = [StatedFact(0, told[0], None, 9, 9, 0, told[1]), StatedFact(0, told[1], None, 9, 9)]
     assert (reply in make_summary(chat, facts)) == is_true
     assert f'"{told[0]}" (corrected)' in next(omitted_facts(facts, told[1])).text
+
+
+def test_a_summary_reads_the_words_of_each_sentence_and_each_corrected_fact_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chat, read = told(after=8), list[str]()
+    said = [StatedFact(0, f"I own {number} hats.", None, 5, 5) for number in range(9)]
+    facts = [*said, StatedFact(0, "I own hats.", None, 5, 5, 1, "I sold the hats.")]
+
+    def reads(text: str) -> list[str]:
+        read.append(text)
+        return words_of(text)
+
+    monkeypatch.setattr("sirchat.chat.summary.words_of", reads)
+    make_summary(chat, facts)
+    sentences = sum(len(re.findall(r"[^.!]+[.!]", turn.text)) for turn in chat.turns)
+    assert len(read) <= sentences + 2

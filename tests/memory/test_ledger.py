@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -164,6 +165,29 @@ def test_a_system_prompt_is_no_round_and_the_first_token_tells_nothing() -> None
     assert automatic_decay(surprisal, rounds - 1) == pytest.approx(1.5 * 0.75 / 3)
 
 
+def test_few_of_many_tokens_are_looked_at() -> None:
+    looked: list[int] = []
+
+    class Rounds(Sequence[int]):
+        """The rounds of a thousand million tokens, eight a round."""
+
+        def __len__(self) -> int:
+            return 10**9
+
+        def __getitem__(self, at: Any) -> Any:
+            looked.append(at)
+            return range(len(self))[at] // 8
+
+    class Surprisal:
+        """Nothing new in any round."""
+
+        def __getitem__(self, at: slice) -> np.ndarray[Any, Any]:
+            return np.ones(at.stop - at.start, np.float32)
+
+    assert automatic_decay(Surprisal(), Rounds()) == 1  # type: ignore[arg-type]
+    assert len(looked) < 1000
+
+
 def test_what_a_new_topic_tells_does_not_fade_with_what_was_before() -> None:
     ledger = Ledger()
     for number, score in ((1, 3.0), (2, 8.0)):
@@ -254,3 +278,11 @@ def test_undo_and_erasing_reach_them_through_the_ledger() -> None:
     ledger.truncate(4, 0.0)
     assert ledger.token_vectors.mean(0, 4) is not None
     assert ledger.token_vectors.mean(4, 5) is None
+
+
+def test_what_was_dropped_takes_no_memory() -> None:
+    vectors = TokenVectors()
+    for start in range(0, 10_000, 100):
+        vectors.append(start, torch.rand(100, 3))
+        vectors.drop_before(start + 100)
+        assert len(vectors._rows) <= 100

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,21 @@ def test_what_is_removed_is_overwritten_in_every_tier() -> None:
     for slot in homes.tolist():
         segment = archive._segments[slot // SEGMENT_ROWS]
         assert not any(tensor[:, slot % SEGMENT_ROWS].any() for tensor in segment.tensors)
+
+
+def test_a_far_lower_limit_takes_work_in_proportion_to_the_segments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sirchat.memory.archive.SEGMENT_ROWS", 4)
+    calls = Counter[int]()
+    for segments in (40, 160):
+        archive = Archive()
+        archive.add(random_rows(0, 4 * segments, 1))
+        archive.limit = archive.nbytes // 20
+        sys.setprofile(lambda *_, number=segments: calls.update([number]))
+        shrink(archive)
+        sys.setprofile(None)
+    assert calls[160] < 5 * calls[40]
 
 
 @pytest.mark.parametrize("failing", ["quantized", "Segment"])

@@ -121,6 +121,19 @@ def test_an_undone_turn_leaves_nothing(said: list[str], gone: list[str]) -> None
     assert same(made, before)
 
 
+def test_new_passages_seldom_copy_the_earlier_ones() -> None:
+    ledger = Ledger()
+    made = search(ledger)
+    copies = 0
+    for number in range(64):
+        before = made.passages.vectors
+        read(ledger, TEXTS[:1], number)
+        made.update(ledger, vector_of)
+        copies += not np.shares_memory(before, made.passages.vectors)
+    assert len(made.passages) >= 64
+    assert copies <= 8, "as the arrays double"
+
+
 def test_what_is_erased_is_in_no_vector_and_found_by_no_word() -> None:
     ledger = Ledger()
     read(ledger, TEXTS)

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 import sirchat
-from chatting import babbler
+from chatting import babbler, tiny
 from command import run
+from fake_terminal import FakeTerminal
 from sirchat.chat.events import Delta, Event
 from sirchat.chat.session import Interrupted, Session
 from sirchat.config.profile import Profile
@@ -26,7 +27,7 @@ from sirchat.ui.tutorial import (
     TUTORIAL_SETTINGS,
     run_tutorial,
 )
-from terminal import Terminal
+from terminal import Terminal, everything_on
 
 LAST = len(STEPS)
 
@@ -162,6 +163,18 @@ def test_leaving_half_way(home: Path, keys: str, code: int) -> None:
         told = "sirchat tutorial starts the tutorial again; sirchat alone opens a chat"
         assert told in terminal.text
         assert "Traceback" not in terminal.text
+
+
+@pytest.mark.slow
+def test_without_colours_it_has_the_panel_as_text(
+    terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    opened = Session(tiny(), Profile(save=False, **TUTORIAL_SETTINGS))
+    assert run_tutorial(lambda _: opened, Screen(terminal, terminal), waits=False)
+    shown = everything_on(terminal.screen)
+    assert " evicted next: " in step_of(shown, number_of("What is my name?"))
+    assert not re.search(r"\x1b\[[\d;]*3[0-9]", terminal.getvalue())
 
 
 def test_commands_it_names_exist() -> None:
