@@ -258,8 +258,8 @@ def _pin_again(session: Session, index: int, parts: Sequence[PinnedText]) -> int
     return len(np.unique(np.concatenate(positions))) + spelled_otherwise
 
 
-def _pin_newest(session: Session, pins: Positions, more: int = 0) -> int:
-    """Replace the user's pins by the newest of `pins` that fit; returns how many do not fit."""
+def _pin_newest(session: Session, pins: Positions, more: int = 0) -> None:
+    """Replace the user's pins by the newest of `pins` that fit beside `more` other pins."""
     ledger, before = session.ledger, _user_pins(session)
     division = session.engine.choice.divide_budget()
     after = pins
@@ -275,7 +275,6 @@ def _pin_newest(session: Session, pins: Positions, more: int = 0) -> int:
     ):
         if len(positions):
             session.pin(positions, pinned)
-    return len(pins) - len(_user_pins(session))
 
 
 def _read_prompt(session: Session, prompt: str | None, *, pinned: bool) -> None:

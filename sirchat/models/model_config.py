@@ -132,10 +132,8 @@ def refuse_invalid_numbers(config: Any, name: str) -> None:
         for number in value if isinstance(value, list) else [value]:
             is_usable = positive_int(number) is not None
             if key in _POSITIVE_KEYS and isinstance(number, int | float):
-                is_usable = 0 < number <= _MOST.get(key, _MAX_FLOAT) and number >= _LEAST.get(
-                    key, 0
-                )
-                is_usable = is_usable and not isinstance(number, bool)
+                is_in_limits = _LEAST.get(key, 0) <= number <= _MOST.get(key, _MAX_FLOAT)
+                is_usable = not isinstance(number, bool) and number > 0 and is_in_limits
             if number is not None and not is_usable:
                 kind = "number" if key in _POSITIVE_KEYS else "whole number"
                 least = f"of at least {_LEAST[key]:g}" if key in _LEAST else "above 0"

@@ -27,7 +27,7 @@ GROUP = 32
 _UNPACKED_ROWS = 4096  # that are unpacked at a time; on a CPU only of eight bits
 _REFINED_LOGITS = 16  # largest logits of a row, which are computed again in float32
 _REFINED_ROWS = 32  # for which that is done at a time
-_NATIVE_ROW_BLOCK = 16  # rows that `products.cpp` multiplies at the same time
+NATIVE_ROW_BLOCK = 16  # rows that `products.cpp` multiplies at the same time
 _MIN_PASSES_TO_ARRANGE = 10  # over the same weights, to make up for arranging them for products
 
 UNLIMITED_ROWS = 2**30  # a limit to a number of rows that is none
@@ -75,7 +75,7 @@ class PackedLinear(nn.Module, ABC):
 
     @property
     def fits_native_products(self) -> bool:
-        return self.in_features % GROUP == 0 and self.out_features >= _NATIVE_ROW_BLOCK
+        return self.in_features % GROUP == 0 and self.out_features >= NATIVE_ROW_BLOCK
 
     @abstractmethod
     def unpacked(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:

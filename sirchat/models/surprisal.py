@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sirchat.models.packed import BlockLinear, Int8Linear, PackedLinear, RowLinear, has_matrix_units
+from sirchat.models.packed import (
+    NATIVE_ROW_BLOCK,
+    BlockLinear,
+    Int8Linear,
+    PackedLinear,
+    RowLinear,
+    has_matrix_units,
+)
 
 # Types of models whose logits are the product of the last hidden states and the output head.
 _LINEAR_HEAD_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
@@ -79,8 +86,11 @@ def surprisal_of_states(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
         scores: Tensor = score(*given)  # of blocks of the vocabulary, and ids
         return (torch.logsumexp(scores[:-1], 0) - scores[-1]).clamp_min_(0.0)
     total = torch.full((len(ids),), -torch.inf)  # log of the sum of exp(logit) so far
-    size = head.out_features  # the library multiplies at least 16 rows of weights
-    for start, end in pairwise([0, *range(_BLOCK_TOKENS, size - 16, _BLOCK_TOKENS), size]):
+    size = head.out_features
+    # The library multiplies no fewer rows of weights than a block has.
+    for start, end in pairwise(
+        [0, *range(_BLOCK_TOKENS, size - NATIVE_ROW_BLOCK, _BLOCK_TOKENS), size]
+    ):
         some = slice(start, end)
         logits = _logits_of(head, hidden, some, is_native=is_native)
         if head.bias is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, astuple
 from typing import Annotated, Any
 
@@ -248,10 +248,10 @@ def model_fingerprint(model: LoadedModel, *, of_layout: bool = False) -> str:
     return digest.hexdigest()[:16]
 
 
-def known_fingerprints(model: LoadedModel) -> set[str]:
-    """What saved chats of a model may name as its fingerprint."""
+def known_fingerprints(model: LoadedModel) -> Iterator[str]:
+    """Yield what saved chats of a model may name as its fingerprint, the likeliest first."""
     # Earlier chats name the layout, which depends on whether the library in C++ was there.
-    return {model_fingerprint(model, of_layout=earlier) for earlier in (False, True)}
+    return (model_fingerprint(model, of_layout=earlier) for earlier in (False, True))
 
 
 def session_metadata(model: LoadedModel, family: str) -> dict[str, Any]:

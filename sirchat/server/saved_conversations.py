@@ -235,7 +235,8 @@ class SavedConversations:
     def _read_folder(self) -> list[SavedConversation]:
         """This model's conversations in the folder, last changed at the end."""
         # Damaged files, and files that a process has open, are left out.
-        entries, known, dtype = [], known_fingerprints(self._model), self._model.precision
+        entries, dtype = [], self._model.precision
+        known = set(known_fingerprints(self._model))
         for path in sorted(self._folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime):
             try:
                 with SessionStore.open(path) as store:
