@@ -93,7 +93,7 @@ def test_flags_change_the_settings_of_a_resumed_chat(tmp_path: Path) -> None:
         assert "policy entropy" in stats
         assert "compile is auto" in chat.ask("/set compile")
         assert chat.leave() == 0
-    with Terminal("--resume", "--seed", "7", home=tmp_path) as chat:
+    with Terminal("--resume", "--seed", "7", home=tmp_path, environ=bare) as chat:
         assert chat.ended() == 2
         assert "seed" in chat.text
 

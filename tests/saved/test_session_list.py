@@ -41,19 +41,16 @@ except SirchatError as error:
     print(error)
 """
     session = SessionStore.create(tmp_path, {})
+    session.append(said("hi"), rows_at(range(3)), head_at(3))
     busy = printed(code, session.path)
     assert busy.startswith(f"{session.path} is in use by another process (")
     assert busy.endswith(f"a copy: sirchat --resume {session.id} --branch NAME)\n")
-    session.append(said("hi"), rows_at(range(3)), head_at(3))
-    assert printed(code, session.path) == busy
     session.close()
     with SessionStore.open(session.path) as session:
         busy = printed(code, session.path)
         assert busy.endswith(" --branch NAME)\n")
         session.append(said("ho"), rows_at(range(3)), head_at(3), extent=Extent(0, 0, 0, 0))
-        assert printed(code, session.path) == busy
         list_sessions(tmp_path)
-        assert printed(code, session.path) == busy
         assert "in use" in refusal(lambda: SessionStore.open(session.path))
         assert printed(code, session.path) == busy
     assert printed(code, session.path) == "open\n"
@@ -68,10 +65,10 @@ def test_a_list_shows_a_session_that_another_process_writes(tmp_path: Path) -> N
     with Elsewhere(APPEND_FOREVER, path) as writer:
         try:
             writer.stdout.readline()
-            for _ in range(30):
+            for _ in range(10):
                 (session,), refused = list_sessions(tmp_path)[:2]
                 assert (session.id, session.in_use, refused) == (path.stem, True, [])
-            for copied in (SessionStore.read, copied_to_a_branch) * 3:
+            for copied in (SessionStore.read, copied_to_a_branch) * 2:
                 with suppress(SessionInUseError), copied(path) as copy:
                     turns, head = copy.turns(), copy.state_record()
                     assert [turn.index for turn in turns] == [*range(len(turns))]

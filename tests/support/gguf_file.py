@@ -35,10 +35,11 @@ def write_gguf(path: Path, model: LoadedModel, kind: str = "F32") -> Path:
     return finish(writer, path)
 
 
-def write_first_layers(path: Path, whole: Path, count: int) -> Path:
+def write_first_layers(path: Path, whole: Path, count: int, *, has_lists: bool = True) -> Path:
     """Copy a Llama model's GGUF file to `path` with its first `count` layers; returns the path.
 
-    The copied tensors keep their bytes, and the header all its metadata but the number of layers.
+    The copied tensors keep their bytes, and the header all its metadata but the number of layers,
+    and the tokens with their types and merges, unless it `has_lists`.
     """
     data, alignment = whole.read_bytes(), 32
     read = parse_gguf(whole, with_text_lists=False)
@@ -51,6 +52,12 @@ def write_first_layers(path: Path, whole: Path, count: int) -> Path:
     key = b"llama.block_count"
     at = header.index(key) + len(key) + 4  # behind the type
     header[at : at + 4] = struct.pack("<I", count)
+    if not has_lists:
+        ends = (
+            header.index(b"tokenizer.ggml.%s" % key) - 8 for key in (b"tokens", b"bos_token_id")
+        )
+        del header[slice(*ends)]
+        header[16:24] = struct.pack("<Q", struct.unpack("<Q", header[16:24])[0] - 3)
     body = bytearray()
     for title, one in tensors.items():
         encoded, shape = title.encode(), one.shape[::-1]

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -149,43 +150,33 @@ def test_a_home_folder_is_filled_in_and_a_command_line_in_one_text_gets_a_hint(
     servers.close()
 
 
-def returned(folder: Path, result: dict[str, Any]) -> str:
-    """What a real server's call comes to if it returns this."""
-    servers = ToolServers(read_servers(str(scripted(folder, results={"one": result}))), print)
-    try:
-        return named(servers, "one").run({}, bool)
-    except (RuntimeError, SirchatError) as error:
-        return f"error: {error}"
-    finally:
-        servers.close()
-
-
 def text(written: str) -> dict[str, str]:
     return {"type": "text", "text": written}
 
 
-@pytest.mark.parametrize(
-    ("result", "told"),
-    [
-        ({"content": [text("Oslo")], "structuredContent": {"result": "Oslo"}}, "Oslo"),
-        ({"content": [], "structuredContent": {"a": [1, "Zürich"]}}, '{"a": [1, "Zürich"]}'),
-        ({"content": [text("2 items.")], "structuredContent": {"a": [1]}}, '2 items.\n{"a": [1]}'),
-        ({"content": [text('{ "a":[1] }')], "structuredContent": {"a": [1]}}, '{ "a":[1] }'),
-        ({"content": [text("no " * 1000)], "isError": True}, f"error: {'no ' * 1000}"),
-        ({"content": [], "isError": True}, "error: the tool does not say why"),
-        ({"content": [{"type": "video"}]}, "error: its answer breaks the protocol: content.0"),
-    ],
-)
-def test_a_result_is_its_text_and_other_values_and_an_error_is_told(
-    tmp_path: Path, result: dict[str, Any], told: str
-) -> None:
-    came = returned(tmp_path, result)
-    assert came == told if "structuredContent" in result else came.startswith(told)
+# Results of calls, and what the model is told.
+RESULTS: list[tuple[dict[str, Any], str]] = [
+    ({"content": [text("Oslo")], "structuredContent": {"result": "Oslo"}}, "Oslo"),
+    ({"content": [], "structuredContent": {"a": [1, "Zürich"]}}, '{"a": [1, "Zürich"]}'),
+    ({"content": [text("2 items.")], "structuredContent": {"a": [1]}}, '2 items.\n{"a": [1]}'),
+    ({"content": [text('{ "a":[1] }')], "structuredContent": {"a": [1]}}, '{ "a":[1] }'),
+    ({"content": [text("no " * 1000)], "isError": True}, f"error: {'no ' * 1000}"),
+    ({"content": [], "isError": True}, "error: the tool does not say why"),
+    ({"content": [{"type": "video"}]}, "error: its answer breaks the protocol: content.0"),
+    ({"content": [text("so \ud800")]}, "error: its answer has half a character (a lone surroga"),
+]
 
 
-def test_an_answer_with_half_a_character_is_an_error_at_once(tmp_path: Path) -> None:
-    said = returned(tmp_path, {"content": [text("so \ud800")]})
-    assert said == "error: its answer has half a character (a lone surrogate)"
+def test_a_result_is_its_text_and_other_values_and_an_error_is_told(tmp_path: Path) -> None:
+    made = scripted(tmp_path, results={f"r{n}": result for n, (result, _) in enumerate(RESULTS)})
+    servers = ToolServers(read_servers(str(made)), print)
+    for number, (result, told) in enumerate(RESULTS):
+        try:
+            came = named(servers, f"r{number}").run({}, bool)
+        except (RuntimeError, SirchatError) as error:
+            came = f"error: {error}"
+        assert came == told if "structuredContent" in result else came.startswith(told)
+    servers.close()
 
 
 def test_calls_return_text_and_name_what_is_none(servers: ToolServers) -> None:
@@ -194,39 +185,40 @@ def test_calls_return_text_and_name_what_is_none(servers: ToolServers) -> None:
     assert named(servers, "structured").run({}, bool) == '{"snow": 3}'
     parts = "[image, not shown: image/png]\n[resource_link, not shown: file:///a]\nthe text"
     assert named(servers, "parts").run({}, bool) == parts
-    assert len(named(servers, "many").run({"size": 400_000}, bool)) == 2_000_000
     with pytest.raises(RuntimeError, match="it can't"):
         named(servers, "fail").run({}, bool)
 
 
 def test_a_server_over_http_gets_the_headers_and_ends_as_others_do() -> None:
-    http = ThreadingHTTPServer(("127.0.0.1", 0), OverHttp)
-    threading.Thread(target=http.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{http.server_port}/mcp"
-    known = ServerFields(url=url, headers=KEY)
     ended = list[str]()
-    servers = ToolServers({"snow": known, "closed": ServerFields(url=url)}, ended.append)
-    assert named(servers, "weather").run({"city": "Oslo"}, bool) == "It snows in Oslo."
-    with pytest.raises(RuntimeError, match="it can't"):
-        named(servers, "fail").run({}, bool)
-    with pytest.raises(SirchatError, match=r"closed can't be started: .* HTTP 401: is the key"):
-        servers.tools("closed")
-    weather = named(servers, "weather")
-    http.shutdown()
-    http.server_close()
+    with listening(OverHttp) as url:
+        known, closed = ServerFields(url=f"{url}/mcp", headers=KEY), ServerFields(url=f"{url}/mcp")
+        servers = ToolServers({"snow": known, "closed": closed}, ended.append)
+        weather = named(servers, "weather")
+        assert weather.run({"city": "Oslo"}, bool) == "It snows in Oslo."
+        with pytest.raises(RuntimeError, match="it can't"):
+            named(servers, "fail").run({}, bool)
+        with pytest.raises(SirchatError, match=r"closed can't be started: .* HTTP 401: is the key"):
+            servers.tools("closed")
     with pytest.raises(SirchatError, match="the server snow has ended"):
         weather.run({"city": "Oslo"}, bool)
     assert ended == ["the server snow has ended; the next call starts it again"]
     servers.close()
 
 
-@pytest.fixture(scope="module")
-def over_http() -> Iterator[str]:
-    http = ThreadingHTTPServer(("127.0.0.1", 0), OverHttp)
+@contextmanager
+def listening(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=http.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{http.server_port}"
     http.shutdown()
     http.server_close()
+
+
+@pytest.fixture(scope="module")
+def over_http() -> Iterator[str]:
+    with listening(OverHttp) as url:
+        yield url
 
 
 @pytest.mark.parametrize(
@@ -274,21 +266,18 @@ class Elsewhere(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.parametrize("kind", ["moved", "file", "tls", "html", "half", "none"])
-def test_a_server_over_http_that_sends_elsewhere_or_nonsense_is_a_line_and_gets_no_key_there(
-    kind: str,
-) -> None:
-    Elsewhere.asked.clear()
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere)
-    threading.Thread(target=http.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{http.server_port}/{kind}"
-    servers = ToolServers({"snow": ServerFields(url=url, headers=KEY)}, print)
-    with pytest.raises(SirchatError, match="the server snow can't be started: ") as error:
-        servers.tools("snow")
-    servers.close()
-    http.shutdown()
-    http.server_close()
-    assert str(error.value).isprintable()
+def test_a_server_over_http_that_sends_elsewhere_or_nonsense_is_a_line_and_gets_no_key_there() -> (
+    None
+):
+    kinds = ["moved", "file", "tls", "html", "half", "none"]
+    with listening(Elsewhere) as url:
+        fields = {kind: ServerFields(url=f"{url}/{kind}", headers=KEY) for kind in kinds}
+        servers = ToolServers(fields, print)
+        for kind in kinds:
+            with pytest.raises(SirchatError, match=f"server {kind} can't be started: ") as error:
+                servers.tools(kind)
+            assert str(error.value).isprintable()
+        servers.close()
     assert not Elsewhere.asked
 
 
@@ -316,20 +305,22 @@ def test_a_dead_server_is_a_line_and_starts_again(servers: ToolServers) -> None:
     assert named(servers, "pid").run({}, bool) != before
 
 
-def test_a_stopped_call_ends_at_once(servers: ToolServers) -> None:
+def test_a_stopped_call_ends_at_once_and_the_next_one_does_not_wait_for_it(
+    servers: ToolServers,
+) -> None:
     start, wait = time.monotonic(), named(servers, "wait")
     with pytest.raises(SirchatError, match="the user stopped this"):
         wait.run({}, lambda: time.monotonic() > start + 0.3)
+    assert named(servers, "weather").run({"city": "Oslo"}, bool) == "It snows in Oslo."
     assert time.monotonic() < start + 20
 
 
-@pytest.mark.parametrize("more", [{}, {"properties": None}], ids=str)
-def test_a_tool_without_parameters_has_a_schema_that_templates_can_read(
-    tmp_path: Path, more: dict[str, Any]
-) -> None:
-    made = scripted(tmp_path, tools=[{"name": "one", "inputSchema": {"type": "object", **more}}])
-    servers = ToolServers(read_servers(str(made)), print)
-    assert named(servers, "one").parameters == {"type": "object", "properties": {}}
+def test_a_tool_without_parameters_has_a_schema_that_templates_can_read(tmp_path: Path) -> None:
+    schemas = {"one": {"type": "object"}, "two": {"type": "object", "properties": None}}
+    tools = [{"name": name, "inputSchema": schema} for name, schema in schemas.items()]
+    servers = ToolServers(read_servers(str(scripted(tmp_path, tools=tools))), print)
+    for name in schemas:
+        assert named(servers, name).parameters == {"type": "object", "properties": {}}
     servers.close()
 
 
@@ -404,27 +395,17 @@ def test_news_of_progress_renew_the_time_of_a_call(hasty: ToolServers) -> None:
     assert named(hasty, "steps").run({}, bool) == "done"
 
 
-def test_a_hung_server_is_ended_and_started_again_by_the_next_call(hasty: ToolServers) -> None:
-    before, wait = named(hasty, "pid").run({}, bool), named(hasty, "wait")
-    with pytest.raises(SirchatError, match="it does not answer within 1 seconds"):
-        wait.run({}, bool)
-    assert named(hasty, "pid").run({}, bool) != before
-
-
-def test_a_chat_that_ends_waits_for_a_hung_server_that_ends(hasty: ToolServers) -> None:
-    pid = int(named(hasty, "pid").run({}, bool))
-    with pytest.raises(SirchatError, match="it does not answer"):
-        named(hasty, "wait").run({}, bool)
+def test_a_hung_server_ends_and_starts_again_and_a_chat_that_ends_waits_for_it(
+    hasty: ToolServers,
+) -> None:
+    pids = list[str]()
+    for _ in range(2):
+        pids.append(named(hasty, "pid").run({}, bool))
+        with pytest.raises(SirchatError, match="it does not answer within 1 seconds"):
+            named(hasty, "wait").run({}, bool)
+    assert len(set(pids)) == 2
     hasty.close()
-    assert not _lives(pid)
-
-
-def test_a_call_after_a_stopped_one_does_not_wait_for_it(hasty: ToolServers) -> None:
-    wait, start = named(hasty, "wait"), time.monotonic()
-    with pytest.raises(SirchatError, match="the user stopped this"):
-        wait.run({}, lambda: True)
-    assert named(hasty, "weather").run({"city": "Oslo"}, bool) == "It snows in Oslo."
-    assert time.monotonic() < start + 20
+    assert not _lives(int(pids[1]))
 
 
 def test_no_server_outlives_a_chat_that_is_killed(tmp_path: Path) -> None:
