@@ -12,7 +12,7 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from zlib import crc32, error
@@ -22,7 +22,7 @@ from sirchat.errors import DamagedSessionError, SessionError, SessionInUseError
 
 SUFFIX = ".sqlite"  # of a session's file
 APPLICATION_ID = 0x53495243  # SQLite's application id of every session file: `SIRC`
-FORMAT_VERSION = 7  # of the tables, as SQLite's user version; 6 is converted when opened
+FORMAT_VERSION = 7  # of the tables, as SQLite's user version
 # All tables of a session's file; a file with other tables, or views, is damaged. The last column of
 # each is the `record_checksum` of the others.
 TABLES = {
@@ -37,8 +37,6 @@ TABLES = {
     turn INTEGER NOT NULL, role INTEGER NOT NULL, vector BLOB, sum INTEGER)""",
     "held": "CREATE TABLE held (turn INTEGER PRIMARY KEY, positions BLOB NOT NULL, sum INTEGER)",
 }
-_OLDER_TURNS = """CREATE TABLE turns (turn INTEGER PRIMARY KEY, role TEXT NOT NULL,
-    text TEXT NOT NULL, finish TEXT NOT NULL, time INTEGER, sum INTEGER)"""
 # What can be raised when damaged values are decoded.
 UNDECODABLE = (ValueError, TypeError, LookupError, OverflowError, RecursionError, error)
 
@@ -96,37 +94,22 @@ def is_session(connection: sqlite3.Connection) -> bool:
     return bool(_pragma(connection, "application_id") == APPLICATION_ID)
 
 
-def has_older_format(path: Path) -> bool:
-    """Whether the file's SQLite header states an older format; False if it can't be read."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(64)  # SQLite's header; its user version stands at its end
-    except OSError:
-        return False
-    return len(head) == 64 and int.from_bytes(head[60:]) < FORMAT_VERSION
-
-
-def check_format(connection: sqlite3.Connection, path: Path) -> bool:
-    """Whether the file has the previous format, which can be converted.
-
-    Raises SessionError for a file of another user, in any other format, or with wrong tables.
-    """
+def check_format(connection: sqlite3.Connection, path: Path) -> None:
+    """Raise SessionError for a file of another user, in another format, or with wrong tables."""
     if hasattr(os, "getuid") and path.stat().st_uid not in (os.getuid(), path.parent.stat().st_uid):
         raise SessionError(f"{path} belongs to another user", hint="a copy of it would be yours")
     if not is_session(connection):
         raise not_a_session(path)
     version = int(_pragma(connection, "user_version"))
-    oldest, is_newer = FORMAT_VERSION - 1, version > FORMAT_VERSION
-    if is_newer or version < oldest:
+    age = "a newer" if version > FORMAT_VERSION else "an older"
+    if version != FORMAT_VERSION:
         raise SessionError(
-            f"{path} has format {version}, but this sirchat reads {oldest} and {FORMAT_VERSION}",
-            hint=f"install {'a newer' if is_newer else 'an older'} version of sirchat",
+            f"{path} has format {version}, but this sirchat reads {FORMAT_VERSION}",
+            hint=f"install {age} version of sirchat",
         )
-    tables = TABLES if version == FORMAT_VERSION else TABLES | {"turns": _OLDER_TURNS}
     found = connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")
-    if sorted(_words(sql) for (sql,) in found) != sorted(map(_words, tables.values())):
+    if sorted(_words(sql) for (sql,) in found) != sorted(map(_words, TABLES.values())):
         raise DamagedSessionError(path)
-    return version < FORMAT_VERSION
 
 
 def check_contents(connection: sqlite3.Connection, path: Path) -> None:
@@ -157,13 +140,6 @@ def record_checksum(values: Iterable[object]) -> int:
 def refuse_missing(path: Path) -> None:
     if not path.is_file():
         raise SessionError(f"there is no saved session {path}")
-
-
-def remove_old_index(folder: Path) -> None:
-    """Delete the search index of earlier versions, which has the text of all chats."""
-    for name in ("search.index", "search.index-journal"):
-        with suppress(OSError):  # another user's folder
-            (folder / name).unlink(missing_ok=True)
 
 
 def not_a_session(path: Path) -> SessionError:

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from sirchat.errors import SessionError, UsageError, did_you_mean, format_value
 from sirchat.saved.database import UNDECODABLE, check_format, connect
-from sirchat.saved.older_format import split_reasoning
 from sirchat.saved.session_list import SavedSession, names_match, read_summary, session_files
 
 MAX_HITS = 20  # chats that a search returns
@@ -114,13 +113,10 @@ def _read_chat(path: Path) -> tuple[str, str]:
     for options in ("mode=ro", "immutable=1"):
         try:
             with closing(connect(path, options, timeout=0)) as connection:
-                is_older = check_format(connection, path)
-                columns = "role, text" if is_older else "thinking, text"
-                turns = connection.execute(f"SELECT {columns} FROM turns ORDER BY turn").fetchall()
-                if is_older:
-                    turns = [split_reasoning(role, written) for role, written in turns]
+                check_format(connection, path)
+                turns = connection.execute("SELECT thinking, text FROM turns ORDER BY turn")
+                text = "\n".join(f"{thinking} {said}".lstrip() for thinking, said in turns)
                 name = connection.execute("SELECT value FROM about WHERE name = 'name'").fetchone()
-            text = "\n".join(f"{thinking} {said}".lstrip() for thinking, said in turns)
             return str(json.loads(name[0])) if name else "", text
         except (sqlite3.Error, SessionError, AttributeError, *UNDECODABLE):
             continue

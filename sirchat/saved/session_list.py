@@ -29,7 +29,6 @@ from sirchat.saved.database import (
     lock,
     not_a_session,
     refuse_missing,
-    remove_old_index,
     result_code,
 )
 from sirchat.saved.segments import FOLDER_SUFFIX, remove_segments
@@ -41,7 +40,7 @@ MAX_NAME_CHARS = 40  # characters of a session's name
 MAX_LISTED = 1_000  # sessions that a list shows if not asked for all
 _MAX_EXCERPT_CHARS = 80  # characters
 _SELECT_ABOUT = "SELECT name, value FROM about WHERE name IN ('meta', 'created', 'name')"
-_SELECT_USER_TEXTS = "SELECT text FROM turns WHERE role = 'user'{} ORDER BY turn"
+_SELECT_USER_TEXTS = "SELECT text FROM turns WHERE role = 'user' AND NOT is_summary ORDER BY turn"
 _ID_PATTERN = r"[0-9]{1,8}|[0-9]{8}-[0-9]{0,4}|[0-9]{8}-[0-9]{4}-\w{0,4}"
 
 
@@ -238,14 +237,11 @@ def remove_session(path: Path) -> None:
     Raises SessionError if it is missing, in use, or not a session.
     """
     refuse_missing(path)
-    remove_old_index(path.parent)
     with as_session_errors(path), closing(connect(path)) as connection:
         _lock_to_remove(connection, path)
         # The session's own file is the last: its name leads to the others.
         remove_segments(path.with_suffix(FOLDER_SUFFIX))
-        # `.open`: which process had the chat open, of an earlier version
-        beside = (".safetensors", ".safetensors.new", f"{SUFFIX}-journal", ".open")
-        for suffix in (*beside, SUFFIX):
+        for suffix in (".safetensors", ".safetensors.new", f"{SUFFIX}-journal", SUFFIX):
             path.with_suffix(suffix).unlink(missing_ok=True)
 
 
@@ -342,12 +338,11 @@ def _summaries(
 
 def _summary(path: Path, options: str, *, in_use: bool) -> SavedSession:
     with closing(connect(path, options, timeout=0)) as connection:
-        but = "" if check_format(connection, path) else " AND NOT is_summary"
-        users = _SELECT_USER_TEXTS.format(but)
+        check_format(connection, path)
         about = {name: json.loads(value) for name, value in connection.execute(_SELECT_ABOUT)}
         (turns,) = connection.execute("SELECT count(*) FROM turns").fetchone()
-        first = connection.execute(f"{users} LIMIT 1").fetchone()
-        last = connection.execute(f"{users} DESC LIMIT 1").fetchone()
+        first = connection.execute(f"{_SELECT_USER_TEXTS} LIMIT 1").fetchone()
+        last = connection.execute(f"{_SELECT_USER_TEXTS} DESC LIMIT 1").fetchone()
     meta = dict(about["meta"])
     return SavedSession(
         id=path.stem,

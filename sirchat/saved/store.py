@@ -33,17 +33,14 @@ from sirchat.saved.database import (
     check_format,
     connect,
     create_session_file,
-    has_older_format,
     insert_record,
     locked,
     make_durable,
     refuse_missing,
-    remove_old_index,
     require,
     sync,
 )
 from sirchat.saved.keys_values import KeysAndValues
-from sirchat.saved.older_format import convert
 from sirchat.saved.segments import SavedSegments
 from sirchat.text.transcript import RoleName
 
@@ -134,7 +131,6 @@ class SessionStore:
         """
         about = {"meta": dict(meta), "created": time.time()}
         path = create_session_file(folder, SUFFIX)
-        remove_old_index(folder)
         try:
             with as_session_errors(path), locked(path) as connection:
                 connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
@@ -158,33 +154,22 @@ class SessionStore:
         damaged.
         """
         refuse_missing(path)
-        remove_old_index(path.parent)
         with as_damage_errors(path), locked(path) as connection:
-            before, was_older = path.stat(), check_format(connection, path)
+            check_format(connection, path)
             check_contents(connection, path)
-            if was_older:
-                convert(connection)
             make_durable(connection)
             store = cls(path, connection)
             store.kv.drop_unfinished()
             store._finish_erasing()
-            if was_older:  # the chat is no newer than it was
-                with suppress(OSError):  # another user's file
-                    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
             return store
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Open a saved session only to read it; one in use is copied as it was last saved.
-
-        A file of the older format is copied, too, and stays as it is.
-        """
-        refused = SessionError(f"{path} changed while it was read", hint="try again")
-        if not has_older_format(path):
-            try:
-                return cls.open(path)
-            except SessionInUseError as error:
-                refused = error
+        """Open a saved session only to read it; one in use is copied as it was last saved."""
+        try:
+            return cls.open(path)
+        except SessionInUseError as error:
+            refused = error
         for _ in range(_MAX_COPY_TRIES):
             copy = sqlite3.connect(":memory:", isolation_level=None)
             with (
@@ -195,10 +180,8 @@ class SessionStore:
                 before = _file_times(path)
                 saved.backup(copy)
                 if before and before == _file_times(path):
-                    was_older = check_format(copy, path)
+                    check_format(copy, path)
                     check_contents(copy, path)
-                    if was_older:
-                        convert(copy)
                     return cls(path, copy)
             copy.close()
             time.sleep(_COPY_PAUSE_S)  # the other process was writing

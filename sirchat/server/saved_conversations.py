@@ -30,7 +30,7 @@ from sirchat.saved.saved_state import known_fingerprints, saved_profile
 from sirchat.saved.segments import FOLDER_SUFFIX
 from sirchat.saved.session_list import remove_session
 from sirchat.saved.store import SessionStore
-from sirchat.server.conversation import KnownConversation, ServedConversation, mark_of, preview
+from sirchat.server.conversation import KnownConversation, ServedConversation, preview
 
 MAX_DISK_BYTES = 8 * 2**30  # of all files of conversations that are only on disk
 MAX_BRANCHES = 16  # of all conversations, with which nobody went on
@@ -62,10 +62,6 @@ class SavedConversation(KnownConversation):
         with as_damage_errors(store.path):
             fields: Any = head and head.fields.get(_HEAD_FIELD)
             turns = store.turns()
-            if "keys" in fields:  # of an earlier version, in which marks may lack
-                texts = [(turn.role, turn.text) for turn in turns if turn.role != "system"]
-                marks = [mark_of(role, text).hex() for role, text in texts]
-                fields = {"prompt_mark": fields["keys"][0], "marks": marks, **fields}
             known = _ADAPTER.validate_json(json.dumps(fields))
             require(len(turns) == fields["turns"] and len(known.marks) == len(known.roles))
         file.set_result(store.path)

@@ -1,9 +1,8 @@
 """Chats that were saved before go on as they did then.
 
-`golden/saved-chats` has two chats with evictions, recall and pins, in the format before the
-present, and their search index. That of `tiny` has a name, a summary and two system prompts, and
-its program was killed; that of `babbler` has keys and values. The folder `turns` has a chat with
-reasoning, a turn left out, and sentences torn by `/erase`.
+`golden/saved-chats` has two chats with evictions, recall and pins. That of `tiny` has a name, a
+summary and two system prompts, and its program was killed; that of `babbler` has keys and values.
+The folder `turns` has a chat with reasoning, a turn left out, and sentences torn by `/erase`.
 """
 
 from __future__ import annotations
@@ -98,19 +97,15 @@ def test_older_chats_are_found_by_their_names_and_words_and_removed_with_all_tex
     assert not any(b"breakfast" in file.read_bytes() for file in folder.iterdir() if file.is_file())
 
 
-def test_what_an_older_file_said_of_its_turns_elsewhere_stands_with_them(folder: Path) -> None:
+def test_an_older_file_tells_reasoning_and_flags_of_its_turns(folder: Path) -> None:
     path = folder / "turns" / "chat.sqlite"
     listed = list_sessions(path.parent).sessions[0]
     assert (listed.first_message, listed.turns) == ("My name is Anna.", 4)
     (hit,) = search_sessions(path.parent, "think").hits
     line = "".join(part.text for part in hit.snippet)
     assert "She says </think> and think\\> and <think>. Nice to meet you" in line
-    before = path.read_bytes()
     with SessionStore.read(path) as store:
         turns = store.turns()
-    assert path.read_bytes() == before  # what is only read stays as it is
-    with SessionStore.open(path) as store:
-        assert store.turns() == turns
     assert turns[1].thinking == "She says </think> and think\\> and <think>."
     assert turns[1].text == "Nice to meet you, Anna."
     assert [turn.is_left_out for turn in turns] == [False, False, False, True]
@@ -126,9 +121,9 @@ def test_of_an_older_chat_that_is_open_elsewhere_a_copy_is_read(folder: Path) ->
     assert path.read_bytes() == before
 
 
-def test_a_format_that_is_neither_is_refused(folder: Path) -> None:
+def test_another_format_is_refused(folder: Path) -> None:
     path = folder / "turns" / "chat.sqlite"
-    for version, age in ((5, "an older"), (8, "a newer")):
+    for version, age in ((6, "an older"), (8, "a newer")):
         with sqlite3.connect(path) as file:
             file.execute(f"PRAGMA user_version={version}")
         file.close()

@@ -141,8 +141,6 @@ def test_text_that_is_removed_from_a_chat_stays_in_no_file(
     tmp_path: Path, removal: Callable[[Path], None]
 ) -> None:
     path, _ = new(tmp_path, "Hello", f"{SECRET} is made of oranges. " * 30), new(tmp_path, "oslo")
-    for name in ("search.index", "search.index-journal"):  # of an earlier version
-        (tmp_path / name).write_text(SECRET)
     assert found(tmp_path, SECRET) == [path]
     removal(path)
     assert not any(SECRET.encode() in file.read_bytes() for file in tmp_path.iterdir())

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import sqlite3
 import stat
 import time
 import urllib.request
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,7 +21,6 @@ from sirchat.cli.serve import load_server
 from sirchat.config.profile import Profile
 from sirchat.engine.reader import Reader
 from sirchat.errors import SessionError
-from sirchat.saved.database import record_checksum
 from sirchat.saved.store import SessionStore
 
 NAMES = ("Anna", "Tom", "Eva")
@@ -168,25 +166,6 @@ def test_a_file_that_is_damaged_or_of_another_model_is_left_out(tmp_path: Path) 
         one.write_bytes(b"damaged" * 100)
     with served(quick(), folder=tmp_path, max_new_tokens=4) as server:
         assert cached(server.ask(messages)) == 0
-
-
-@pytest.mark.parametrize("has_marks", [True, False])
-def test_a_file_of_an_earlier_version_goes_on(tmp_path: Path, has_marks: bool) -> None:
-    with served(quick(), folder=tmp_path, max_new_tokens=4) as server:
-        messages = begin(server, "Anna")
-    (path,) = tmp_path.glob("*.sqlite")
-    with closing(sqlite3.connect(path)) as file, file:
-        *others, text = file.execute("SELECT id, seen, held, logits, fields FROM head").fetchone()
-        fields = json.loads(text)
-        entry = fields["served"]
-        entry["keys"] = [entry.pop("prompt_mark"), *entry["marks"]]
-        if not has_marks:
-            del entry["marks"]
-        text = json.dumps(fields)
-        total = record_checksum((*others, text))
-        file.execute("UPDATE head SET fields = ?, sum = ?", [text, total])
-    with served(quick(), folder=tmp_path, max_new_tokens=4) as server:
-        assert cached(server.ask(messages)) > 0
 
 
 def test_a_file_that_was_deleted_meanwhile_is_left_out(tmp_path: Path) -> None:
