@@ -36,12 +36,12 @@ def sessions_list(every: bool = False) -> None:
     """List the saved chats, newest first."""
     from sirchat.config.profile_files import resolve
     from sirchat.saved.session_list import MAX_LISTED, key_value_bytes, list_sessions
-    from sirchat.ui.lists import SessionLines, format_bytes, print_sessions
+    from sirchat.ui.lists import format_bytes, print_sessions
     from sirchat.ui.screen import make_console
 
     listing = list_sessions(sessions_dir(), None if every else MAX_LISTED)
     if listing.sessions:
-        print_sessions(SessionLines(listing.sessions), make_console())
+        print_sessions(listing.sessions, make_console())
     else:
         typer.echo("there are no saved chats", err=True)
     if listing.more_count:
@@ -62,7 +62,7 @@ def sessions_list(every: bool = False) -> None:
 def sessions_search(words: list[str]) -> None:
     """Find saved chats by what was said in them; the best match comes first."""
     from sirchat.saved.search import nothing_found_error, search_sessions
-    from sirchat.ui.lists import SessionLines, print_sessions
+    from sirchat.ui.lists import print_sessions
     from sirchat.ui.screen import make_console
 
     text = " ".join(words)
@@ -70,8 +70,7 @@ def sessions_search(words: list[str]) -> None:
     if not result.hits:
         raise nothing_found_error(text, result)
     lines = {hit.session.id: hit.snippet for hit in result.hits}
-    chats = SessionLines([hit.session for hit in result.hits], matches=lines)
-    print_sessions(chats, make_console())
+    print_sessions([hit.session for hit in result.hits], make_console(), lines)
     if result.more_count:
         typer.echo(
             f"and {result.more_count:,} more with a weaker match; add words to find fewer", err=True

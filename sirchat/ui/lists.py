@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -16,7 +17,6 @@ from sirchat.chat.model_defaults import sampling_in_words
 from sirchat.config.profile import FIXED_SETTINGS, Profile
 from sirchat.config.values import format_setting, policy_choices
 from sirchat.memory.policies import policy_class
-from sirchat.ui.cells import cut
 from sirchat.ui.text import class_summary, displayable, displayable_line, pluralize, shorten
 from sirchat.ui.theme import Theme
 
@@ -28,13 +28,11 @@ if TYPE_CHECKING:  # the prompt needs none of these
     from sirchat.saved.session_list import SavedSession
 
 
-# A style (`dim`, `bold`, `match` or "" for none), and a text in this style.
-Fragment = tuple[str, str]
+Matches = Mapping[str, "Sequence[SnippetPart]"]  # lines found by a search, by chat id
 
-_STYLES = {"match": "bold underline"}
+_MATCH = "bold underline"  # style of a searched word
 _MIN_TEXT_CELLS = 12
 ALSO_KEPT = "all but window also keep the first tokens (sinks) and pins, most the newest (recent)"
-_UNLIMITED_COLUMNS = 10_000  # where there is no terminal
 _COLUMN_GAP = "  "
 _TITLES = ("model", "kind", "on disk", "context", "budget", "KV cache", "fits up to")
 _LEGEND = (
@@ -75,70 +73,57 @@ def draw_settings(profile: Profile, theme: Theme) -> RenderableType:
     return table
 
 
-class SessionLines:
-    """The lines of a list of saved chats, in aligned columns; for 60 columns or more.
+def draw_sessions(
+    sessions: Sequence[SavedSession],
+    width: int,
+    matches: Matches = MappingProxyType({}),
+    open_id: str = "",
+) -> RenderableType:
+    """Draw saved chats, two lines of at most `width` columns each; for 60 columns or more.
 
-    `open_id` is the chat that is open now; `matches` are the lines found by a search, by chat id.
+    `matches` are the lines found by a search, by chat id; `open_id` is the chat that is open now.
     """
-
-    def __init__(
-        self,
-        sessions: Sequence[SavedSession],
-        open_id: str = "",
-        matches: Mapping[str, Sequence[SnippetPart]] = MappingProxyType({}),
-    ) -> None:
-        self.sessions, self._open_id, self._matches = sessions, open_id, matches
-        turns = (pluralize(session.turns, "message") for session in sessions)
-        self._turns_width = max(map(len, turns), default=0)
-
-    def lines(self, number: int, width: int) -> list[list[Fragment]]:
-        """The two lines of chat `number` (from 0), of at most `width` columns."""
-        session = self.sessions[number]
-        model = displayable_line(session.model)
-        turns = pluralize(session.turns, "message").rjust(self._turns_width)
-        facts = f"  {session.updated:%Y-%m-%d %H:%M}  {turns}  "
-        head = [("", displayable_line(session.id)), ("dim", facts)]
-        return [
-            _cut_fragments([*head, ("dim", model)], width),
-            _cut_fragments([("", "    "), *self._text(session)], width),
-        ]
-
-    def _text(self, session: SavedSession) -> list[Fragment]:
-        """The chat's name, and the line that was found, or what the user said first, or last."""
-        is_current = session.id == self._open_id
-        whose = "(this chat) " if is_current else "(open) " if session.in_use else ""
-        preview = session.first_message
-        if cell_len(preview) < _MIN_TEXT_CELLS:
-            preview = session.last_message
-        parts = self._matches.get(session.id, ())
-        name = [("bold", session.name), ("", ": " if preview else "")] if session.name else []
-        text = [("match" if part.is_match else "", part.text) for part in parts] or [("", preview)]
-        return [("dim", whose), *name, *text]
+    lines = [
+        line
+        for head, text in _session_texts(sessions, matches, open_id)
+        for line in (head, Text.assemble("    ", text))
+    ]
+    for line in lines:
+        line.no_wrap, line.overflow = True, "ignore"
+        line.truncate(width, overflow="ellipsis")
+    return Group(*lines)
 
 
-def draw_sessions(chats: SessionLines, width: int) -> RenderableType:
-    return Group(
-        *(
-            Text.assemble(
-                *((text, _STYLES.get(style, style)) for style, text in line),
-                no_wrap=True,
-                overflow="ignore",
-            )
-            for number in range(len(chats.sessions))
-            for line in chats.lines(number, width)
-        )
-    )
-
-
-def print_sessions(chats: SessionLines, console: Console) -> None:
+def print_sessions(
+    sessions: Sequence[SavedSession], console: Console, matches: Matches = MappingProxyType({})
+) -> None:
     """Print a list of saved chats; without a terminal, each chat takes one uncut line."""
     if console.file.isatty():
-        console.print(draw_sessions(chats, console.width), soft_wrap=True)
+        console.print(draw_sessions(sessions, console.width, matches), soft_wrap=True)
         return
-    for number in range(len(chats.sessions)):
-        head, text = chats.lines(number, _UNLIMITED_COLUMNS)
-        line = "".join(part for _, part in (*head, ("", "  "), *text[1:]))
-        console.print(Text(line), soft_wrap=True)
+    for head, text in _session_texts(sessions, matches):
+        console.print(Text.assemble(head, "  ", text), soft_wrap=True)
+
+
+def _session_texts(
+    sessions: Sequence[SavedSession], matches: Matches, open_id: str = ""
+) -> Iterator[tuple[Text, Text]]:
+    """Yield, for each chat, what is known of it in aligned columns, and its name and a text."""
+    counts = [pluralize(session.turns, "message") for session in sessions]
+    for session, count in zip(sessions, counts, strict=True):
+        facts = f"  {session.updated:%Y-%m-%d %H:%M}  {count.rjust(max(map(len, counts)))}  "
+        whose = "(this chat) " if session.id == open_id else "(open) " if session.in_use else ""
+        preview = session.first_message  # or the last one, if that tells little
+        preview = session.last_message if cell_len(preview) < _MIN_TEXT_CELLS else preview
+        found = [(part.text, _MATCH * part.is_match) for part in matches.get(session.id, ())]
+        name = [(session.name, "bold"), (": " * bool(found or preview), "")] * bool(session.name)
+        head = [(session.id, ""), (facts, "dim"), (session.model, "dim")]
+        yield _one_line(head), _one_line([(whose, "dim"), *name, *(found or [(preview, "")])])
+
+
+def _one_line(parts: Iterable[tuple[str, str]]) -> Text:
+    shown = ((displayable(text), style) for text, style in parts)
+    return Text.assemble(*((re.sub(r"\s", " ", text), style) for text, style in shown))
 
 
 @dataclass(frozen=True)
@@ -236,16 +221,6 @@ def describe_memory(session: Session) -> str:
         devices.append(f"{memory.device}: {held}")
     archive = [f"archive: {', '.join(parts)}"] if tiers else []
     return "; ".join([*devices, *archive])
-
-
-def _cut_fragments(line: Iterable[Fragment], width: int) -> list[Fragment]:
-    shown: list[Fragment] = []
-    for style, text in line:
-        text = cut(" ".join(displayable(text).splitlines()).replace("\t", " "), width)
-        width -= cell_len(text)
-        if text:
-            shown.append((style, text))
-    return shown
 
 
 def _model_cells(model: ListedModel) -> list[str]:

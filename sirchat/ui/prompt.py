@@ -1,4 +1,4 @@
-"""The prompt, at which the user types a line, chooses from a list, or answers by one key."""
+"""The prompt, at which the user types a line, or answers by one key."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -30,17 +29,14 @@ from prompt_toolkit.key_binding.vi_state import InputMode
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.layout import (
     ConditionalContainer,
-    Dimension,
     FormattedTextControl,
     HSplit,
     Layout,
-    ScrollOffsets,
     Window,
 )
 from prompt_toolkit.layout.processors import Processor, Transformation, TransformationInput
 from prompt_toolkit.output import Output
 from prompt_toolkit.styles import DynamicStyle, Style
-from prompt_toolkit.widgets import RadioList
 
 from sirchat.errors import UsageError
 from sirchat.ui.attaching import escape_mentions, unfinished_mention
@@ -49,27 +45,17 @@ from sirchat.ui.keys import ESCAPE_SECONDS, terminal_keys
 from sirchat.ui.text import displayable
 from sirchat.ui.typed_line import FENCE, InputLine, as_typed, parse_line
 
-# Takes the index of a list's item and a width in cells; returns the item's lines, each a list of
-# (style, text), where style is `dim`, `bold`, `match` or "".
-DrawItem = Callable[[int, int], list[list[tuple[str, str]]]]
-
 _PROMPT_TEXT = FormattedText([("class:sign", "> ")])
 _EDIT_PROMPT_TEXT = FormattedText([("class:sign", "edit> ")])
 
 _LOOP_CLOSED = "Event loop is closed"  # asyncio's error if Ctrl-C comes while a prompt closes
 
 _GREY = "fg:ansibrightblack"
-_COLOURLESS = {
-    "bottom-toolbar": "noreverse",
-    "sign": "bold",
-    "bold": "bold",
-    "match": "bold underline",
-}
+_COLOURLESS = {"bottom-toolbar": "noreverse", "sign": "bold"}
 _COLOURLESS_STYLE = Style.from_dict(_COLOURLESS)
 _STYLE = Style.from_dict(
-    {**_COLOURLESS, "bottom-toolbar": f"noreverse {_GREY}", "placeholder": _GREY, "dim": _GREY}
+    {**_COLOURLESS, "bottom-toolbar": f"noreverse {_GREY}", "placeholder": _GREY}
 )
-_MAX_LIST_ROWS = 20
 
 
 class Prompt:
@@ -176,49 +162,6 @@ class Prompt:
         finally:
             self._is_editing = False
             self._prompt.message = _PROMPT_TEXT  # `prompt` has replaced it
-
-    def pick(self, count: int, draw: DrawItem, remark: str = "") -> int | None:
-        """Let the user choose one of `count` items by arrow keys; returns the item's index.
-
-        None after Esc, Ctrl-C or Ctrl-D. The list, with `remark` below it, then leaves the screen.
-        """
-        output = self._prompt.output
-
-        def format_item(index: int) -> FormattedText:
-            width = output.get_size().columns - 3  # the last column stays free: some terminals wrap
-            parts: list[tuple[str, str]] = []
-            for line in draw(index, width):
-                parts += [("", "\n  " if parts else "")]
-                parts += [(f"class:{style}" if style else "", text) for style, text in line]
-            return FormattedText(parts)
-
-        items = RadioList(
-            [(index, partial(format_item, index)) for index in range(count)],
-            select_on_focus=True,
-            open_character="",
-            select_character=">",
-            close_character="",
-            show_cursor=False,
-            show_scrollbar=False,
-        )
-        items.window.height = Dimension(max=_MAX_LIST_ROWS)
-        items.window.scroll_offsets = ScrollOffsets(bottom=1)  # an item may have two rows
-
-        def footer_text() -> str:
-            position = f"{items.current_value + 1} of {count}{remark}"
-            return f"{position}: arrows, Enter opens, Esc leaves"
-
-        footer = Window(FormattedTextControl(footer_text, style="class:dim"), height=1)
-        app: Application[int | None] = Application(
-            layout=Layout(HSplit([items, footer])),
-            key_bindings=_picker_bindings(items),
-            input=self._prompt.input,
-            output=output,
-            style=self._style(),
-            erase_when_done=True,
-        )
-        app.ttimeoutlen = app.timeoutlen = ESCAPE_SECONDS
-        return app.run(pre_run=_silence_signal_tracebacks)
 
     def ask_for_key(self, question: str, keys: Collection[str]) -> str:
         return ask_for_key(question, keys, self._prompt.output, self._prompt.input)
@@ -445,27 +388,3 @@ class _ControlCharFilter(Processor):
                 text = "".join(char if displayable(char) else "·" for char in text)
             shown.append((style, text))
         return Transformation(shown)  # type: ignore[arg-type]
-
-
-def _picker_bindings(items: RadioList[int]) -> KeyBindings:
-    keys, default_keys = KeyBindings(), items.control.key_bindings
-    assert default_keys is not None
-    # Other keys of a RadioList, such as Page Down, move it without its mark: the arrows alone stay.
-    items.control.key_bindings = None
-    for binding in default_keys.bindings:
-        if binding.keys in ((Keys.Up,), (Keys.Down,)):
-            keys.add(*binding.keys)(binding)
-
-    @keys.add("enter", eager=True)
-    def _choose(event: KeyPressEvent) -> None:
-        event.app.exit(result=items.current_value)
-
-    @keys.add("escape", eager=True)
-    @keys.add("c-c")
-    @keys.add("c-d")
-    @keys.add("<sigint>")
-    def _leave(event: KeyPressEvent) -> None:
-        if not event.app.is_done:
-            event.app.exit(result=None)
-
-    return keys

@@ -38,7 +38,6 @@ from sirchat.ui.editor import edit_in_editor, editor_command
 from sirchat.ui.interrupt import InterruptFlag
 from sirchat.ui.live import LiveView
 from sirchat.ui.panel import draw_prompt_panel
-from sirchat.ui.prompt import DrawItem
 from sirchat.ui.saved_chat import SavedChat, show_resumed_chat
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import toolbar_text
@@ -76,7 +75,7 @@ class Chat:
         self._keyboard = terminal_input.keyboard
         self._history = terminal_input.history
         self._prompt = terminal_input.prompt
-        self.saved_chat = SavedChat(session, screen, store, trusted=trusted, pick=self._pick)
+        self.saved_chat = SavedChat(session, screen, store, trusted=trusted)
         self._has_asked_to_leave = False
         self.tools = ToolUse(
             tools or ToolFlags(),
@@ -137,10 +136,6 @@ class Chat:
             rows = max(1, window_rows // 12)  # so that the panel takes less than half of the window
             screen.show(draw_prompt_panel(snapshot, facts, screen.theme, screen.width, rows))
         return captured.get()
-
-    def _pick(self, count: int, draw: DrawItem, remark: str) -> int | None:
-        self._keyboard.pass_keys_to_prompt()
-        return self._prompt.pick(count, draw, remark)
 
     def _switch_to(self, session: Session) -> None:
         self._session, session.toolbox = session, self.tools

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +27,6 @@ from sirchat.saved.database import SUFFIX
 from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import check_model, saved_profile
 from sirchat.saved.search import (
-    SnippetPart,
     nothing_found_error,
     saved_text,
     search_sessions,
@@ -44,8 +43,7 @@ from sirchat.saved.session_list import (
     open_saved_file,
 )
 from sirchat.saved.store import SessionStore
-from sirchat.ui.lists import SessionLines, draw_sessions
-from sirchat.ui.prompt import DrawItem
+from sirchat.ui.lists import Matches, draw_sessions
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line, shorten
 from sirchat.ui.theme import ROLE_NAMES
@@ -64,7 +62,7 @@ class SavedChat:
     """Saves the current chat if the setting `save` is on, and loads other saved chats.
 
     `store` is the file from which the session was resumed. Errors of saving are printed;
-    `--debug` raises them. `pick` lets the user pick a chat, as `Prompt.pick` does.
+    `--debug` raises them.
     """
 
     def __init__(
@@ -74,10 +72,8 @@ class SavedChat:
         store: SessionStore | None = None,
         *,
         trusted: Collection[str] = (),
-        pick: Callable[[int, DrawItem, str], int | None] | None = None,
     ) -> None:
         self._session = session
-        self._pick = pick
         self._trusted = trusted
         self._screen = screen
         self._autosave = Autosave(session, store)
@@ -228,7 +224,7 @@ class SavedChat:
         if len(branches) > 1:
             main, current = self._autosave.family, self._autosave.id
             named = [replace(b, name=b.name or _MAIN_BRANCH * (b.id == main)) for b in branches]
-            self._screen.page(draw_sessions(SessionLines(named, current), self._screen.width))
+            self._screen.page(draw_sessions(named, self._screen.width, open_id=current))
             here = next((b.name or b.id for b in named if b.id == current), "a new branch")
             self._screen.note(f"you are on {here}; /switch NAME goes on with another")
         else:
@@ -253,10 +249,10 @@ class SavedChat:
         self.save()
 
     def choose_chat(self, words: str) -> str:
-        """The id or name of the chat that `/load WORDS` means; "" if the user picks none.
+        """The id or name of the chat that `/load WORDS` means; "" after a list of chats.
 
-        Without words, the user picks from all chats; if the words are no id or name, from chats
-        that contain them. Raises SessionError if no chat is found.
+        Without words, all chats are listed; if the words are no id or name, those that contain
+        them. Raises SessionError if no chat is found.
         """
         sessions_folder = sessions_dir()
         if not words:
@@ -265,8 +261,10 @@ class SavedChat:
                 self._screen.error(str(refused))
             if not listing.sessions:
                 self._screen.note("there are no saved chats")
+                return ""
             remark = f" (and {listing.more_count:,} older ones)" if listing.more_count else ""
-            return self._let_user_pick(listing.sessions, {}, remark)
+            self._list_chats(listing.sessions, {}, remark)
+            return ""
         if words == "last" or is_prefix_of_id(sessions_folder, words):
             return words
         try:
@@ -282,7 +280,8 @@ class SavedChat:
             raise nothing_found_error(words, result)
         remark = f" (and {result.more_count:,} that fit less)" if result.more_count else ""
         matches = {hit.session.id: hit.snippet for hit in result.hits}
-        return self._let_user_pick([hit.session for hit in result.hits], matches, remark)
+        self._list_chats([hit.session for hit in result.hits], matches, remark)
+        return ""
 
     def search(self, words: str) -> None:
         """Print each message of this chat, and the other saved chats, that have all words."""
@@ -296,8 +295,8 @@ class SavedChat:
         if hits:
             messages.append(Text("in saved chats, which /load ID opens:"))
         matches = {hit.session.id: hit.snippet for hit in hits}
-        chats = SessionLines([hit.session for hit in hits], matches=matches)
-        self._screen.page(Group(*messages, draw_sessions(chats, self._screen.width)))
+        chats = draw_sessions([hit.session for hit in hits], self._screen.width, matches)
+        self._screen.page(Group(*messages, chats))
 
     def _find_messages(self, words: str) -> list[Text]:
         lines, max_chars = list[Text](), max(24, self._screen.width - 24)  # a role stands before
@@ -314,25 +313,10 @@ class SavedChat:
             lines.append(line)
         return lines
 
-    def _let_user_pick(
-        self,
-        sessions: Sequence[SavedSession],
-        matches: Mapping[str, Sequence[SnippetPart]],
-        remark: str,
-    ) -> str:
-        """Let the user pick a chat; "" if none, and without a terminal, where chats are listed."""
-        if not sessions:
-            return ""
-        chats = SessionLines(sessions, self._autosave.id, matches)
-        if self._pick is None or self._screen.terminal is None:
-            self._screen.page(draw_sessions(chats, self._screen.width))
-            self._screen.note(f"/load ID opens one of them{remark}")
-            return ""
-        index = self._pick(len(sessions), chats.lines, remark)
-        if index is None:
-            self._screen.note("nothing is loaded; this chat goes on")
-            return ""
-        return sessions[index].id
+    def _list_chats(self, sessions: Sequence[SavedSession], matches: Matches, remark: str) -> None:
+        width, own_id = self._screen.width, self._autosave.id
+        self._screen.page(draw_sessions(sessions, width, matches, own_id))
+        self._screen.note(f"/load ID opens one of them, and Tab completes ids and names{remark}")
 
     def drop_revealing_name(self, text: str, *, is_whole_turn: bool) -> bool:
         """Remove the chat's name if it contains the erased `text`; return whether it did.

@@ -300,20 +300,7 @@ def test_a_cursor_position_that_comes_when_a_signal_has_ended_the_prompt_is_no_e
     assert not problems
 
 
-@pytest.mark.parametrize(
-    ("keys", "at"),
-    [(DOWN, 1), (DOWN + DOWN + UP, 1), (DOWN + "\x1b[6~", 1), ("\x1b[5~" + DOWN, 1), ("2jk9 ", 0)],
-)
-def test_enter_opens_the_marked_item_of_a_list_and_only_the_arrow_keys_move_it(
-    keys: str, at: int, prompt: Prompt, pipe: PipeInput
-) -> None:
-    pipe.send_text(keys + ENTER)
-    assert prompt.pick(45, lambda index, width: [[("", f"2{index}")]]) == at
-    pipe.send_text(DOWN + "\x1b[6~2" + UP + ENTER)
-    assert prompt.pick(45, lambda index, width: [[("", f"2{index}")]]) == 0
-
-
-@pytest.mark.parametrize("name", ["read", "pick", "ask_for_key"])
+@pytest.mark.parametrize("name", ["read", "ask_for_key"])
 def test_a_signal_that_ends_the_program_within_a_key_is_no_exception_at_the_next_key(
     name: str, pipe: PipeInput, problems: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,10 +313,9 @@ def test_a_signal_that_ends_the_program_within_a_key_is_no_exception_at_the_next
 
     monkeypatch.setattr(KeyProcessor, "_call_handler", is_ended)
     prompt = Prompt(pipe, AsksForTheCursor(), history=DummyHistory())
-    given = {"pick": (1, lambda index, width: [[("", "it")]]), "ask_for_key": ("?", "y")}
     pipe.send_text("\x1b[B")
     with pytest.raises(SystemExit, match="143"):
-        getattr(prompt, name)(*given.get(name, ()))
+        getattr(prompt, name)(*(("?", "y") if name == "ask_for_key" else ()))
     assert not problems
 
 
