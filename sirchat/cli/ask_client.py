@@ -116,7 +116,7 @@ def _print_reply(events: Iterator[Any], screen: "Screen", bar: ExitStack) -> Non
             bar.close()
             if "error" in event:
                 raise SirchatError(event["error"]["message"])
-            screen.stream(event["choices"][0]["delta"].get("content") or "", at_blanks=True)
+            screen.stream(event["choices"][0]["delta"].get("content") or "")
             if "sirchat" in event:  # the reply is complete
                 screen.line()
                 screen.quote(event["sirchat"].get("quote", ""))

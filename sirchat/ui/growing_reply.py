@@ -1,29 +1,24 @@
 """A reply while it is generated: its final rows, and the rows of the block that still grows.
 
 A block, such as a list, is final once another block follows. A block too tall for the window is cut
-where both parts, laid out alone, have the same rows as the whole.
+behind a line where both parts, laid out alone, have the same rows as the whole.
 """
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
 from typing import Literal, Protocol
 
-from rich.cells import cell_len
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from sirchat.ui.text import WORD_OR_SIGN, pluralize
+from sirchat.ui.text import pluralize
 
-_MAX_LINE_CUTS = 4  # last lines behind which a block that is too tall is tried to be cut
-_WORD_OFFSETS = (0, 1, -1, 2, -2)  # from where a row seems to begin: marks may be words, too
-_MIN_BLANKS = 5  # of a text that is cut between words
+_MAX_LINE_CUTS = 4  # lines behind which a block that is too tall is tried to be cut
 _RETRY_GROWTH = 1.25  # of a block that could not be cut, until that is tried again
 _CODE_OPENER = re.compile(r"([ ]{0,3}(?:```+|~~~+))([^\s`]*)")
-_FENCES = "```", "~~~"
 
 
 class RowLayout(Protocol):
@@ -162,7 +157,11 @@ class _GrowingPart:
             fence, info = opener.groups()
             is_shown = Text.from_ansi(rows[0]).plain == info  # which is no language
             reopening = f"{fence}\n" if is_shown else f"{fence}{info}\n"
-        for end, start in self._cut_positions(width, is_code=opener is not None):
+        # Behind one of the last lines of the text's first half; a line that is indented belongs to
+        # an item of a list.
+        line_ends = re.finditer(r"\n+", text[: len(text) // 2].rstrip())
+        cuts = [cut.span() for cut in line_ends if opener or not text[cut.end()].isspace()]
+        for end, start in reversed(cuts[-_MAX_LINE_CUTS:]):
             first, second = text[:end], reopening + text[start:]
             first_rows = self._layout.rows(first, width, is_final=False)
             if not first_rows or first_rows != rows[: len(first_rows)]:
@@ -170,60 +169,3 @@ class _GrowingPart:
             if self._layout.rows(second, width, is_final=False) == rows[len(first_rows) :]:
                 return first, second
         return None
-
-    def _cut_positions(self, width: int, *, is_code: bool) -> Iterator[tuple[int, int]]:
-        """Yield positions to try for a cut: the first part's end, and the second part's start."""
-        # Behind the last lines of the text's first half, or where its last row begins.
-        half = self.text[: len(self.text) // 2].rstrip()
-        line_ends = [match.span() for match in re.finditer(r"\n+", half)]
-        if not is_code:  # a line that is indented belongs to an item of a list
-            line_ends = [(end, start) for end, start in line_ends if not half[start].isspace()]
-        yield from reversed(line_ends[-_MAX_LINE_CUTS:])
-        if is_code:
-            return
-        last_row = Text.from_ansi(self._layout.rows(half, width, is_final=False)[-1]).plain
-        blanks = [match.span() for match in re.finditer(r" +", half)]
-        row_words = len(last_row.split())
-        if len(blanks) < _MIN_BLANKS:  # as in Chinese: it may be cut behind each character
-            blanks, row_words = [(i, i) for i in range(1, len(half))], len(last_row)
-        for offset in _WORD_OFFSETS:
-            index = len(blanks) - row_words + offset
-            if 0 <= index < len(blanks):
-                yield blanks[index]
-
-
-class WordWrapper:
-    """Wraps prose between words while it is generated, but not code between fences.
-
-    A word that becomes too long for the end of a row moves to the next row.
-    """
-
-    def __init__(self) -> None:
-        self._line = self._word = ""  # of the text so far: its last line, and that line's last word
-        self._column = 0
-        self._is_code = False
-
-    def push(self, text: str, width: int) -> str:
-        """What to write so that a terminal `width` columns wide shows the next text."""
-        return "".join([self._place(part, width) for part in WORD_OR_SIGN.findall(text)])
-
-    def _place(self, part: str, width: int) -> str:
-        """What to write for a part of a word; a word that does not fit begins the next row."""
-        if part == "\n":
-            self._is_code ^= self._line.lstrip(" >").startswith(_FENCES)
-            self._line, self._word, self._column = "", "", 0
-            return part
-        self._line += part
-        size = 8 - self._column % 8 if part == "\t" else cell_len(part)
-        is_full = self._column + size >= width and not self._is_code
-        stands_alone = part.isspace() or size > len(part)
-        before = "" if stands_alone else self._word
-        self._word = "" if stands_alone else before + part
-        if is_full and part.isspace():
-            return ""
-        back = cell_len(before)
-        if is_full and self._column > back:
-            self._column = back + size
-            return (f"\x1b[{back}D\x1b[K" if back else "") + f"\n{before}{part}"
-        self._column += size
-        return part

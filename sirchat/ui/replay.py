@@ -101,7 +101,7 @@ class _Answer(ExitStack):
         self.close()  # the bar
         self._report = None
         printed, notes = self._reply.push(event)
-        self._screen.stream(printed, at_blanks=True)
+        self._screen.stream(printed)
         self._has_printed = self._has_printed or bool(printed)
         if isinstance(event, TurnDone) and event.role == "assistant":
             if self._has_printed or not calls_tools(event, self._session):

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -19,9 +19,6 @@ from sirchat.ui.cells import cut
 from sirchat.ui.interrupt import leave_ctrl_c_to_child
 from sirchat.ui.text import DisplayFilter, displayable_line
 from sirchat.ui.theme import Theme, find_theme
-
-if TYPE_CHECKING:
-    from sirchat.ui.growing_reply import WordWrapper
 
 MIN_ROWS, MIN_COLUMNS = 14, 50  # of a window for drawings; a smaller one gets plain text
 
@@ -51,7 +48,6 @@ class Screen:
         self.notes_console = make_console(err, force_terminal=is_terminal)
         self.notes_console.soft_wrap = not is_terminal  # elsewhere a note stays one line
         self._filter = DisplayFilter()
-        self._word_wrapper: WordWrapper | None = None  # of the present line of a reply
         self._is_light = False
         self.before_pager: Callable[[], object] = lambda: None
         self.use_theme(theme)
@@ -95,22 +91,13 @@ class Screen:
         is_small = size.height < MIN_ROWS or size.width < MIN_COLUMNS
         return self.terminal is None or bool(os.environ.get("NO_COLOR")) or is_small
 
-    def stream(self, text: str, *, at_blanks: bool = False) -> None:
-        """Print `text`, the next part of a reply, without control characters.
-
-        With `at_blanks`, prose is wrapped between words on a terminal.
-        """
-        text = self._filter.push(text)
-        if at_blanks and self.terminal is not None:
-            from sirchat.ui.growing_reply import WordWrapper
-
-            self._word_wrapper = self._word_wrapper or WordWrapper()
-            text = self._word_wrapper.push(text, self.width)
-        self._write(text)
+    def stream(self, text: str) -> None:
+        """Print `text`, the next part of a reply, without control characters."""
+        self._write(self._filter.push(text))
 
     def line(self, text: str = "") -> None:
         """Print `text` at the end of a reply's last line, and end this line."""
-        self._filter, self._word_wrapper = DisplayFilter(), None
+        self._filter = DisplayFilter()
         self._write(DisplayFilter().push(text) + "\n")
 
     def json(self, event: Event) -> None:

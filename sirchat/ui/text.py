@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 
 from sirchat.errors import SirchatError
 
-# A word, or a sign that stands alone: a blank, or one of a script without blanks between words.
-WORD_OR_SIGN = re.compile(r"[^\s\u2e80-\U0003ffff]+|.", re.DOTALL)
 _BIDI_CONTROLS = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 # C0 but newline and tab, DEL, C1, and the controls of bidirectional text.
 _CONTROLS = re.compile(f"[\x00-\x08\x0b-\x1f\x7f-\x9f{_BIDI_CONTROLS}]")
