@@ -430,13 +430,10 @@ class Template:
         return ids
 
     def _render_text(self, messages: Sequence[Message], *, prompt: bool) -> str:
-        texts = [value for message in messages for name, value in message.items() if name != "role"]
-        size = sum(len(str(text)) for text in (*texts, *(self._tools or ())))
         try:
             source = self._template or self._tokenizer.get_chat_template()
             return render(
                 source,
-                size,
                 messages=self._marked(messages),
                 add_generation_prompt=prompt,
                 tools=self._marked(self._tools),

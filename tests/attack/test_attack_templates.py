@@ -1,41 +1,24 @@
-"""Hostile chat templates are refused or cut off in time; text never becomes a control token."""
+"""Broken chat templates are refused in one line; text never becomes a control token."""
 
 from __future__ import annotations
 
 import copy
-import time
 from collections import Counter
 from random import Random
 from typing import Any
 
 import pytest
-from jinja2.exceptions import TemplateError
 
 from attacking import attack, mutated, odd_text
-from sirchat.errors import ModelError
 from sirchat.text.template import Template
-from sirchat.text.template_sandbox import render as sandboxed
 from template_shapes import TEMPLATES, tokenizer
 
 _HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
 _TAIL = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
-_LOOP = "{% for a in range(90000) %}{% for b in range(90000) %}"
-BOMBS = {
-    "endless": _LOOP + _LOOP + "{% endfor %}" * 4,
-    "quiet": _LOOP + "{% set x = a * b %}{% endfor %}{% endfor %}",
-    "long": _LOOP + "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx{% endfor %}{% endfor %}",
-    "squaring": "{% set n = namespace(s=99) %}"
-    "{% for i in range(60) %}{% set n.s = n.s * n.s %}{% endfor %}{{ n.s > 1 }}",
-    "power": "{{ 10 ** 10 ** 10 }}",
-    "wide": "{{ 'a' * 10000000000 }}",
-    "late": "{{ 'a' * (messages | length * 10000000000) }}",
-    "centre": "{{ 'a' | center(10000000000) }}",
+BROKEN = {
     "recursive": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "two macros": "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}",
-    "tags": "{{ ('<' * 1000000) | striptags }}",
-    "links": "{{ ('http://' * 1000000) | urlize }}",
-    "lipsum": "{{ lipsum(n=100000, max=1000) }}",
     "nested": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
     "type": "{{ messages + 1 }}",
     "zero": "{{ 1 / 0 }}",
@@ -70,41 +53,15 @@ def render(it: Any, text: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BOMBS)
-def test_a_template_that_takes_too_much_is_refused_in_one_line(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sirchat.text.template_sandbox._SECONDS", 0.1)
-    it = with_template(BOMBS[name] + _HEAD + "{{ m.content }}" + _TAIL)
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_template_that_fails_is_refused_in_one_line(name: str) -> None:
+    it = with_template(BROKEN[name] + _HEAD + "{{ m.content }}" + _TAIL)
 
     def refuse(_: Random) -> None:
         render(it, "x")
         raise ValueError("it was rendered")
 
     attack(refuse)
-
-
-def test_a_template_without_end_costs_its_time_once_and_not_in_each_rendering_of_a_turn() -> None:
-    it = with_template(BOMBS["quiet"] + _HEAD + "{{ m.content }}" + _TAIL)
-    start = time.thread_time()
-    with pytest.raises(ModelError):
-        render(it, "x")
-    assert time.thread_time() - start < 0.8
-    bomb = "{% if 'now' in m.content %}" + BOMBS["quiet"] + "{% endif %}"
-    template = Template(with_template(_HEAD + bomb + "{{ m.content }}" + _TAIL))
-    with pytest.raises(ModelError, match=r"0\.5 seconds"):
-        template.user_turn("now")
-    assert template.user_turn("hello").ids
-
-
-def test_the_time_is_over_also_where_a_template_drops_what_it_has_begun(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("sirchat.text.template_sandbox._SECONDS", 0.05)
-    begun = "{% set x = ['a']" + " | select('string')" * 30 + " | first %}"
-    for number in range(8):  # each time at another place
-        with pytest.raises(TemplateError, match="seconds"):
-            sandboxed(f"{number}{{% for i in range(20000) %}}{begun}{{% endfor %}}", 10)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +90,7 @@ def test_every_template_renders_or_is_refused_in_one_line() -> None:
         "{{ m.content }}", "{{ m.role }}", "{{ bos_token }}", "{{ eos_token }}", "<|im_end|>", "x",
         "{% for i in range(9) %}", "{% endfor %}", "{% if m.content %}", "{% endif %}",
         "{% else %}", "{{ messages }}", "{{ m.content | trim }}", "{{ m.content * 3 }}",
-        "{% set a = a ~ a %}", "{{ self }}", "{{ m.__class__ }}", "{{ cycler }}",
+        "{{ self }}", "{{ m.__class__ }}", "{{ cycler }}",
         "{{ m.content | replace('a', '') }}", "{% generation %}", "{% endgeneration %}",
         "{% raw %}", "{{ strftime_now('%Y') }}",
     ]  # fmt: skip

@@ -266,7 +266,6 @@ def test_texts_are_encoded_and_decoded_and_the_files_template_is_used(
     assert tokenizer.decode(ids) == TEXT
     said = render(
         tokenizer.chat_template,
-        5,
         messages=[{"role": "user", "content": "hello"}],
         add_generation_prompt=True,
     )

@@ -150,7 +150,7 @@ def marks_of(source: str, added: Sequence[str] = ()) -> Marks:
     def rendered(messages: Sequence[dict[str, Any]], prompt: bool) -> str | None:
         names = {"bos_token": "<s>", "eos_token": "</s>", "tools": None}
         try:
-            return render(source, 100, messages=[*messages], add_generation_prompt=prompt, **names)
+            return render(source, messages=[*messages], add_generation_prompt=prompt, **names)
         except (TemplateError, TypeError):
             return None
 

@@ -337,9 +337,9 @@ def test_a_template_is_rendered_as_by_transformers(source: str) -> None:
             wanted = theirs(source, messages)
         except TemplateError as error:
             with pytest.raises(TemplateError, match=str(error)):
-                render(source, 100, messages=messages, add_generation_prompt=True, **NAMES)
+                render(source, messages=messages, add_generation_prompt=True, **NAMES)
         else:
-            found = render(source, 100, messages=messages, add_generation_prompt=True, **NAMES)
+            found = render(source, messages=messages, add_generation_prompt=True, **NAMES)
             assert found == wanted
 
 
@@ -352,6 +352,6 @@ def test_a_template_is_rendered_as_by_transformers(source: str) -> None:
     ],
 )
 def test_what_transformers_refuses_is_refused(source: str) -> None:
-    for refuses in (theirs, lambda source, messages: render(source, 9, messages=messages)):
+    for refuses in (theirs, lambda source, messages: render(source, messages=messages)):
         with pytest.raises(TemplateError):
             refuses(source, MESSAGES)
