@@ -40,7 +40,8 @@ _RECALL_CONTEXT_TOKENS = 12  # that `/recall WORDS` restores before the words, a
 _MAX_COMMAND_CHARS = 40  # shown of an unknown command
 
 _ALIASES = {"?": "help", "quit": "exit", "bye": "exit", "regen": "retry"}
-_RENAMED_COMMANDS = {"forget": "erase", "forgotten": "evicted"}  # old names, which still work
+# Old names, which still work.
+_RENAMED_COMMANDS = {"forget": "erase", "forgotten": "evicted", "switch": "load"}
 _SETTING_ALIASES = {"format": "json_schema"}  # the setting `format` is that of a transcript
 _HELP_HINT = "/help COMMAND explains one of these, /help all tells what each does. "
 # Widths on the screen, in cells: the names of commands, and a group of commands with its gap.
@@ -348,13 +349,6 @@ class Commands:
 
     def do_branches(self, arguments: str) -> None:
         self._saved_chat.show_branches()
-
-    def do_switch(self, arguments: str) -> Action | None:
-        if not arguments:
-            self._saved_chat.show_branches()
-        elif (session := self._saved_chat.switch(without_quotes(arguments))) is not None:
-            return SwitchSession(session, is_other_chat=True)
-        return None
 
     def do_load(self, arguments: str) -> Action | None:
         name_or_id = self._saved_chat.choose_chat(without_quotes(arguments))

@@ -61,7 +61,7 @@ class SlashCompleter(Completer):
             return
         *words, word = text[1:].split(" ")
         words = list(filter(None, words))
-        if words and words[0] in ("load", "switch", *_TEXT_COMMANDS):  # several words are one
+        if words and words[0] in ("load", *_TEXT_COMMANDS):  # several words are one
             words, word = words[:1], text.partition(" ")[2].lstrip()
         suggestions = self._suggest(words, is_begun=bool(word))
         if words and words[0] in _TEXT_COMMANDS:
@@ -78,7 +78,7 @@ class SlashCompleter(Completer):
                 yield from ((name, Commands.help_of(name)[1]) for name in Commands.names())
                 if words:
                     yield "all", "what each command does, in a line"
-            case ["profile" | "model" | "load" | "switch" as command]:
+            case ["profile" | "model" | "load" as command]:
                 if not is_begun or command not in self._lists:
                     self._lists[command] = list(_READ_LIST[command]())
                 yield from self._lists[command]
@@ -161,7 +161,6 @@ _READ_LIST: dict[str, Callable[[], Iterator[Suggestion]]] = {
     "profile": _suggest_profiles,
     "model": _suggest_models,
     "load": _suggest_saved_chats,
-    "switch": _suggest_saved_chats,
 }
 
 

@@ -202,7 +202,7 @@ class EraseCommand:
     def _name_branches(self, text: str) -> None:
         if names := self._saved_chat.branches_containing(text):
             listed = ", ".join(map(displayable_line, names))
-            self._screen.note(f"it stays in branches {listed}: /switch NAME, and /erase it there")
+            self._screen.note(f"it stays in branches {listed}: /load NAME, and /erase it there")
 
 
 def _name_turns(turns: list[int]) -> str:

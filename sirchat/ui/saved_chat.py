@@ -1,10 +1,9 @@
-"""Keeps the current chat on disk: autosave, `/save`, `/load`, `/branch` and `/switch`."""
+"""Keeps the current chat on disk: autosave, `/save`, `/load` and `/branch`."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Group
@@ -17,7 +16,6 @@ from sirchat.config.profile import FIXED_SETTINGS
 from sirchat.errors import (
     SessionError,
     UsageError,
-    did_you_mean,
     format_value,
     shows_tracebacks,
 )
@@ -39,7 +37,6 @@ from sirchat.saved.session_list import (
     find_session,
     is_prefix_of_id,
     list_sessions,
-    names_match,
     open_saved_file,
 )
 from sirchat.saved.store import SessionStore
@@ -47,9 +44,6 @@ from sirchat.ui.lists import Matches, draw_sessions
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line, shorten
 from sirchat.ui.theme import ROLE_NAMES
-
-# The name by which `/switch` finds the original chat, of which all branches are copies.
-_MAIN_BRANCH = "main"
 
 # Of `FIXED_SETTINGS`, those that `/load` takes from the saved chat.
 _LOADED_FIXED_SETTINGS = ("description", "seed")
@@ -190,51 +184,30 @@ class SavedChat:
         old = self._autosave
         self._autosave = old.branch(name)
         old.close_without_saving()
-        id_or_main = _MAIN_BRANCH if old.id == old.family else old.id
-        old_name = format_value(old.name) if old.name else id_or_main
+        old_name = format_value(old.name) if old.name else old.id
         self._screen.note(
             f"this chat is session {self._autosave.id}{_name_part(self._autosave)}; {old.id} stays "
-            f"as it is, and /switch {old_name} goes back to it"
+            f"as it is, and /load {old_name} goes back to it"
         )
         if num_turns and rewind(self._session, num_turns):
             self._autosave.keep_file_after_reset()
             self._screen.note(f"the chat was read again: {self._session.seen:,} tokens")
             self._screen.note(repinned_note(self._session))
 
-    def switch(self, name_or_id: str) -> Session | None:
-        """Continue a branch, by id, name or "main" (the original); None if it is the current one.
-
-        Raises SessionError if this chat has no such branch.
-        """
-        branches = self._branches()
-        for branch in branches:
-            is_main = name_or_id == _MAIN_BRANCH and branch.id == self._autosave.family
-            if is_main or branch.id == name_or_id or names_match(branch.name, name_or_id):
-                return self.load(branch.id)
-        names = [branch.name or branch.id for branch in branches]
-        raise SessionError(
-            f"this chat has no branch {format_value(name_or_id)}",
-            hint=did_you_mean(name_or_id, names, "/switch ")
-            or "/branches lists the branches; /load opens other chats",
-        )
-
     def show_branches(self) -> None:
         """Print a list of this chat and its branches, the copies made by `/branch`."""
-        branches = self._branches()
+        branches, current = self._branches(), self._autosave.id
         if len(branches) > 1:
-            main, current = self._autosave.family, self._autosave.id
-            named = [replace(b, name=b.name or _MAIN_BRANCH * (b.id == main)) for b in branches]
-            self._screen.page(draw_sessions(named, self._screen.width, open_id=current))
-            here = next((b.name or b.id for b in named if b.id == current), "a new branch")
-            self._screen.note(f"you are on {here}; /switch NAME goes on with another")
+            self._screen.page(draw_sessions(branches, self._screen.width, open_id=current))
+            self._screen.note("/load ID or /load NAME goes on with another")
         else:
             self._screen.note("this chat has no branches; /branch NAME makes one")
 
     def branches_containing(self, text: str) -> list[str]:
-        """The names, for `/switch`, of other branches that contain the words `text`."""
+        """The names or ids of other branches that contain the words `text`."""
         pattern, others = whole_words(text), self._branches() if self._autosave.id else []
         return [
-            _MAIN_BRANCH if chat.id == self._autosave.family else chat.name or chat.id
+            chat.name or chat.id
             for chat in others
             if chat.id != self._autosave.id and pattern.search(saved_text(chat.path))
         ]

@@ -1,4 +1,4 @@
-"""`/branch`, `/branches` and `/switch`: the same chat goes on in two ways, and both are kept."""
+"""`/branch` and `/branches`: the same chat goes on in two ways, and both are kept."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from saved_chats import SAYINGS, Chat, completions, refusal, resumed, saved
+from saved_chats import SAYINGS, Chat, refusal, resumed, saved
 from sirchat.saved.session_list import list_sessions
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -20,43 +20,40 @@ def test_a_branch_goes_on_by_itself_and_the_chat_stays_as_it_was(folder: Path) -
     chat.do("/save trunk")
     shown = chat.do("/branch other way")
     assert 'called "other way"' in shown
-    assert '/switch "trunk" goes back to it' in shown
+    assert '/load "trunk" goes back to it' in shown
     chat.say(SAYINGS[3])
     assert chat.texts == SAYINGS[:4]
-    chat.do("/switch trunk")
+    chat.do("/load trunk")
     assert (chat.session.seen, chat.session.turns) == (seen, turns)
     chat.say(SAYINGS[4])
-    chat.do("/switch other way")
+    assert chat.do("/switch other way").startswith("/switch is now called /load\n")
     assert chat.texts == SAYINGS[:4]
     chat.saved_chat.close()
-    assert "trunk" in completions("/switch ")
     assert resumed(folder, "trunk")[0].turns != chat.session.turns
     resumed(folder, "other way", rebuild=True)
     assert len({saved.family for saved in list_sessions(folder).sessions}) == 1
 
 
-def test_branches_lists_this_chat_and_those_of_it_alone_and_main_is_the_first() -> None:
+def test_branches_lists_this_chat_and_those_of_it_alone(folder: Path) -> None:
     chat = Chat()
     chat.say(SAYINGS[0])
     assert "/branch NAME makes one" in chat.do("/branches")
-    assert "/switch main goes back to it" in chat.do("/branch one")
+    (first,) = list_sessions(folder).sessions
+    assert f"/load {first.id} goes back to it" in chat.do("/branch one")
     chat.do("/branch two")  # of a branch: the same family
     listed = chat.do("/branches")
     assert listed.count("(this chat)") == 1
-    assert "main: " in listed
-    assert listed.endswith("you are on two; /switch NAME goes on with another\n")
+    assert listed.endswith("/load ID or /load NAME goes on with another\n")
     other = Chat()
     other.say(SAYINGS[1])
     other.do("/save elsewhere")
     other.saved_chat.close()
-    assert chat.do("/switch") == listed
+    assert chat.do("/branches") == listed
     assert "elsewhere" not in listed
     assert listed.count(" 2 messages  ") == 3
     chat.say(SAYINGS[1])
-    chat.do("/switch main")
+    chat.do(f"/load {first.id}")
     assert chat.texts == SAYINGS[:1]
-    chat.do("/save trunk")
-    assert "\nyou are on trunk; " in chat.do("/branches")
 
 
 def test_a_branch_begins_some_messages_ago_and_has_a_memory_of_its_own() -> None:
@@ -97,7 +94,6 @@ def test_what_can_not_be_branched_is_said_in_one_line_and_nothing_changes(folder
     assert "/branch needs NAME" in refusal(chat, "/branch")
     assert "only 2 of your messages can be taken back, not 3" in refusal(chat, "/branch one 3")
     assert 'is called "trunk"; allowed' in refusal(chat, "/branch trunk")
-    assert 'no branch "twig"' in refusal(chat, "/switch twig")
     assert len(list_sessions(folder).sessions) == 1
     assert chat.texts == SAYINGS[:2]
 

@@ -159,16 +159,17 @@ def test_former_names_of_commands_still_work_and_say_the_new_name(chat: Chat) ->
 
 
 def test_branches_that_still_have_the_words_are_named_before_and_after(chat: Chat) -> None:
+    chat.do("/save main")
     chat.do("/branch trip")
     chat.say("Plums make none.")
     chat.do("/branch end")
-    stays = "it stays in branches {}: /switch NAME, and /erase it there"
+    stays = "it stays in branches {}: /load NAME, and /erase it there"
     assert stays.format("trip") in do(chat, "/erase plums")
     shown = do(chat, "/erase marmalade")
     assert any(stays.format(names) in shown for names in ("trip, main", "main, trip"))
     shown = do(chat, "/erase --yes")
     assert any(stays.format(names) in shown for names in ("trip, main", "main, trip"))
-    chat.do("/switch main")
+    chat.do("/load main")
     assert stays.format("trip") in do(chat, "/erase --yes turn 0")
-    chat.do("/switch trip")
+    chat.do("/load trip")
     assert "stays in" not in do(chat, "/erase --yes marmalade")

@@ -253,7 +253,7 @@ class Talk:
         self.claim(not pattern.search(self.said()), shown)
         for count in re.findall(r"erased (\d+) tokens?|(\d+) tokens? erased", shown):
             self.claim(int("".join(count)) == len(self.flagged(Flag.ERASED) - before), shown)
-        named = re.findall("it stays in branches (.*?): /switch", shown)
+        named = re.findall("it stays in branches (.*?): /load", shown)
         self.claim(set(", ".join(named).split(", ")) - {""} == stays, f"{stays}: {shown}")
         self.recalled = 0
 
@@ -261,9 +261,11 @@ class Talk:
         if not self.chat.session.turns:
             return
         self.branches[self.branch] = self.said(), list(self.told)
+        if len(self.branches) == 1:
+            self.do("/save main")
         if len(self.branches) > 1 and self.draw.random() < 0.5:
             self.branch = self.draw.choice(sorted({*self.branches} - {self.branch}))
-            self.do(f"/switch {self.branch}")
+            self.do(f"/load {self.branch}")
             self.told = list(self.branches[self.branch][1])
             self.by_hand, self.recalled = False, 0  # it is loaded anew
         else:
