@@ -1,8 +1,8 @@
 """The commands `sirchat models ...`, which list, measure, choose, download and check models."""
 
-import json as json_format
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,14 +15,12 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve, write_default_setting
 from sirchat.errors import ModelError, UsageError
 from sirchat.models.hub import require_available
-from sirchat.models.listing import FoundModel
 from sirchat.paths import read_yaml
 from sirchat.ui.text import displayable_line
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sirchat.models.fit import MemoryNeed
     from sirchat.ui.lists import ListedModel
 
 _FLAGS = read_yaml(__file__, "models")
@@ -30,28 +28,15 @@ models_app = typer.Typer(add_completion=False, invoke_without_command=True)
 
 
 @models_app.callback()
-@with_flags(_FLAGS["models"])
-def models(
-    context: typer.Context,
-    folders: list[Path] | None = None,
-    budget: str | None = None,
-    json: bool = False,
-) -> None:
+def models(context: typer.Context) -> None:
     """List the models on this machine; with a command, download or choose a model."""
     if context.invoked_subcommand is None:
-        models_list(folders, budget, json)
-    elif folders or budget or json:
-        raise UsageError(
-            f"options before {context.invoked_subcommand} have no effect",
-            hint=f"put the options after {context.invoked_subcommand}",
-        )
+        models_list()
 
 
 @models_app.command("list")
 @with_flags(_FLAGS["models_list"])
-def models_list(
-    folders: list[Path] | None = None, budget: str | None = None, json: bool = False
-) -> None:
+def models_list(folders: list[Path] | None = None, budget: str | None = None) -> None:
     """List the models that --model can name.
 
     These are the bundled models, smollm2, models in your own folder (`sirchat paths` names this
@@ -59,19 +44,26 @@ def models_list(
     allocate at its budget. The last column is the largest budget, in tokens, for which the free
     memory suffices; sirchat models fit NAME tells more.
     """
+    from sirchat.ui.lists import print_models
+
+    print_models(listed_models(folders or (), budget), _console())
+
+
+def listed_models(folders: Sequence[Path], budget: str | None) -> "list[ListedModel]":
+    """The models on this machine and in `folders`; raises UsageError if a folder is missing."""
     from sirchat.chat.model_defaults import affordable_rows
     from sirchat.models.fit import compute_fit
     from sirchat.models.listing import find_model, find_models
     from sirchat.models.shape import cache_bytes, free_memory
-    from sirchat.ui.lists import ListedModel, print_models
+    from sirchat.ui.lists import ListedModel
 
-    paths_of_folders = [Path(os.path.expanduser(folder)) for folder in folders or ()]
-    for folder in paths_of_folders:
+    folders = [folder.expanduser() for folder in folders]
+    for folder in folders:
         if not folder.is_dir():
             raise UsageError(f"--in: there is no folder {str(folder)!r}")
     profile, free = _resolve_profile(budget), free_memory()
     models: list[ListedModel] = []
-    found = find_models(paths_of_folders)
+    found = find_models(folders)
     if all(model.name != profile.model for model in found):  # a file or a folder elsewhere
         with suppress(ModelError):
             found.append(find_model(profile.model))
@@ -85,40 +77,24 @@ def models_list(
             largest = compute_fit(model, profile, free).choices[0].largest_budget
         cache = cache_bytes(shape, profile, rows)
         models.append(ListedModel(model, rows, cache, largest, is_default))
-    if json:
-        _print_json([_listed_data(model) for model in models])
-    else:
-        print_models(models, _console())
+    return models
 
 
 @models_app.command("fit")
 @with_flags(_FLAGS["models_fit"])
-def models_fit(name: str, json: bool = False) -> None:
+def models_fit(name: str) -> None:
     """Show how much memory a model takes, and the largest budget that fits.
 
     Only headers and config files are read. The first row is for your settings, the others for other
     settings. The largest budget is what the free memory has room for, after the weights and
     500 MB for the program itself, and no more than the model's context.
     """
-    from sirchat.models.fit import PROGRAM_BYTES, TOKENS_PER_HOUR, compute_fit
+    from sirchat.models.fit import compute_fit
     from sirchat.models.listing import find_model
     from sirchat.models.shape import free_memory
+    from sirchat.ui.lists import print_fit
 
-    fit = compute_fit(find_model(name), _resolve_profile(None), free_memory())
-    if not json:
-        from sirchat.ui.lists import print_fit
-
-        print_fit(fit, _console())
-        return
-    data = {
-        **_model_data(fit.found),
-        "weights": fit.weights,
-        "free_bytes": fit.free,
-        "program_bytes": PROGRAM_BYTES,
-        "tokens_per_hour": TOKENS_PER_HOUR,
-        "choices": [_choice_data(choice) for choice in fit.choices],
-    }
-    _print_json(data)
+    print_fit(compute_fit(find_model(name), _resolve_profile(None), free_memory()), _console())
 
 
 @models_app.command("default")
@@ -191,42 +167,6 @@ def models_recommend() -> None:
     typer.echo(f"to download it ({format_bytes(model['download'])}): {command}")
 
 
-def _choice_data(choice: "MemoryNeed") -> dict[str, object]:
-    return {
-        "setting": choice.setting,
-        "precision": choice.precision,
-        "weights_bytes": choice.weights,
-        "loading_bytes": choice.loading,
-        "reading_bytes": choice.working,
-        "kv_cache_bytes": {str(budget): size for budget, size in choice.caches.items()},
-        "archive_bytes_per_hour": choice.archive,
-        "largest_budget": choice.largest_budget,
-    }
-
-
-def _listed_data(model: "ListedModel") -> dict[str, object]:
-    return {
-        **_model_data(model.found),
-        "source": model.found.source,
-        "bytes": model.found.size,
-        "budget": model.budget,
-        "kv_cache_bytes": model.cache,
-        "largest_budget": model.largest_budget,
-        "default": model.is_default,
-        "problem": model.found.problem,
-    }
-
-
-def _model_data(model: FoundModel) -> dict[str, object]:
-    shape = model.shape
-    return {
-        "name": model.name,
-        "path": str(model.path) if model.path is not None else None,
-        "kind": shape.kind if shape is not None else None,
-        "context_length": shape.context_length if shape is not None else None,
-    }
-
-
 def _resolve_profile(budget: str | None) -> Profile:
     return resolve(None, {"budget": budget} if budget else {}, os.environ)
 
@@ -235,10 +175,6 @@ def _console() -> "Console":
     from sirchat.ui.screen import make_console
 
     return make_console()
-
-
-def _print_json(data: object) -> None:
-    typer.echo(json_format.dumps(data, indent=2))
 
 
 def _print_remark(text: str) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,7 +10,9 @@ from chatting import save_babbler, tiny
 from command import run
 from gguf_file import write_gguf
 from sirchat.chat.session import Session
+from sirchat.cli.models import listed_models
 from sirchat.config.profile import Profile
+from sirchat.ui.lists import ListedModel, format_bytes
 
 NAME = "a-model-of-a-name-as-long-as-those-of-the-hub-are-today-Q4_1.gguf"
 DAMAGED = "m/\x1b[31mred\x07.gguf"
@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("columns", [40, 160])
 def test_nothing_is_cut_at_any_width(folder: Path, columns: int) -> None:
-    done = run("models", "--in", str(folder), COLUMNS=str(columns))
+    done = run("models", "list", "--in", str(folder), COLUMNS=str(columns))
     assert done.returncode == 0
     for name in ("tiny", "tiny-anchor", "smollm2", f"m/{NAME}", "m/babbler"):
         assert name in done.stdout
@@ -48,22 +48,28 @@ def test_nothing_is_cut_at_any_width(folder: Path, columns: int) -> None:
     assert max(map(len, usable)) <= max(columns, len(f"m/{NAME}"))
 
 
-def test_a_damaged_file_is_one_line_without_control_characters_and_json_has_the_same(
-    folder: Path,
+def test_a_damaged_file_is_one_line_without_control_characters(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = run("models", "--in", str(folder))
+    done = run("models", "list", "--in", str(folder))
     (line,) = (one for one in done.stdout.splitlines() if "red" in one)
     assert line.startswith("m/red.gguf: cannot be used: ")
     assert "\x1b" not in done.stdout
     assert done.stderr == ""
-    models = listed("--in", str(folder))
-    assert models["m/babbler"]["context_length"] == 4096
-    assert models[f"m/{NAME}"]["kind"] == "llama Q4_1"
-    assert models[DAMAGED]["problem"]
-    assert {model["source"] for model in models.values()} <= {"bundled", "package", "folder", "hub"}
+    models = listed(folder)
+    assert models["m/babbler"].found.shape.context_length == 4096  # type: ignore[union-attr]
+    assert models[f"m/{NAME}"].found.shape.kind == "llama Q4_1"  # type: ignore[union-attr]
+    assert models[DAMAGED].found.problem
+    assert {model.found.source for model in models.values()} <= {
+        "bundled",
+        "package",
+        "folder",
+        "hub",
+    }
     # The budget is no more than the context, and all of it under `full`.
-    assert listed("--budget", "999999")["tiny"]["budget"] == 2048
-    assert listed(SIRCHAT_POLICY="full")["tiny"]["budget"] == 2048
+    assert listed(budget="999999")["tiny"].budget == 2048
+    monkeypatch.setenv("SIRCHAT_POLICY", "full")
+    assert listed()["tiny"].budget == 2048
 
 
 def test_fit_says_what_a_model_takes_and_agrees_with_the_list(folder: Path) -> None:
@@ -76,35 +82,30 @@ def test_fit_says_what_a_model_takes_and_agrees_with_the_list(folder: Path) -> N
     assert "as set (float32) 9.4 MB 19 MB" in lines
     for begin in ("--dtype bfloat16 9.9 MB ", "--quantize int8 5.0 MB "):
         assert any(line.startswith(begin) for line in lines)
-    told = json.loads(run("models", "fit", f"m/{NAME}", "--json").stdout)
-    first, *others = told["choices"]
-    row = listed("--in", "m", "--budget", "1024")[f"m/{NAME}"]
-    assert first["kv_cache_bytes"]["1024"] == row["kv_cache_bytes"]
-    assert first["setting"] == ""
-    assert told["tokens_per_hour"] == 10_000
-    assert {"--dtype float32", "--dtype bfloat16"} & {choice["setting"] for choice in others}
+    cache = format_bytes(listed(Path("m"), budget="1024")[f"m/{NAME}"].cache)
+    fits = run("models", "fit", f"m/{NAME}").stdout.split("KV cache for a budget of")[1]
+    assert f"as set (packed) {cache} " in " ".join(fits.split())
 
 
-def listed(*words: str, **variables: str) -> dict[str, Any]:
+def listed(*folders: Path, budget: str | None = None) -> dict[str, ListedModel]:
     """The models of the list, by name."""
-    models = json.loads(run("models", "list", "--json", *words, **variables).stdout)
-    return {model["name"]: model for model in models}
+    return {model.found.name: model for model in listed_models(folders, budget)}
 
 
 @pytest.mark.parametrize("budget", ["", "512"])
 def test_the_memory_is_what_a_chat_allocates(folder: Path, budget: str) -> None:
-    told = listed(*(["--budget", budget] if budget else []))["tiny"]
+    told = listed(budget=budget or None)["tiny"]
     chat = Session(tiny(), Profile(device="cpu", budget=int(budget or 1024)))
     list(chat.read_user("Hello."))
-    assert told["budget"] == chat.budget
-    assert told["kv_cache_bytes"] == sum(place.cache for place in chat.memory)
+    assert told.budget == chat.budget
+    assert told.cache == sum(place.cache for place in chat.memory)
 
 
 def test_the_list_marks_the_default_and_says_the_largest_budget_that_fits(folder: Path) -> None:
     """tiny takes 500 MB with the program; whoever runs this test has them."""
-    models = listed("--in", str(folder))
-    assert models["tiny"]["largest_budget"] in (2048, None)  # None: it is not known what is free
-    assert models[DAMAGED]["largest_budget"] is None
+    models = listed(folder)
+    assert models["tiny"].largest_budget in (2048, None)  # None: it is not known what is free
+    assert models[DAMAGED].largest_budget is None
     lines = run("models", SIRCHAT_MODEL="tiny-anchor", COLUMNS="160").stdout.splitlines()
     assert lines[0].endswith("fits up to")
     assert lines[1].split()[-1] in ("2,048", "?")
@@ -115,9 +116,8 @@ def test_the_list_marks_the_default_and_says_the_largest_budget_that_fits(folder
 
 
 def test_what_is_wrong_is_said(folder: Path) -> None:
-    assert "there is no folder 'nowhere'" in run("models", "--in", "nowhere").stderr
-    assert "budget can't be" in run("models", "--budget", "many").stderr
-    assert run("models", "--json", "list").returncode == 2
+    assert "there is no folder 'nowhere'" in run("models", "list", "--in", "nowhere").stderr
+    assert "budget can't be" in run("models", "list", "--budget", "many").stderr
     done = run("models", "fit", "me/other")
     assert done.returncode == 1
     assert done.stderr == (
