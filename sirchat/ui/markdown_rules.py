@@ -27,7 +27,6 @@ _FORMULA = re.compile(
     r"\\\(.{1,2000}?\\\)|\\\[.{1,2000}?\\\]|\$\$[^$]+\$\$|\$(?![\s$])[^$\n]*(?<![\s$])\$(?!\d)",
     re.DOTALL,
 )
-_FORMULA_ENDS = {"\\[": "\\]", "$$": "$$"}
 # Python's prompt, or a comparison: >= 3, >5, >-1
 _NOT_A_QUOTE = re.compile(r">(?:>>|=|[-+.$€£]?\d)")
 _CELL_ENDS = re.compile(r"(?<!\\)\|")
@@ -51,7 +50,6 @@ def markdown_parser() -> MarkdownIt:
     parser.block.ruler.at("blockquote", _quote, {"alt": ["paragraph", "blockquote", "list"]})
     parser.block.ruler.at("list", _list, {"alt": ["paragraph", "blockquote"]})
     parser.block.ruler.at("heading", _heading, {"alt": ["paragraph", "blockquote"]})
-    parser.block.ruler.before("code", "formula", _formula_block, {"alt": ["paragraph"]})
     return parser
 
 
@@ -148,27 +146,6 @@ def _link(state: StateInline, silent: bool) -> bool:
 def _line_text(state: StateBlock, line: int) -> str:
     """A line without the marks of lists and quotes at its beginning."""
     return state.src[state.bMarks[line] + state.tShift[line] : state.eMarks[line]]
-
-
-def _formula_block(state: StateBlock, start: int, end: int, silent: bool) -> bool:
-    """Make a paragraph of a formula whose lines would be lists, quotes or headings."""
-    closer = _FORMULA_ENDS.get(_line_text(state, start)[:2])
-    if closer is None or state.is_code_block(start):
-        return False
-    line, text = start, _line_text(state, start)[2:]
-    while closer not in text:
-        line += 1
-        if line >= end or state.isEmpty(line) or state.sCount[line] < state.blkIndent:
-            return False
-        text = _line_text(state, line)
-    if not silent:
-        state.line = line + 1
-        state.push("paragraph_open", "p", 1).map = [start, state.line]
-        inline = state.push("inline", "", 0)
-        inline.content = state.getLines(start, state.line, state.blkIndent, False).strip()
-        inline.map, inline.children = [start, state.line], []
-        state.push("paragraph_close", "p", -1)
-    return True
 
 
 def _table(state: StateBlock, start: int, end: int, silent: bool) -> bool:

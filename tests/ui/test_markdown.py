@@ -220,7 +220,7 @@ def test_a_link_shows_where_it_leads_and_is_no_terminal_hyperlink(terminal: Fake
 def test_marks_and_formulas_over_lines_are_shown_as_written() -> None:
     patch = "+ added\n- removed\n+ more"
     assert _rows(patch) == patch.split("\n")
-    formula = "\\[ a\n- b\\,c\n> 0\n\\]"
+    formula = "\\[ a^{*}\n= b^{*}\\,c\n\\]"
     assert _rows(formula) == formula.split("\n")
     assert _rows("one\\\ntwo") == ["one\\", "two"]
     assert _rows("```python title=app.py\nx\n```") == ["python title=app.py", "x"]
