@@ -1,4 +1,4 @@
-"""Puts the texts of files that the user names by `@path` or `/read` into messages."""
+"""Puts the texts of files that the user names by `@path` into messages."""
 
 from __future__ import annotations
 
@@ -108,17 +108,6 @@ def unfinished_mention(before: str) -> str | None:
     """The name after an `@` at the end of `before`, with its opening quote; else None."""
     match = _UNFINISHED_MENTION.search(before)
     return match[0][1:] if match else None
-
-
-def attach_named_files(arguments: str) -> tuple[str, list[AttachedFile]]:
-    """The message that `/read FILE [QUESTION]` sends, and its files; raises UsageError."""
-    name, question = split_leading_path(arguments)
-    if not name:
-        raise UsageError(
-            "/read: expected the name of a file", hint="type /read FILE, or /read FILE QUESTION"
-        )
-    files = load_attachments(name)
-    return _build_message(files, question), files
 
 
 def load_attachments(name: str) -> list[AttachedFile]:

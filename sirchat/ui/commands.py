@@ -21,7 +21,6 @@ from sirchat.config.values import format_number
 from sirchat.errors import SettingError, UsageError, did_you_mean
 from sirchat.memory.registry import RETRIEVERS
 from sirchat.paths import read_yaml
-from sirchat.ui.attaching import attach_named_files, describe_size
 from sirchat.ui.erasing import EraseCommand
 from sirchat.ui.exporting import copy_reply, export_chat
 from sirchat.ui.lists import ALSO_KEPT, describe_memory, draw_policies, draw_settings
@@ -55,13 +54,6 @@ class Leave:
 
 
 @dataclass(frozen=True)
-class Send:
-    """Asks the chat to send the message `text` to the model."""
-
-    text: str
-
-
-@dataclass(frozen=True)
 class Continue:
     """Asks the chat to continue the last reply, which was cut."""
 
@@ -87,7 +79,7 @@ class SwitchSession:
 
 
 # What a command asks the chat to do after the command has run.
-Action = Leave | Send | Continue | Retry | Edit | Summarize | SwitchSession
+Action = Leave | Continue | Retry | Edit | Summarize | SwitchSession
 
 
 class Commands:
@@ -326,11 +318,6 @@ class Commands:
 
     def do_edit(self, arguments: str) -> Action:
         return Edit(arguments)
-
-    def do_read(self, arguments: str) -> Action:
-        text, files = attach_named_files(arguments)
-        self._screen.note(describe_size(files, self._session))
-        return Send(text)
 
     def do_copy(self, arguments: str) -> None:
         copy_reply(self._session, self._screen, arguments)

@@ -37,7 +37,7 @@ Suggestion = tuple[str, str]
 # A word that can follow a command, such as `on` in its arguments `[NAME|on NAME]`.
 _ARGUMENT_WORD = re.compile(r"(?<![A-Za-z-])(?:--)?[a-z][a-z0-9]*")
 _PATH_COMMAND = re.compile(  # the start of a command whose argument is a path
-    rf"/(?:read|export +(?:{'|'.join(EXPORT_FORMATS)})|set +(?:format|json_schema)) +"
+    rf"/(?:export +(?:{'|'.join(EXPORT_FORMATS)})|set +(?:format|json_schema)) +"
 )
 
 

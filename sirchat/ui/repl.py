@@ -29,7 +29,6 @@ from sirchat.ui.commands import (
     Continue,
     Edit,
     Leave,
-    Send,
     Summarize,
     SwitchSession,
 )
@@ -147,7 +146,7 @@ class Chat:
         """Run the line as a command, or send it; print errors. Returns False if the user leaves."""
         try:
             if line.is_command:
-                return self._perform(self._commands.run(line.text), line)
+                return self._perform(self._commands.run(line.text))
             if line.text.strip().casefold() in _EXIT_WORDS and not self._has_asked_to_leave:
                 return not self._ask_whether_to_leave()
             # From here on Ctrl-C stops the reply, and the message stays.
@@ -176,13 +175,11 @@ class Chat:
         self._screen.note("nothing was sent; send that line again to send it as a message")
         return False
 
-    def _perform(self, action: Action | None, line: InputLine) -> bool:
-        """Do what the command in `line` asks for; returns False if the user leaves."""
+    def _perform(self, action: Action | None) -> bool:
+        """Do what a command asks for; returns False if the user leaves."""
         match action:
             case Leave():
                 return False
-            case Send(text):
-                self._send(text, line)
             case Continue():
                 self._make_undoable()
                 self._run_turn(lambda interrupted: go_on(self._session, interrupted))

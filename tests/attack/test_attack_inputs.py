@@ -241,5 +241,5 @@ def test_a_name_that_no_file_can_have_is_refused() -> None:
 @pytest.mark.usefixtures("confined")
 def test_an_error_of_a_command_shows_no_control_character() -> None:
     with pytest.raises(SirchatError, match="u000e") as caught:
-        Chat().do("/read a\x0eb\x9b.txt")
+        Chat().do("/export a\x0eb\x9b.txt x")
     refuse_odd_display(str(caught.value))

@@ -1,9 +1,8 @@
-"""`@path` and `/read`: which words of a message name files, and what is sent in their place."""
+"""`@path`: which words of a message name files, and what is sent in their place."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,9 @@ from fake_terminal import FakeTerminal
 from sirchat.errors import UsageError
 from sirchat.ui.attaching import (
     attach_mentions,
-    attach_named_files,
     describe_size,
     escape_mentions,
+    split_leading_path,
 )
 from typed_chat import TypedChat
 
@@ -175,7 +174,6 @@ def test_a_folder_and_a_pattern_bring_their_text_files(
     for file in attached:
         assert f"```{file.name}\nin {Path(file.name).name}\n```" in text
     assert text.endswith(f"\n\nLook at {named}, please.")
-    assert attach_named_files(f'"{named}"')[1] == attached
 
 
 @pytest.mark.parametrize("word", ["@*", "@?", "@*.none", "@src/*.rs", "@[a]", "@**", "@a*"])
@@ -184,44 +182,34 @@ def test_signs_that_match_no_file_or_are_no_path_are_plain_text(folder: Path, wo
     assert sent(f"see {word} here")[0] == f"see {word} here"
 
 
-@pytest.mark.parametrize(
-    ("read", "text"),
-    [
-        *((sent, f"see {word}") for word in ("@docs/", "@./docs", "@/dev/zero", "@bin.dat")),
-        *((attach_named_files, rest) for rest in ("", '""', "none.txt", "docs", "a b.md")),
-    ],
-)
-def test_what_is_no_text_file_refuses_the_message_and_the_command_in_one_line(
-    folder: Path, read: Callable[[str], object], text: str
-) -> None:
+@pytest.mark.parametrize("word", ["@docs/", "@./docs", "@/dev/zero", "@bin.dat"])
+def test_what_is_no_text_file_refuses_the_message_in_one_line(folder: Path, word: str) -> None:
     (folder / "bin.dat").write_bytes(b"\0")
     with pytest.raises(UsageError) as caught:
-        read(text)
+        sent(f"see {word}")
     assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_speaks_of_files_brings_no_other(folder: Path) -> None:
-    (folder / "a.txt").write_text("@notes.txt and /read notes.txt", encoding="utf-8")
-    assert sent("@a.txt")[0] == "```a.txt\n@notes.txt and /read notes.txt\n```"
-    assert attach_named_files("a.txt see @notes.txt")[0].endswith("\n\nsee @notes.txt")
+    (folder / "a.txt").write_text("@notes.txt and so on", encoding="utf-8")
+    assert sent("@a.txt")[0] == "```a.txt\n@notes.txt and so on\n```"
 
 
 @pytest.mark.parametrize(
-    ("rest", "message"),
+    ("text", "parts"),
     [
-        ("notes.txt", NOTES),
-        ("notes.txt what   is to do?", f"{NOTES}\n\nwhat   is to do?"),
-        ('"notes.txt" why?', f"{NOTES}\n\nwhy?"),
-        ('"a b.md"', "```a b.md\nspaced\n```"),
-        (r"a\ b.md why?", "```a b.md\nspaced\n```\n\nwhy?"),
-        ("'a b.md'", "```a b.md\nspaced\n```"),
-        ('"a b.md', "```a b.md\nspaced\n```"),
+        ("notes.txt", ("notes.txt", "")),
+        ("notes.txt  and   so", ("notes.txt", "and   so")),
+        ('"notes.txt" so', ("notes.txt", "so")),
+        (r"a\ b.md so", ("a b.md", "so")),
+        ("'a b.md'", ("a b.md", "")),
+        ('"a b.md', ("a b.md", "")),
     ],
 )
-def test_read_sends_the_file_and_then_the_question(rest: str, message: str) -> None:
-    text, (file,) = attach_named_files(rest)
-    assert text == message
-    assert file.block in message
+def test_a_name_of_a_file_is_typed_as_a_shell_takes_it(
+    folder: Path, text: str, parts: tuple[str, str]
+) -> None:
+    assert split_leading_path(text) == parts
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_words_around_a_word_are_of_its_writer_and_not_of_the_prompt_that_a_temp
     [
         ("/unpin", "TEXT|last|turn N (for example: /unpin last)"),
         ("/export", "md|json FILE [--force] (for example: /export md talk.md)"),
-        *((command, "") for command in ("/erase", "/read", "/branch", "/search")),
+        *((command, "") for command in ("/erase", "/branch", "/search")),
     ],
 )
 def test_a_command_alone_that_needs_words_says_what_to_type(command: str, needs: str) -> None:
