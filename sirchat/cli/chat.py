@@ -3,7 +3,7 @@
 import os
 import stat
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +23,7 @@ from sirchat.cli.question import read_question
 from sirchat.config.profile import FIXED_SETTINGS, Profile
 from sirchat.config.profile_files import changed_profile, load_profile, resolve, trusted_policies
 from sirchat.config.values import parse_value
-from sirchat.errors import SessionError, SirchatError, TranscriptError, UsageError, is_output_closed
+from sirchat.errors import SirchatError, TranscriptError, UsageError, is_output_closed
 from sirchat.memory.policies import import_typed
 from sirchat.paths import read_yaml, sessions_dir
 from sirchat.text.json_schema import load_schema
@@ -52,7 +52,6 @@ class _Opening(NamedTuple):
     profile: Profile
     store: "SessionStore | None" = None
     later: Mapping[str, Any] = MappingProxyType({})  # settings to switch to once it is loaded
-    passed_over: Sequence[SessionError] = ()  # why newer chats than the last can't be opened
 
 
 def open_chat(
@@ -107,16 +106,11 @@ def open_chat(
 def _open_for_chat(
     resume: str | None, flags: dict[str, Any], *, branch: str | None, rebuild: bool
 ) -> _Opening:
-    """The settings for a chat, and its saved chat; says which newer ones can't be opened."""
+    """The settings for a chat, and its saved chat."""
     if resume is None:
         return _Opening(profile_from_flags(flags))
     at_opening = None if rebuild else _SETTINGS_BEFORE_LOADING | _DISPLAY_SETTINGS
-    opening = _open_saved_file(resume, flags, at_opening, branch=branch)
-    if opening.store is not None:
-        name = opening.store.name or opening.store.id
-        for error in opening.passed_over:
-            _print_remark(f"sirchat: {error}; continuing with session {name}")
-    return opening
+    return _open_saved_file(resume, flags, at_opening, branch=branch)
 
 
 @with_setting_flags
@@ -190,13 +184,9 @@ def _may_use_server(server: str, local_flags: Mapping[str, bool]) -> bool:
 
 
 def _open_for_question(resume: str | None, flags: dict[str, Any], *, about_text: bool) -> _Opening:
-    """The settings for a question, and its saved chat; raises if the last chat is in use."""
+    """The settings for a question, and its saved chat."""
     if resume is not None:
-        opening = _open_saved_file(resume, flags, _SETTINGS_BEFORE_LOADING)
-        if opening.store is not None and opening.passed_over:
-            opening.store.close()
-            raise opening.passed_over[0]
-        return opening
+        return _open_saved_file(resume, flags, _SETTINGS_BEFORE_LOADING)
     profile = profile_from_flags(flags)
     if about_text and "temperature" not in profile.model_fields_set:
         profile = profile.model_copy(update={"temperature": 0.0})  # a fact is there, or not
@@ -350,7 +340,8 @@ def _open_saved_file(
     The settings in `flags` apply at opening if `at_opening` names them, or all if that is None.
     """
     from sirchat.saved.saved_state import saved_profile
-    from sirchat.saved.session_list import copy_session, open_saved_file
+    from sirchat.saved.session_list import copy_session, find_session
+    from sirchat.saved.store import SessionStore
 
     trusted = trusted_policies(flags)
     settings: dict[str, object] = {}
@@ -368,12 +359,12 @@ def _open_saved_file(
         default = resolve(None, {"trust_policy": [*trusted]}, os.environ)
         first.setdefault("learn_encoder", default.learn_encoder)
     if branch is None:
-        store, passed_over = open_saved_file(sessions_dir(), ident)
+        store = SessionStore.open(find_session(sessions_dir(), ident))
     else:
-        store, passed_over = copy_session(sessions_dir(), ident, branch), []
+        store = copy_session(sessions_dir(), ident, branch)
     try:
         profile = changed_profile(saved_profile(store, trusted), "--resume", **first)
     except SirchatError:
         store.close()
         raise
-    return _Opening(profile, store, settings, passed_over)
+    return _Opening(profile, store, settings)

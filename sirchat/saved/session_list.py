@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
 from sirchat import paths
-from sirchat.errors import DamagedSessionError, SessionError, did_you_mean, format_value
+from sirchat.errors import SessionError, did_you_mean, format_value
 from sirchat.saved.database import (
     SUFFIX,
     UNDECODABLE,
@@ -111,18 +111,24 @@ def _key_value_files(folder: Path) -> list[tuple[float, int, Path]]:
     return sorted(found)
 
 
-def find_session(folder: Path, ident: str, *, may_be_open: bool = False) -> Path:
+def find_session(folder: Path, ident: str, *, may_be_open: bool = False, own_id: str = "") -> Path:
     """The file of the session with the id, name, or beginning of an id `ident`; `last`: the newest.
 
-    Raises SessionError if none or several match, or if the newest is open in another process and
-    `may_be_open` is False.
+    The newest is not `own_id`, the session open here. Raises SessionError if none or several match,
+    or if the newest is open in another process and `may_be_open` is False.
     """
     if ident == "last":
-        for chat in _summaries(folder, session_files(folder), []):
+        files = [name for name in session_files(folder) if name != f"{own_id}{SUFFIX}"]
+        for chat in _summaries(folder, files, []):
             if chat.in_use and not may_be_open:
-                raise _open_elsewhere(chat)
+                raise SessionError(
+                    f"the last chat, {chat.name or chat.id}, is open in another process",
+                    hint="close it there, or name another chat: sirchat sessions lists all; "
+                    "--branch NAME goes on in a copy",
+                )
             return chat.path
-        raise SessionError(f"there is no saved session in {folder}")
+        others = "no other saved session than this chat" if own_id else "no saved session"
+        raise SessionError(f"there is {others} in {folder}")
     ids = sorted(name.removesuffix(SUFFIX) for name in session_files(folder))
     if ident in ids:
         return folder / f"{ident}{SUFFIX}"
@@ -147,38 +153,6 @@ def find_session(folder: Path, ident: str, *, may_be_open: bool = False) -> Path
 
 def is_prefix_of_id(folder: Path, ident: str) -> bool:
     return any(name.removesuffix(SUFFIX).startswith(ident) for name in session_files(folder))
-
-
-def open_saved_file(
-    folder: Path, ident: str, own_id: str = ""
-) -> tuple[SessionStore, list[SessionError]]:
-    """Open the session `ident` (see `find_session`), but not `own_id`, the session open here.
-
-    For `last`, the newest session that can be opened; the errors of newer ones (damaged, or open
-    elsewhere) are returned with it. Raises SessionError if none can be opened.
-    """
-    if ident != "last":
-        return SessionStore.open(find_session(folder, ident)), []
-    errors: list[SessionError] = []
-    in_use = list[SavedSession]()
-    files = [name for name in session_files(folder) if name != f"{own_id}{SUFFIX}"]
-    for chat in _summaries(folder, files, errors):
-        if chat.in_use:
-            in_use.append(chat)
-            continue
-        try:
-            store = SessionStore.open(chat.path)
-            newer = [_open_elsewhere(other) for other in in_use[:1]]
-            return store, [*newer, *_damaged(errors)]
-        except DamagedSessionError as error:
-            errors.append(error)
-    if in_use:
-        return SessionStore.open(in_use[0].path), []  # raises what says by whom it is used
-    if damaged := _damaged(errors):
-        raise damaged[-1]
-    is_saved = own_id and (folder / f"{own_id}{SUFFIX}").exists()
-    others = "no other saved session than this chat" if is_saved else "no saved session"
-    raise SessionError(f"there is {others} in {folder}")
 
 
 def copy_session(folder: Path, ident: str, name: str) -> SessionStore:
@@ -287,17 +261,6 @@ def reveals_text(name: str, erased_text: str, *, is_whole_turn: bool) -> bool:
     name_key, text_key = _name_key(name), _name_key(erased_text)
     is_revealing = text_key in name_key or (is_whole_turn and name_key in text_key)
     return bool(name_key and text_key) and is_revealing
-
-
-def _open_elsewhere(chat: SavedSession) -> SessionError:
-    return SessionError(
-        f"the last chat, {chat.name or chat.id}, is open in another process",
-        hint="close that chat first, or name another one: sirchat sessions lists all",
-    )
-
-
-def _damaged(errors: Iterable[SessionError]) -> list[DamagedSessionError]:
-    return [error for error in errors if isinstance(error, DamagedSessionError)]
 
 
 def _copy_key_values(path: Path, copy: Path) -> None:

@@ -37,7 +37,6 @@ from sirchat.saved.session_list import (
     find_session,
     is_prefix_of_id,
     list_sessions,
-    open_saved_file,
 )
 from sirchat.saved.store import SessionStore
 from sirchat.ui.lists import Matches, draw_sessions
@@ -147,12 +146,11 @@ class SavedChat:
         Raises SessionError or SettingError, with the current chat unchanged.
         """
         current = self._autosave.id
-        if name_or_id != "last" and find_session(sessions_dir(), name_or_id).stem == current:
+        path = find_session(sessions_dir(), name_or_id, own_id=current)
+        if path.stem == current:
             self._screen.note(f"session {current} is this chat, which is already open")
             return None
-        store, skipped = open_saved_file(sessions_dir(), name_or_id, own_id=current)
-        for error in skipped:
-            self._screen.note(f"{error}; loading session {store.name or store.id} instead")
+        store = SessionStore.open(path)
         try:
             session = self._resume(store)
             autosave = Autosave(session, store)

@@ -30,7 +30,7 @@ from sirchat.lab.training.anchor_data import load_text
 from sirchat.models.listing import find_model, find_models
 from sirchat.models.load import load_model
 from sirchat.saved.search import search_sessions
-from sirchat.saved.session_list import find_session, list_sessions, open_saved_file, remove_session
+from sirchat.saved.session_list import find_session, list_sessions, remove_session
 from sirchat.saved.store import SessionStore
 from sirchat.text.text_file import load_text_file
 from sirchat.ui.attaching import attach_mentions
@@ -124,7 +124,7 @@ def _as_chat(path: Path, make: Callable[[Path], None]) -> None:
     good.with_suffix(".safetensors").unlink()
     make(good.with_suffix(".safetensors"))
     assert [entry.path for entry in list_sessions(folder).sessions] == [good]
-    open_saved_file(folder, "last")[0].close()
+    assert find_session(folder, "last") == good
     assert not resumed(folder, "good")[1]
     for act in (SessionStore.open, remove_session):
         with pytest.raises(SessionError):

@@ -110,8 +110,8 @@ def test_two_chats_never_write_one_session(tmp_path: Path) -> None:
     with Terminal("--resume", home=tmp_path) as other:
         assert other.ended() == 1
         told = "".join(other.text.split())
-        assert "inusebyanotherprocess(closetheotherchatfirst" in told
-        assert f"sirchat--resume{ident}--branchNAME" in told
+        assert "isopeninanotherprocess(closeitthere" in told
+        assert "--branchNAMEgoesoninacopy" in told
     with Terminal("--resume", ident, "--branch", "other", home=tmp_path) as other:
         other.ask("What is new?")
         assert "2 messages" in chat.do("/stats")

@@ -17,14 +17,13 @@ import pytest
 import torch
 
 from session_files import APPEND_FOREVER, Elsewhere, head_at, new, printed, refusal, rows_at, said
-from sirchat.errors import DamagedSessionError, SessionError, SessionInUseError
+from sirchat.errors import DamagedSessionError, SessionInUseError
 from sirchat.saved import session_list
 from sirchat.saved.session_list import (
     copy_session,
     export_session,
     find_session,
     list_sessions,
-    open_saved_file,
     remove_session,
 )
 from sirchat.saved.store import Extent, SessionStore
@@ -160,30 +159,19 @@ def test_a_session_is_found_by_its_id_or_how_it_begins(tmp_path: Path) -> None:
         assert told in refusal(partial(find_session, tmp_path, ident))
 
 
-def test_the_last_session_that_is_whole_is_opened_and_damaged_ones_are_named(
-    tmp_path: Path,
-) -> None:
-    paths = old, whole, flipped, short = [new(tmp_path, "Hello", "Yes") for _ in range(4)]
+def test_the_last_session_is_the_newest_whose_file_tells_of_a_chat(tmp_path: Path) -> None:
+    paths = whole, flipped, short = [new(tmp_path, "Hello", "Yes") for _ in range(3)]
+    flipped.write_bytes(flipped.read_bytes().replace(b"Hello", b"Hellp"))
+    short.write_bytes(short.read_bytes()[:5000])
     for n, path in enumerate(paths):
-        content = path.read_bytes()
-        if path in (old, flipped):
-            content = content.replace(b"Hello", b"Hellp")
-        path.write_bytes(content[:5000] if path == short else content)
         os.utime(path, (n + 10, n + 10))
-    before = {path: path.read_bytes() for path in (old, flipped, short)}
-    store, damaged = open_saved_file(tmp_path, "last")
-    store.close()
-    assert store.path == whole
-    assert sorted(
-        error.path for error in damaged if isinstance(error, DamagedSessionError)
-    ) == sorted([flipped, short])
-    assert f"sirchat sessions rm {short.stem}" in str(damaged[0])
-    assert {path: path.read_bytes() for path in before} == before
-    with pytest.raises(SessionError, match=f"{flipped} is damaged"):
-        open_saved_file(tmp_path, flipped.stem)
-    whole.unlink()
-    with pytest.raises(SessionError, match="is damaged"):
-        open_saved_file(tmp_path, "last")
+    before = {path: path.read_bytes() for path in paths}
+    assert find_session(tmp_path, "last") == flipped
+    with pytest.raises(DamagedSessionError, match=f"{flipped} is damaged") as damaged:
+        SessionStore.open(flipped)
+    assert f"sirchat sessions rm {flipped.stem}" in str(damaged.value)
+    assert find_session(tmp_path, "last", own_id=flipped.stem) == whole
+    assert {path: path.read_bytes() for path in paths} == before
 
 
 def test_a_session_is_removed_with_all_its_files_unless_it_is_in_use(tmp_path: Path) -> None:
@@ -208,6 +196,4 @@ def test_only_the_newest_chats_are_read_where_no_more_are_asked_for(tmp_path: Pa
     assert ([entry.path for entry in listing.sessions], listing.errors) == (paths[:1:-1], [])
     assert listing.more_count == 2
     assert len(list_sessions(tmp_path).errors) == 1
-    store, damaged = open_saved_file(tmp_path, "last")
-    store.close()
-    assert (store.path, damaged) == (paths[3], [])
+    assert find_session(tmp_path, "last") == paths[3]

@@ -13,7 +13,8 @@ import pytest
 
 from by_heart import SHAPES, Known, assistant, save_folder, teach, user
 from sirchat.paths import sessions_dir
-from sirchat.saved.session_list import open_saved_file
+from sirchat.saved.session_list import find_session
+from sirchat.saved.store import SessionStore
 from sirchat.tools.config import read_servers
 from sirchat.tools.servers import ToolServers
 from terminal import Terminal
@@ -168,7 +169,7 @@ def test_a_chat_that_is_killed_within_the_loop_has_the_results_until_then(
         while chat.read():
             pass
     monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    store, _ = open_saved_file(sessions_dir(), "last")
+    store = SessionStore.open(find_session(sessions_dir(), "last"))
     turns = [(turn.role, turn.text) for turn in store.turns()]
     store.close()
     assert turns[-3] == ("user", "Twice.")
