@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import Field, fields, replace
 from pathlib import Path
@@ -146,12 +146,12 @@ def updated_profile(
 
 
 def checked_switches(
-    items: Iterable[TranscriptItem], name: str, profile: Profile, trusted: Collection[str]
+    items: Iterable[TranscriptItem], name: str, profile: Profile
 ) -> Iterator[TranscriptItem]:
     """Yield a transcript's items, with the values of its switches parsed as `/set` does.
 
-    Values are checked as far as possible without a model; `trusted` are the allowed policy paths.
-    Raises TranscriptError with `name`, the line and the problem.
+    Values are checked as far as possible without a model. Raises TranscriptError with `name`, the
+    line and the problem.
     """
     for item in items:
         if isinstance(item, SettingsSwitch):
@@ -163,7 +163,7 @@ def checked_switches(
                 changed_profile(profile.model_copy(update=free), "switch", **new)
                 _refuse_fixed(profile, "switch", new)
                 policy = new.get("policy", profile.policy)
-                refuse_untrusted(policy, "switch", (*trusted, profile.policy))
+                refuse_untrusted(policy, "switch")
                 import_typed(policy)
                 build_policy(Profile(policy=policy, policy_options=new.get("policy_options", {})))
                 load_schema(new.get("json_schema", "off"))

@@ -21,7 +21,7 @@ from sirchat.cli.flags import (
 )
 from sirchat.cli.question import read_question
 from sirchat.config.profile import FIXED_SETTINGS, Profile
-from sirchat.config.profile_files import changed_profile, load_profile, resolve, trusted_policies
+from sirchat.config.profile_files import changed_profile, load_profile, resolve, trust_named
 from sirchat.config.values import parse_value
 from sirchat.errors import SirchatError, TranscriptError, UsageError, is_output_closed
 from sirchat.memory.policies import import_typed
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from sirchat.models.progress import Progress
     from sirchat.saved.store import SessionStore
     from sirchat.text.transcript import TranscriptItem
+    from sirchat.tools.config import ToolFlags
     from sirchat.ui.screen import Screen
 
 _FLAGS = read_yaml(__file__, "app")
@@ -72,7 +73,7 @@ def open_chat(
     """
     from sirchat.tools.config import ToolFlags
 
-    tool_flags, trusted = ToolFlags.of(tools, tools_allow), trusted_policies(flags)
+    tool_flags = ToolFlags.of(tools, tools_allow)
     opening = _open_for_chat(resume, flags, branch=branch, rebuild=rebuild)
     from sirchat.ui.screen import Screen
     from sirchat.ui.startup import chat, choose_model
@@ -94,7 +95,6 @@ def open_chat(
             opening.profile,
             screen,
             store=opening.store,
-            trusted=trusted,
             tools=tool_flags,
         )
     except OSError as error:
@@ -138,13 +138,8 @@ def ask(
     resume = "last" if is_last and resume is None else resume
     asked = read_question(question or [], file or [], has_input=not no_input, note=_print_remark)
     tool_flags = ToolFlags.of(tools, tools_allow)
-    local_flags = {  # a server can't do what they ask for
-        "--resume": resume is not None,
-        "--json": json,
-        "--trust-remote-code": trust_remote_code,
-        "--tools": bool(tool_flags.servers),
-    }
-    may_use_server = _may_use_server(server, local_flags)
+    local: dict[str, object] = {"--resume": resume, "--json": json, "--tools": tool_flags.servers}
+    may_use_server = _may_use_server(server, {**local, "--trust-remote-code": trust_remote_code})
     opening = _open_for_question(resume, flags, about_text=asked.source_chars > 0)
     profile = opening.profile
     with without_garbage_collection(), interruptible_imports():
@@ -165,18 +160,30 @@ def ask(
 
         if ask_server(server, profile, asked.text, screen, **options):
             return
-    with without_garbage_collection(), interruptible_imports():
+    with _session_for_question(opening, tool_flags, screen, trust_remote_code) as session:
         from sirchat.ui.replay import print_reply
-        from sirchat.ui.status import loading_bar
-        from sirchat.ui.tool_use import use_tools
 
-    with loading_bar(screen, profile.model) as report:
-        session = _load_session(opening._replace(later={}), trust_remote_code, report)
-    with use_tools(tool_flags, session, screen), _within_saved_chat(session, screen, opening):
         print_reply(session, asked.text, screen, as_json=json, **options)
 
 
-def _may_use_server(server: str, local_flags: Mapping[str, bool]) -> bool:
+@contextmanager
+def _session_for_question(
+    opening: _Opening, tools: "ToolFlags", screen: "Screen", trust: bool
+) -> "Iterator[Session]":
+    """Context manager: a session with its tools, whose question is added to the saved chat."""
+    with without_garbage_collection(), interruptible_imports():
+        import sirchat.ui.replay  # noqa: F401  # not at the first token
+        from sirchat.ui.status import loading_bar
+        from sirchat.ui.tool_use import use_tools
+
+    with loading_bar(screen, opening.profile.model) as report:
+        session = _load_session(opening._replace(later={}), trust, report)
+    with use_tools(tools, session, screen), _within_saved_chat(session, screen, opening):
+        yield session
+
+
+def _may_use_server(server: str, local_flags: Mapping[str, object]) -> bool:
+    """Whether a server may answer: not with one of these flags, which it can't do."""
     flag = next((flag for flag, is_given in local_flags.items() if is_given), None)
     if flag is not None and server not in ("auto", "off"):
         raise UsageError(f"--server has no effect with {flag}", hint="give one of the two")
@@ -230,7 +237,7 @@ def replay(
     from sirchat.text.transcript import iter_turns, one_conversation
     from sirchat.tools.config import ToolFlags
 
-    tool_flags, trusted = ToolFlags.of(tools, tools_allow), trusted_policies(flags)
+    tool_flags = ToolFlags.of(tools, tools_allow)
     profile = profile_from_flags(flags)
     is_input = str(file) == "-"
     name = "standard input" if is_input else str(file)
@@ -241,7 +248,7 @@ def replay(
     with stream:
         items = iter_turns(stream, name, format)
         if _is_regular_file(stream):
-            items = iter(_check_switches([*items], name, profile, trusted))
+            items = iter(_check_switches([*items], name, profile))
         from sirchat.chat.settings import checked_switches
         from sirchat.ui import replay
         from sirchat.ui.screen import Screen
@@ -254,7 +261,7 @@ def replay(
         options = replay.ReplayOptions(feed=feed, json=json or json_tokens, name=name)
         with use_tools(tool_flags, session, screen):
             turns = one_conversation(items, name)
-            turns = checked_switches(turns, name, session.profile, trusted)
+            turns = checked_switches(turns, name, session.profile)
             replay.replay(session, turns, screen, options)
         if is_input and not session.turns:
             screen.note(
@@ -264,7 +271,7 @@ def replay(
 
 
 def _check_switches(
-    items: "list[TranscriptItem]", name: str, profile: Profile, trusted: Collection[str]
+    items: "list[TranscriptItem]", name: str, profile: Profile
 ) -> "list[TranscriptItem]":
     """Refuse forbidden settings in a transcript before the model is loaded."""
     from sirchat.text.transcript import SettingsSwitch
@@ -272,7 +279,7 @@ def _check_switches(
     if switches := [item for item in items if isinstance(item, SettingsSwitch)]:
         from sirchat.chat.settings import checked_switches
 
-        list(checked_switches(switches, name, profile, trusted))
+        list(checked_switches(switches, name, profile))
     return items
 
 
@@ -343,10 +350,10 @@ def _open_saved_file(
     from sirchat.saved.session_list import copy_session, find_session
     from sirchat.saved.store import SessionStore
 
-    trusted = trusted_policies(flags)
+    trust_named(flags)
     settings: dict[str, object] = {}
     if name := flags.get("profile"):
-        values = load_profile(name, trusted).items()
+        values = load_profile(name).items()
         settings = {key: value for key, value in values if key not in FIXED_SETTINGS}
     for key, value in flags.items():
         if key not in ("profile", "trust_policy"):
@@ -356,14 +363,14 @@ def _open_saved_file(
     names = [key for key in settings if at_opening is None or key in at_opening]
     first = {key: settings.pop(key) for key in names}
     with suppress(SirchatError):  # a choice about the machine, not about the chat
-        default = resolve(None, {"trust_policy": [*trusted]}, os.environ)
+        default = resolve(None, {}, os.environ)
         first.setdefault("learn_encoder", default.learn_encoder)
     if branch is None:
         store = SessionStore.open(find_session(sessions_dir(), ident))
     else:
         store = copy_session(sessions_dir(), ident, branch)
     try:
-        profile = changed_profile(saved_profile(store, trusted), "--resume", **first)
+        profile = changed_profile(saved_profile(store), "--resume", **first)
     except SirchatError:
         store.close()
         raise

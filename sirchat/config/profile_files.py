@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_origin
@@ -103,19 +103,19 @@ def resolve(
     policies `module:Class` that a file may name, besides the flag `policy`; their code then runs.
     """
     settings = {key: value for key, value in flags.items() if key != "trust_policy"}
-    trusted = trusted_policies(flags)
+    trust_named(flags)
     chosen = profile or environ.get("SIRCHAT_PROFILE")
     default = paths.user_profiles_dir() / "default.yaml"
     files = [default] if default.is_file() else []
     if chosen:
         files.append(profile_path(chosen))
-    layers = [Layer(_load(path, trusted), _file_origin(path)) for path in files]
+    layers = [Layer(_load(path), _file_origin(path)) for path in files]
     return merge_layers([*layers, _environment_layer(environ), _flag_layer(settings)])
 
 
-def trusted_policies(flags: Mapping[str, Any]) -> frozenset[str]:
-    """The policies `module:Class` that files may name, by two flags; their code then runs."""
-    return frozenset(filter(None, [*(flags.get("trust_policy") or ()), flags.get("policy")]))
+def trust_named(flags: Mapping[str, Any]) -> None:
+    """Let files name the policies that two flags name."""
+    policies.trust(*(flags.get("trust_policy") or ()), flags.get("policy") or "")
 
 
 def profile_path(name_or_file: str) -> Path:
@@ -129,9 +129,9 @@ def profile_path(name_or_file: str) -> Path:
     return profiles[name_or_file]
 
 
-def load_profile(name_or_file: str, trusted: Collection[str] = ()) -> dict[str, object]:
-    """The checked values that a profile sets; it may name the `trusted` policies `module:Class`."""
-    return _load(profile_path(name_or_file), trusted)
+def load_profile(name_or_file: str) -> dict[str, object]:
+    """The checked values that a profile sets."""
+    return _load(profile_path(name_or_file))
 
 
 def list_profiles() -> list[ProfileInfo]:
@@ -294,7 +294,7 @@ def _profile_description(path: Path) -> str:
         return f"this profile can't be used: {error}"
 
 
-def _load(path: Path, trusted: Collection[str] = ()) -> dict[str, object]:
+def _load(path: Path) -> dict[str, object]:
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_BYTES + 1).removeprefix(b"\xef\xbb\xbf")
@@ -314,5 +314,5 @@ def _load(path: Path, trusted: Collection[str] = ()) -> dict[str, object]:
         )
     values = rename_old_settings(values)
     check_values(Layer(values, _file_origin(path)))
-    policies.refuse_untrusted(values.get("policy"), str(path), trusted)
+    policies.refuse_untrusted(values.get("policy"), str(path))
     return values

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, astuple
 from typing import Annotated, Any
 
@@ -206,10 +206,10 @@ def load_passages(session: Session, store: SessionStore, state: SavedState) -> N
         session.recall.passage_search.passages.load(passages)
 
 
-def saved_profile(store: SessionStore, trusted: Collection[str] = ()) -> Profile:
+def saved_profile(store: SessionStore) -> Profile:
     """The settings of a saved session.
 
-    Raises SettingError for a policy path `module:Class` that is not in `trusted`, and SessionError
+    Raises SettingError for a policy path `module:Class` that nobody trusts, and SessionError
     for settings that this version of sirchat does not know.
     """
     record = store.state_record()
@@ -223,7 +223,7 @@ def saved_profile(store: SessionStore, trusted: Collection[str] = ()) -> Profile
             f"session {store.id} has settings that this version of sirchat does not know",
             hint="`sirchat sessions export` writes its text, for `sirchat replay` to read",
         ) from None
-    refuse_untrusted(profile.policy, f"session {store.id}", trusted)
+    refuse_untrusted(profile.policy, f"session {store.id}")
     return profile
 
 

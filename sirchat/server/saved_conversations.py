@@ -22,6 +22,7 @@ from pydantic import TypeAdapter
 from sirchat.chat.session import Session
 from sirchat.config.profile import FIXED_SETTINGS, Profile
 from sirchat.errors import SirchatError
+from sirchat.memory.policies import trust
 from sirchat.models.model import LoadedModel
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.database import SUFFIX, as_damage_errors, require
@@ -93,6 +94,7 @@ class SavedConversations:
 
     def __init__(self, model: LoadedModel, profile: Profile, limit: int, folder: Path) -> None:
         self._model, self._profile = model, profile
+        trust(profile.policy)  # in a replica, nobody has typed it
         self._limit, self._folder = limit, folder
         self._writer = ThreadPoolExecutor(1, "saving")
         self._logged_at = -math.inf  # time of the last logged error, in seconds
@@ -182,7 +184,7 @@ class SavedConversations:
 
     def _resume(self, store: SessionStore, saved: SavedConversation) -> Session:
         """The session saved in `store`, with the server's settings and its own ones."""
-        profile = saved_profile(store, (self._profile.policy,))
+        profile = saved_profile(store)
         current = {name: getattr(self._profile, name) for name in Profile.model_fields}
         profile = profile.model_copy(update={name: current[name] for name in FIXED_SETTINGS})
         session = Session(self._model, profile)

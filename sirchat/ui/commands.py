@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import time
 
@@ -91,13 +91,12 @@ class Commands:
         screen: Screen,
         history: TypedHistory,
         saved_chat: SavedChat,
-        trusted: Collection[str] = (),
     ) -> None:
-        self._session, self._trusted = session, trusted
+        self._session = session
         self._history = history
         self._saved_chat = saved_chat
         self._screen = screen
-        self._switching = Switching(session, screen, trusted)
+        self._switching = Switching(session, screen)
         self._erasing = EraseCommand(session, screen, history, saved_chat)
 
     @classmethod
@@ -160,7 +159,7 @@ class Commands:
         if not arguments:
             show_models(self._session, screen)
             return None
-        session = switch_model(self._session, name, screen, self._saved_chat, self._trusted)
+        session = switch_model(self._session, name, screen, self._saved_chat)
         return None if session is None else SwitchSession(session, is_other_chat=False)
 
     def do_policy(self, arguments: str) -> None:

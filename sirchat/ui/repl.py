@@ -56,7 +56,7 @@ class Chat:
     """A chat at the prompt, which ends when the user leaves.
 
     `store` is the file from which the chat was resumed. Unexpected errors are printed, and
-    with `--debug` raised. `trusted` (`module:Class`) may be named by profiles and saved chats.
+    with `--debug` raised.
     """
 
     def __init__(
@@ -65,16 +65,14 @@ class Chat:
         screen: Screen,
         terminal_input: TerminalInput,
         store: SessionStore | None,
-        trusted: Collection[str],
         tools: ToolFlags | None = None,
     ) -> None:
-        self._trusted = trusted
         self._screen = screen
         self._ctrl_c = terminal_input.ctrl_c
         self._keyboard = terminal_input.keyboard
         self._history = terminal_input.history
         self._prompt = terminal_input.prompt
-        self.saved_chat = SavedChat(session, screen, store, trusted=trusted)
+        self.saved_chat = SavedChat(session, screen, store)
         self._has_asked_to_leave = False
         self.tools = ToolUse(
             tools or ToolFlags(),
@@ -139,7 +137,7 @@ class Chat:
     def _switch_to(self, session: Session) -> None:
         self._session, session.toolbox = session, self.tools
         screen, saved_chat = self._screen, self.saved_chat
-        self._commands = Commands(session, screen, self._history, saved_chat, self._trusted)
+        self._commands = Commands(session, screen, self._history, saved_chat)
         self._screen.use_theme(session.profile.theme)
 
     def _handle_line(self, line: InputLine) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Group
@@ -58,16 +58,8 @@ class SavedChat:
     `--debug` raises them.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        screen: Screen,
-        store: SessionStore | None = None,
-        *,
-        trusted: Collection[str] = (),
-    ) -> None:
+    def __init__(self, session: Session, screen: Screen, store: SessionStore | None = None) -> None:
         self._session = session
-        self._trusted = trusted
         self._screen = screen
         self._autosave = Autosave(session, store)
         self._last_error = ""  # "" if the last try to write succeeded
@@ -354,7 +346,7 @@ class SavedChat:
         model, current = self._session.model, self._session.profile
         check_model(store, model)  # first: the settings may be invalid for another model
         kept_names = [name for name in FIXED_SETTINGS if name not in _LOADED_FIXED_SETTINGS]
-        profile = saved_profile(store, (*self._trusted, current.policy))
+        profile = saved_profile(store)
         kept = {name: getattr(current, name) for name in kept_names}
         session = Session(model, profile.model_copy(update=kept))
         resume_session(session, store)

@@ -9,7 +9,7 @@ import asyncio
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -59,42 +59,29 @@ def chat(
     screen: Screen,
     *,
     store: SessionStore | None = None,
-    trusted: Collection[str] = (),
     tools: ToolFlags | None = None,
 ) -> None:
     """Load the model of a profile, and chat until the user leaves.
 
     A new chat on a terminal shows its prompt at once; any other, a progress bar first. Errors in
-    loading are raised. `store`, `trusted` and `tools` are as for `Chat`.
+    loading are raised. `store` and `tools` are as for `Chat`.
     """
     with open_terminal_input(screen, is_persistent=profile.save) as entry:
-        loader = SessionLoader(open_session, entry.prompt.redraw)
         begun: Future[Chat] = Future()  # has the chat once its session is open
 
         def begin(session: Session, events: Iterable[Event]) -> None:
             from sirchat.ui.repl import Chat
 
-            chat = Chat(session, screen, entry, store, trusted, tools)
+            chat = Chat(session, screen, entry, store, tools)
             chat.greet(events)
             chat.tools.begin()
             begun.set_result(chat)
 
-        line, leaves = None, False
+        line = None
         try:
             if store is None and screen.terminal is not None:
-                entry.prompt.set_toolbar(lambda: _toolbar(profile, loader))
-                entry.prompt.set_editing_mode(profile.editing)
-                try:
-                    line = _read_while_loading(entry, loader, begun, begin)
-                    leaves = line is None or (line.ends_chat and not begun.done())
-                except KeyboardInterrupt:
-                    if not begun.done():
-                        raise
-                    screen.note("Ctrl-D or /exit leaves")
-                if not leaves and not begun.done():
-                    with entry.ctrl_c.interruptible():
-                        opened = loader.wait(screen, profile.model)
-                    begin(*opened)
+                loader = SessionLoader(open_session, entry.prompt.redraw)
+                line = _begin_at_the_prompt(profile, screen, entry, loader, begun, begin)
             else:
                 from sirchat.ui.status import loading_bar
 
@@ -102,7 +89,7 @@ def chat(
                     session = open_session(report)
                 entry.keyboard.pass_keys_to_prompt()  # with its answer on its background
                 begin(session, session.opening_events())
-            if not leaves:
+            if begun.done():
                 begun.result().run(line)
         finally:
             if begun.done():
@@ -110,6 +97,35 @@ def chat(
                 begun.result().saved_chat.close()
         if begun.done():
             begun.result().saved_chat.print_resume_command()
+
+
+def _begin_at_the_prompt(
+    profile: Profile,
+    screen: Screen,
+    entry: TerminalInput,
+    loader: SessionLoader,
+    begun: Future[Chat],
+    begin: Callable[[Session, Iterable[Event]], None],
+) -> InputLine | None:
+    """Read the first line while the session is opened, and begin the chat unless the user leaves.
+
+    Returns that line; None after Ctrl-C.
+    """
+    entry.prompt.set_toolbar(lambda: _toolbar(profile, loader))
+    entry.prompt.set_editing_mode(profile.editing)
+    try:
+        line = _read_while_loading(entry, loader, begun, begin)
+    except KeyboardInterrupt:
+        if not begun.done():
+            raise
+        screen.note("Ctrl-D or /exit leaves")
+        return None
+    line = line or InputLine("/exit", is_command=True)
+    if not (begun.done() or line.ends_chat):
+        with entry.ctrl_c.interruptible():
+            opened = loader.wait(screen, profile.model)
+        begin(*opened)
+    return line
 
 
 def _read_while_loading(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -53,8 +53,7 @@ _SETTINGS_OF_MODEL = ("budget", *SAMPLING_PARAMETERS)
 class Switching:
     """Changes the settings and pins of a chat, and prints what has changed."""
 
-    def __init__(self, session: Session, screen: Screen, trusted: Collection[str] = ()) -> None:
-        self._trusted = trusted  # policies `module:Class` that profiles may name
+    def __init__(self, session: Session, screen: Screen) -> None:
         self._session = session
         self._screen = screen
 
@@ -92,9 +91,7 @@ class Switching:
             self._screen.note(f"profiles: {names}")
             return
         current = self._session.profile
-        trusted = [*self._trusted, current.policy]
-        named = load_profile(name, trusted)
-        profile = resolve(name, {"trust_policy": trusted}, {})
+        named, profile = load_profile(name), resolve(name, {}, {})
         kept = {*FIXED_SETTINGS, *(key for key in _SCREEN_SETTINGS if key not in named)}
         values = {key: value for key, value in profile.model_dump().items() if key not in kept}
         unchanged = f"all settings already have the values of profile {name}"
@@ -279,7 +276,7 @@ def show_models(session: Session, screen: Screen) -> None:
 
 
 def switch_model(
-    session: Session, name: str, screen: Screen, saved_chat: SavedChat, trusted: Collection[str]
+    session: Session, name: str, screen: Screen, saved_chat: SavedChat
 ) -> Session | None:
     """Load a model, and return a session in which it has read the chat; None if it is in use.
 
@@ -290,7 +287,7 @@ def switch_model(
         return None
     with loading_bar(screen, name) as report:
         model = load_model_of(session.profile.model_copy(update={"model": name}), progress=report)
-        new = Session(model, _profile_for(model, name, session, trusted))
+        new = Session(model, _profile_for(model, name, session))
         pins, unpinned = pinned_text(session), session.state.unpinned_sentences
         read_again(new, session.turns, pins, unpinned, report)
     with InterruptFlag():  # Ctrl-C does not stop it halfway
@@ -299,13 +296,11 @@ def switch_model(
     return new
 
 
-def _profile_for(
-    model: LoadedModel, name: str, session: Session, trusted: Collection[str]
-) -> Profile:
+def _profile_for(model: LoadedModel, name: str, session: Session) -> Profile:
     """The chat's settings, with the new model's defaults in place of the old model's."""
     profile, updates = session.profile, dict[str, Any](model=name)
     origins = dict[str, str]()
-    from_user = resolve(None, {"trust_policy": [*trusted, profile.policy]}, os.environ)
+    from_user = resolve(None, {}, os.environ)
     old, new = (with_model_defaults(from_user, m) for m in (session.model, model))
     for group in (("budget",), SAMPLING_PARAMETERS):
         if all(getattr(profile, key) == getattr(old, key) for key in group):

@@ -18,6 +18,7 @@ from sirchat import paths
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
+from sirchat.memory.policies import trust
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.store import SessionStore
@@ -117,10 +118,12 @@ def test_a_saved_chat_cannot_run_code(here: Path, planted: str) -> None:
     with pytest.raises(SettingError, match="trust-policy"):
         Chat().do(f"/load {ident}")
     assert not (here / "ran").exists()
+    trust("other:Policy")
     with SessionStore.open(path) as store, pytest.raises(SettingError, match="trust-policy"):
-        saved_profile(store, ["other:Policy"])
+        saved_profile(store)
+    trust(planted)
     with SessionStore.open(path) as store:
-        assert saved_profile(store, [planted]).policy == planted
+        assert saved_profile(store).policy == planted
 
 
 def plant(path: Path, policy: str) -> None:

@@ -75,7 +75,7 @@ class TypedChat:
             keys, output, history=self.history, has_colours=lambda: self.screen.has_colours
         )
         entry = TerminalInput(CtrlCGuard(), _NoKeys(keys), self.history, prompt)
-        self.chat = Chat(self.session, self.screen, entry, None, ())
+        self.chat = Chat(self.session, self.screen, entry, None)
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,7 +1,7 @@
 """The `sirchat compare` command, which replays one transcript under several settings."""
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from io import BytesIO
@@ -18,7 +18,7 @@ from sirchat.cli.flags import (
     with_setting_flags,
 )
 from sirchat.config.profile import Profile
-from sirchat.config.profile_files import changed_profile, trusted_policies
+from sirchat.config.profile_files import changed_profile
 from sirchat.config.values import format_setting, parse_value
 from sirchat.errors import TranscriptError, UsageError
 from sirchat.lab.commands.study_flags import command_line, settings_of
@@ -61,7 +61,7 @@ def compare(
 ) -> None:
     profile = profile_from_flags(flags)
     settings = _settings(profile, policies, budgets, decays, sweep or [])
-    transcript, name = _transcript(file, format, settings, trusted_policies(flags))
+    transcript, name = _transcript(file, format, settings)
     with _tried("--html", html), _tried("--out", out and out / "compare.json"):
         model = load_profile_model(profile, trust_remote_code)
         found, interrupted = _run(model, settings, transcript, name, own)
@@ -129,9 +129,7 @@ def _settings(
     return settings_of(profile, f"full,{policies}", budgets, decays, sweep)
 
 
-def _transcript(
-    file: Path, format: str, settings: tuple[Profile, ...], trusted: Collection[str]
-) -> "tuple[Rounds, str]":
+def _transcript(file: Path, format: str, settings: tuple[Profile, ...]) -> "tuple[Rounds, str]":
     """Read the transcript in `file`, `-` for standard input; its name can be displayed."""
     from sirchat.chat.settings import checked_switches
     from sirchat.lab.studies.side_by_side.compare import rounds_of
@@ -146,7 +144,7 @@ def _transcript(
         raise TranscriptError(f"{name} cannot be read: {error.strerror}") from error
     turns = list(one_conversation(iter_turns(BytesIO(data), name, format), name))
     for profile in settings:  # the values that are parsed are the same for each
-        checked = list(checked_switches(turns, name, profile, trusted))
+        checked = list(checked_switches(turns, name, profile))
     return rounds_of(checked, name), name
 
 
