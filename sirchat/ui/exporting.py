@@ -7,9 +7,8 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from contextlib import suppress
 from textwrap import indent
-from typing import NamedTuple
 
 from sirchat.chat.session import Session
 from sirchat.chat.state import Turn
@@ -30,6 +29,12 @@ EXPORT_FORMATS = {
 _HTML_ENDS = {"<!--": "-->", "<?": "?>", "<![cdata[": "]]>"}
 _FORCE_FLAG = re.compile(r"(?:^|\s)--force(?=\s|$)")
 _TOOL_SECONDS = 3.0  # a clipboard tool that takes longer has failed
+# The variable that names the display of each; "": it uses this machine's clipboard.
+_CLIPBOARD_TOOLS = {
+    "wl-copy": "WAYLAND_DISPLAY",
+    **dict.fromkeys(("xclip -selection clipboard", "xsel --clipboard --input"), "DISPLAY"),
+    **dict.fromkeys(("pbcopy", "clip.exe", "termux-clipboard-set"), ""),
+}
 
 
 def export_chat(session: Session, screen: Screen, rest: str) -> None:
@@ -57,59 +62,63 @@ def export_chat(session: Session, screen: Screen, rest: str) -> None:
 
 
 def copy_reply(session: Session, screen: Screen, rest: str) -> None:
-    """Run `/copy`: put a reply on the clipboard; raises UsageError if nothing is copied."""
+    """Run `/copy [code]`: put the last reply, or its last code, on the clipboard.
+
+    Raises UsageError if nothing is copied.
+    """
     text = displayable(_text_to_copy(session, rest.strip())).strip("\n")
     if not text.strip():
         raise UsageError("nothing is copied: the reply is empty")
-    count = pluralize(len(text), "character")
-    tool, why = copy_with_tool(text, os.environ)
-    if tool:
+    text, count = without_surrogates(text), pluralize(len(text), "character")
+    if tool := _copy_with_tool(text):
         screen.note(f"copied {count} with {tool}")
-    elif (terminal := screen.terminal) is not None:
-        terminal.write(osc52(text))
+    elif (terminal := screen.terminal) is not None:  # OSC 52 asks it
+        terminal.write(f"\x1b]52;c;{base64.b64encode(text.encode()).decode()}\x07")
         terminal.flush()
         sent = f"sent {count} to the terminal for its clipboard"
-        screen.note(f"{sent}; terminals don't confirm copying ({why})")
+        screen.note(f"{sent}, as no program here can copy; terminals don't confirm copying")
     else:
-        raise UsageError(f"nothing is copied: {why}")
+        raise UsageError("nothing is copied: no program for the clipboard works here")
 
 
-def copy_with_tool(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
-    """Put a text on the clipboard; return by which program, or "" and why by none."""
-    is_remote = bool(environ.get("SSH_CONNECTION") or environ.get("SSH_TTY"))
-    failures = []
-    for tool in _CLIPBOARD_TOOLS:
-        is_usable = bool(environ.get(tool.display)) if tool.display else not is_remote
-        program = shutil.which(tool.command[0], path=environ.get("PATH")) if is_usable else None
-        if program is not None:
-            failure = _run_tool(program, tool, text)
-            if not failure:
-                return tool.command[0], ""
-            failures.append(f"{tool.command[0]} {failure}")
-    names = ", ".join(tool.command[0] for tool in _CLIPBOARD_TOOLS)
-    return "", "; ".join(failures) or f"there is no display here, or none of the tools {names}"
+def _copy_with_tool(text: str) -> str:
+    """Put a text on the clipboard; return by which program, or "" if none is usable or works."""
+    is_remote = bool(os.environ.get("SSH_CONNECTION") or os.environ.get("SSH_TTY"))
+    for command, display in _CLIPBOARD_TOOLS.items():
+        name, *arguments = command.split()
+        is_usable = bool(os.environ.get(display)) if display else not is_remote
+        if not is_usable or (program := shutil.which(name)) is None:
+            continue
+        with suppress(OSError, subprocess.SubprocessError):
+            subprocess.run(
+                [program, *arguments],
+                input=text.encode("utf-16-le" if name == "clip.exe" else "utf-8"),
+                stdout=subprocess.DEVNULL,  # no pipe: a tool that stays to serve the text keeps it
+                stderr=subprocess.DEVNULL,
+                timeout=_TOOL_SECONDS,
+                check=True,
+                start_new_session=True,  # Ctrl-C does not reach it
+            )
+            return name
+    return ""
 
 
-def osc52(text: str) -> str:
-    """The escape sequence (OSC 52) that asks a terminal to put `text` on the clipboard."""
-    encoded = base64.b64encode(without_surrogates(text).encode()).decode()
-    return f"\x1b]52;c;{encoded}\x07"
+def _text_to_copy(session: Session, target: str) -> str:
+    """The last reply; for "code" its last code block."""
+    if target not in ("", "code"):
+        raise UsageError(f"/copy: {format_value(target)} is not allowed; allowed: code")
+    reply = next((one.text for one in session.turns[::-1] if one.role == "assistant"), None)
+    if reply is None:
+        raise UsageError("nothing is copied: there is no reply yet")
+    if not target:
+        return reply
+    from sirchat.ui.markdown_rules import markdown_parser
 
-
-class _ClipboardTool(NamedTuple):
-    command: tuple[str, ...]
-    display: str = ""  # the variable that names its display; "": it uses this machine's clipboard
-    encoding: str = "utf-8"
-
-
-_CLIPBOARD_TOOLS = (
-    _ClipboardTool(("wl-copy",), "WAYLAND_DISPLAY"),
-    _ClipboardTool(("xclip", "-selection", "clipboard"), "DISPLAY"),
-    _ClipboardTool(("xsel", "--clipboard", "--input"), "DISPLAY"),
-    _ClipboardTool(("pbcopy",)),
-    _ClipboardTool(("clip.exe",), encoding="utf-16-le"),
-    _ClipboardTool(("termux-clipboard-set",)),
-)
+    tokens = markdown_parser().parse(displayable(reply))
+    blocks = [token.content for token in tokens if token.type in ("fence", "code_block")]
+    if not blocks:
+        raise UsageError("nothing is copied: the last reply has no code block")
+    return blocks[-1]
 
 
 def _markdown(session: Session) -> str:
@@ -170,50 +179,3 @@ def _write(name: str, text: str, *, force: bool) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "the name is not allowed"
         raise UsageError(f"{name} can't be written: {reason}") from None
-
-
-def _text_to_copy(session: Session, target: str) -> str:
-    """The last reply; for "code" its last code block, for N the Nth reply before it."""
-    replies = [turn.text for turn in session.turns if turn.role == "assistant"]
-    if not replies:
-        raise UsageError("nothing is copied: there is no reply yet")
-    if target == "code":
-        from sirchat.ui.markdown_rules import markdown_parser
-
-        tokens = markdown_parser().parse(displayable(replies[-1]))
-        blocks = [token.content for token in tokens if token.type in ("fence", "code_block")]
-        if not blocks:
-            raise UsageError("nothing is copied: the last reply has no code block")
-        return blocks[-1]
-    if target and not target.isdecimal():
-        raise UsageError(
-            f"/copy: {format_value(target)} is not allowed; allowed: code, or a number of replies "
-            "before the last"
-        )
-    replies_back = int(target or 0)
-    if replies_back >= len(replies):
-        raise UsageError(
-            f"nothing is copied: there is no reply {replies_back:,} before the last; allowed: 0 "
-            f"(the last) to {len(replies) - 1:,}"
-        )
-    return replies[-1 - replies_back]
-
-
-def _run_tool(program: str, tool: _ClipboardTool, text: str) -> str:
-    """Run a clipboard tool with `text` as its input; return what went wrong, or ""."""
-    try:
-        completed = subprocess.run(
-            [program, *tool.command[1:]],
-            input=without_surrogates(text).encode(tool.encoding),
-            stdout=subprocess.DEVNULL,  # no pipe: a tool that stays to serve the text keeps it open
-            stderr=subprocess.DEVNULL,
-            env=os.environ,
-            timeout=_TOOL_SECONDS,
-            check=False,
-            start_new_session=True,  # Ctrl-C does not reach it
-        )
-    except subprocess.TimeoutExpired:
-        return f"did not answer within {_TOOL_SECONDS:g} seconds"
-    except OSError as error:
-        return f"can't be started: {error.strerror}"
-    return f"failed with exit code {completed.returncode}" if completed.returncode else ""

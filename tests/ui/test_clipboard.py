@@ -18,7 +18,7 @@ from sirchat.ui.exporting import copy_reply
 from sirchat.ui.screen import Screen
 from terminal import program
 
-_ALLOWED = "allowed: code, or a number of replies before the last"
+_ALLOWED = "allowed: code"
 CODE = "Try this:\n```sh\necho one\n```\nor\n```sh\necho two\nls\n```\nDone."
 
 
@@ -98,7 +98,7 @@ def test_the_last_reply_goes_to_the_tool_that_is_there(
 ) -> None:
     tools.add(name)
     if display:
-        assert "there is no display" in refused(chat)
+        assert "no program for the clipboard works here" in refused(chat)
         monkeypatch.setenv(display, ":0")
     assert copied(chat) == f"copied 9 characters with {name}"
     assert tools.got(name).decode(encoding) == "The last."
@@ -108,8 +108,7 @@ def test_the_last_reply_goes_to_the_tool_that_is_there(
 @pytest.mark.parametrize(
     ("replies", "rest", "got"),
     [
-        (["The first.", CODE, "The last."], "2", "The first."),
-        (["The first.", CODE, "The last."], "0", "The last."),
+        (["The first.", CODE, "The last."], "", "The last."),
         (["The first.", CODE], "code", "echo two\nls"),
         (["a\x1b[201~\x1b]52;c;eA==\x07b\x08c\ud800"], "", "abc\ufffd"),
         # code without the indent of what it stands in
@@ -135,8 +134,7 @@ def test_a_reply_or_its_last_code_is_copied(
 @pytest.mark.parametrize(
     ("rest", "said"),
     [
-        *((rest, _ALLOWED) for rest in ("all", "-1", "code 2", "--osc52", "²")),
-        ("3", "there is no reply 3 before the last; allowed: 0 (the last) to 2"),
+        *((rest, _ALLOWED) for rest in ("all", "-1", "code 2", "--osc52", "3")),
         ("code", "the last reply has no code block"),
     ],
 )
@@ -157,27 +155,23 @@ def test_the_terminal_is_asked_only_where_no_tool_is(
     copy_reply(chat, Screen(terminal, notes), "")
     assert terminal.getvalue() == "\x1b]52;c;VGhlIGxhc3Qu\x07" * (not tool)
     (line,) = notes.getvalue().splitlines()
-    assert ("none of the tools" in line) == (not tool)
+    assert ("no program here can copy" in line) == (not tool)
     assert ("sent 9 characters to the terminal" in line) == (not tool)
 
 
 @pytest.mark.parametrize(
-    ("script", "problem"),
-    [
-        (b"#!/bin/sh\nexit 3", "failed with exit code 3"),
-        (b"#!/bin/sh\nexec /bin/sleep 60", "did not answer within 0.3 seconds"),
-        (b"\x7fELF no program", "can't be started"),
-    ],
+    "script",
+    [b"#!/bin/sh\nexit 3", b"#!/bin/sh\nexec /bin/sleep 60", b"\x7fELF no program"],
 )
-def test_a_tool_that_fails_is_named_and_gives_way_to_the_next(
-    chat: Session, tools: Tools, monkeypatch: pytest.MonkeyPatch, script: bytes, problem: str
+def test_a_tool_that_fails_gives_way_to_the_next(
+    chat: Session, tools: Tools, monkeypatch: pytest.MonkeyPatch, script: bytes
 ) -> None:
     monkeypatch.setattr(clipboard, "_TOOL_SECONDS", 0.3)
     monkeypatch.setenv("DISPLAY", ":9")
     tools.add("xclip")
     (Path(os.environ["PATH"]) / "xclip").write_bytes(script)
     start = time.monotonic()
-    assert f"xclip {problem}" in refused(chat)
+    assert "no program for the clipboard works here" in refused(chat)
     assert time.monotonic() - start < 10
     tools.add("xsel")
     assert copied(chat) == "copied 9 characters with xsel"
@@ -196,6 +190,6 @@ def test_over_ssh_only_a_forwarded_display_is_used(
     tools.add("pbcopy")
     tools.add("xclip")
     monkeypatch.setenv("SSH_CONNECTION", "1.2.3.4 5 6.7.8.9 22")
-    assert "there is no display here" in refused(chat)
+    assert "no program for the clipboard works here" in refused(chat)
     monkeypatch.setenv("DISPLAY", "localhost:10.0")
     assert copied(chat) == "copied 9 characters with xclip"
