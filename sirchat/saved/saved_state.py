@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from sirchat import __version__
-from sirchat.chat.events import Finish
 from sirchat.chat.rereading import pinned_text
 from sirchat.chat.session import Session
 from sirchat.chat.state import ConversationState, SystemPrompt, Turn, TurnStats
@@ -29,7 +28,6 @@ from sirchat.saved.database import as_damage_errors, require
 from sirchat.saved.store import PASSAGE, SavedPassages, SessionStore, StateRecord
 
 _Count = Annotated[int, Field(ge=0, le=2**53)]
-_Seconds = Annotated[float, Field(ge=0)]
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 # The fields of `ConversationState` that are saved as they are, by their names in the file.
 _COPIED_FIELDS = {
@@ -52,19 +50,6 @@ _IGNORED_CONFIG_KEYS = (
 )
 
 
-class _TurnStats(BaseModel):
-    model_config = _STRICT
-
-    index: _Count
-    role: str
-    tokens_in: _Count
-    tokens_out: _Count
-    evicted: _Count
-    seconds_prefill: _Seconds
-    seconds_decode: _Seconds
-    finish: Finish
-
-
 class _Conversation(BaseModel):
     model_config = _STRICT
 
@@ -75,9 +60,9 @@ class _Conversation(BaseModel):
     tools: str
     heads: list[_Count]
     asked: list[_Count]
-    reply: _TurnStats
+    reply: TurnStats
     pending_ids: list[_Count]
-    totals: _TurnStats
+    totals: TurnStats
     attempt: _Count
     unpinned: frozenset[tuple[_Count, str]]
 
@@ -156,8 +141,8 @@ def decode_state(
             turns=turns,
             saved_turns=len(turns),
             system=SystemPrompt(range(*chat.system), chat.prompt),
-            last_reply_stats=TurnStats(**chat.reply.model_dump()),
-            totals=TurnStats(**chat.totals.model_dump()),
+            last_reply_stats=chat.reply,
+            totals=chat.totals,
             unpinned_sentences=chat.unpinned,
             **{field: getattr(chat, name) for name, field in _COPIED_FIELDS.items()},
         )
