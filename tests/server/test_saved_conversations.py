@@ -257,6 +257,7 @@ def test_conversations_leave_for_the_disk_if_they_take_too_much_memory(
     with served(quick(), policy="full", max_new_tokens=4, folder=tmp_path / "b") as server:
         for number in range(6):
             server.ask([user(f"The number is {number}.")])
+            wait_until_saved(server)  # until then none can leave
         told = server.client.get("/v1/sirchat/sessions").json()["data"]
     assert len(told) == 6
     assert 0 < sum(one["in_memory"] for one in told) < 4
