@@ -1,4 +1,4 @@
-"""The local port by which `sirchat ask` finds a running server of the same user.
+"""The port at which `sirchat ask` finds a running server of the same user.
 
 The server writes the port and a token to a file that only its user can read. If the server is
 killed, the file stays, and another program may take the port. So the server must first prove, by
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hmac
 import secrets
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPException
@@ -35,10 +34,10 @@ class AskPort(NamedTuple):
         return hmac.new(self.token.encode(), challenge, "sha256").hexdigest()
 
     def with_access(self, app: Any) -> Any:
-        """Wrap an ASGI app: this port answers challenges, and accepts the token as API key."""
+        """Wrap an ASGI app: it answers challenges, and accepts the token as API key."""
 
-        async def app_at_port(scope: Any, receive: Any, send: Any) -> None:
-            if scope["type"] == "http" and scope["server"] == (_HOST, self.port):
+        async def app_with_access(scope: Any, receive: Any, send: Any) -> None:
+            if scope["type"] == "http":
                 headers = dict(scope["headers"])
                 if (challenge := headers.get(_CHALLENGE_HEADER.encode())) is not None:
                     proof = _PROOF_HEADER.encode(), self.proof(challenge).encode()
@@ -50,31 +49,32 @@ class AskPort(NamedTuple):
                     scope = {**scope, "server": (_HOST, None)}  # `Access` then asks for no key
             await app(scope, receive, send)
 
-        return app_at_port
+        return app_with_access
 
 
 @contextmanager
-def open_ask_port(model: str) -> Iterator[tuple[AskPort, socket.socket] | None]:
-    """Context manager: binds a port for `ask`, and yields it with its socket.
+def tell_ask_port(model: str, port: int) -> Iterator[AskPort | None]:
+    """Context manager: `ask` finds a server at this port; yields the port and its token.
 
-    Yields None if that fails, or if another server with this model already has a port.
+    Yields None if that fails, or if another server with this model is already found.
     """
     path = paths.server_port_file(model)
     if (other := connect_to_user_server(model)) is not None:
         other[0].close()
         yield None
         return
+    own = AskPort(port, secrets.token_hex())
     try:
-        port, listener = _bind_port(path)
+        paths.make_private_dir(path.parent)
+        paths.write_private(path, f"{port} {own.token}", replaces=True)
     except OSError:
         yield None
         return
     try:
-        with listener:
-            yield port, listener
+        yield own
     finally:
         with suppress(OSError):
-            if _read_port_file(path) == port:
+            if _read_port_file(path) == own:
                 path.unlink()
 
 
@@ -99,20 +99,6 @@ def connect_to_user_server(model: str) -> tuple[HTTPConnection, dict[str, str]] 
         pass
     connection.close()
     return None
-
-
-def _bind_port(path: Path) -> tuple[AskPort, socket.socket]:
-    """Bind a free port, and write it with a new token to `path`; raises OSError on failure."""
-    listener = socket.socket()
-    try:
-        listener.bind((_HOST, 0))
-        port = AskPort(listener.getsockname()[1], secrets.token_hex())
-        paths.make_private_dir(path.parent)
-        paths.write_private(path, f"{port.port} {port.token}", replaces=True)
-    except OSError:
-        listener.close()
-        raise
-    return port, listener
 
 
 def _read_port_file(path: Path) -> AskPort | None:

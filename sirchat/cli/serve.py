@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import typer
 
 from sirchat import paths
-from sirchat.cli.ask_port import open_ask_port
+from sirchat.cli.ask_port import tell_ask_port
 from sirchat.cli.flags import (
     Trust,
     load_profile_model,
@@ -69,13 +69,14 @@ def serve(
         )
     origins = [_parse_origin(url) for url in cors or ()]
     profile = profile_from_flags(flags)
-    with _bind_tcp_socket(host, port) as listener, open_ask_port(profile.model) as ask_port:
+    with (
+        _bind_tcp_socket(host, port) as listener,
+        tell_ask_port(profile.model, listener.getsockname()[1]) as ask_port,
+    ):
         limits = {"conversations": conversations, "saved": saved, "queue": queue, "reuse": reuse}
         server = load_server(profile, trust_remote_code, limits, host, api_key, origins)
-        app, sockets = server.app, [listener]
-        if ask_port is not None:
-            app, sockets = ask_port[0].with_access(app), [listener, ask_port[1]]
-        _run(server, app, sockets, host)
+        app = server.app if ask_port is None else ask_port.with_access(server.app)
+        _run(server, app, listener, host)
 
 
 def load_server(
@@ -142,19 +143,18 @@ def _bind_tcp_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _run(server: "ChatServer", app: Any, sockets: list[socket.socket], host: str) -> None:
+def _run(server: "ChatServer", app: Any, listener: socket.socket, host: str) -> None:
     """Serve `app` until a signal; SIGTERM exits with 0."""
     from sirchat.cli.http_server import Server
 
     logging.getLogger("sirchat").setLevel(logging.DEBUG if shows_tracebacks() else logging.WARNING)
-    for listener in sockets:
-        listener.listen()
+    listener.listen()
     url_host = f"[{host}]" if ":" in host else host
-    url = f"http://{url_host}:{sockets[0].getsockname()[1]}/v1"
+    url = f"http://{url_host}:{listener.getsockname()[1]}/v1"
     typer.echo(displayable_line(f"sirchat serves {server.model} at {url} (Ctrl-C ends it)"))
     typer.echo(f"chat with it, and see its memory, in a browser: {url.removesuffix('v1')}")
     try:
-        Server(app, server).run(sockets=sockets)
+        Server(app, server).run(sockets=[listener])
     except SystemExit as leaving:
         if leaving.code != 128 + signal.SIGTERM:
             raise

@@ -29,7 +29,7 @@ from json_replies import PERSON, check_person, write_schema
 from saved_chats import Chat
 from serving import Served, served
 from sirchat.cli.ask_client import _events, _print_reply
-from sirchat.cli.ask_port import open_ask_port
+from sirchat.cli.ask_port import tell_ask_port
 from sirchat.engine.sampling import Sampler
 from sirchat.errors import SirchatError
 from sirchat.paths import server_port_file
@@ -160,10 +160,10 @@ def listening(name: str, model: Any, **settings: Any) -> Iterator[tuple[list[str
     asked: list[str] = []
     with (
         served(model, key="secret", name=name, compile="off", **settings) as server,
-        open_ask_port(name) as own,
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        tell_ask_port(name, listener.getsockname()[1]) as own,
     ):
         assert own is not None
-        own[1].listen()
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             async def noting(message: Any) -> None:
@@ -173,8 +173,8 @@ def listening(name: str, model: Any, **settings: Any) -> Iterator[tuple[list[str
 
             await server.server.app(scope, receive, noting)
 
-        running = uvicorn.Server(uvicorn.Config(own[0].with_access(app), log_level="error"))
-        thread = threading.Thread(target=running.run, kwargs={"sockets": [own[1]]})
+        running = uvicorn.Server(uvicorn.Config(own.with_access(app), log_level="error"))
+        thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
             yield asked, server
@@ -384,7 +384,7 @@ def test_only_the_user_can_read_the_token_and_others_need_the_key(asked: list[st
         assert client.getresponse().status == status
         client.close()
     asked.clear()
-    with open_ask_port("tiny") as second:  # a server that listens keeps its file
+    with tell_ask_port("tiny", 1) as second:  # a server that listens keeps its file
         assert second is None
     assert run("ask", JOKE).stdout
     assert asked == ANSWERED
@@ -408,7 +408,7 @@ def test_what_a_killed_server_left_is_no_obstacle() -> None:
     for left in ("", "no port", "1 token", "99999999 token"):
         path.write_text(left, encoding="ascii")
         assert run("ask", JOKE).returncode == 0
-    with open_ask_port("tiny") as mine, open_ask_port("tiny") as next_one:
+    with tell_ask_port("tiny", 1) as mine, tell_ask_port("tiny", 2) as next_one:
         assert mine is not None
         assert next_one is not None  # as the first does not listen yet
     assert not path.exists()
@@ -439,34 +439,38 @@ def answering(listener: socket.socket, *answers: Callable[[bytes], bytes]) -> It
 
 @pytest.mark.parametrize("proof", [b"", b"a" * 64, "\u00e9".encode() * 32])
 def test_a_program_at_the_port_of_a_killed_server_learns_nothing(proof: bytes) -> None:
-    with open_ask_port("tiny") as left:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        number = gone.getsockname()[1]
+    with tell_ask_port("tiny", number) as left:
         assert left is not None
         port, old = server_port_file("tiny"), server_port_file("tiny").read_text("ascii")
     port.write_text(old, encoding="ascii")
     empty = b"Content-Length: 0\r\nSirchat-Proof: " + proof + b"\r\n\r\n"
     with (
-        socket.create_server(("127.0.0.1", left[0].port)) as taken,
+        socket.create_server(("127.0.0.1", number)) as taken,
         answering(taken, lambda _: empty) as sent,
     ):
         done = run("ask", JOKE)
     assert done == run("ask", JOKE, "--server", "off")
     assert b"joke" not in sent[0]
-    assert left[0].token.encode() not in sent[0]
+    assert left.token.encode() not in sent[0]
     assert sent[1:] == [b""]
 
 
 def test_a_server_that_ends_in_mid_reply_is_said_and_the_reply_not_repeated() -> None:
     said = b'data: {"choices": [{"delta": {"content": "Half a"}}]}\n\n'
-    with open_ask_port("tiny") as own:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        tell_ask_port("tiny", listener.getsockname()[1]) as own,
+    ):
         assert own is not None
-        own[1].listen()
 
         def prove(request: bytes) -> bytes:
             (challenge,) = re.findall(rb"sirchat-challenge: (\w+)", request)
-            proof = hmac.new(own[0].token.encode(), challenge, "sha256").hexdigest()
+            proof = hmac.new(own.token.encode(), challenge, "sha256").hexdigest()
             return f"Content-Length: 0\r\nSirchat-Proof: {proof}\r\n\r\n".encode()
 
-        with answering(own[1], prove, lambda _: b"Content-Length: 1000\r\n\r\n" + said) as sent:
+        with answering(listener, prove, lambda _: b"Content-Length: 1000\r\n\r\n" + said) as sent:
             done = run("ask", JOKE)
     assert (done.returncode, done.stdout) == (1, "Half a")
     assert done.stderr == "sirchat: the server ended before the reply was complete\n"
