@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Literal
 
 import typer
 
@@ -18,7 +19,9 @@ _SHELLS = ("bash", "zsh", "fish")
 
 
 @with_flags(_FLAGS["doctor"])
-def doctor(model: str | None = None, device_map: str = "off") -> None:
+def doctor(
+    model: str | None = None, device_map: Literal["off", "auto", "balanced"] = "off"
+) -> None:
     """Check versions, machine, folders and a model, and print the results for a bug report.
 
     The results contain nothing of your chats. The exit code is 1 if there is a problem.

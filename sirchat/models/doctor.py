@@ -18,6 +18,7 @@ from sirchat import __version__
 from sirchat.errors import SirchatError
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.compiling import CompileMode, describe_decode_step, use_compiled
+from sirchat.models.device_map import Spread
 from sirchat.models.devices import (
     describe_threads,
     free_thread_count,
@@ -48,7 +49,7 @@ class Finding:
 
 
 def run_checks(
-    model_name: str, device_map: str = "off", compiles: CompileMode = "auto"
+    model_name: str, device_map: Spread = "off", compiles: CompileMode = "auto"
 ) -> Iterator[Finding]:
     """Yield the result of each check; the slow checks of the model come last."""
     yield Finding("sirchat", f"{__version__}, Python {platform.python_version()}")
@@ -93,7 +94,7 @@ def _check_folder(name: str, folder: Path) -> Finding:
     return Finding(name, shown if nearest == folder else f"{shown} (not there yet)")
 
 
-def _check_model(name: str, device_map: str, compiles: CompileMode) -> Iterator[Finding]:
+def _check_model(name: str, device_map: Spread, compiles: CompileMode) -> Iterator[Finding]:
     begun = time.perf_counter()
     try:
         rows, is_on = MIN_RESERVED_ROWS, compiles != "off"

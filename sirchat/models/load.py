@@ -20,7 +20,7 @@ from sirchat.errors import ModelError, panic_as_model_error
 from sirchat.memory.free_memory import trim_memory
 from sirchat.models.compiling import compile_in_background, use_compiled, wait_for_library
 from sirchat.models.decoder import Decoder
-from sirchat.models.device_map import DeviceMap, make_device_map
+from sirchat.models.device_map import DeviceMap, Spread, main_device, make_device_map
 from sirchat.models.devices import (
     DeviceName,
     DtypeName,
@@ -112,7 +112,7 @@ def load_model(
     unpack: UnpackName = "auto",
     cache_type: DtypeName = "auto",
     for_hub: bool = False,
-    device_map: str = "off",
+    device_map: Spread = "off",
     cache_rows: int = 0,
     compiles: bool = False,
 ) -> LoadedModel:
@@ -127,7 +127,7 @@ def load_model(
         devices = make_device_map(
             name, device_map, cache_rows, dtype, device=device, quantize=quantize
         )
-        target, for_hub = devices.main_device, True
+        target, for_hub = main_device(), True
     if target.type == "cpu" or devices is not None:
         agree_on_instructions()
         use_threads(threads)

@@ -6,7 +6,6 @@ every operation that mixes them; so each transfer that is missing is an error he
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 from collections.abc import Callable, Iterator
@@ -25,36 +24,26 @@ from families import build
 from gguf_file import write_gguf
 from simulated_devices import DEVICES, KIND, refuses_waits, simulated_devices
 from sirchat.chat.session import Session
-from sirchat.errors import SettingError, SirchatError
+from sirchat.errors import SirchatError
+from sirchat.models.device_map import DeviceMap
 from sirchat.models.devices import DISK
+from sirchat.models.fit import PROGRAM_BYTES
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import surprisal, surprisal_of_states
 from sirchat.saved.saved_state import model_fingerprint
 
 SIM_0, SIM_1 = (f"{KIND}:{at}" for at in range(2))
-MAPS: dict[str, dict[str, str]] = {
-    "cpu and disk": {
-        "": "cpu",
-        **{f"model.layers.{at}": "disk" for at in (1, 2)},
-        "model.embed_tokens": "disk",
-        "lm_head": "disk",
-    },
-    "two devices": {
-        "": SIM_0,
-        "model.layers.2": SIM_1,
-        "model.layers.3": SIM_1,
-        "model.norm": SIM_1,
-    },
-    "cpu, devices and disk": {
-        "": "cpu",
-        "model.layers.0": "cpu",
-        "model.layers.1": SIM_0,
-        "model.layers.2": "disk",
-        "model.layers.3": SIM_1,
-        "lm_head": SIM_1,
-    },
+# Of the embeddings, the four layers, the last norm, RoPE and the output head
+MAPS = {
+    "cpu and disk": ["disk", "cpu", "disk", "disk", "cpu", "cpu", "cpu", "disk"],
+    "two devices": [SIM_0, SIM_0, SIM_0, SIM_1, SIM_1, SIM_1, SIM_0, SIM_0],
+    "cpu, devices and disk": ["cpu", "cpu", SIM_0, "disk", SIM_1, "cpu", "cpu", SIM_1],
 }
+_PARTS = (
+    *("model.embed_tokens", *(f"model.layers.{at}" for at in range(4))),
+    *("model.norm", "model.rotary_emb", "lm_head"),
+)
 
 # Where each layer's keys and values are: those of a layer on disk are on the main device.
 ROWS_AT = {
@@ -92,14 +81,16 @@ def simulation() -> Iterator[None]:
         yield
 
 
-def load(folder: Path, device_map: object = None) -> LoadedModel:
-    """The model over these devices, or on the CPU."""
+def load(folder: Path, devices: list[str] | None = None) -> LoadedModel:
+    """The model with its parts on these devices, or on the CPU."""
     how: dict[str, Any] = {"device": "cpu"}
-    if device_map is not None:
-        file = folder / "map.json"
-        file.write_text(json.dumps(device_map))
-        how = {"device_map": str(file)}
-    model = load_model(str(folder), for_hub=True, dtype="float32", **how)
+    with pytest.MonkeyPatch.context() as patch:
+        if devices is not None:
+            chosen = [one if one in ("cpu", DISK) else torch.device(one) for one in devices]
+            placed = dict(zip(_PARTS, chosen, strict=True))
+            patch.setattr(DeviceMap, "choose_devices", lambda *_: placed)
+            how = {"device_map": "auto"}
+        model = load_model(str(folder), for_hub=True, dtype="float32", **how)
     # What a CPU alone computes in other ways, which round differently; so does torch for gradients.
     vars(model)["decode_step"], vars(model)["has_linear_head"] = None, False
     model.module.requires_grad_(False)
@@ -279,14 +270,13 @@ def test_surprisal_is_computed_where_the_output_head_is(folder: Path, simulation
     )
 
 
-def test_a_gguf_file_is_spread_too(tmp_path: Path) -> None:
+def test_a_gguf_file_is_spread_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_gguf(tmp_path / "model.gguf", tiny(), "F32")
-    said = tmp_path / "map.yaml"
-    said.write_text('"": cpu\nmodel.layers.1: disk\nmodel.embed_tokens: disk\n')
     how: dict[str, Any] = {"dtype": "float32"}
     whole = load_model(str(file), device="cpu", for_hub=True, **how)
-    model, ids = load_model(str(file), device_map=str(said), **how), list(range(5, 25))
-    assert model.module.model.layers[1].mlp.down_proj.weight.is_meta
+    monkeypatch.setattr("sirchat.models.device_map.free_memory", lambda: PROGRAM_BYTES + 9_000_000)
+    model, ids = load_model(str(file), device_map="auto", **how), list(range(5, 25))
+    assert DISK in model.module.hf_device_map.values()
     assert model_fingerprint(model) == model_fingerprint(whole)
     logits = [one.forward(ids, one.new_cache(20)) for one in (model, whole)]
     torch.testing.assert_close(*logits)
@@ -294,7 +284,7 @@ def test_a_gguf_file_is_spread_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("plan", ["auto", "balanced"])
 def test_a_plan_fills_devices_or_gives_them_equally_much(
-    plan: str, folder: Path, simulation: None, monkeypatch: pytest.MonkeyPatch
+    plan: Any, folder: Path, simulation: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sirchat.models.device_map.free_memory", lambda: 10**10)
     model = load_model(str(folder), device_map=plan, dtype="float32", cache_rows=48)
@@ -303,59 +293,23 @@ def test_a_plan_fills_devices_or_gives_them_equally_much(
     assert where.count(SIM_0) == (4 if plan == "auto" else 2)
 
 
-@pytest.mark.parametrize("said", ["auto", "balanced", {"": "cpu", "lm_head": "cpu"}], ids=str)
+@pytest.mark.parametrize("plan", ["auto", "balanced"])
 def test_a_model_whose_head_has_the_weights_of_the_embeddings_is_spread(
-    said: str | dict[str, str], tmp_path: Path
+    plan: Any, tmp_path: Path
 ) -> None:
     vocabulary = len(hub_tokenizer())
     build("llama", {"vocab_size": vocabulary, "tie_word_embeddings": True}).save_pretrained(
         tmp_path
     )
     hub_tokenizer().save_pretrained(tmp_path)
-    if not isinstance(said, str):
-        (tmp_path / "map.json").write_text(json.dumps(said))
-    device_map = said if isinstance(said, str) else str(tmp_path / "map.json")
-    model = load_model(str(tmp_path), device_map=device_map, dtype="float32")
+    model = load_model(str(tmp_path), device_map=plan, dtype="float32")
     assert model.module.lm_head.weight is model.module.model.embed_tokens.weight
 
 
-@pytest.mark.parametrize(
-    ("said", "error"),
-    [
-        ({}, "no mapping of module names"),
-        ([1], "no mapping of module names"),
-        ({"": "gpu"}, r'device "gpu".*allowed: cpu, disk'),
-        ({"": "meta"}, r'device "meta"'),
-        ({"": 7}, "device 7"),
-        ({"": True}, "device true"),
-        ({"": "cpu", "model.layers.1.mlp": "disk"}, r"layers\.1\.mlp.* within a layer"),
-        ({"": "cpu", "model.layer.3": "disk"}, r"model\.layer\.3.*did you mean model\.layers\.3"),
-        ({"": "cpu", "zzz": "disk"}, r"zzz.*its first layer is model\.layers\.0"),
-        ({"model.layers": "cpu"}, "no device for model.embed_tokens"),
-    ],
-    ids=str,
-)
-def test_a_bad_map_is_an_error_in_one_line(said: object, error: str, folder: Path) -> None:
-    with pytest.raises(SirchatError, match=error) as caught:
-        load(folder, said)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_map_is_yaml_or_json_without_tags_and_aliases(folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "map.yaml"
-    file.write_text('"": cpu\nmodel.layers.3: disk\n')
-    model = load_model(str(folder), device_map=str(file), dtype="float32")
-    assert model.module.model.layers[3].mlp.down_proj.weight.is_meta
-    for text in ("a: &x cpu\nb: *x", "a: !!python/name:os.system"):
-        file.write_text(text)
-        with pytest.raises(SettingError, match=r"map\.yaml, line"):
-            load_model(str(folder), device_map=str(file))
-    with pytest.raises(SirchatError, match="no such file"):
-        load_model(str(folder), device_map=str(tmp_path / "none.yaml"))
-    others: tuple[dict[str, Any], ...] = ({"device": "cpu"}, {"quantize": "int8"})
-    for other in others:
-        with pytest.raises(SirchatError, match="can't be used with a device map"):
-            load_model(str(folder), device_map="auto", **other)
+@pytest.mark.parametrize("other", [{"device": "cpu"}, {"quantize": "int8"}], ids=str)
+def test_a_spread_model_is_on_no_other_device(other: Any, folder: Path) -> None:
+    with pytest.raises(SirchatError, match="can't be used with a device map"):
+        load_model(str(folder), device_map="auto", **other)
 
 
 def test_the_cache_of_layers_on_disk_has_room_on_the_first_device(
