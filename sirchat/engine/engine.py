@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -107,10 +106,7 @@ class Engine:
         self.choice.round = ref.round
         self.require_room(len(ids))
         turn = NewTokens(ids, roles, self.flags_of(ids, pinned), ref)
-        stats, division = self.settings.attention_stats, self.choice.divide_budget()
-        shared: AbstractContextManager[None] = nullcontext()
-        if len(ids) > self._pass_size(division, pinned):
-            shared = self._model.share_unpacked(len(ids) // division.chunk_size)
+        stats = self.settings.attention_stats
         done = 0
         while done < len(ids):
             division = self.choice.divide_budget()
@@ -121,8 +117,7 @@ class Engine:
             yield from evictor.make_room(end - done)
             is_first = not ledger.seen
             self.grow_for(end - done)
-            with shared:  # not around a yield: another conversation may run then
-                self.reader.read(turn.part(done, end), stats, division.sinks if compacts else None)
+            self.reader.read(turn.part(done, end), stats, division.sinks if compacts else None)
             if is_first:
                 ledger.set_first_surprisal(min(division.chunk_size, end))
             done = end
@@ -197,15 +192,14 @@ class Engine:
         size = 1 if self.cache.reads_singly else max(1, min(total // 4, _REBUILD_PASS_IDS))
         cache = self._model.new_cache(min(total, len(positions)))
         cache.set_positions(absolute_positions=is_absolute)
-        with self._model.share_unpacked(len(positions) // size):
-            for start in range(0, len(positions), size):
-                part = positions[start : start + size]
-                leaving = max(0, cache.length + len(part) - total)  # after the sinks
-                slots = torch.arange(cache.length)
-                cache.keep(slots[(slots < sinks) | (slots >= sinks + leaving)])
-                ids = self.ledger.column("token_id")[part].tolist()
-                self._model.read(ids, cache, positions=part.tolist() if is_absolute else None)
-                cache.commit(len(part), part)
+        for start in range(0, len(positions), size):
+            part = positions[start : start + size]
+            leaving = max(0, cache.length + len(part) - total)  # after the sinks
+            slots = torch.arange(cache.length)
+            cache.keep(slots[(slots < sinks) | (slots >= sinks + leaving)])
+            ids = self.ledger.column("token_id")[part].tolist()
+            self._model.read(ids, cache, positions=part.tolist() if is_absolute else None)
+            cache.commit(len(part), part)
         self.cache.state = cache.state
 
     def save(self, start: int = 0) -> EngineState:

@@ -15,7 +15,6 @@ from sirchat.errors import ModelError
 from sirchat.models.gguf.header import BLOCK_LAYOUTS, BLOCKS, FOUR_BIT, BlockLayout
 from sirchat.models.listing import FoundModel
 from sirchat.models.shape import (
-    MAX_UNPACKED_BYTES,
     ModelShape,
     archive_bytes,
     cache_bytes,
@@ -52,7 +51,6 @@ class _WeightLayout(NamedTuple):
     precision: str  # what `shape.precision` returns
     item: int  # bytes of one weight that is not packed
     block: int  # rows that are packed in four bits together; 0: four bits are not possible
-    on_cpu: bool
     uses_native_products: bool
 
 
@@ -136,7 +134,6 @@ def _weight_layout(shape: ModelShape, profile: Profile) -> _WeightLayout:
         precision=precision(shape, profile),
         item=4 if unpacked_type(profile) == "float32" else 2,
         block=machine_int4_block_rows(profile),
-        on_cpu=uses_cpu(profile),
         uses_native_products=uses_native_products(profile),
     )
 
@@ -201,11 +198,8 @@ def _bytes_while_loading(stored: StoredWeights, layout: _WeightLayout) -> int:
 
 
 def _bytes_while_reading(stored: StoredWeights, layout: _WeightLayout) -> int:
-    """Bytes of the unpacked bfloat16 copies of packed matrices while a text is read."""
+    """Bytes of the unpacked bfloat16 copy of one packed matrix while a text is read."""
     if layout.uses_native_products:
         return 0
-    packed = [tensor for tensor in stored.tensors if _packed_bits(tensor, stored, layout)]
-    size = 2 * sum(tensor.count for tensor in packed)
-    if layout.on_cpu and size <= MAX_UNPACKED_BYTES:  # a GPU keeps none for the next pass
-        return size
+    packed = (tensor for tensor in stored.tensors if _packed_bits(tensor, stored, layout))
     return 2 * max((tensor.count_at_once for tensor in packed), default=0)

@@ -41,7 +41,7 @@ from sirchat.models.hub_step import HubStep
 from sirchat.models.learning import why_no_encoder
 from sirchat.models.llama_step import LlamaStep
 from sirchat.models.model_config import context_length, refuse_invalid_numbers, sliding_window
-from sirchat.models.packed import SharedWeights, packed_buffers
+from sirchat.models.packed import packed_buffers
 from sirchat.models.probe import (
     cache_argument,
     probe_rotations,
@@ -182,10 +182,6 @@ class LoadedModel:
             if not is_last:
                 cache.commit(size)
         return encoder.unit_vectors(torch.cat(parts)[start:].mean(0)).float().cpu()
-
-    def share_unpacked(self, count: int) -> AbstractContextManager[None]:
-        """Context manager for each of `count` passes over one text; unpacks weights only once."""
-        return SharedWeights(self.module, count)
 
     def new_cache(self, capacity: int) -> BoundedCache:
         return self._new_cache(capacity, self.row_devices())

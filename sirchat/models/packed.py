@@ -1,8 +1,8 @@
 """Linear layers whose weights stay packed in four to eight bits.
 
 On a CPU, torch's kernels round inputs to bfloat16 (float32 inputs would take ten times as long),
-and are made for few rows. For many rows, weights are unpacked: for each product, or once within
-`SharedWeights`. On a GPU, weights are unpacked for each product, some rows at a time.
+and are made for few rows. For many rows, weights are unpacked for each product; on a GPU some rows
+at a time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from contextvars import ContextVar
 from functools import cache
 from itertools import product
 from typing import Any, Literal, NamedTuple, Self
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from sirchat.models.gguf.header import BLOCK_LAYOUTS
-from sirchat.models.shape import MAX_UNPACKED_BYTES
 
 # Number of neighbouring four-bit weights that share a scale and a minimum.
 GROUP = 32
@@ -28,26 +26,20 @@ _UNPACKED_ROWS = 4096  # that are unpacked at a time; on a CPU only of eight bit
 _REFINED_LOGITS = 16  # largest logits of a row, which are computed again in float32
 _REFINED_ROWS = 32  # for which that is done at a time
 NATIVE_ROW_BLOCK = 16  # rows that `products.cpp` multiplies at the same time
-_MIN_PASSES_TO_ARRANGE = 10  # over the same weights, to make up for arranging them for products
 
 UNLIMITED_ROWS = 2**30  # a limit to a number of rows that is none
 
 Unpacked = Literal["bfloat16", "float32"]
 Empty = Callable[..., Tensor]  # as `torch.empty`, with a shape, `dtype` and `device`
 
-# The unpacked weights that forward passes share; None outside `SharedWeights`.
-_SHARED: ContextVar[_UnpackedWeights | None] = ContextVar("shared weights", default=None)
-
 
 class MatmulMethod(NamedTuple):
     """How packed weights are multiplied: by torch's kernels, or after unpacking."""
 
     dtype: Unpacked = "bfloat16"  # to which they are unpacked
-    # Most rows for which torch's kernels for four and for eight bits are faster than unpacking,
+    # Most rows for which torch's kernels for four and for eight bits are faster than unpacking
     max_kernel_rows_4bit: int = 32
     max_kernel_rows_8bit: int = 8
-    # and for which both are faster than a product with weights that were unpacked before.
-    max_kernel_rows_shared: int = 8
     max_native_rows: int = 0  # for which `products.cpp` is fastest, but for blocks, always
 
     @property
@@ -80,25 +72,6 @@ class PackedLinear(nn.Module, ABC):
     @abstractmethod
     def unpacked(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Unpack the weights [K, N] to `dtype`; eight-bit weights do not include the scales."""
-
-    def _multiply_unpacked(self, x: Tensor) -> Tensor:
-        """Multiply rows x [m, K] with the weights, unpacked now or in an earlier pass: [m, N]."""
-        shared = self._shared()
-        if shared is None:
-            return x @ self.unpacked(x.dtype)
-        if self not in shared.unpacked:
-            weights = self.unpacked(x.dtype)
-            if shared.are_arranged:
-                weights = torch.ops.mkldnn._reorder_linear_weight(weights.T, len(x))
-            shared.unpacked[self] = weights
-        weights = shared.unpacked[self]
-        if not weights.is_mkldnn:
-            return x @ weights
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weights, None, "none", [], "")
-        return y
-
-    def _shared(self) -> _UnpackedWeights | None:
-        return _SHARED.get()
 
     @abstractmethod
     def multiply_packed(self, x: Tensor) -> Tensor:
@@ -177,12 +150,10 @@ class Int4Linear(PackedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         flat, method = x.reshape(-1, self.in_features), self.matmul_method
-        kernel_rows = method.max_kernel_rows_4bit
-        if self._shared() is not None:
-            kernel_rows = method.max_kernel_rows_shared
-        if len(flat) <= max(kernel_rows, self.max_native_rows):
+        if len(flat) <= max(method.max_kernel_rows_4bit, self.max_native_rows):
             return _add_bias(self.multiply_packed(flat), x, self.bias)
-        return _add_bias(self._multiply_unpacked(flat.to(method.torch_dtype)), x, self.bias)
+        flat = flat.to(method.torch_dtype)
+        return _add_bias(flat @ self.unpacked(flat.dtype), x, self.bias)
 
     def multiply_packed(self, x: Tensor) -> Tensor:
         scales = self.scales.contiguous()  # no copy, unless the layer is part of a joined one
@@ -312,10 +283,7 @@ class Int8Linear(PackedLinear):
         flat, method = x.reshape(-1, self.in_features), self.matmul_method
         if len(flat) <= max(method.max_kernel_rows_8bit, self.max_native_rows):
             return _add_bias(self.multiply_packed(flat), x, self.bias)
-        flat = flat.to(method.torch_dtype)
-        if self._shared() is not None or self.out_features <= _UNPACKED_ROWS:
-            return _add_bias(self._multiply_unpacked(flat) * self.scale, x, self.bias)
-        return _add_bias(self._multiply_parts(flat), x, self.bias)
+        return _add_bias(self._multiply_parts(flat.to(method.torch_dtype)), x, self.bias)
 
     def unpacked(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return self.q.to(dtype).T
@@ -355,9 +323,6 @@ class RefinedHead(PackedLinear):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x).float()  # [..., V]
         return self._refine_logits(y.view(-1, self.out_features), x).view_as(y)
-
-    def _shared(self) -> None:
-        """Share nothing, because the head reads few tokens."""
 
     def refined_logits(self, x: Tensor) -> Tensor:
         """Compute float32 logits [m, V] from a few hidden states [m, K]."""
@@ -433,29 +398,6 @@ def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.to(torch.uint8).view_as(weight), scale, minimum
 
 
-class SharedWeights:
-    """Context manager for each of `count` passes over one text: a layer is unpacked only once.
-
-    Nothing is shared if that would take more than 512 MiB, nor with passes in other threads.
-    """
-
-    def __init__(self, module: nn.Module, count: int = 1) -> None:
-        layers = [layer for layer in _layers_of(module) if not isinstance(layer, RefinedHead)]
-        size = sum(
-            layer.in_features * layer.out_features * layer.matmul_method.torch_dtype.itemsize
-            for layer in layers
-        )
-        is_bfloat16 = all(layer.matmul_method.dtype == "bfloat16" for layer in layers)
-        are_arranged = count >= _MIN_PASSES_TO_ARRANGE and is_bfloat16 and has_fast_bfloat16()
-        self._shared = _UnpackedWeights({}, are_arranged) if size <= MAX_UNPACKED_BYTES else None
-
-    def __enter__(self) -> None:
-        self._before = _SHARED.set(self._shared)
-
-    def __exit__(self, *_: object) -> None:
-        _SHARED.reset(self._before)
-
-
 def has_fast_bfloat16() -> bool:
     """Whether oneDNN multiplies bfloat16 on this processor without converting it to float32."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
@@ -525,13 +467,6 @@ def packing_layout() -> str:
     """A name of the layout of packed weights on this machine; other layouts can't be used."""
     block, follow = int4_layout()
     return f"blocks of {block}" + (", pairs of rows" if follow else "")
-
-
-class _UnpackedWeights(NamedTuple):
-    unpacked: dict[PackedLinear, Tensor]
-    # Whether oneDNN has arranged them as its products need them; else each product does that, in a
-    # third of the time of a product with 60 rows.
-    are_arranged: bool
 
 
 def _layers_of(module: nn.Module) -> Iterator[PackedLinear]:

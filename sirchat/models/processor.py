@@ -56,7 +56,7 @@ def fastest_method(features: Features, unpack: UnpackName = "auto") -> MatmulMet
         return MatmulMethod(max_native_rows=native_rows)
     # The kernels are twice as fast with AVX-512 as with AVX2; products in float32 are not.
     kernel_rows = 64 if features.capability == "AVX512" else 32
-    return MatmulMethod(unpack, 64, kernel_rows, kernel_rows, native_rows)
+    return MatmulMethod(unpack, 64, kernel_rows, native_rows)
 
 
 def choose_matmul_method(module: nn.Module, unpack: UnpackName) -> None:

@@ -33,9 +33,6 @@ from sirchat.models.model_config import (
     positive_int,
 )
 
-# The most bytes of unpacked weights that several passes share; see `packed.SharedWeights`.
-MAX_UNPACKED_BYTES = 2**29
-
 _MAX_LAYERS = 10_000
 _ATTENTION_LAYERS = (
     *("full_attention", "sliding_attention", "chunked_attention", "attention"),

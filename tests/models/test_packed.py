@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import os
 import subprocess
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from chatting import session, tiny
+from chatting import tiny
 from families import build
 from gguf_file import write_gguf
-from sirchat.engine.engine import Engine
-from sirchat.engine.types import CacheSettings, TurnRef
 from sirchat.errors import ModelError
-from sirchat.memory.ledger import Role
-from sirchat.memory.policies.sink import Sink
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.packed import (
@@ -27,9 +22,7 @@ from sirchat.models.packed import (
     Int8Linear,
     MatmulMethod,
     SharedEmbedding,
-    SharedWeights,
     Unpacked,
-    has_fast_bfloat16,
     quantize_int4,
     quantize_int8,
     set_matmul_method,
@@ -129,44 +122,11 @@ def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return write_gguf(path, tiny(), request.param)
 
 
-def _counted_unpacking(kind: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The layers that have been unpacked since."""
-    calls, unpack = list[int](), kind.unpacked
-
-    def unpacked(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-        calls.append(id(layer))
-        weights: torch.Tensor = unpack(layer, dtype)
-        return weights
-
-    monkeypatch.setattr(kind, "unpacked", unpacked)
-    return calls
-
-
 def random_layer(kind: Any) -> Any:
     weight = torch.randn(64, 96)
     if kind is Int4Linear:
         return Int4Linear.from_values(*quantize_int4(weight))
     return Int8Linear(*quantize_int8(weight))
-
-
-@pytest.mark.parametrize("most", [2**29, 1000])
-@pytest.mark.parametrize("kind", [Int4Linear, Int8Linear])
-def test_several_passes_unpack_the_weights_once_if_they_are_not_too_many(
-    kind: Any, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sirchat.models.packed.MAX_UNPACKED_BYTES", most)
-    layer, x = random_layer(kind), torch.randn(3, 40, 96)
-    wanted, calls = [layer(one) for one in x], _counted_unpacking(kind, monkeypatch)
-    for _ in range(2):
-        calls.clear()
-        shared = SharedWeights(torch.nn.Sequential(layer))
-        for one, two in zip(x, wanted, strict=True):
-            with shared:
-                assert torch.equal(layer(one), two)
-        assert len(calls) == (1 if most > 1000 else 3)
-    calls.clear()
-    layer(x[0])
-    assert len(calls) == 1  # nothing of it is left
 
 
 @pytest.mark.parametrize("kind", [Int4Linear, Int8Linear])
@@ -177,44 +137,11 @@ def test_many_rows_are_multiplied_by_weights_of_the_type_that_is_fast_here(
     layer, x = random_layer(kind), torch.randn(40, 96)
     set_matmul_method(
         layer,
-        MatmulMethod(
-            dtype, max_kernel_rows_4bit=8, max_kernel_rows_8bit=8, max_kernel_rows_shared=8
-        ),
+        MatmulMethod(dtype, max_kernel_rows_4bit=8, max_kernel_rows_8bit=8),
     )
     exact = layer.unpacked(torch.float64)
     exact = exact if kind is Int4Linear else exact * layer.scale.double()
     assert relative(layer(x), x.double() @ exact) < (1e-6 if dtype == "float32" else 0.01)
-    with SharedWeights(torch.nn.Sequential(layer)):
-        assert relative(layer(x), x.double() @ exact) < (1e-6 if dtype == "float32" else 0.01)
-
-
-@pytest.mark.parametrize("kind", [Int4Linear, Int8Linear])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_many_passes_arrange_the_weights_once_and_compute_the_same(
-    kind: Any, dtype: Unpacked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer, x = random_layer(kind), torch.randn(12, 40, 96)
-    set_matmul_method(
-        layer,
-        MatmulMethod(
-            dtype, max_kernel_rows_4bit=8, max_kernel_rows_8bit=8, max_kernel_rows_shared=8
-        ),
-    )
-    wanted, calls = [layer(one) for one in x], list[int]()
-    arrange = torch.ops.mkldnn._reorder_linear_weight
-
-    def counted(weights: torch.Tensor, rows: int) -> torch.Tensor:
-        calls.append(rows)
-        found: torch.Tensor = arrange(weights, rows)
-        return found
-
-    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", counted)
-    for count, is_arranged in ((2, False), (12, dtype == "bfloat16" and has_fast_bfloat16())):
-        shared = SharedWeights(torch.nn.Sequential(layer), count)
-        for one, two in zip(x[:count], wanted[:count], strict=True):
-            with shared:
-                assert relative(layer(one), two) < 0.01
-        assert calls == [40] * is_arranged
 
 
 def test_a_large_vocabulary_is_unpacked_in_parts() -> None:
@@ -223,51 +150,6 @@ def test_a_large_vocabulary_is_unpacked_in_parts() -> None:
     exact = layer.unpacked(torch.float32) * layer.scale.float()
     assert relative(layer(x), x @ exact) < 0.01
     assert relative(layer(x)[:, 4096:], (x @ exact)[:, 4096:]) < 0.01
-
-
-@pytest.mark.parametrize("kind", [Int4Linear, Int8Linear])
-def test_what_one_text_shares_changes_no_other_pass_over_the_same_layers(kind: Any) -> None:
-    """A few rows take another kernel where weights are shared, which rounds otherwise."""
-    layer, x = random_layer(kind), torch.randn(16, 96)
-    wanted, found = layer(x), list[torch.Tensor]()
-    with SharedWeights(torch.nn.Sequential(layer)):
-        inside = layer(x)
-        other = threading.Thread(target=lambda: found.append(layer(x)))
-        other.start()
-        other.join()
-    assert torch.equal(found[0], wanted)
-    assert torch.equal(layer(x), wanted)
-    assert torch.equal(inside, wanted) == (kind is Int8Linear)
-
-
-@pytest.mark.parametrize("file", ["Q4_0"], indirect=True)
-def test_a_text_that_is_being_read_changes_nothing_for_another_conversation(file: Path) -> None:
-    model = load_model(str(file), quantize="packed")
-    settings = CacheSettings(Sink(), budget=120)
-    turn, ids = TurnRef(0, 0), [at % 50 + 5 for at in range(200)]
-
-    def logits_of_a_short_turn() -> torch.Tensor:
-        engine = Engine(model, settings)
-        list(engine.prefill(ids[:16], [Role.USER] * 16, turn))
-        assert engine.logits is not None
-        return engine.logits
-
-    alone = logits_of_a_short_turn()
-    long = Engine(model, settings).prefill(ids, [Role.USER] * 200, turn)
-    next(long)  # its first pass is over, others follow
-    assert torch.equal(logits_of_a_short_turn(), alone)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("file", ["Q8_0"], indirect=True)
-def test_a_text_longer_than_the_budget_unpacks_the_weights_once(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = _counted_unpacking(Int8Linear, monkeypatch)
-    chat = session(load_model(str(file), quantize="packed"), budget=128)
-    list(chat.read_user("My name is Anna, and it rains in Lisbon. " * 40))
-    assert chat.seen > 3 * 128
-    assert len(calls) == len(set(calls))
 
 
 def size(model: LoadedModel) -> int:

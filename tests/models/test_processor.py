@@ -20,18 +20,18 @@ pytestmark = pytest.mark.usefixtures("own_home")
 
 AVX2, AVX512 = Features("AVX2", False, False), Features("AVX512", False, False)
 BFLOAT16, AMX = Features("AVX512", True, False), Features("AVX512", True, True)
-IN_FLOAT32 = MatmulMethod("float32", 64, 32, 32, UNLIMITED_ROWS)
+IN_FLOAT32 = MatmulMethod("float32", 64, 32, UNLIMITED_ROWS)
 
 
 @pytest.mark.parametrize(
     ("found", "method"),
     [
-        (BFLOAT16, MatmulMethod("bfloat16", 32, 8, 8, UNLIMITED_ROWS)),
-        (AMX, MatmulMethod("bfloat16", 32, 8, 8, 64)),
-        (AVX512, MatmulMethod("float32", 64, 64, 64, UNLIMITED_ROWS)),
+        (BFLOAT16, MatmulMethod("bfloat16", 32, 8, UNLIMITED_ROWS)),
+        (AMX, MatmulMethod("bfloat16", 32, 8, 64)),
+        (AVX512, MatmulMethod("float32", 64, 64, UNLIMITED_ROWS)),
         (AVX2, IN_FLOAT32),
         (Features("DEFAULT", False, False), IN_FLOAT32),  # as on ARM without bfloat16
-        (Features("DEFAULT", True, False), MatmulMethod("bfloat16", 32, 8, 8, UNLIMITED_ROWS)),
+        (Features("DEFAULT", True, False), MatmulMethod("bfloat16", 32, 8, UNLIMITED_ROWS)),
     ],
 )
 def test_the_features_decide_how_packed_weights_are_multiplied(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -83,9 +82,6 @@ class BigramModel(_Model):  # type: ignore[misc]
             cache.layers[layer].update(rows, rows)
         self.passes.append(list(ids))
         return self.table[torch.tensor(ids)]
-
-    def share_unpacked(self, count: int) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def read(self, ids: Sequence[int], cache: BoundedCache, **how: Any) -> PassResult:
         return PassResult.of_logits(self.forward(ids, cache, **how), ids)

@@ -25,7 +25,6 @@ from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_value_store import KeyValueStore
 from sirchat.memory.key_values import KeyValues, Positions
 from sirchat.memory.ledger import Flag, State
-from sirchat.models import packed
 from sirchat.models.encoder import EncoderOutput
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import PassResult
@@ -197,8 +196,8 @@ def watching() -> Iterator[None]:
             shadow.tokens[seen + at] = one
         ahead = self._precomputed is not None and len(self._precomputed.ids) > 1
         observed: bool = self.cache.is_observed  # type: ignore[attr-defined]
-        plain = not (ahead or observed or packed._SHARED.get() is not None)
-        last = LastPass(chunk.ids, start, self.cache.absolute_positions, held, plain)
+        is_plain = not (ahead or observed)
+        last = LastPass(chunk.ids, start, self.cache.absolute_positions, held, is_plain)
         shadow.passes.append((found.logits, last))
         return surprisals
 
