@@ -16,7 +16,7 @@ from sirchat.engine.sampling import Sampler
 from sirchat.engine.types import GeneratedToken, NewTokens, Stopped, TurnRef
 from sirchat.memory.ledger import Role
 from sirchat.memory.placement import EvictedRows
-from sirchat.models.captured_step import LikeliestToken
+from sirchat.models.captured_step import ChosenToken
 from sirchat.models.encoder import EncoderOutput
 
 _LOG = logging.getLogger(__name__)
@@ -193,7 +193,7 @@ def _read_together(replies: Sequence[Generation]) -> None:
         )
         encoded = EncoderOutput(any(reader.ledger.token_vectors.wanted for reader in readers))
         model.encoder.fill(encoded, states)
-        likeliest = LikeliestToken.of_rows(logits)
+        likeliest = ChosenToken.likeliest(logits)
         for index, (reply, token) in enumerate(zip(replies, likeliest, strict=True)):
             own = logits[index][None], encoded.of_token(index), token
             reply.reader.set_precomputed(reply.chosen_id, *own)

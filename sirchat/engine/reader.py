@@ -25,7 +25,6 @@ from sirchat.models.captured_step import (
     ChoiceMethod,
     ChosenToken,
     DeviceRun,
-    LikeliestToken,
 )
 from sirchat.models.encoder import EncoderOutput
 from sirchat.models.model import LoadedModel
@@ -51,7 +50,7 @@ class _Precomputed:
     logits: Tensor  # [m, V], after each id
     encoder_output: EncoderOutput  # of the m ids
     start: int  # slot of the first id
-    likeliest: LikeliestToken | None = None  # after the id, if it is one chosen id and no guess
+    likeliest: ChosenToken | None = None  # after the id, if it is one chosen id and no guess
     num_read: int = 0  # ids that have turned out right and been read
 
 
@@ -70,7 +69,7 @@ class Reader:
         self._precomputed: _Precomputed | None = None
         self._device_run: DeviceRun | None = None  # of a reply that a GPU reads and chooses
         self._device_token: ChosenToken | None = None  # by the run, and to be read next
-        self._likeliest: LikeliestToken | None = None  # the most likely next token, if it is known
+        self._likeliest: ChosenToken | None = None  # the most likely next token, if it is known
 
     @property
     def logits(self) -> Tensor | None:
@@ -251,7 +250,7 @@ class Reader:
         return self.ledger.seen if self.cache.absolute_positions else self.cache.length
 
     def set_precomputed(
-        self, token_id: int, logits: Tensor, encoded: EncoderOutput, likeliest: LikeliestToken
+        self, token_id: int, logits: Tensor, encoded: EncoderOutput, likeliest: ChosenToken
     ) -> None:
         """Take logits [1, V] and vectors, precomputed by the caller, for the chosen `token_id`."""
         length = self.cache.length

@@ -16,7 +16,7 @@ from sirchat.errors import ModelError
 from sirchat.memory.random_numbers import Purpose, uniform
 
 # Limits a reply to a format: from the reply's ids so far to a mask, bool [V], on the CPU, of those
-# that may follow; or float32 [V], which is added to the logits.
+# that may follow.
 TokenFilter = Callable[[Sequence[int]], Tensor]
 
 Scores = NDArray[np.float32]  # [V]
@@ -124,12 +124,11 @@ def _valid_id(token_id: int) -> int:
     return token_id
 
 
-def _filtered(scores: Scores, mask_or_bias: NDArray[Any]) -> Scores:
+def _filtered(scores: Scores, mask: NDArray[np.bool_]) -> Scores:
     """The scores [V] of the ids that a `TokenFilter` allows; -inf for all others."""
-    is_mask = mask_or_bias.dtype == bool
-    if not (mask_or_bias if is_mask else mask_or_bias > -math.inf).any():
+    if not mask.any():
         raise ModelError("no token may follow in the format of this reply")
-    return np.where(mask_or_bias, scores, -np.inf) if is_mask else scores + mask_or_bias
+    return np.where(mask, scores, np.float32(-np.inf))
 
 
 def _penalized(scores: Scores, ids: Sequence[int], penalty: float) -> Scores:

@@ -106,28 +106,17 @@ class UncapturedWork:
         self.outputs = self._work()
 
 
-class LikeliestToken(NamedTuple):
-    """The most likely next token, computed for several conversations at once."""
-
-    id: int
-    surprisal: float  # nats
-
-    @property
-    def is_valid(self) -> bool:
-        return not math.isnan(self.surprisal)
-
-    @classmethod
-    def of_rows(cls, logits: Tensor) -> list[LikeliestToken]:
-        """The likeliest token of each row of logits [B, V]; waits for the device only once."""
-        values, ids = torch.log_softmax(logits, -1).max(-1)
-        pairs = torch.stack((ids.double(), -values.double()), 1).tolist()
-        return [cls(int(token_id), surprisal) for token_id, surprisal in pairs]
-
-
 class ChosenToken(NamedTuple):
     id: int
     surprisal: float  # nats
     is_valid: bool  # if not, the host must choose
+
+    @classmethod
+    def likeliest(cls, logits: Tensor) -> list[ChosenToken]:
+        """The likeliest token of each row of logits [B, V]; waits for the device only once."""
+        values, ids = torch.log_softmax(logits, -1).max(-1)
+        pairs = torch.stack((ids.double(), -values.double()), 1).tolist()
+        return [cls(int(at), surprisal, not math.isnan(surprisal)) for at, surprisal in pairs]
 
 
 # Chooses the next id from logits [V], recent ids [w] (-1: none) and a random number [1]: returns

@@ -28,7 +28,7 @@ from sirchat.engine.types import CacheSettings
 from sirchat.errors import ModelError
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.policies.entropy import Entropy
-from sirchat.models.captured_step import CapturedStep, DeviceRun, LikeliestToken, capture_first
+from sirchat.models.captured_step import CapturedStep, ChosenToken, DeviceRun, capture_first
 from sirchat.models.llama_step import LlamaStep
 from sirchat.models.model import LoadedModel, wrap_model
 
@@ -90,7 +90,7 @@ def test_a_batch_reads_in_each_conversation_what_it_reads_alone() -> None:
             one, state = step.read(5 + at, cache.length, cache)
             close(logits[at], one[0])
             close(states[at], state[0])
-    most = LikeliestToken.of_rows(logits)[1]
+    most = ChosenToken.likeliest(logits)[1]
     assert most.id == int(logits[1].argmax())
     assert most.surprisal == pytest.approx(float(-torch.log_softmax(logits[1], -1).max()))
 
