@@ -19,7 +19,6 @@ from typing import Literal
 from filelock import FileLock, Timeout
 
 from sirchat.errors import ModelError
-from sirchat.models.decode_step import DecodeStep
 from sirchat.models.model import LoadedModel
 from sirchat.models.native_step import NativeStep
 from sirchat.models.packed import matmul_method_of, set_matmul_method
@@ -80,7 +79,7 @@ def use_compiled(model: LoadedModel, mode: CompileMode, progress: Progress | Non
 
 def _use_captured(model: LoadedModel, mode: CompileMode, progress: Progress | None) -> None:
     if mode == "off":
-        model.__dict__["decode_step"] = None  # as if it were computed
+        model.__dict__["decode_step"] = None
         return
     if progress is not None:
         progress("preparing the decode step on the GPU", 0, None)
@@ -180,8 +179,8 @@ def _open_library(progress: Progress | None, timeout: float) -> ctypes.CDLL | st
 
 def _use_library(model: LoadedModel, progress: Progress | None, timeout: float = -1) -> str:
     """Let the model compute with the library; returns why that failed, or ""."""
-    step, method = model.decode_step, matmul_method_of(model.module)
-    if step is None and method is None:
+    can_step, method = NativeStep.supports(model.module), matmul_method_of(model.module)
+    if not can_step and method is None:
         return f"sirchat can't compile model {model.name!r}"
     library = _open_library(progress, timeout)
     if isinstance(library, str):
@@ -189,8 +188,10 @@ def _use_library(model: LoadedModel, progress: Progress | None, timeout: float =
     if method is not None:
         set_matmul_method(model.module, method._replace(max_native_rows=max_native_rows()))
     try:
-        if isinstance(step, DecodeStep) and step.native is None:
-            step.native = NativeStep(library, step.module, step.dtype, step.wanted_layers)
+        if can_step and model.decode_step is None:
+            layers = model.encoder.layers
+            step = NativeStep(library, model.module, model.cache_dtype, layers)
+            model.__dict__["decode_step"] = step  # as if it were computed
     except ValueError as error:
         return f"the decode step has {error}"
     return ""

@@ -25,7 +25,6 @@ from sirchat.models.attention_hook import (
     observed_by,
 )
 from sirchat.models.captured_step import CapturedStep, CaptureResult, StepBody, capture_first
-from sirchat.models.decode_step import DecodeStep
 from sirchat.models.decoder import Decoder
 from sirchat.models.devices import (
     DtypeName,
@@ -41,6 +40,7 @@ from sirchat.models.hub_step import HubStep
 from sirchat.models.learning import why_no_encoder
 from sirchat.models.llama_step import LlamaStep
 from sirchat.models.model_config import context_length, refuse_invalid_numbers, sliding_window
+from sirchat.models.native_step import NativeStep
 from sirchat.models.packed import packed_buffers
 from sirchat.models.probe import (
     cache_argument,
@@ -110,18 +110,15 @@ class LoadedModel:
             observer: receives each layer's attention, if the model exposes it.
             encoder_output: is filled with the encoder's vector of each id.
         """
-        step = None
-        if len(ids) == 1 and visible is None and not OBSERVERS.get():
-            step = self._step_for(cache, observer)
-        text_step = self._text_step(ids, cache, visible, observer)
-        start = cache.cursor.length
-        places = range(start, start + len(ids)) if positions is None else positions
-        if text_step is not None:
-            logits, states = text_step.read_text(ids, places, cache)
-        elif step is None:
+        step = self._step_for(ids, cache, visible, observer)
+        if step is None:
             with self._observed_by(observer), self._collect(encoder_output):
                 return self._module_logits(ids, cache, visible, positions)
-        elif isinstance(step, CapturedStep) and isinstance(observer, MeanObserver):
+        start = cache.cursor.length
+        places = range(start, start + len(ids)) if positions is None else positions
+        if isinstance(step, NativeStep):
+            logits, states = step.read(ids, places, cache)
+        elif isinstance(observer, MeanObserver):
             layers = observer.layers
             logits, states, weights = step.read_observed(ids[0], places[0], cache, layers)
             observer.add(weights)
@@ -142,8 +139,8 @@ class LoadedModel:
         encoder_output: EncoderOutput | None = None,
     ) -> PassResult:
         """Read ids as `forward` does; returns their surprisal, and the logits after the last id."""
-        by_step = len(ids) == 1 or self._text_step(ids, cache, visible, observer) is not None
-        if by_step or not self.has_linear_head:
+        by_step = len(ids) == 1 or not self.has_linear_head
+        if by_step or self._step_for(ids, cache, visible, observer) is not None:
             logits = self.forward(
                 ids,
                 cache,
@@ -319,13 +316,12 @@ class LoadedModel:
         return min(self.context_length, within)
 
     @cached_property
-    def decode_step(self) -> DecodeStep | CapturedStep | None:
+    def decode_step(self) -> NativeStep | CapturedStep | None:
         """Reads single tokens faster than `module`; None if the model has no decode step.
 
-        On a GPU, the first access captures the step, and compares its logits with the module's.
+        On a CPU, `use_compiled` sets it. On a GPU, the first access captures the step, and compares
+        its logits with the module's.
         """
-        if DecodeStep.supports(self.module):
-            return DecodeStep(self.module, self.cache_dtype, self.encoder.layers)
         return self.captured.step
 
     @cached_property
@@ -380,27 +376,19 @@ class LoadedModel:
         return float((logits - expected).norm() / expected.norm())
 
     def _step_for(
-        self, cache: BoundedCache, observer: AttentionObserver | None
-    ) -> DecodeStep | CapturedStep | None:
-        """The decode step, if it can read the next token into this cache."""
-        step = self.decode_step
-        if isinstance(step, CapturedStep):
-            return step if step.fits(cache, observer) else None
-        return None if observer is not None and self._has_attention_hook else step
-
-    def _text_step(
         self,
         ids: Sequence[int],
         cache: BoundedCache,
         visible: Tensor | None,
         observer: AttentionObserver | None,
-    ) -> DecodeStep | None:
-        """The decode step, if it reads a few ids faster than the module."""
-        if len(ids) < 2 or visible is not None or observer is not None or OBSERVERS.get():
-            return None
+    ) -> NativeStep | CapturedStep | None:
+        """The decode step, if it can read these ids into this cache."""
         step = self.decode_step
-        can_read = isinstance(step, DecodeStep) and step.can_read_text(ids, cache)
-        return cast(DecodeStep, step) if can_read else None
+        if step is None or visible is not None or OBSERVERS.get():
+            return None
+        if isinstance(step, CapturedStep):
+            return step if len(ids) == 1 and step.fits(cache, observer) else None
+        return step if observer is None and step.fits(ids, cache) else None
 
     def _step_bodies(self) -> Iterator[Callable[[], StepBody]]:
         """Yield ways to make a decode step on a GPU, the fastest first; each may raise an error."""

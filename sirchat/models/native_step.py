@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from sirchat.memory.cache import BoundedCache
-from sirchat.models.decoder import signed
-from sirchat.models.model_config import LENGTH_DEPENDENT
+from sirchat.models.decoder import Decoder, signed
+from sirchat.models.devices import is_spread
+from sirchat.models.model_config import LENGTH_DEPENDENT, LLAMA_KINDS, sliding_window
 from sirchat.models.packed import BlockLinear, PackedLinear, RefinedHead, SharedEmbedding
 
 MAX_BATCH = 16  # tokens of conversations that are read in one call
@@ -80,12 +81,28 @@ class _Token(ctypes.Structure):
 
 
 class NativeStep:
-    """Reads one token in each of a few conversations by the library of `step.cpp`.
+    """Reads a token in each of a few conversations, or a few of one, by the library of `step.cpp`.
 
-    `dtype` is the number type of the cache. The hidden states after `wanted_layers`, counted from
-    1, are returned. Any thread may call the step, one at a time. Raises ValueError if the library
-    can't compute the model.
+    `supports` must be true for the module. `dtype` is the number type of the cache. The hidden
+    states after `wanted_layers`, counted from 1, are returned. Any thread may call the step, one at
+    a time. Raises ValueError if the library can't compute the model.
     """
+
+    @staticmethod
+    def supports(module: Any) -> bool:
+        """Whether a model is on a CPU and has only layers that `step.cpp` can compute."""
+        config = module.config
+        is_like_llama = (
+            config.model_type in LLAMA_KINDS
+            and sliding_window(config) is None
+            and getattr(config, "hidden_act", "") == "silu"
+        )
+        return (
+            (isinstance(module, Decoder) or is_like_llama)
+            and module.device.type == "cpu"
+            and not is_spread(module)
+            and module.dtype in _WEIGHT_TYPES
+        )
 
     def __init__(
         self,
@@ -96,7 +113,7 @@ class NativeStep:
     ) -> None:
         self._kept_alive = list[object]()  # what the description has addresses of
         self._embeddings, self._rotary = module.get_input_embeddings(), module.model.rotary_emb
-        self._dtype, self._number_type = dtype, module.dtype
+        self.dtype, self._number_type = dtype, module.dtype
         self._head_dim: int = module.model.layers[0].self_attn.head_dim
         self._positions_per_block = _POSITIONS_PER_BLOCK
         if getattr(self._rotary, "rope_type", "") in LENGTH_DEPENDENT:
@@ -117,29 +134,39 @@ class NativeStep:
         weakref.finalize(self, end, self._step).atexit = False
 
     def fits(self, ids: Sequence[int], cache: BoundedCache) -> bool:
-        """Whether the step can read ids into a cache: it has room and `dtype`, they are valid."""
+        """Whether the step can read a few ids into a cache: it has room and `dtype`."""
         if cache.pool is None and not cache.length:
-            nothing = torch.empty(1, self._kv_heads, 0, self._head_dim, dtype=self._dtype)
+            nothing = torch.empty(1, self._kv_heads, 0, self._head_dim, dtype=self.dtype)
             for layer in cache.row_layers:
                 layer.update(nothing, nothing)
         pool = cache.pool
-        has_room = cache.length + len(ids) <= cache.capacity
+        has_room = len(ids) <= MAX_BATCH and cache.length + len(ids) <= cache.capacity
         are_valid = all(0 <= token_id < self._id_count for token_id in ids)
-        return pool is not None and pool.dtype == self._dtype and has_room and are_valid
+        return pool is not None and pool.dtype == self.dtype and has_room and are_valid
 
-    def __call__(self, tokens: Sequence[TokenToRead]) -> tuple[Tensor, Tensor]:
-        """Read at most `MAX_BATCH` tokens into their caches, for which `fits` must be true.
-
-        Returns float32 logits [B, V] and the states [B, layers x d] of the wanted layers.
-        """
-        return self._read_tokens([self._token(*token) for token in tokens])
-
-    def read_text(
+    @torch.inference_mode()
+    def read(
         self, ids: Sequence[int], positions: Sequence[int], cache: BoundedCache
     ) -> tuple[Tensor, Tensor]:
-        """Read at most `MAX_BATCH` ids into a cache, which `fits` them; returns as above."""
+        """Read ids [m] at rotary positions, which `fits` says fit; the caller commits the cache.
+
+        Returns float32 logits [m, V] and the states [m, layers x d] of the wanted layers.
+        """
         numbered = enumerate(zip(ids, positions, strict=True))
         return self._read_tokens([self._token(*token, cache, index) for index, token in numbered])
+
+    @torch.inference_mode()
+    def read_together(self, tokens: Sequence[TokenToRead]) -> tuple[Tensor, Tensor]:
+        """Read one token (id, position, cache) in each of B conversations; reads the weights once.
+
+        Returns logits [B, V] and states [B, layers x d]. Raises ValueError if one doesn't fit.
+        """
+        if not all(self.fits([token_id], cache) for token_id, _, cache in tokens):
+            raise ValueError("a cache has no room")
+        parts = (tokens[at : at + MAX_BATCH] for at in range(0, len(tokens), MAX_BATCH))
+        results = (self._read_tokens([self._token(*one) for one in part]) for part in parts)
+        logits, states = zip(*results, strict=True)
+        return torch.cat(logits), torch.cat(states)
 
     def _read_tokens(self, tokens: list[_Token]) -> tuple[Tensor, Tensor]:
         tokens_in_c = (_Token * len(tokens))(*tokens)
@@ -191,7 +218,7 @@ class NativeStep:
             len(module.model.norm.weight),
             network.down_proj.in_features,
             *(*heads, self._head_dim, len(layers), len(wanted_layers)),
-            *(_KIND_OF_TYPE[self._dtype], getattr(network, "uses_gelu", False)),
+            *(_KIND_OF_TYPE[self.dtype], getattr(network, "uses_gelu", False)),
             self._number_type == torch.bfloat16,
             _REFINED_LOGITS if isinstance(head, RefinedHead) else 0,
             attention.scaling,

@@ -93,7 +93,6 @@ def small() -> LoadedModel:
     """The bundled model packed in four bits, with an encoder of sentences."""
     model = load_model("tiny", device="cpu", quantize="int4")
     assert model.cache_dtype is torch.bfloat16
-    assert model.decode_step is not None
     return replace(model, encoder=random_encoder(model, (1,), 64))
 
 

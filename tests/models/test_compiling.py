@@ -17,9 +17,9 @@ from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
 from sirchat.models import compiling, products, shape
 from sirchat.models.compiling import describe_decode_step, ensure_library, use_compiled
-from sirchat.models.decode_step import DecodeStep
 from sirchat.models.load import load_model, load_model_of
 from sirchat.models.model import LoadedModel
+from sirchat.models.native_step import NativeStep
 from sirchat.models.packed import matmul_method_of
 from sirchat.models.processor import max_native_rows
 from sirchat.models.products import library_name
@@ -53,11 +53,6 @@ def copying(
     return compile_by(monkeypatch, own_home, f'cp {code} "$out"')
 
 
-def step_of(model: LoadedModel) -> DecodeStep:
-    assert isinstance(model.decode_step, DecodeStep)
-    return model.decode_step
-
-
 def lines(log: Path) -> int:
     return len(log.read_text().splitlines()) if log.exists() else 0
 
@@ -71,7 +66,7 @@ def test_the_first_start_compiles_it_and_the_first_reply_and_later_starts_have_i
 ) -> None:
     for _ in range(2):
         model = load_model_of(Profile(model="tiny", device="cpu", compile="auto"))
-        assert step_of(model).native is not None
+        assert isinstance(model.decode_step, NativeStep)
         assert describe_decode_step(model) == "yes"
         assert lines(copying) == 1
     (made,) = compiled_dir().iterdir()
@@ -81,7 +76,7 @@ def test_the_first_start_compiles_it_and_the_first_reply_and_later_starts_have_i
 
 def test_off_compiles_nothing(copying: Path) -> None:
     model = load_model_of(Profile(model="tiny", device="cpu", compile="off"))
-    assert (step_of(model).native, lines(copying)) == (None, 0)
+    assert (model.decode_step, lines(copying)) == (None, 0)
 
 
 def test_packed_weights_are_multiplied_by_it(copying: Path) -> None:
@@ -118,12 +113,12 @@ def test_auto_does_not_wait_for_ever_for_a_slow_compiler(
             time.sleep(0.01)
         model = small()
         use_compiled(model, "auto")
-        assert step_of(model).native is None
+        assert model.decode_step is None
     finally:
         go.touch()
         slow.join()
     use_compiled(model, "auto")
-    assert step_of(model).native is not None
+    assert isinstance(model.decode_step, NativeStep)
 
 
 def test_a_damaged_library_is_made_again(copying: Path) -> None:
@@ -136,7 +131,7 @@ def test_a_damaged_library_is_made_again(copying: Path) -> None:
         path.chmod(0o600)
         model = small()
         use_compiled(model, "on")
-        assert step_of(model).native is not None
+        assert isinstance(model.decode_step, NativeStep)
         assert path.read_bytes() == content
     assert lines(copying) == 4
 
@@ -154,7 +149,7 @@ def test_a_damaged_library_that_can_not_be_deleted_is_not_used(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", refuse)
         use_compiled(model, "auto")
-    assert step_of(model).native is None
+    assert model.decode_step is None
 
 
 @pytest.mark.parametrize("whose", ["file", "folder"])
@@ -168,7 +163,7 @@ def test_what_others_could_have_written_is_not_loaded_and_doctor_says_so(
     model = small()
     try:
         use_compiled(model, "auto")
-        assert step_of(model).native is None
+        assert model.decode_step is None
         assert "could have been changed by others" in describe_decode_step(model)
         with pytest.raises(ModelError, match=r"--compile on: .*changed by others"):
             use_compiled(model, "on")
@@ -216,7 +211,7 @@ def test_without_a_compiler_auto_goes_on_and_on_says_so(
     monkeypatch.setenv("CXX", "no-such-compiler")
     model = small()
     use_compiled(model, "auto")
-    assert step_of(model).native is None
+    assert model.decode_step is None
     assert describe_decode_step(model).startswith("no: there is no C++ compiler")
     with pytest.raises(ModelError, match="--compile on: there is no C"):
         use_compiled(model, "on")
@@ -247,7 +242,7 @@ def test_a_library_with_wrong_products_is_not_tried_again(
     monkeypatch.setattr(products, "_MAX_PRODUCT_ERROR", 0.0)
     model = small()
     use_compiled(model, "auto")
-    assert step_of(model).native is None
+    assert model.decode_step is None
     assert "err by" in describe_decode_step(model)
     assert lines(copying) == 1
 

@@ -30,8 +30,8 @@ from sirchat.errors import ModelError
 from sirchat.memory.cache import LayerRotation
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.entropy import Entropy
-from sirchat.models.decode_step import DecodeStep
 from sirchat.models.model import LoadedModel, wrap_model
+from sirchat.models.native_step import NativeStep
 from sirchat.models.probe import cache_argument
 from small_models import causal_families
 
@@ -73,9 +73,9 @@ def test_a_model_tells_the_width_of_its_sliding_window(name: str, window: int | 
 def test_single_tokens_of_models_of_these_shapes_and_no_others_are_read_by_a_decode_step() -> None:
     short = ["llama", "llama3-rope", "yarn-rope", "qwen2", "qwen3"]
     tried = HELD if MANY else dict.fromkeys([*short, *TELLING])
-    assert [name for name in tried if DecodeStep.supports(loaded(name).module)] == short
-    assert DecodeStep.supports(build("mistral", {"sliding_window": None}))
-    assert not DecodeStep.supports(build("mistral", {"sliding_window": 24}))
+    assert [name for name in tried if NativeStep.supports(loaded(name).module)] == short
+    assert NativeStep.supports(build("mistral", {"sliding_window": None}))
+    assert not NativeStep.supports(build("mistral", {"sliding_window": 24}))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek-mla"])

@@ -24,7 +24,6 @@ from families import build
 from native_library import built_library, has_library
 from sirchat.memory.cache import BoundedCache
 from sirchat.models import products
-from sirchat.models.decode_step import DecodeStep
 from sirchat.models.decoder import Decoder
 from sirchat.models.model_config import DecoderConfig
 from sirchat.models.native_step import MAX_BATCH, NativeStep
@@ -37,6 +36,7 @@ from sirchat.models.packed import (
     set_matmul_method,
 )
 from sirchat.models.packing import pack_module
+from sirchat.models.probe import cache_argument
 from warm_python import warm_python
 
 pytestmark = has_library
@@ -92,18 +92,19 @@ class Conversation:
     """A cache to which a step has added ids one at a time."""
 
     @torch.inference_mode()
-    def __init__(self, step: DecodeStep, module: Any, ids: list[int], free: int = 3) -> None:
+    def __init__(self, step: NativeStep, module: Any, ids: list[int], free: int = 3) -> None:
         rotations, size, dtype = module.rotations, len(ids) + free, step.dtype
         self.step, self.cache = step, BoundedCache(rotations, size, dtype)
         for at, token_id in enumerate(ids):
-            step.read(token_id, at, self.cache)
+            assert step.fits([token_id], self.cache)
+            step.read([token_id], [at], self.cache)
             self.cache.commit(1)
         pool = self.cache.pool
         assert pool is not None
         pool[:, :, :, len(ids) :] = torch.nan  # no token is there
 
     def next(self, token_id: int) -> tuple[Tensor, Tensor]:
-        logits, states = self.step.read(token_id, self.cache.length, self.cache)
+        logits, states = self.step.read([token_id], [self.cache.length], self.cache)
         return logits[0], states[0]
 
     def written(self) -> Tensor:
@@ -112,10 +113,17 @@ class Conversation:
         return self.cache.pool[:, :, :, self.cache.length].clone()
 
 
-def native(library: ctypes.CDLL, module: Any, dtype: torch.dtype, *wanted: int) -> DecodeStep:
-    step = DecodeStep(module, dtype, wanted)
-    step.native = NativeStep(library, module, dtype, wanted)
-    return step
+def native(library: ctypes.CDLL, module: Any, dtype: torch.dtype, *wanted: int) -> NativeStep:
+    assert NativeStep.supports(module)
+    return NativeStep(library, module, dtype, wanted)
+
+
+def read_by_torch(module: Any, token_id: int, cache: BoundedCache) -> Tensor:
+    """The logits [1, V] of a token that the module itself reads after the cache's."""
+    at = torch.tensor([[cache.length]])
+    how = {"position_ids": at, "use_cache": True, **cache_argument(module, cache)}
+    logits: Tensor = module(input_ids=torch.tensor([[token_id]]), **how).logits[0]
+    return logits
 
 
 def some_ids(count: int) -> list[int]:
@@ -305,9 +313,9 @@ def test_a_few_tokens_of_a_text_have_the_bits_of_one_after_the_other(
     for token_id in ids:
         wanted.append((*chat.next(token_id), chat.written()))
         chat.cache.commit(1)
-    assert step.can_read_text(ids, other.cache)
-    assert not step.can_read_text([*ids, 3] * MAX_BATCH, other.cache)
-    logits, states = step.read_text(ids, range(held, held + count), other.cache)
+    assert step.fits(ids, other.cache)
+    assert not step.fits([*ids, 3] * MAX_BATCH, other.cache)
+    logits, states = step.read(ids, range(held, held + count), other.cache)
     for index, (alone, state, rows) in enumerate(wanted):
         if bits is not None and index + 1 < count:  # computed again for the id that follows
             alone[ids[index + 1]] = logits[index, ids[index + 1]]
@@ -325,12 +333,10 @@ def test_keys_are_written_twice_and_nothing_else_is_touched(library: ctypes.CDLL
     assert chat.cache.pool is not None
     before = chat.cache.pool.clone()
     chat.next(7)
-    found, native_step = chat.written(), step.native
+    found = chat.written()
     assert torch.equal(found[:, 0], found[:, 1])
-    step.native = None
-    chat.next(7)
+    read_by_torch(module, 7, chat.cache)
     torch.testing.assert_close(found, chat.written(), rtol=0.05, atol=0.05)
-    step.native = native_step
     chat.next(7)
     after = chat.cache.pool.clone()
     before[:, :, :, 5], after[:, :, :, 5] = 0, 0
@@ -351,10 +357,10 @@ def test_models_of_transformers_have_the_logits_of_torchs_operations(
     step = native(library, module, model.cache_dtype)
     cache, found = model.new_cache(9), list[Tensor]()
     for at, token_id in enumerate(some_ids(8)):
-        plain, step.native = step.native, None
-        found.append(step.read(token_id, at, cache)[0])
-        step.native = plain
-        found.append(step.read(token_id, at, cache)[0])
+        with torch.inference_mode():
+            found.append(read_by_torch(module, token_id, cache))
+        assert step.fits([token_id], cache)
+        found.append(step.read([token_id], [at], cache)[0])
         cache.commit(1)
         torch.testing.assert_close(*found[-2:], rtol=1e-5, atol=1e-5)
 
@@ -374,17 +380,17 @@ def test_what_does_not_fit_is_refused(
         native(library, module, torch.float32)
 
 
-def test_ids_and_caches_that_do_not_fit_fail_as_with_torchs_operations(
+def test_ids_and_caches_that_do_not_fit_are_left_to_torchs_operations(
     library: ctypes.CDLL,
 ) -> None:
     module = made("llama", None, torch.float32, 0)
     chat = Conversation(native(library, module, torch.float32), module, some_ids(4), free=0)
-    with pytest.raises(RuntimeError, match="has room for 4 rows"):
-        chat.next(5)
+    assert not chat.step.fits([5], chat.cache)
+    with pytest.raises(ValueError, match="no room"):
+        chat.step.read_together([(5, 4, chat.cache)])
     chat = Conversation(chat.step, module, some_ids(4))
-    for outside in (96, -1, 2**40):
-        with pytest.raises(IndexError):
-            chat.next(outside)
+    assert chat.step.fits([5], chat.cache)
+    assert not any(chat.step.fits([outside], chat.cache) for outside in (96, -1, 2**40))
 
 
 @torch.inference_mode()

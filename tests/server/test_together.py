@@ -18,7 +18,7 @@ from serving import Served, served
 from sirchat.chat.session import Session
 from sirchat.engine.reader import Reader
 from sirchat.engine.sampling import TokenFilter
-from sirchat.models.decode_step import DecodeStep
+from sirchat.models.native_step import NativeStep
 from sirchat.server import reply_thread
 from sirchat.server.conversation import History
 from sirchat.server.fields import RequestError
@@ -33,13 +33,13 @@ LENGTHS = (5, 30, 12, 21)  # tokens of the replies
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens each shared forward pass has read."""
-    found, usual = list[int](), DecodeStep.read_together
+    found, usual = list[int](), NativeStep.read_together
 
-    def recorded(step: DecodeStep, tokens: Sequence[Any]) -> Any:
+    def recorded(step: NativeStep, tokens: Sequence[Any]) -> Any:
         found.append(len(tokens))
         return usual(step, tokens)
 
-    monkeypatch.setattr(DecodeStep, "read_together", recorded)
+    monkeypatch.setattr(NativeStep, "read_together", recorded)
     return found
 
 
@@ -145,7 +145,7 @@ def test_if_the_shared_pass_fails_each_reply_reads_its_own_token(
         def fail(*arguments: object) -> None:
             raise torch.OutOfMemoryError
 
-        monkeypatch.setattr(DecodeStep, "read_together", fail)
+        monkeypatch.setattr(NativeStep, "read_together", fail)
     with served(babbler(), budget=256) as server:
         for found, wanted in zip(replies(server, asked()), alone, strict=True):
             same(found, wanted)

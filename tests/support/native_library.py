@@ -10,7 +10,6 @@ import pytest
 from filelock import FileLock
 
 from sirchat.models import products, shape
-from sirchat.models.decode_step import DecodeStep
 from sirchat.models.model import LoadedModel
 from sirchat.models.native_step import NativeStep
 
@@ -40,6 +39,6 @@ def loaded_library() -> ctypes.CDLL:
 
 def read_in_native_code(model: LoadedModel) -> None:
     """Let a model read single tokens as chats do: three times as fast as by torch's operations."""
-    step = model.decode_step
-    if CAN_BUILD and isinstance(step, DecodeStep):
-        step.native = NativeStep(loaded_library(), step.module, step.dtype, step.wanted_layers)
+    if CAN_BUILD and NativeStep.supports(model.module):
+        how = model.module, model.cache_dtype, model.encoder.layers
+        vars(model)["decode_step"] = NativeStep(loaded_library(), *how)

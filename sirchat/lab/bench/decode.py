@@ -25,8 +25,8 @@ from sirchat.lab.bench.ratio import BenchOptions, Ratio, compare, measure_second
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.base import Policy
 from sirchat.memory.policies.entropy import Entropy
-from sirchat.models.decode_step import DecodeStep
 from sirchat.models.model import LoadedModel
+from sirchat.models.native_step import NativeStep
 from sirchat.models.probe import cache_argument
 from sirchat.text.detokenizer import TextStream
 
@@ -138,10 +138,9 @@ def bench_decode(
     static = "decode against generate with a static cache"
     yield compare(static, ours, lambda: static_cache_times(plain, options), options)
     yield _against_the_limit(model, options)
-    step = model.decode_step
-    if isinstance(step, DecodeStep) and step.native is not None:
+    if isinstance(model.decode_step, NativeStep):
         compiled = "decode with the compiled step against without"
-        yield compare(compiled, ours, lambda: _uncompiled(step, ours()), options)
+        yield compare(compiled, ours, lambda: _uncompiled(model, ours()), options)
     sampled = partial(ours, sampling=Sampling(**FALLBACK_SAMPLING))
     yield compare("decode with a chat's default sampling against greedy", sampled, ours, options)
     yield compare(f"prefill{other}", reading, lambda: _bare_prefill(plain, options), options)
@@ -163,14 +162,15 @@ def bench_decode(
             yield compare(name, partial(ours, late), partial(ours, early), options)
 
 
-def _uncompiled(step: Any, blocks: Iterator[float]) -> Iterator[float]:
+def _uncompiled(model: LoadedModel, blocks: Iterator[float]) -> Iterator[float]:
     """Run the timed blocks with the compiled decode step switched off; yield the time of each."""
+    step = model.decode_step
     while True:
-        native, step.native = step.native, None
+        vars(model)["decode_step"] = None
         try:
             seconds = next(blocks)
         finally:
-            step.native = native
+            vars(model)["decode_step"] = step
         yield seconds
 
 

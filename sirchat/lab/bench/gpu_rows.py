@@ -326,7 +326,7 @@ def _server(bench: Bench, name: str) -> _Values:
         def tokens(ids: list[int] = ids, caches: list[Any] = caches) -> None:
             for _ in range(block):
                 read = [(one, cache.length, cache) for one, cache in zip(ids, caches, strict=True)]
-                logits = step.read_together(read)[0] if len(read) > 1 else step.read(*read[0])[0]
+                logits = step.read_together(read)[0]
                 ids[:] = logits.argmax(-1).tolist()
                 for cache in caches:
                     cache.commit(1)
@@ -368,7 +368,7 @@ def _exactness(bench: Bench) -> _Values:
 def _batch(model: LoadedModel) -> _Values:
     step, rows = _own_step(model), (9, 40, 130, 200)
     tokens = [(number, count, _filled(model, count)) for number, count in enumerate(rows)]
-    alone = torch.cat([step.read(*token)[0].clone() for token in tokens])
+    alone = torch.cat([step.read_together([token])[0].clone() for token in tokens])
     error = _error(step.read_together(tokens)[0], alone)
     yield Value("a batch of 4 against each alone", error, "error")
 

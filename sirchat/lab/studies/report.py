@@ -24,9 +24,9 @@ from sirchat.config.profile import Profile
 from sirchat.config.values import format_number, format_setting
 from sirchat.memory.policies import policy_class
 from sirchat.models.captured_step import CapturedStep
-from sirchat.models.decode_step import DecodeStep
 from sirchat.models.devices import describe_threads
 from sirchat.models.model import LoadedModel
+from sirchat.models.native_step import NativeStep
 from sirchat.paths import make_private_dir, write_private
 from sirchat.saved.saved_state import model_fingerprint
 from sirchat.text.text_file import without_surrogates
@@ -75,8 +75,6 @@ def provenance(model: LoadedModel, task: str, command: str) -> Record:
 
     They are the first entries of the evaluation's JSON record.
     """
-    step = model.decode_step
-    is_compiled = isinstance(step, DecodeStep) and step.native is not None
     return {
         "task": task,
         "command": command,
@@ -85,7 +83,7 @@ def provenance(model: LoadedModel, task: str, command: str) -> Record:
         "device": str(model.device),
         "dtype": model.precision,
         "threads": describe_threads(model.device),
-        "compiled": is_compiled or isinstance(step, CapturedStep),
+        "compiled": isinstance(model.decode_step, NativeStep | CapturedStep),
         "sirchat": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -8,7 +8,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,12 +20,15 @@ from torch import Tensor
 
 from chatting import tiny
 from command import run
+from native_library import read_in_native_code
 from sirchat.lab.bench import gpu, gpu_rows
 from sirchat.lab.bench.gpu import RowWorker, measure
 from sirchat.lab.bench.gpu_rows import ROWS, Bench, Row
 from sirchat.lab.bench.gpu_value import Value
 from sirchat.memory.cache import BoundedCache
-from sirchat.models.decode_step import DecodeStep
+from sirchat.models.hidden_states import concat_states, record_states
+from sirchat.models.model import LoadedModel
+from sirchat.models.probe import cache_argument
 
 
 class Body:
@@ -36,18 +40,45 @@ class Body:
         self.module, self.wanted_layers = module, wanted
 
 
-class StandIn(DecodeStep):
+class StandIn:
     """A step of the CPU that has what the rows ask of a captured one."""
 
     capture_seconds = 0.5
 
     def __init__(self, body: Body, device: torch.device, *, captures: bool, encoder: Any) -> None:
-        super().__init__(body.module, torch.float32, body.wanted_layers)
-        self.captures = captures
+        self.body, self.captures = body, captures
 
+    def fits(self, ids: Sequence[int], cache: BoundedCache) -> bool:
+        return len(ids) == 1
+
+    @torch.inference_mode()
     def read(self, token_id: int, position: int, cache: BoundedCache) -> tuple[Tensor, Tensor]:
-        logits, states = super().read(token_id, position, cache)
-        return (-logits if self.captures else logits), states
+        module = self.body.module
+        how = {"position_ids": torch.tensor([[position]]), **cache_argument(module, cache)}
+        cache.begin_pass()
+        with record_states(module, self.body.wanted_layers) as states:
+            out = module(input_ids=torch.tensor([[token_id]]), use_cache=True, **how)
+        logits = out.logits[0].float()
+        return (-logits if self.captures else logits), (
+            concat_states(states) if states else torch.empty(1, 0)
+        )
+
+    def read_together(self, tokens: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        logits, states = zip(*(self.read(*token) for token in tokens), strict=True)
+        return torch.cat(logits), torch.cat(states)
+
+
+@pytest.fixture(autouse=True)
+def native_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models have a decode step, as those of a GPU do."""
+
+    def with_step(make: Callable[..., LoadedModel], *args: Any, **how: Any) -> LoadedModel:
+        model = make(*args, **how)
+        read_in_native_code(model)
+        return model
+
+    for name in ("random_model", "load_model"):
+        monkeypatch.setattr(gpu_rows, name, partial(with_step, getattr(gpu_rows, name)))
 
 
 @pytest.fixture
