@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,6 +66,24 @@ Quantize = Literal["auto", "none", "packed", "int8", "int4"]
 MIN_RESERVED_ROWS = 4096  # tokens of the KV cache for which a device map leaves room, at least
 
 _Weights = dict[str, tuple[Path, TensorSpan]]  # by name
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a model's files become its module, which stays on the CPU unless it is packed or spread.
+
+    `stays_packed` says whether weights in blocks of few bits stay packed, on `device`; None means:
+    if the file has such blocks. `for_hub` and `compiles` are those of `load_model`.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    progress: Progress | None = None
+    stays_packed: bool | None = False
+    for_hub: bool = False
+    devices: DeviceMap | None = None
+    compiles: bool = False
+    trust_remote_code: bool = False
 
 
 def load_model_of(
@@ -133,35 +151,11 @@ def load_model(
         use_threads(threads)
     if compiles := compiles and target.type == "cpu":
         compile_in_background()
-    source, gguf_file = locate(name)
+    packed = _stays_packed(quantize, dtype, target)
+    types = target, pick_dtype(dtype, target), progress
+    how = LoadOptions(*types, packed, for_hub, devices, compiles, trust_remote_code)
     try:
-        torch_dtype, parts = pick_dtype(dtype, target), None
-        if gguf_file:
-            parts = load_gguf_parts(
-                Path(source) / gguf_file,
-                target,
-                torch_dtype,
-                progress,
-                stays_packed=_stays_packed(quantize, dtype, target),
-                for_hub=for_hub,
-                devices=devices,
-                compiles=compiles,
-            )
-        elif quantize == "packed":
-            why = f"the weights of {name!r} can't stay packed (in four or eight bits)"
-            raise ModelError(why, hint="--quantize int8 works with any model")
-        elif Path(source).is_dir():
-            weights = weights_in_folder(Path(source))
-            # transformers leaves out a generation_config.json that it can't read.
-            for file in Path(source).glob("generation_config.json"):
-                load_config(file)
-            if not for_hub:
-                parts = load_folder_parts(Path(source), weights, torch_dtype, progress)
-        if parts is None:
-            options = {"trust_remote_code": trust_remote_code}
-            parts = _load_with_transformers(name, source, torch_dtype, progress, options, devices)
-        module, tokenizer = parts
-        module.gguf_file = Path(source) / gguf_file if gguf_file else None
+        module, tokenizer = _load_parts(name, how)
         refuse_unusable_tokenizer(module, tokenizer, name)
         refuse_broken_template(tokenizer, name)
         if quantize in ("int8", "int4"):
@@ -176,37 +170,43 @@ def load_model(
         raise loading_error(name, error) from error
 
 
-def load_gguf_parts(
-    path: Path,
-    device: torch.device,
-    dtype: torch.dtype,
-    progress: Progress | None,
-    *,
-    stays_packed: bool | None,
-    for_hub: bool = False,
-    devices: DeviceMap | None = None,
-    compiles: bool = False,
-) -> tuple[Any, Any]:
-    """Load the module and the tokenizer of a GGUF file, or of its prepared file.
+def _load_parts(name: str, how: LoadOptions) -> tuple[Any, Any]:
+    """Load the module and the tokenizer of the model that a name stands for."""
+    source, gguf_file = locate(name)
+    folder, parts = Path(source), None
+    if gguf_file:
+        parts = load_gguf_parts(folder / gguf_file, how)
+    elif how.stays_packed:
+        why = f"the weights of {name!r} can't stay packed (in four or eight bits)"
+        raise ModelError(why, hint="--quantize int8 works with any model")
+    elif folder.is_dir():
+        weights = weights_in_folder(folder)
+        # transformers leaves out a generation_config.json that it can't read.
+        for file in folder.glob("generation_config.json"):
+            load_config(file)
+        parts = None if how.for_hub else load_folder_parts(folder, weights, how)
+    module, tokenizer = parts or _load_with_transformers(name, source, how)
+    module.gguf_file = folder / gguf_file if gguf_file else None
+    return module, tokenizer
 
-    `stays_packed` says whether weights in blocks of few bits stay packed, on `device`; None means:
-    if the file has such blocks. Other modules are on the CPU, or where `devices` says.
-    """
+
+def load_gguf_parts(path: Path, how: LoadOptions) -> tuple[Any, Any]:
+    """Load the module and the tokenizer of a GGUF file, or of its prepared file."""
     from sirchat.models.gguf import prepared
     from sirchat.models.gguf.blocks import NativePacking
 
-    may_pack = stays_packed is not False and not for_hub
-    library = wait_for_library() if compiles and may_pack else None
+    may_pack, devices = how.stays_packed is not False and not how.for_hub, how.devices
+    library = wait_for_library() if how.compiles and may_pack else None
     native = None if library is None else NativePacking(library)
     prepared_file, problem = None, ""
-    if device.type == "cpu" and may_pack and devices is None:
-        settings = (str(dtype), packing_layout(), str(torch.__version__), sys.byteorder)
+    if how.device.type == "cpu" and may_pack and devices is None:
+        settings = (str(how.dtype), packing_layout(), str(torch.__version__), sys.byteorder)
         # The library alone multiplies blocks: what it packed is of no use without it.
         prepared_file = prepared_path(path, (*settings, *["for the library"] * bool(library)))
     if prepared_file is not None and prepared_file.is_file():
         try:
             if (changeable := find_changeable_by_others(prepared_file)) is None:
-                return _load_prepared(prepared_file, dtype)
+                return _load_prepared(prepared_file, how.dtype)
             problem = f"could have been changed by others ({with_tilde(changeable)})"
             if changeable.is_dir():  # a new file there would be refused again
                 prepared_file = None
@@ -214,9 +214,9 @@ def load_gguf_parts(
             problem = "was damaged"
     file = parse_gguf(path)
     refuse_unsupported(file)
-    keep_packed = devices is None and (has_blocks(file) if stays_packed is None else stays_packed)
-    options = {"keep_packed": keep_packed, "for_hub": for_hub, "device": device, "native": native}
-    module, tokenizer, tokenizer_metadata = _read_gguf(file, dtype, progress, options)
+    keep_packed = has_blocks(file) if how.stays_packed is None else how.stays_packed
+    options = {"keep_packed": keep_packed and devices is None, "native": native}
+    module, tokenizer, tokenizer_metadata = _read_gguf(file, how, options)
     if devices is not None:
         devices.dispatch(module)
     if prepared_file is not None:
@@ -228,20 +228,21 @@ def load_gguf_parts(
 
 
 def _read_gguf(
-    file: GgufFile, dtype: torch.dtype, progress: Progress | None, options: dict[str, Any]
+    file: GgufFile, how: LoadOptions, options: dict[str, Any]
 ) -> tuple[Any, Any, dict[str, Any]]:
     """Make module and tokenizer; also returns the tokenizer's metadata for a prepared file."""
     from sirchat.models.gguf import model, vocabulary
 
-    metadata = dict[str, Any]()
-    if options["for_hub"]:
+    metadata, read = dict[str, Any](), (file, how.dtype, how.progress)
+    options |= {"for_hub": how.for_hub, "device": how.device}
+    if how.for_hub:
         tokenizer = vocabulary.hub_tokenizer(file.metadata)
-        module = model.load_module(file, dtype, progress, **options)
+        module = model.load_module(*read, **options)
     else:  # the tokenizer of a large vocabulary takes longer than the weights
         with ThreadPoolExecutor(1, "tokenizer") as threads:
             future = threads.submit(vocabulary.load_tokenizer, file.metadata, metadata)
             try:
-                module = model.load_module(file, dtype, progress, **options)
+                module = model.load_module(*read, **options)
             finally:
                 tokenizer = future.result()
     set_sampling(module, file.metadata)
@@ -260,9 +261,7 @@ def _load_prepared(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     return found.module, tokenizer
 
 
-def load_folder_parts(
-    folder: Path, weights: _Weights, dtype: torch.dtype, progress: Progress | None
-) -> tuple[Any, Any] | None:
+def load_folder_parts(folder: Path, weights: _Weights, how: LoadOptions) -> tuple[Any, Any] | None:
     """Load a folder's module and tokenizer on the CPU without transformers, whose import is slow.
 
     Returns None if transformers must read the folder: transformers can read more models, and its
@@ -272,10 +271,10 @@ def load_folder_parts(
         config = DecoderConfig.of_folder(load_config(folder / "config.json"))
         if config is None or not _is_complete(config, weights):
             return None
-        module = Decoder(config, dtype)
+        module = Decoder(config, how.dtype)
         if (generation := folder / "generation_config.json").exists():
             module.generation_config = ConfigValues(load_config(generation))
-        if not _read_weights(module, weights, progress):
+        if not _read_weights(module, weights, how.progress):
             return None
         # For Qwen, transformers reads the tokenizer's files in another way.
         tokenizer = tokenizer_of_folder(folder) if config.model_type == "llama" else None
@@ -313,34 +312,28 @@ def _stays_packed(quantize: Quantize, dtype: DtypeName, device: torch.device) ->
     return quantize == "packed"
 
 
-def _load_with_transformers(
-    name: str,
-    source: str,
-    dtype: torch.dtype,
-    progress: Progress | None,
-    options: dict[str, Any],
-    devices: DeviceMap | None,
-) -> tuple[Any, Any]:
+def _load_with_transformers(name: str, source: str, how: LoadOptions) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     switch_off_bars()
+    trusts, devices = how.trust_remote_code, how.devices
+    options: dict[str, Any] = {"trust_remote_code": trusts}
     if not Path(source).is_dir():
-        options = {**options, "local_files_only": must_use_cache(source)}
+        options["local_files_only"] = must_use_cache(source)
     config = AutoConfig.from_pretrained(source, **options)
     refuse_unsupported_layers(config.get_text_config(decoder=True), name)
     tokenizer = tokenizer_by_transformers(source, **options)
     placed: dict[str, Any] = {}
     if devices is not None:
-        trusts = options["trust_remote_code"]
         with torch.device("meta"):
             outline = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, trust_remote_code=trusts
+                config, dtype=how.dtype, trust_remote_code=trusts
             )
         placed = devices.options(outline)
-    with reporting(progress) as reports:
+    with reporting(how.progress) as reports:
         module, info = AutoModelForCausalLM.from_pretrained(
             source,
-            dtype=dtype,
+            dtype=how.dtype,
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # `refuse_other_weights` names them

@@ -39,7 +39,7 @@ from sirchat.lab.training.anchor_trainer import (
     checkpoint_losses,
     collate,
 )
-from sirchat.models.load import load_gguf_parts
+from sirchat.models.load import LoadOptions, load_gguf_parts
 from sirchat.models.names import loading_error, locate
 from sirchat.models.progress import quiet_libraries
 from sirchat.text.anchors import ANCHOR, Anchors, Per, Variant, remove_anchors
@@ -161,7 +161,7 @@ def _load(options: AnchorOptions) -> tuple[Any, Any]:
     try:
         if gguf_file and not options.scratch:
             path, cpu = Path(source) / gguf_file, torch.device("cpu")
-            return load_gguf_parts(path, cpu, torch.float32, None, stays_packed=False, for_hub=True)
+            return load_gguf_parts(path, LoadOptions(cpu, torch.float32, for_hub=True))
         tokenizer = AutoTokenizer.from_pretrained(source, **more)
         if options.scratch and not checkpoint:
             config = AutoConfig.from_pretrained(source, **more)
