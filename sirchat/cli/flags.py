@@ -20,7 +20,6 @@ import typer
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import list_profiles, resolve
 from sirchat.memory.policies import ALIASES, policy_class, policy_names
-from sirchat.memory.registry import BEST_RETRIEVER
 from sirchat.models.hub import require_available
 from sirchat.paths import archives_dir, read_yaml, sessions_dir
 from sirchat.text.json_schema import load_schema
@@ -135,18 +134,16 @@ def open_session(
             policy_class(profile.policy)  # a wrong name is an error before any slow import
             from sirchat.chat.model_defaults import with_model_defaults
             from sirchat.chat.session import Session
-            from sirchat.models.learning import announce_learned, learn_in_background
+            from sirchat.models.learning import learn_in_background
 
         model = load_profile_model(profile, trust, report)
         # To quantize weights, all are loaded unpacked: more memory than a second process may take.
         may_learn = profile.device_map == "off" and profile.quantize not in ("int8", "int4")
-        profile, notice = with_model_defaults(profile, model), ""
-        if model.encoder.size and profile.recall == BEST_RETRIEVER:
-            notice = announce_learned(model.name)
+        profile = with_model_defaults(profile, model)
         if profile.learn_encoder and may_learn and not model.encoder.size:
             notice = learn_in_background(model.name, model.module, trust_remote_code=trust)
-        if notice:
-            model.tokenizer.notices = [*getattr(model.tokenizer, "notices", []), notice]
+            notices = [*getattr(model.tokenizer, "notices", []), notice]
+            model.tokenizer.notices = [*filter(None, notices)]
         return Session(model, profile, rows_in_events=rows_in_events)
 
 

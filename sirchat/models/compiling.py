@@ -198,16 +198,15 @@ def _use_library(model: LoadedModel, progress: Progress | None, timeout: float =
 
 
 def _delete_leftovers(folder: Path) -> None:
-    """Delete files of killed processes, programs in older formats, and old libraries."""
+    """Delete files of killed processes, and old libraries."""
     for build in folder.glob(f"{_BUILD_PREFIX}*"):
         with suppress(OSError):  # another process sweeps, too
             if time.time() - build.stat().st_mtime > _ABANDONED_AFTER:
                 shutil.rmtree(build, ignore_errors=True)
-    programs = [file for file in folder.iterdir() if file.suffix in (".so", ".pt2", ".failed")]
-    outdated = [file for file in programs if not file.name.startswith("step-")]
     with suppress(OSError):
-        libraries = sorted({*programs} - {*outdated}, key=lambda file: file.stat().st_mtime)
-        for old in [*outdated, *libraries[: 1 - _MAX_LIBRARIES]]:  # one more is being made
+        libraries = [file for file in folder.iterdir() if file.suffix in (".so", ".failed")]
+        libraries.sort(key=lambda file: file.stat().st_mtime)
+        for old in libraries[: 1 - _MAX_LIBRARIES]:  # one more is being made
             old.unlink(missing_ok=True)
 
 

@@ -41,7 +41,6 @@ class MemoryNeed:
     precision: str  # of the weights in memory, such as `packed` or `float32`
     weights: int
     loading: int  # the most that the weights take while they are loaded
-    working: int  # only while a text is read, besides weights and KV cache
     caches: Mapping[int, int | None]  # the KV cache's size for each of several budgets, in tokens
     archive: int | None  # of `TOKENS_PER_HOUR` tokens
     largest_budget: int | None  # tokens that fit, at most the context; 0 if the model doesn't fit
@@ -110,11 +109,10 @@ def _make_choice(
         *(budget for budget in SHOWN_BUDGETS if limit is None or budget < limit),
         *([limit] if limit else []),
     }
-    loading, working = _bytes_while_loading(stored, layout), _bytes_while_reading(stored, layout)
-    row = cache_bytes(shape, profile, 1)
+    loading, row = _bytes_while_loading(stored, layout), cache_bytes(shape, profile, 1)
     largest = None
     if free is not None and row and uses_cpu(profile):
-        rows = (free - PROGRAM_BYTES - weights - working) // row
+        rows = (free - PROGRAM_BYTES - weights) // row
         fits = rows > 0 and PROGRAM_BYTES + loading <= free
         largest = min(rows, limit or rows) if fits else 0
     return MemoryNeed(
@@ -122,7 +120,6 @@ def _make_choice(
         layout.precision,
         weights,
         loading,
-        working,
         {budget: cache_bytes(shape, profile, budget) for budget in sorted(budgets)},
         archive_bytes(shape, profile, TOKENS_PER_HOUR),
         largest,
@@ -195,11 +192,3 @@ def _bytes_while_loading(stored: StoredWeights, layout: _WeightLayout) -> int:
     if layout.precision in ("int8", "int4"):  # all are unpacked, then packed one by one
         return layout.item * stored.count + 10 * largest
     return weights + (4 * largest if stored.is_gguf else 0)
-
-
-def _bytes_while_reading(stored: StoredWeights, layout: _WeightLayout) -> int:
-    """Bytes of the unpacked bfloat16 copy of one packed matrix while a text is read."""
-    if layout.uses_native_products:
-        return 0
-    packed = (tensor for tensor in stored.tensors if _packed_bits(tensor, stored, layout))
-    return 2 * max((tensor.count_at_once for tensor in packed), default=0)

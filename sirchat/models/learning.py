@@ -27,7 +27,7 @@ _SPARE_BYTES = 2 << 30  # bytes that must be free beside those of a second load
 _MAX_STARTS = 3  # a process that was killed, maybe for want of memory, is not started for ever
 _LOCK_NAME = "learning"
 _PACKAGE = Path(__file__).parents[1]
-_STARTED, _ANNOUNCED, _ERROR_PREFIX = "start", "told that it is learned", "sirchat: "
+_STARTED, _ERROR_PREFIX = "start", "sirchat: "
 # In errors that may not recur at a later start.
 _PASSING = ("interrupted", "memory", "allocate", "No space left", "Disk quota", "Read-only")
 
@@ -69,21 +69,6 @@ def learn_in_background(name: str, module: Any, *, trust_remote_code: bool = Fal
         "learning what words mean to this model, in the background, while processors are "
         f"free (some {minutes} min of their time): chats that begin after it recall what was "
         "said in other words, too; --no-learn-encoder prevents it"
-    )
-
-
-def announce_learned(name: str) -> str:
-    """What to tell the user, once, of an encoder learned in the background; "" if nothing."""
-    log = _read_log(name)
-    if _STARTED not in log or log[-1] == _ANNOUNCED:
-        return ""
-    try:
-        with paths.encoder_attempts_file(name).open("a", encoding="utf-8") as file:
-            file.write(f"{_ANNOUNCED}\n")
-    except OSError:  # it would be told at each start
-        return ""
-    return (
-        "learned what words mean to this model: chats now recall what was said in other words, too"
     )
 
 

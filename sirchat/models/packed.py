@@ -101,10 +101,6 @@ class PackedLinear(nn.Module, ABC):
             setattr(self, name, getattr(layer, name).narrow(dim, start, self.out_features))
         self.joined = (layer,)
 
-    def extra_repr(self) -> str:
-        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, {self.bits} bits{', own product' if self.max_native_rows > 0 else ''}"
-
 
 class Int4Linear(PackedLinear):
     """A layer on a CPU with four-bit weights in groups of 32 columns: `q * scale + minimum`."""

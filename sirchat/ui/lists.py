@@ -37,7 +37,6 @@ _COLUMN_GAP = "  "
 _TITLES = ("model", "kind", "on disk", "context", "budget", "KV cache", "fits up to")
 _LEGEND = (
     "loading: the most that the weights take while they are loaded",
-    "reading: weights that are unpacked for a short time while a text is read",
     "archive: keys and values that are evicted in an hour of talk, {hour:,} tokens,",
     "  at most --archive-limit",
     "fits up to: the largest budget, in tokens, for which the free memory suffices",
@@ -180,13 +179,11 @@ def print_fit(fit: ModelFit, console: Console) -> None:
     _print_line(console, f"free memory here: {free}; sirchat itself takes {program} of it")
     budgets = list(fit.choices[0].caches)
     _print_line(console, "")
-    rows: list[Sequence[str]] = [
-        ("setting", "weights", "loading", "reading", "archive", "fits up to")
-    ]
+    rows: list[Sequence[str]] = [("setting", "weights", "loading", "archive", "fits up to")]
     caches = [("KV cache for a budget of", *(f"{budget:,}" for budget in budgets))]
     for choice in fit.choices:
         name = choice.setting or f"as set ({choice.precision})"
-        sizes = map(format_bytes, (choice.weights, choice.loading, choice.working, choice.archive))
+        sizes = map(format_bytes, (choice.weights, choice.loading, choice.archive))
         rows.append((name, *sizes, _format_largest(choice.largest_budget)))
         caches.append((name, *map(format_bytes, choice.caches.values())))
     _print_table(console, rows)

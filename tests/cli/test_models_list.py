@@ -77,7 +77,7 @@ def test_fit_says_what_a_model_takes_and_agrees_with_the_list(folder: Path) -> N
     for text in ("tiny: llama, 5.0 million weights, context 2,048 tokens", "free memory here: "):
         assert text in shown
     lines = {" ".join(line.split()) for line in shown.splitlines()}
-    assert "setting weights loading reading archive fits up to" in lines
+    assert "setting weights loading archive fits up to" in lines
     assert "KV cache for a budget of 1,024 2,048" in lines
     assert "as set (float32) 9.4 MB 19 MB" in lines
     for begin in ("--dtype bfloat16 9.9 MB ", "--quantize int8 5.0 MB "):

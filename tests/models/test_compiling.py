@@ -247,13 +247,11 @@ def test_a_library_with_wrong_products_is_not_tried_again(
     assert lines(copying) == 1
 
 
-def test_what_killed_processes_and_older_versions_left_is_deleted(copying: Path) -> None:
+def test_what_killed_processes_left_is_deleted_and_old_libraries(copying: Path) -> None:
     old, young = compiled_dir() / "making-old", compiled_dir() / "making-young"
     for folder in (old, young):
         folder.mkdir(parents=True)
         (folder / "half").write_bytes(b"x")
-    for name in ("former.pt2", "0123.so", "0123.failed"):
-        (compiled_dir() / name).touch()
     os.utime(old, (time.time() - 7200,) * 2)
     for age in range(12):  # libraries of other compilers
         (compiled_dir() / f"step-{age:02}.so").touch()

@@ -120,7 +120,7 @@ def test_the_first_choice_is_what_the_settings_give_and_the_others_are_what_to_t
 def test_the_largest_budget_is_what_the_free_memory_has_room_for() -> None:
     whole = fit(tiny_model_dir()).choices[0]
     row = (whole.caches[1024] or 0) // 1024
-    taken = PROGRAM_BYTES + whole.weights + whole.working
+    taken = PROGRAM_BYTES + whole.weights
 
     def largest(free: int | None) -> int | None:
         return fit(tiny_model_dir(), free).choices[0].largest_budget

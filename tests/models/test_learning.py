@@ -8,14 +8,11 @@ import stat
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from chatting import tiny
-from random_encoders import random_encoder
-from sirchat.cli import flags
 from sirchat.cli.flags import open_session
 from sirchat.config.profile import Profile
 from sirchat.models import background, learning
@@ -169,20 +166,3 @@ def test_a_chat_starts_it_unless_the_setting_is_off(is_wanted: bool, learns: Lea
         wait(lambda: started(ids))
     wait(has_ended)
     assert len(started(ids)) == is_wanted
-
-
-def test_the_first_chat_with_a_learned_encoder_says_so_and_no_later_one(
-    learns: Learns, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learns("true")
-    learn()
-    wait(has_ended)
-    learned = replace(tiny(), encoder=random_encoder(tiny(), (1,), 8))
-    monkeypatch.setattr(flags, "load_profile_model", lambda *_: learned)
-    monkeypatch.setattr(learned.tokenizer, "notices", [], raising=False)
-    for recall, is_first in (("words", False), ("meaning", True), ("meaning", False)):
-        learned.tokenizer.notices = []
-        session = open_session(Profile(compile="off", save=False, recall=recall), False, None)
-        notices = [getattr(event, "text", "") for event in session.opening_events()]
-        assert any(text.startswith("learned what words mean") for text in notices) == is_first
-    assert not started(learns("true"))[1:]

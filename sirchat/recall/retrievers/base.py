@@ -7,14 +7,13 @@ for types and where they compute.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from sirchat.recall.candidates import Candidates
-
-_MIN_NORM = 1e-12  # a zero vector stays one where vectors are scaled to length 1
 
 
 class Retriever(ABC):
@@ -52,15 +51,15 @@ class SimilarityRetriever(Retriever):
         """The float32 scores [n] of n archived tokens in layer number `layer`."""
         import torch
 
+        unit = partial(torch.nn.functional.normalize, dim=-1) if self.cosine else torch.as_tensor
         sought = list(candidates.query_pair(layer))
         if self.mean:
             sought = [vectors.mean(-2, keepdim=True) for vectors in sought]
-        if self.cosine:
-            sought = [unit(vectors) for vectors in sought]
+        sought = [unit(vectors) for vectors in sought]
         scores = []
         for pair in candidates.pairs(layer):
             of_keys, of_values = (
-                (unit(rows) if self.cosine else rows) @ vectors.to(rows.device).mT
+                unit(rows) @ vectors.to(rows.device).mT
                 for rows, vectors in zip(pair, sought, strict=True)
             )  # [H, k, m] each
             scores.append(((of_keys + of_values).mean(0) / 2).amax(1))  # [k]
@@ -77,8 +76,3 @@ class PassageRetriever(Retriever):
 
     def score(self, candidates: Candidates) -> Tensor:
         raise NotImplementedError("passages are scored, not tokens")
-
-
-def unit(vectors: Tensor) -> Tensor:
-    length: Tensor = vectors.norm(dim=-1, keepdim=True)
-    return vectors / length.clamp_min(_MIN_NORM)
