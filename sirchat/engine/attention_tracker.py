@@ -5,46 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.memory.attention import AttentionStatsConfig, PassAttention
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Ledger
-from sirchat.models.attention_hook import AttentionCall
+from sirchat.models.attention_hook import AttentionCall, PassWeights
 from sirchat.models.model import LoadedModel
 
 
-class PassWeights:
-    """Records the attention weights of one forward pass, as a mean over heads and `layers`."""
-
-    def __init__(self, layers: Collection[int]) -> None:
-        self.layers = frozenset(layers)
-        self._sum: Tensor | None = None
-
-    def observe(self, call: AttentionCall) -> None:
-        if call.layer in self.layers:
-            self.add(call.mean_weights())
-
-    def add(self, weights: Tensor) -> None:
-        self._sum = weights if self._sum is None else self._sum + weights.to(self._sum.device)
-
-    def mean(self) -> NDArray[np.float32] | None:
-        """The mean weights [m, n] of m queries on n cache slots; None if the model showed none."""
-        if self._sum is None:
-            return None
-        weights: NDArray[np.float32] = (self._sum / len(self.layers)).cpu().numpy()
-        return weights
-
-    def record(self, length: int, window: int) -> PassAttention | None:
-        """The weights on the first `length` cache slots; None if the model showed none."""
-        mean = self.mean()
-        return None if mean is None else PassAttention.from_weights(mean[:, :length], window)
-
-
-# Not a `MeanObserver`: a step that computes weights itself gives only sums over heads.
+# Not a `PassWeights`: a step that computes weights itself gives only sums over heads.
 class HeadWeights:
     """Records the mean as `PassWeights` does, and each head's weights for the newest queries."""
 

@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sirchat.engine.attention_tracker import PassWeights
 from sirchat.engine.reader import Reader
 from sirchat.engine.types import ContinuationScore
 from sirchat.memory.key_values import KeyValues, Positions
 from sirchat.memory.ledger import Flag
+from sirchat.models.attention_hook import PassWeights
 from sirchat.models.surprisal import surprisal
 
 # Tokens before a passage that are read with it. Of 84 facts that a cache of 256 tokens had evicted,

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from sirchat.memory.attention import PassAttention
 
 _PREFIX = "sirchat_hooked_"  # before the name of the original attention function
 
@@ -45,24 +49,37 @@ class AttentionCall:
             return self.returned[0].float()
         return attention_weights(self).flatten(0, 1)
 
-    def mean_weights(self) -> Tensor:
-        """The attention weights averaged over all heads, float32 [m, n]."""
-        return self.weights().mean(0)
-
 
 class AttentionObserver(Protocol):
     def observe(self, call: AttentionCall) -> None:
         """Receive the attention of one layer in one pass; copy a tensor that is needed later."""
 
 
-@runtime_checkable
-class MeanObserver(Protocol):
-    """Needs only the mean over heads of the attention weights, summed over `layers`."""
+class PassWeights:
+    """Records the attention weights of one forward pass, as a mean over heads and `layers`."""
 
-    layers: frozenset[int]
+    def __init__(self, layers: Collection[int]) -> None:
+        self.layers = frozenset(layers)
+        self._sum: Tensor | None = None
+
+    def observe(self, call: AttentionCall) -> None:
+        if call.layer in self.layers:
+            self.add(call.weights().mean(0))
 
     def add(self, weights: Tensor) -> None:
-        """Add attention weights [m, n], already summed over `layers`."""
+        self._sum = weights if self._sum is None else self._sum + weights.to(self._sum.device)
+
+    def mean(self) -> NDArray[np.float32] | None:
+        """The mean weights [m, n] of m queries on n cache slots; None if the model showed none."""
+        if self._sum is None:
+            return None
+        weights: NDArray[np.float32] = (self._sum / len(self.layers)).cpu().numpy()
+        return weights
+
+    def record(self, length: int, window: int) -> PassAttention | None:
+        """The weights on the first `length` cache slots; None if the model showed none."""
+        mean = self.mean()
+        return None if mean is None else PassAttention.from_weights(mean[:, :length], window)
 
 
 class CallCounter:

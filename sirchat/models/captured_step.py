@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_values import to_device
-from sirchat.models.attention_hook import AttentionObserver, MeanObserver
+from sirchat.models.attention_hook import AttentionObserver, PassWeights
 from sirchat.models.encoder import Encoder, EncoderOutput
 from sirchat.models.llama_step import Kernels
 
@@ -65,15 +65,7 @@ class StepBody(Protocol):
         """
 
 
-class Graph(Protocol):
-    """Work on a device that can be repeated on the same tensors, with other values."""
-
-    outputs: tuple[Tensor, ...]
-
-    def replay(self) -> None:
-        """Repeat the work, which overwrites `outputs`."""
-
-
+# On a device; repeated on the same tensors with other values, it overwrites what it returns.
 Work = Callable[[], tuple[Tensor, ...]]
 
 
@@ -104,6 +96,9 @@ class UncapturedWork:
 
     def replay(self) -> None:
         self.outputs = self._work()
+
+
+Graph = CudaGraph | UncapturedWork
 
 
 class ChosenToken(NamedTuple):
@@ -164,7 +159,7 @@ class CapturedStep:
 
     def fits(self, cache: BoundedCache, observer: AttentionObserver | None = None) -> bool:
         """Whether a step can append a row to a cache that has some, and serve the observer."""
-        can_observe = self.body.observes_attention and isinstance(observer, MeanObserver)
+        can_observe = self.body.observes_attention and isinstance(observer, PassWeights)
         if observer is not None and not can_observe:
             return False
         return cache.length < cache.capacity and _pool_location(cache) is not None

@@ -20,7 +20,7 @@ from sirchat.models.attention_hook import (
     OBSERVERS,
     AttentionObserver,
     CallCounter,
-    MeanObserver,
+    PassWeights,
     install_hook,
     observed_by,
 )
@@ -118,7 +118,7 @@ class LoadedModel:
         places = range(start, start + len(ids)) if positions is None else positions
         if isinstance(step, NativeStep):
             logits, states = step.read(ids, places, cache)
-        elif isinstance(observer, MeanObserver):
+        elif isinstance(observer, PassWeights):
             layers = observer.layers
             logits, states, weights = step.read_observed(ids[0], places[0], cache, layers)
             observer.add(weights)

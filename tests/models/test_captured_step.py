@@ -20,7 +20,6 @@ from engine_steps import generate, prefill, some_ids
 from families import build
 from random_encoders import random_encoder
 from simulated_devices import DEVICES, move, refuses_waits, simulated_devices
-from sirchat.engine.attention_tracker import PassWeights
 from sirchat.engine.engine import Engine
 from sirchat.engine.reader import device_choice
 from sirchat.engine.sampling import Sampler, Sampling
@@ -28,6 +27,7 @@ from sirchat.engine.types import CacheSettings
 from sirchat.errors import ModelError
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.policies.entropy import Entropy
+from sirchat.models.attention_hook import PassWeights
 from sirchat.models.captured_step import CapturedStep, ChosenToken, DeviceRun, capture_first
 from sirchat.models.llama_step import LlamaStep
 from sirchat.models.model import LoadedModel, wrap_model
