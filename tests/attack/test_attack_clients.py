@@ -11,7 +11,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -27,6 +26,7 @@ from serving import CHAT
 from sirchat.server import access
 from sirchat.server.access import read_body
 from sirchat.server.fields import RequestError
+from warm_python import warm_python
 
 pytestmark = pytest.mark.slow
 
@@ -106,9 +106,15 @@ def reply(address: Address) -> str:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Address]]:
     """A server that may have few files open, and its address."""
-    words = f"ulimit -n {_FILES}; exec {sys.executable} -m sirchat serve -m tiny --no-save --port 0"
+    program = tmp_path / "serve.py"
+    program.write_text(
+        "import resource, runpy, sys\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, ({_FILES},) * 2)\n"
+        "sys.argv = 'sirchat serve -m tiny --no-save --port 0'.split()\n"
+        "runpy.run_module('sirchat', run_name='__main__', alter_sys=True)\n"
+    )
     with subprocess.Popen(
-        ["sh", "-c", words],
+        [*warm_python(), str(program)],
         env=os.environ | {"SIRCHAT_HOME": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -157,7 +157,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("seed: 1\n--- \nseed: 2", ", line 2: not valid YAML"),
         ("model: a\x00", ", line 1: not valid YAML"),
         ("decay: !!python/name:os.system", ", line 1: not valid YAML"),
-        ("a: " + "[" * 5000, ", line 1: not valid YAML"),
+        ("a: " + "[" * 900, ", line 1: not valid YAML"),
         ("budget: " + "1" * 5000, ", line 1: not valid YAML"),
         (b"seed: 1\nmodel: \xff", ", line 2: not UTF-8"),
         ("- budget", ": a profile must be a mapping"),

@@ -82,7 +82,8 @@ def test_llama_cpp_is_timed_on_the_same_file_and_said_to_crash_where_it_does(
     python.write_text(STAND_IN.format(python=sys.executable, crashes=True), encoding="utf-8")
     python.chmod(0o700)
     sizes = ["--cache", "64", "--rounds", "2", "--seen", "100,100", "--device", "cpu"]
-    found = results("decode", "--model", str(model), "--llama-cpp", str(python), *sizes)
+    peer = ["--llama-cpp", str(python), "--compile", "off"]
+    found = results("decode", "--model", str(model), *peer, *sizes)
     of_peer = {r["name"]: r for r in found if "llama.cpp" in r["name"]}
     assert of_peer["decode against llama.cpp"]["other_ms"] == pytest.approx(500 / 8)
     assert of_peer["prefill against llama.cpp"]["other_ms"] == pytest.approx(500 / 64)

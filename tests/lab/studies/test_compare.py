@@ -50,9 +50,10 @@ from sirchat.text.transcript import (
 from sirchat.ui.text import displayable
 from terminal import WARM, Terminal
 
-FULL = Profile(policy="full")
-SINK = Profile(policy="sink", budget=32)
-ENTROPY = Profile(policy="entropy", budget=40, recent=8)
+MOST = 16  # tokens of an answer
+FULL = Profile(policy="full", max_new_tokens=MOST)
+SINK = Profile(policy="sink", budget=32, max_new_tokens=MOST)
+ENTROPY = Profile(policy="entropy", budget=40, recent=8, max_new_tokens=MOST)
 
 TALK = (
     ("My name is Anna and I live in Lisbon.", "Nice to meet you, Anna."),
@@ -194,7 +195,7 @@ def test_without_replies_every_setting_continues_with_the_answers_of_full() -> N
 def test_each_setting_can_continue_with_its_own_answers() -> None:
     result = compare(tiny(), (FULL, SINK), transcript(), own=True).settings
     for one in result:
-        chat = session(policy=one.setting.policy, budget=one.setting.budget)
+        chat = session(policy=one.setting.policy, budget=one.setting.budget, max_new_tokens=MOST)
         answers = [answer(list(chat.ask(user))) for user, _ in TALK]
         assert [after.reply for after in one.rounds] == answers
         assert held_at(one, chat.seen) == chat.ledger.held_positions.tolist()
@@ -374,7 +375,8 @@ def test_the_command_compares(tmp_path: Path) -> None:
     file, page = tmp_path / "talk.jsonl", tmp_path / "talk.html"
     write_talk(file, TALK)
     words = ("compare", str(file), "--policies", "sink,entropy", "--budget", "32")
-    done = run(*words, "--recent", "8", "--json", "--html", str(page))
+    words += ("--recent", "8", "--max-new-tokens", str(MOST))
+    done = run(*words, "--json", "--html", str(page))
     assert done.returncode == 0, done.stderr
     assert page.stat().st_mode & 0o777 == 0o600  # it quotes a conversation
     record = json.loads(done.stdout)
