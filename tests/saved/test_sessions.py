@@ -24,7 +24,7 @@ from sirchat.saved.store import SessionStore
 
 SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 10, "decay": 0.9}
 MESSAGES = [f"{n} some words and {n * n} more of them " * 3 for n in range(12)]
-POLICIES = ["entropy", "reservoir", "snapkv", "keydiff", *(["random", "salience"] if MANY else [])]
+POLICIES = ["entropy", "reservoir", "snapkv", *(["random", "salience"] if MANY else [])]
 pytestmark = pytest.mark.usefixtures("folder")
 
 

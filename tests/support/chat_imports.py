@@ -2,7 +2,11 @@
 
 import gc
 import weakref
+from functools import cache
 from importlib import import_module
+from typing import Any
+
+import typer.main
 
 for name in (
     "prompt_toolkit.patch_stdout",
@@ -19,6 +23,16 @@ for name in (
     "forked_chat",
 ):
     import_module(name)
+
+app = import_module("sirchat.cli.app")
+# Each process would make the commands, and readers of their parameters, anew.
+made = cache(typer.main.get_command)
+vars(typer.main)["get_command"] = vars(app)["get_command"] = made
+group: Any = made(app.app)
+for command in (group, *group.commands.values()):
+    for parameter in command.params:
+        getattr(parameter, "get_runtime_param", bool)()
+
 for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
     finalizer.atexit = False  # an ending process would take as long as for its start
 gc.collect()

@@ -375,8 +375,8 @@ def test_the_command_compares(tmp_path: Path) -> None:
     file, page = tmp_path / "talk.jsonl", tmp_path / "talk.html"
     write_talk(file, TALK)
     words = ("compare", str(file), "--policies", "sink,entropy", "--budget", "32")
-    words += ("--recent", "8", "--max-new-tokens", str(MOST))
-    done = run(*words, "--json", "--html", str(page))
+    flags = ("--recent", "8", "--max-new-tokens", str(MOST))
+    done = run(*words, *flags, "--json", "--html", str(page))
     assert done.returncode == 0, done.stderr
     assert page.stat().st_mode & 0o777 == 0o600  # it quotes a conversation
     record = json.loads(done.stdout)
