@@ -66,16 +66,28 @@ class Autosave:
         return self._family or self.id
 
     def save(self) -> None:
-        """Write all changes since the last save; they survive a power loss. Raises SessionError."""
+        """Write all changes since the last save; they survive a power loss. Raises SessionError.
+
+        The first save makes the file; after an error there is none.
+        """
         session = self._session
         if self._epoch != session.epoch:
             self._detach_file()
         if not session.turns and self._store is None:
             return
+        is_first = self._store is None
         store = self._store = self._store or self._create_store()
-        if store.name != self.name:
-            store.rename(self.name)
-        self._write(store, is_rewritten=self._erasures != session.erasures or self._is_replaced)
+        try:
+            if store.name != self.name:
+                store.rename(self.name)
+            self._write(store, is_rewritten=self._erasures != session.erasures or self._is_replaced)
+        except BaseException:
+            if is_first:
+                self._store = None
+                store.close()
+                with suppress(SessionError):
+                    remove_session(store.path)
+            raise
         self._erasures, self._is_replaced = session.erasures, False
         self._save_evicted(store)
 
@@ -142,18 +154,6 @@ class Autosave:
     def close_without_saving(self) -> None:
         if self._store is not None:
             self._store.close()
-
-    def create_file(self) -> None:
-        """Create the session's file by a first save; after an error, there is no file."""
-        try:
-            self.save()
-        except BaseException:
-            if self._store is not None and self.id:
-                store, self._store = self._store, None
-                store.close()
-                with suppress(SessionError):
-                    remove_session(store.path)
-            raise
 
     def branch(self, name: str) -> Autosave:
         """Copy what is saved to a new file called `name`; returns the `Autosave` of the copy."""

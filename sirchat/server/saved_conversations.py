@@ -204,11 +204,8 @@ class SavedConversations:
         fields = _ADAPTER.dump_python(conversation, mode="json")
         autosave.extra_fields = {_HEAD_FIELD: fields | {"turns": len(conversation.session.turns)}}
         try:
-            if conversation.autosave is None:
-                autosave.create_file()
-                conversation.autosave = autosave
-            else:
-                autosave.save()
+            autosave.save()
+            conversation.autosave = autosave
             file = Future[Path | None]()
             file.set_result(self._folder / f"{autosave.id}{SUFFIX}")
             self._files[conversation] = SavedConversation.from_memory(conversation, file)

@@ -85,10 +85,7 @@ class SavedChat:
         return not self._last_error
 
     def _write_new(self) -> None:
-        if self._autosave.id:
-            self._autosave.save()
-        else:
-            self._autosave.create_file()
+        self._autosave.save()
         if self._last_error:
             self._last_error = ""
             self._screen.note("the chat is saved again")
@@ -313,7 +310,7 @@ class SavedChat:
             if not self._autosave.id:
                 raise
             old, new = self._autosave, Autosave(self._session)
-            new.create_file()
+            new.save()
             old.close_without_saving()
             self._autosave = new
             self._screen.note(f"cannot write {old.id}; continuing in a new file")
