@@ -222,9 +222,6 @@ class Commands:
         else:
             self._screen.page(draw_settings(self._session.profile, self._screen.theme))
 
-    def do_profile(self, arguments: str) -> None:
-        self._switching.apply_profile(arguments)
-
     def do_panel(self, arguments: str) -> None:
         if arguments in ("", "full"):
             snapshot, screen = self._session.snapshot(), self._screen

@@ -16,7 +16,6 @@ from sirchat.chat.session import Session
 from sirchat.chat.settings import options_of
 from sirchat.chat.words import without_template
 from sirchat.config.profile import FIXED_SETTINGS, Profile
-from sirchat.config.profile_files import list_profiles
 from sirchat.config.values import allowed_values, policy_choices
 from sirchat.errors import SirchatError
 from sirchat.memory.policies import policy_class
@@ -78,7 +77,7 @@ class SlashCompleter(Completer):
                 yield from ((name, Commands.help_of(name)[1]) for name in Commands.names())
                 if words:
                     yield "all", "what each command does, in a line"
-            case ["profile" | "model" | "load" as command]:
+            case ["model" | "load" as command]:
                 if not is_begun or command not in self._lists:
                     self._lists[command] = list(_READ_LIST[command]())
                 yield from self._lists[command]
@@ -136,11 +135,6 @@ class SlashCompleter(Completer):
                 yield value, _describe_value(setting, value)
 
 
-def _suggest_profiles() -> Iterator[Suggestion]:
-    for profile in list_profiles():
-        yield profile.name, displayable_line(profile.description)
-
-
 def _suggest_models() -> Iterator[Suggestion]:
     yield from ((name, "") for name in model_names())
 
@@ -158,7 +152,6 @@ def _suggest_saved_chats() -> Iterator[Suggestion]:
 
 
 _READ_LIST: dict[str, Callable[[], Iterator[Suggestion]]] = {
-    "profile": _suggest_profiles,
     "model": _suggest_models,
     "load": _suggest_saved_chats,
 }

@@ -14,11 +14,11 @@ from sirchat.chat.events import Event, Evicted, Notice, Pinned, Restored, Switch
 from sirchat.chat.model_defaults import SAMPLING_PARAMETERS, sampling_in_words, with_model_defaults
 from sirchat.chat.rereading import pinned_text, read_again, repinned_note
 from sirchat.chat.session import Session
-from sirchat.chat.settings import hint_for_fixed, options_of
+from sirchat.chat.settings import options_of
 from sirchat.chat.targets import Target
 from sirchat.chat.words import without_template
-from sirchat.config.profile import FIXED_SETTINGS, Profile
-from sirchat.config.profile_files import list_profiles, load_profile, resolve
+from sirchat.config.profile import Profile
+from sirchat.config.profile_files import resolve
 from sirchat.config.values import describe_allowed, format_setting, parse_option, parse_value
 from sirchat.errors import SettingError, did_you_mean, format_value
 from sirchat.memory.policies import import_typed
@@ -34,9 +34,6 @@ from sirchat.ui.text import displayable_line, pluralize, shorten
 
 if TYPE_CHECKING:  # loads the prompt, which a program in a pipe does not need
     from sirchat.ui.saved_chat import SavedChat
-
-# Settings that `/profile` changes only if the profile names them.
-_SCREEN_SETTINGS = ("panel", "theme", "editing", "bell", "markdown", "thinking")
 
 # Settings that can change which tokens are held; after a change, the evictions are reported.
 _CACHE_SETTINGS = {
@@ -80,27 +77,6 @@ class Switching:
         if options:
             updates["policy_options"] = parse_value("policy_options", ",".join(options))
         self._switch_settings("/policy", f"policy is already {name}", **updates)
-
-    def apply_profile(self, name: str) -> None:
-        """Apply a profile; "" prints the names of all.
-
-        Settings that the profile lacks get the user's defaults; those of the screen stay.
-        """
-        if not name:
-            names = ", ".join(profile.name for profile in list_profiles())
-            self._screen.note(f"profiles: {names}")
-            return
-        current = self._session.profile
-        named, profile = load_profile(name), resolve(name, {}, {})
-        kept = {*FIXED_SETTINGS, *(key for key in _SCREEN_SETTINGS if key not in named)}
-        values = {key: value for key, value in profile.model_dump().items() if key not in kept}
-        unchanged = f"all settings already have the values of profile {name}"
-        self._switch_settings("/profile", unchanged, **values)
-        for key in FIXED_SETTINGS:
-            old, new = getattr(current, key), getattr(profile, key)
-            if key in named and key != "description" and old != new:
-                stays = f"{key} stays {format_setting(old)}, not {format_setting(new)}"
-                self._screen.note(f"{stays}: {hint_for_fixed(key, new)}")
 
     def restore(self, target: Target, *, context_tokens: int = 0) -> None:
         """Restore `target` for the next message, with `context_tokens` on each side."""

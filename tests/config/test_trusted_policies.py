@@ -17,6 +17,7 @@ from session_files import sum_again
 from sirchat import paths
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
+from sirchat.config.profile_files import resolve
 from sirchat.errors import SettingError
 from sirchat.memory.policies import trust
 from sirchat.saved.autosave import Autosave
@@ -95,14 +96,10 @@ def test_what_is_typed_is_trusted(
     assert json.loads(done.stdout.splitlines()[0])["profile"]["policy"] == planted
 
 
-def test_commands_in_a_chat_keep_to_it(here: Path, planted: str) -> None:
-    chat = Chat()
-    with pytest.raises(SettingError, match="trust-policy"):
-        chat.do("/profile ./theirs.yaml")
-    assert not (here / "ran").exists()
-    assert "policy" in chat.do(f"/policy {planted}")
+def test_what_is_typed_in_a_chat_is_trusted(here: Path, planted: str) -> None:
+    assert "policy" in Chat().do(f"/policy {planted}")
     assert (here / "ran").exists()
-    chat.do("/profile ./theirs.yaml")  # the policy in force was typed
+    assert resolve("./theirs.yaml", {}, {}).policy == planted
 
 
 def test_a_saved_chat_cannot_run_code(here: Path, planted: str) -> None:

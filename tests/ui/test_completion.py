@@ -31,13 +31,11 @@ def offered(text: str, policy: str = "salience") -> dict[str, str]:
     [
         ("/", "/help", "list all commands"),
         ("/", "/budget", "set how many tokens"),
-        ("/pro", "/profile", "apply all settings of a profile"),
         ("/help al", "/help all", "what each command does"),
         ("/help po", "/help policy", "choose the policy, which decides"),
         ("/policy ", "/policy entropy", "."),
         ("/policy ", "/policy interval", "."),
         ("/policy reservoir ", "/policy reservoir sample=", "number of tokens in the sample"),
-        ("/profile sirllm-", "/profile sirllm-grocery", "."),
         ("/panel ", "/panel live", ""),
         ("/tokens ", "/tokens turn", ""),
         ("/pin ", "/pin last", ""),

@@ -134,7 +134,6 @@ def test_recalled_words_are_listed(chat: Chat) -> None:
         ("/panel off", "panel: live -> off"),
         ("/panel on", "panel: live -> auto"),
         ("/panel turn", "panel: live -> turn"),
-        ("/profile sirllm-rps", "evict: when-full -> between-turns"),
     ],
     ids=str,
 )
@@ -161,7 +160,6 @@ def test_without_a_value_the_current_one_is_shown(chat: Chat) -> None:
         ("/recent", "recent is 32"),
         ("/system", "system is none"),
         ("/policy", "  anchor     the current sequence, "),
-        ("/profile", "profiles: anchor, default, reservoir, sirllm-dailydialog, "),
         ("/set top_p", "top_p is none (default): "),
         ("/show decay", "decay is 1.0: Factor that multiplies surprisal and attention"),
     ):
@@ -176,8 +174,6 @@ def test_without_a_value_the_current_one_is_shown(chat: Chat) -> None:
     assert re.search(r"· .*seed", table)
     for name in ("policy_options", "max_new_tokens", "system", "theme"):
         assert name in table
-    chat.do("/profile sirllm-rps")
-    assert chat.do("/set temperature").startswith("temperature is 0.0 (/profile): ")
 
 
 def test_options_of_the_policy_are_set_and_emptied_by_name(chat: Chat) -> None:
@@ -264,18 +260,6 @@ def test_stats_say_how_many_archived_tokens_are_held_too(own_home: Path) -> None
     assert counted(r"archive: (\d+) tokens exact") == counted(r"(\d+) evicted;") + also_held
 
 
-def test_a_profile_keeps_what_holds_for_the_conversation_and_says_so(
-    chat: Chat, own_home: Path
-) -> None:
-    folder = own_home / "config" / "profiles"
-    folder.mkdir(parents=True)
-    (folder / "other.yaml").write_text("model: somewhere/else\nbudget: 256\n", encoding="utf-8")
-    reported = chat.do("/profile other")
-    assert "budget: 1024 -> 256" in reported
-    assert "model stays tiny, not somewhere/else: start sirchat with --model" in reported
-    assert "already have the values of profile other" in chat.do("/profile other")
-
-
 @pytest.mark.parametrize(
     ("line", "reported"),
     [
@@ -312,8 +296,7 @@ def test_a_profile_keeps_what_holds_for_the_conversation_and_says_so(
         ("/tokens sideways", "turn, top, next, all"),
         ("/tokens turn x", "a whole number, 0 or more"),
         ("/tokens top 0", "a whole number, 1 or more"),
-        ("/profile sirllm-grocry", "did you mean sirllm-grocery?"),
-        ("/profile xyzzy", "profiles: anchor, default, "),
+        ("/profile xyzzy", "sirchat -c --profile NAME goes on with its settings"),
         ("/reset everything", "/reset takes no argument"),
         ("/exit now", "/exit takes no argument"),
     ],

@@ -10,15 +10,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prompt_toolkit.completion import CompleteEvent
-from prompt_toolkit.document import Document
 
 from attacking import MANY
-from chatting import babbler, session
+from chatting import babbler
 from command import run
 from fake_terminal import FakeTerminal, show_reply, stub_session
 from sirchat.chat.events import Evicted, Reading
-from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.live import LiveView
 from sirchat.ui.panel import draw_full_panel
 from sirchat.ui.screen import Screen
@@ -181,7 +178,7 @@ def test_a_transcript_cannot_control_the_terminal(tmp_path: Path, endless: str) 
     assert not _harm(done.stdout + done.stderr)
 
 
-def test_a_model_name_a_profile_and_a_paste_cannot_control_a_chat(
+def test_a_model_name_and_a_paste_cannot_control_a_chat(
     terminal: FakeTerminal, evil_home: Path
 ) -> None:
     with TypedChat(terminal, replace(babbler(), name=_EVIL), max_new_tokens=2) as chat:
@@ -191,9 +188,5 @@ def test_a_model_name_a_profile_and_a_paste_cannot_control_a_chat(
         for keys in ("Hello.", PASTE_ON + _EVIL + PASTE_OFF):
             chat.press(keys, "\r")
             written += terminal.getvalue()
-    completer = SlashCompleter(lambda: session(babbler()))
-    (offered,) = completer.get_completions(Document("/profile m"), CompleteEvent())
-    assert offered.display_meta_text.startswith("evil")
-    written += offered.display_meta_text
     for harm in ("\x1b]", "\x07", "\x1b[2J", "\u202e", "\x9b"):
         assert harm not in written
