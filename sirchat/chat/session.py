@@ -269,7 +269,7 @@ class Session(Conversation):
         positions = positions_of(self, target, self.engine.store.recallable())
         if pinned and isinstance(target, str):  # all tokens of a turn are of one writer
             positions = without_generated(self, positions)
-        rules = rules_at(self, positions)
+        rules = rules_at(self, positions, self._statement_cache)
         if not pinned:
             positions = np.union1d(positions, rules)
         moves = self.engine.switcher.pin(positions, pinned)

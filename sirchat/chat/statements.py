@@ -47,7 +47,7 @@ from sirchat.text.detokenizer import (
 _MAX_SENTENCES = 12  # a message with more is a text, and its rules are not for the model
 _MAX_RULES = 2  # sentences of one message
 # Reading a member of an enum takes longer than comparing a row.
-_ERASED, _OF_RULE = np.uint8(Flag.ERASED), np.uint8(Flag.PINNED | Flag.RULE)
+_ERASED = np.uint8(Flag.ERASED)
 _USER, _HELD = int(Role.USER), int(State.HELD)
 _BUDGET_PER_RULES = 4  # rules pinned by themselves take at most the budget divided by this
 
@@ -137,24 +137,33 @@ def unpin_excess_rules(chat: Conversation, settings: CacheSettings) -> list[Even
     return list(_unpin_rules(chat, _rules_to_unpin(chat.ledger, settings, 0)))
 
 
-def _pinned_rules(chat: Conversation) -> Iterator[tuple[Positions, list[str]]]:
-    """Each sentence of the pinned rules and preferences, in order: its positions and texts [n]."""
+def _pinned_rules(chat: Conversation, vectors: dict[str, Tensor]) -> list[Positions]:
+    """The positions [n] of each sentence of the pinned rules and preferences, in order."""
+    rules = list[Positions]()
     for run in chat.ledger.rules():
         pieces = texts_at(chat.ledger, chat.texts, run)
-        for start, end in pairwise(sentence_bounds(pieces)):
-            yield run[start:end], pieces[start:end]
+        rules += [run[start:end] for start, end in pairwise(sentence_bounds(pieces))]
+    own = chat.ledger.pins_except_rules(0)  # among them rules that the user has pinned
+    for turn in np.unique(chat.ledger.column("turn")[own]).tolist():
+        found = [] if chat.turns[turn].is_summary else _find_rules(chat, turn, vectors)
+        rules += [rule for _, rule in found if np.isin(rule, own).all()]
+    return sorted(rules, key=lambda rule: int(rule[0]))
 
 
-def rules_at(chat: Conversation, positions: Positions) -> Positions:
+def rules_at(chat: Conversation, positions: Positions, cache: StatementCache) -> Positions:
     """The tokens of all pinned rules that have one of these tokens."""
-    rules = (rule for rule, _ in _pinned_rules(chat) if np.isin(rule, positions).any())
-    return np.concatenate([np.zeros(0, np.int64), *rules])
+    rules = _pinned_rules(chat, cache.vectors)
+    having = (rule for rule in rules if np.isin(rule, positions).any())
+    return np.concatenate([np.zeros(0, np.int64), *having])
 
 
-def _describe_rules(chat: Conversation, words: str) -> Iterator[StatedFact]:
-    """The pinned rules and preferences, in order; only those that have all `words`, if given."""
+def _describe_rules(
+    chat: Conversation, rules: Sequence[Positions], words: str
+) -> Iterator[StatedFact]:
+    """These pinned rules and preferences; only those that have all `words`, if given."""
     states, turns = chat.ledger.column("state"), chat.ledger.column("turn")
-    for positions, pieces in _pinned_rules(chat):
+    for positions in rules:
+        pieces = texts_at(chat.ledger, chat.texts, positions)
         text, turn = "".join(pieces).strip(), int(turns[positions[0]])
         if text and set(words_of(words)) <= set(words_of(text)):
             held = _describe_held(pieces, states[positions] == _HELD)
@@ -211,6 +220,7 @@ def _find_rules(
         mean = ledger.token_vectors.mean(int(positions[0]), int(positions[-1]) + 1)
         if mean is not None and len(encoder.kinds):
             vectors[text] = encoder.unit_vectors(mean).cpu()
+        if text in vectors:
             stated = stated or bool(encoder.is_kind("instruction", vectors[text][None])[0])
         if span is not None and not stated:  # of a long sentence, only what is preferred
             pieces = texts_at(ledger, chat.texts, positions)
@@ -241,13 +251,17 @@ def find_statements(chat: Conversation, cache: StatementCache, words: str) -> li
             cache.vectors[text] = chat.model.encode(turn.ids[:end], start)
         return cache.vectors[text]
 
-    found = [*_describe_rules(chat, words), *_find_facts(chat, vector_of, words)]
+    rules = _pinned_rules(chat, cache.vectors)
+    found = [
+        *_describe_rules(chat, rules, words),
+        *_find_facts(chat, vector_of, words, np.concatenate([np.zeros(0, np.int64), *rules])),
+    ]
     cache.found = stamp, found
     return [*found]
 
 
 def _find_facts(
-    chat: Conversation, vector_of: Callable[[str], Tensor], words: str
+    chat: Conversation, vector_of: Callable[[str], Tensor], words: str, of_rules: Positions
 ) -> list[StatedFact]:
     """The facts that are no part of a rule, and the corrections of facts, in order."""
     wanted, ledger = set(words_of(words)), chat.ledger
@@ -259,7 +273,7 @@ def _find_facts(
         if not text.endswith(QUESTION_MARKS)  # the encoder takes some questions for facts
     ]
     stated, newer, is_near = _classify([text for _, text, _ in said], chat.model.encoder, vector_of)
-    states, flags = ledger.column("state"), ledger.column("flags")
+    states = ledger.column("state")
     newest = dict[int, int | None]()  # of each fact, and of what corrects one and is none itself
     for place, number in enumerate(stated):
         later = newer[is_near[place] & (newer > number)].tolist()
@@ -270,7 +284,7 @@ def _find_facts(
     found = list[StatedFact]()
     for number in sorted(newest):
         index, text, positions = said[number]
-        if not wanted <= set(words_of(text)) or (flags[positions] & _OF_RULE == _OF_RULE).any():
+        if not wanted <= set(words_of(text)) or np.isin(positions, of_rules).any():
             continue
         held = _describe_held(texts_at(ledger, chat.texts, positions), states[positions] == _HELD)
         last = newest[number]

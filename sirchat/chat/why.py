@@ -32,12 +32,14 @@ _ONES = re.findall(
 _TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 _BELOW_TEN = ("", *(f"-{one}" for one in _ONES[:9]))
 _NUMBERS = [*_ONES, *(ten + one for ten in _TENS for one in _BELOW_TEN), "one-hundred"]  # from 1
-# What stands around a file's text, and questions
-_NO_STATEMENT = re.compile(r"""```|.*[?\uff1f]["'”’»]*$""", re.DOTALL)
+# What stands around a file's text, questions, and what has no words
+_NO_STATEMENT = re.compile(r"""```|.*[?\uff1f]["'”’»]*$|[\W\d_]*$""", re.DOTALL)
+_WRAPPED = re.compile(r"(?<=[\w,;])\n[ \t]*(?=[^\W\d_A-Z])")  # a line that goes on in the next one
 _CONFIRMS = re.compile(r"\W*(?:yes|no|true|false|correct|right|sure|indeed)\b", re.IGNORECASE)
 # English endings, so that "move" and "moving" are one word
 _ENDING = re.compile(r"(?<=\w{3})(?:ing|ed|es|e|s)$")
-_NUMBER = re.compile(rf"\b(?:{'|'.join(reversed(_NUMBERS)).replace('-', '[- ]')})\b", re.IGNORECASE)
+_DIGITS_OF = "|".join(reversed(_NUMBERS[1:])).replace("-", "[- ]")  # "one" is mostly a pronoun
+_NUMBER = re.compile(rf"\b(?:{_DIGITS_OF})\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -191,21 +193,32 @@ def related_turn(turns: Sequence[Turn], asked: int) -> tuple[int, tuple[str, ...
 def supporting_sentence(answer: str, question: str, text: str) -> tuple[str, bool]:
     """The statement in a text that shares most words with an answer, or "", and `is_said`.
 
-    Words count in any form, rare ones more, numbers double, the question's half. `is_said` is False
-    if no statement has a word that only the answer has, except for a yes or no, or in Chinese.
+    Of the answer its sentence nearest to the question counts. Words count in any form, rare ones
+    more, numbers double, the question's half. `is_said` is False if no statement has a word that
+    only the answer has, except for a yes or no, or in Chinese.
     """
+    text = _WRAPPED.sub(" ", text)
     sentences = [text[start:end].strip() for start, end in pairwise(sentence_bounds(text))]
     sentences = [one for one in sentences if not _NO_STATEMENT.match(one)]
     terms = [set(terms_of(_in_digits(one))) for one in sentences]
-    scores, own, found = np.zeros(len(sentences) + 1), 0, 0
-    asked = set(terms_of(_in_digits(question)))
-    for word in sorted(_telling_words(_in_digits(answer))):
-        groups = set(letter_groups(word))
-        having = [index for index, these in enumerate(terms) if _is_among(groups, these)]
-        rarity = math.log(1 + len(terms) / max(1, len(having)))
-        is_asked = _is_among(groups, asked)
-        scores[having] += rarity * (DISCOUNT if is_asked else 2 if word.isdecimal() else 1)
-        own, found = own + (not is_asked), found + (not is_asked and bool(having))
+    question, scores = _in_digits(question), np.zeros(len(sentences) + 1)
+    asked, asked_words = set(terms_of(question)), _telling_words(question)
+    parts = [answer[start:end] for start, end in pairwise(sentence_bounds(answer))]
+    parts.sort(key=lambda part: -len(asked.intersection(terms_of(_in_digits(part)))))
+    for part in [*parts, answer]:
+        scores, is_near, own, found = np.zeros_like(scores), np.zeros(len(scores), bool), 0, 0
+        said = _telling_words(_in_digits(part))
+        for word in sorted(said | asked_words):
+            groups = set(letter_groups(word))
+            having = [index for index, these in enumerate(terms) if _is_among(groups, these)]
+            rarity = math.log(1 + len(terms) / max(1, len(having)))
+            is_asked = _is_among(groups, asked)
+            scores[having] += rarity * (DISCOUNT if is_asked else 2 if word.isdecimal() else 1)
+            is_near[having] |= word in said
+            own, found = own + (not is_asked), found + (not is_asked and bool(having))
+        scores *= is_near
+        if found:
+            break
     is_dense = max(answer, default="") >= FIRST_CJK
     is_said = found > 0 or not own or is_dense or bool(_CONFIRMS.match(answer))
     return sentences[int(scores.argmax())] if scores.any() else "", is_said

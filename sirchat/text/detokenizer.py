@@ -18,9 +18,10 @@ from sirchat.errors import panic_as_model_error
 # A function from ids [n] and their stream positions [n] to the text of each id: a `TokenTexts`.
 Texts = Callable[[Sequence[int], Sequence[int]], list[str]]
 
-# Where a sentence ends: with its line, or at a mark before a blank, but not after `Mr.`
+# Where a sentence ends: with its line, or at a mark before a blank, but not after `Mr.` or `J.`
 SENTENCE_END = re.compile(
-    r"""(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bSt)[.!?…]+["')\]”’]*(?=\s|$)|[。！？]+|\n+"""
+    r"""(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bSt)(?<!\b[A-HJ-Z](?=\. [A-Z]))[.!?…]+"""
+    r"""["')\]”’]*(?=\s|$)|[。！？]+|\n+"""
 )
 QUESTION_MARKS = ("?", "\uff1f")
 UNFINISHED = "\ufffd"  # what a tokenizer returns for a token with only some bytes of a character

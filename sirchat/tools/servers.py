@@ -10,9 +10,9 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import Future, wait
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from itertools import chain, count
 from typing import Any
@@ -78,14 +78,11 @@ class ToolServers:
                 running = self._start(name, interrupted)
         else:
             running = self._start(name, interrupted)
-        for tool in running.listed:
-            if tool.input_schema.get("properties") is None:  # templates need them
-                tool.input_schema["properties"] = {}
         tools = [
             ChatTool(
                 self._full_name((name, tool.name)),
                 tool.description or "",
-                {"type": "object", **tool.input_schema},
+                tool.input_schema,
                 partial(self._call, running, tool.name),
                 (name, tool.name),
                 running.instructions,
@@ -350,7 +347,38 @@ class _Running:
             )
             transport = stdio_client(parameters, errlog=self._errors)
         # The tools are listed to see whether they have changed, so nothing is kept.
-        return Client(transport, message_handler=self._receive, cache=None)
+        connection = _with_whole_schemas(transport)
+        return Client(connection, message_handler=self._receive, cache=None)
+
+
+@asynccontextmanager
+async def _with_whole_schemas(transport: Any) -> AsyncIterator[Any]:
+    """A transport whose tools each have a schema of type `object` with properties.
+
+    Chat templates need these, and of a list with a tool without the SDK reads none.
+    """
+    from anyio import create_memory_object_stream, create_task_group
+
+    async with transport as (given, sent), create_task_group() as tasks:
+        repaired, received = create_memory_object_stream[Any](0)
+
+        async def pass_on() -> None:
+            async with repaired:
+                async for message in given:
+                    result = getattr(getattr(message, "message", None), "result", None) or {}
+                    tools = result.get("tools") if isinstance(result, dict) else None
+                    for tool in tools if isinstance(tools, list) else ():
+                        schema = (tool.get("inputSchema") or {}) if isinstance(tool, dict) else None
+                        if isinstance(schema, dict):
+                            schema = {"type": "object", **schema}
+                            tool["inputSchema"] = schema | {
+                                "properties": schema.get("properties") or {}
+                            }
+                    await repaired.send(message)
+
+        tasks.start_soon(pass_on)
+        yield received, sent
+        tasks.cancel_scope.cancel()
 
 
 async def _all_pages(ask: Callable[..., Coroutine[Any, Any, Any]], what: str) -> list[Any]:

@@ -21,6 +21,7 @@ from sirchat.ui.text import DisplayFilter, displayable_line
 from sirchat.ui.theme import Theme, find_theme
 
 MIN_ROWS, MIN_COLUMNS = 14, 50  # of a window for drawings; a smaller one gets plain text
+_MAX_QUOTE_CELLS = 300  # of the line below an answer: most sentences are shown as a whole
 
 
 class Screen:
@@ -134,8 +135,8 @@ class Screen:
             self.notes_console.print(Text(displayable_line(text), style=self.theme.secondary))
 
     def quote(self, line: str) -> None:
-        """Print a line about the sentence that supports an answer, cut to the window's width."""
-        self.note(cut(displayable_line(line), self.notes_console.width))
+        """Print a line about the sentence that supports an answer; a long one is cut."""
+        self.note(cut(displayable_line(line), _MAX_QUOTE_CELLS))
 
     def remark(self, text: str) -> None:
         """Unless `is_quiet`, print a note that nobody asked for, such as a status line."""

@@ -234,6 +234,25 @@ def test_what_the_user_pins_is_no_longer_let_go_by_itself() -> None:
     assert pinned(chat).startswith(RULE)
 
 
+@pytest.mark.parametrize("target", ["short", "last", "I prefer short, plain answers"])
+def test_a_rule_of_which_the_user_pins_a_word_or_all_stays_listed(target: str) -> None:
+    chat = plain_chat(budget=400)
+    ask(chat, RULE)
+    ask(chat, "I'm new to this, so I prefer short, plain answers, how do I cook rice?")
+    before = [(one.text, one.is_rule) for one in chat.facts()]
+    chat.pin(target)
+    assert [(one.text, one.is_rule) for one in chat.facts()] == before
+    chat.pin("plain", pinned=False)  # one word of it is enough
+    assert [one.text for one in chat.facts() if one.is_rule] == [RULE]
+
+
+def test_with_an_encoder_a_rule_of_which_the_user_pins_a_word_stays_listed() -> None:
+    chat = chat_of()
+    ask(chat, RULE)
+    chat.pin("sentence")
+    assert [(one.text, one.is_rule) for one in chat.facts()] == [(RULE, True)]
+
+
 @pytest.mark.parametrize("back", [Session.undo, lambda chat: list(chat.retry(text="Hello."))])
 def test_undo_and_another_message_bring_back_a_rule_that_was_let_go(back: Any) -> None:
     chat, number = plain_chat(), 0

@@ -28,6 +28,7 @@ from command import Done, refused, run
 from json_replies import PERSON, check_person, write_schema
 from saved_chats import Chat
 from serving import Served, served
+from sirchat.chat.why import supporting_sentence
 from sirchat.cli.ask_client import _events, _print_reply
 from sirchat.cli.ask_port import tell_ask_port
 from sirchat.engine.sampling import Sampler
@@ -321,6 +322,33 @@ def test_below_an_answer_about_a_text_stands_its_sentence_or_that_no_word_is_in_
     check_answer(answer, monkeypatch)
 
 
+@pytest.mark.parametrize(
+    ("question", "answer", "before", "sentence"),
+    [
+        ("When?", "At noon.", "Bring bread.", "We meet at the bench behind\nthe mill at noon."),
+        ("Who moves the heap?", "T. Mulder.", "# 1. Heap\n", "T. Mulder moves it in April."),
+        ("Who mends the tap?", "The one that is near.", "# 1.\nFire!", "The tap is near the gate."),
+        (
+            "How many names are on the list?",
+            "The next meeting is on 11 April in the library. The list has 43 names.",
+            "The next meeting is on 11 April in the library.",
+            "The waiting list has grown to 43 names.",
+        ),
+        (
+            "To whom was case 4410 assigned?",
+            "Priyanka",
+            "05:48 Priyanka: renewed",
+            "05:21 case 4410 opened, assigned to Priyanka",
+        ),
+    ],
+)
+def test_the_sentence_is_whole_and_the_one_that_the_answer_stands_on(
+    question: str, answer: str, before: str, sentence: str
+) -> None:
+    text = f"{before}\n{sentence}\nThe soup is hot."
+    assert supporting_sentence(answer, question, text) == (sentence.replace("\n", " "), True)
+
+
 def test_it_stands_there_too_if_a_server_answers(
     asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,9 +370,11 @@ def test_a_quote_is_one_line_of_a_pipe_or_a_file_and_not_in_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Sampler, "pick", saying("At 07:45."))
-    long = f"At 07:45 {'it leaves and ' * 20} is gone."
-    quote = run("ask", "When?", text=long, COLUMNS="60").stderr.splitlines()[-1]
-    assert quote == f'the text says: "{long}'[:58] + '…"'
+    for many in (10, 25):
+        long = f"At 07:45 {'it leaves and ' * many} is gone."
+        quote = run("ask", "When?", text=long, COLUMNS="60").stderr.splitlines()[-1]
+        whole = f'the text says: "{long}"'
+        assert quote == (whole if many == 10 else whole[:298] + '…"')
     for alone in (
         ["--json", "When?"],
         ["--json-schema", write_schema(tmp_path / "s", {}), "When?"],

@@ -316,11 +316,12 @@ def test_a_stopped_call_ends_at_once_and_the_next_one_does_not_wait_for_it(
 
 
 def test_a_tool_without_parameters_has_a_schema_that_templates_can_read(tmp_path: Path) -> None:
-    schemas = {"one": {"type": "object"}, "two": {"type": "object", "properties": None}}
-    tools = [{"name": name, "inputSchema": schema} for name, schema in schemas.items()]
+    whole = {"type": "object"}
+    given = [{"inputSchema": one} for one in (whole, {**whole, "properties": None}, {}, None)]
+    tools = [{"name": f"n{number}", **one} for number, one in enumerate([*given, {}])]
     servers = ToolServers(read_servers(str(scripted(tmp_path, tools=tools))), print)
-    for name in schemas:
-        assert named(servers, name).parameters == {"type": "object", "properties": {}}
+    for one in tools:
+        assert named(servers, str(one["name"])).parameters == {"type": "object", "properties": {}}
     servers.close()
 
 
