@@ -36,7 +36,10 @@ def word_text(word: Sequence[TokenRow]) -> str:
 
     A bracket that closes one within the word stays, as in `len(values)`.
     """
-    whole = "".join(row.text for row in word)
+    return _without_punctuation("".join(row.text for row in word))
+
+
+def _without_punctuation(whole: str) -> str:
     text, after = whole.strip(PUNCTUATION), whole.rstrip()[len(whole.rstrip(PUNCTUATION)) :]
     while (opening := _OPENING.get(after[:1])) and text.count(opening) > text.count(after[0]):
         text, after = text + after[0], after[1:]
@@ -99,7 +102,7 @@ def words_missing(pieces: Sequence[str], is_there: NDArray[np.bool_]) -> tuple[s
             marked = "".join(text[i] if is_missing[i] else " " for i in range(start, end))
             found += marked.split()
         elif is_missing[start:end].any():
-            found.append(match[0].strip(PUNCTUATION))
+            found.append(_without_punctuation(match[0]))
     return tuple(found)
 
 

@@ -121,6 +121,7 @@ def test_a_fact_without_its_full_stop_is_held_and_one_of_which_only_that_is_left
         (["我", "叫", "安", "娜", "。"], "10101", ("叫", "娜")),
         (["I", " love", "", "🍕", "!"], "11010", ("🍕",)),
         (["(", "no", ")"], "010", ()),
+        (["I", " call", " (", "len", "(", "x", "))", "."], "11101011", ("len(x)",)),
     ],
 )
 def test_missing_words_are_whole_and_in_order(
