@@ -371,7 +371,7 @@ def test_a_quote_is_one_line_of_a_pipe_or_a_file_and_not_in_json(
 ) -> None:
     monkeypatch.setattr(Sampler, "pick", saying("At 07:45."))
     for many in (10, 25):
-        long = f"At 07:45 {'it leaves and ' * many} is gone."
+        long = f"At 07:45 {'it leaves and ' * many}is gone."
         quote = run("ask", "When?", text=long, COLUMNS="60").stderr.splitlines()[-1]
         whole = f'the text says: "{long}"'
         assert quote == (whole if many == 10 else whole[:298] + '…"')
