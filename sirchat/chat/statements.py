@@ -144,6 +144,7 @@ def _pinned_rules(chat: Conversation, vectors: dict[str, Tensor]) -> list[Positi
         pieces = texts_at(chat.ledger, chat.texts, run)
         rules += [run[start:end] for start, end in pairwise(sentence_bounds(pieces))]
     own = chat.ledger.pins_except_rules(0)  # among them rules that the user has pinned
+    own = own[chat.ledger.column("role")[own] == _USER]
     for turn in np.unique(chat.ledger.column("turn")[own]).tolist():
         found = [] if chat.turns[turn].is_summary else _find_rules(chat, turn, vectors)
         rules += [rule for _, rule in found if np.isin(rule, own).all()]

@@ -35,6 +35,7 @@ TOLD = {
     "colour": ["My favourite colour is {}."],
     "": ["{} is nice."],
 }
+RULES = ["Never use emojis.", "Always say Rome.", "Call me Anna from now on."]  # pinned when said
 ASKED = ["What is my name?", "Where do I live?", "What is my cat called?", "Who is my brother?"]
 ASKED += ["Tell me a joke.", "Hello!", "What is the capital of Italy?"]
 SETTINGS = ["/policy sink", "/policy entropy", "/policy window", "/budget 56", "/budget 96"]
@@ -106,14 +107,17 @@ class Talk:
         return [one for one in self.told if not erased & set(one.at.tolist())]
 
     def facts(self) -> list[tuple[str, Said]]:
-        """Each statement that was typed and is whole, and whether its words are held, in order."""
-        found = list[tuple[str, Said]]()
-        for one in self.whole():
-            if one.about:
-                of_words = {at for at in one.at.tolist() if re.search(r"\w", self.text([at]))}
-                count = len(self.held & of_words)
-                how = "held" if count == len(of_words) else "partly held" if count else "evicted"
-                found.append((how, one))
+        """Each statement that was typed and is whole, and whether its words are held, in order.
+
+        First those rules of which all is pinned.
+        """
+        pins, found = self.flagged(Flag.PINNED), list[tuple[str, Said]]()
+        rules = [one for one in self.whole() if one.text in RULES and pins.issuperset(one.at)]
+        for one in [*rules, *(one for one in self.whole() if one.about)]:
+            of_words = {at for at in one.at.tolist() if re.search(r"\w", self.text([at]))}
+            count = len(self.held & of_words)
+            how = "held" if count == len(of_words) else "partly held" if count else "evicted"
+            found.append((how, one))
         return found
 
     def lacks(self, one: Said, state: str, is_newer: bool) -> bool:
@@ -137,7 +141,7 @@ class Talk:
     def sentence(self) -> tuple[str, str]:
         draw = self.draw
         if draw.random() < 0.3:
-            return "", draw.choice(ASKED)
+            return "", draw.choice([*ASKED, *RULES])
         about = draw.choice(list(TOLD))
         return about, draw.choice(TOLD[about]).format(draw.choice(NAMES))
 
@@ -328,13 +332,15 @@ class Talk:
             self.claim(all(map(self.was_said, parts)), row)
         listed = self.do("/facts")
         rows = [re.split(r"  +", line.strip())[1:] for line in listed.splitlines()[1:]]
-        texts = [(re.split("; newer: |, without ", row[0])[0], row[1]) for row in rows]
+        texts = [(re.split("; newer: |, without |, pinned", row[0])[0], row[1]) for row in rows]
         self.claim(not rows or texts == [(how, one.text) for how, one in facts], listed)
         for number, row in enumerate(rows if len(rows) == len(facts) else []):
             newer = row[0].partition('; newer: "')[2].rstrip('"')
-            state = row[0].partition(";")[0]
+            state = row[0].partition(";")[0].removesuffix(", pinned as a rule")
             self.claim(self.lacks(facts[number][1], state, bool(newer)), f"{row}")
             later = [one.text for _, one in facts[number + 1 :]]
+            is_rule = facts[number][1].text in RULES
+            self.claim(row[0].endswith(", pinned as a rule") == is_rule, f"{row}")
             same = [one.text for _, one in facts if one.about == facts[number][1].about]
             self.claim(not newer or (newer in later and newer in same), f"{row}")
         try:
