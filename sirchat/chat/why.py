@@ -34,7 +34,8 @@ _BELOW_TEN = ("", *(f"-{one}" for one in _ONES[:9]))
 _NUMBERS = [*_ONES, *(ten + one for ten in _TENS for one in _BELOW_TEN), "one-hundred"]  # from 1
 # What stands around a file's text, questions, and what has no words
 _NO_STATEMENT = re.compile(r"""```|.*[?\uff1f]["'”’»]*$|[\W\d_]*$""", re.DOTALL)
-_WRAPPED = re.compile(r"(?<=[\w,;])\n[ \t]*(?=[^\W\d_A-Z])")  # a line that goes on in the next one
+# The end of a long row of prose that goes on in the next one
+_WRAPPED = re.compile(r"(?<=[^\n]{49}[\w,;])\n {0,3}(?=[^\W\d_A-Z])")
 _CONFIRMS = re.compile(r"\W*(?:yes|no|true|false|correct|right|sure|indeed)\b", re.IGNORECASE)
 # English endings, so that "move" and "moving" are one word
 _ENDING = re.compile(r"(?<=\w{3})(?:ing|ed|es|e|s)$")

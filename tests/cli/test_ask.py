@@ -291,6 +291,7 @@ NOTES = (
     f"The house in Varn has 2 rooms. {FERRY} Bring the blue tent. Ottilie has the keys. {GUESTS} "
     "Who brings the cake?\n"
 )
+WRAPPED = "We meet, as in the last three years, at the old green bench"
 
 
 ANSWERS = {
@@ -325,7 +326,8 @@ def test_below_an_answer_about_a_text_stands_its_sentence_or_that_no_word_is_in_
 @pytest.mark.parametrize(
     ("question", "answer", "before", "sentence"),
     [
-        ("When?", "At noon.", "Bring bread.", "We meet at the bench behind\nthe mill at noon."),
+        ("When?", "At noon.", "Bring bread.", f"{WRAPPED}\nbehind the mill at noon."),
+        ("Who is the host?", "anna", "port: 1\ntime: none", "host: anna"),
         ("Who moves the heap?", "T. Mulder.", "# 1. Heap\n", "T. Mulder moves it in April."),
         ("Who mends the tap?", "The one that is near.", "# 1.\nFire!", "The tap is near the gate."),
         (
