@@ -41,8 +41,9 @@ def statement_form(text: str) -> tuple[str, ...]:
 
 def clause_forms(text: str) -> set[tuple[str, ...]]:
     """The words of each clause before the names or numbers at its end, as by `statement_form`."""
-    parts = (_NAMES_AT_END.subn("", clause.rstrip()) for clause in _CLAUSES.split(text))
-    forms = {tuple(words_of(CORRECTION_WORDS.sub("", rest))) for rest, count in parts if count}
+    plain = (CORRECTION_WORDS.sub("", clause).rstrip() for clause in _CLAUSES.split(text))
+    parts = (_NAMES_AT_END.subn("", clause) for clause in plain)
+    forms = {tuple(words_of(rest)) for rest, count in parts if count}
     return {form for form in forms if len(form) > 2 and not STOP_WORDS.issuperset(form)}
 
 

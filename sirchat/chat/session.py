@@ -298,6 +298,9 @@ class Session(Conversation):
         positions = np.flatnonzero(np.isin(self.ledger.column("turn"), unpinned))
         self.state.unpinned_sentences &= sentences_at(self, positions)
         self.recall.erase_words()
+        torn = self.recall.passage_search.passages.torn
+        asked = self.state.restored_by_user
+        self.state.restored_by_user = [position for position in asked if not torn[position]]
         self.erasures += 1
         return [Erased(count, self.resident)]
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, nlargest
+from itertools import pairwise
 
 import numpy as np
 
@@ -18,15 +18,11 @@ from sirchat.chat.statements import StatedFact
 from sirchat.chat.words import split_words, word_text
 from sirchat.errors import SettingError, UsageError, format_value
 from sirchat.recall.word_index import STOP_WORDS, is_greeting, words_of
-from sirchat.text.detokenizer import tokens_spelling
+from sirchat.text.detokenizer import sentence_bounds, tokens_spelling
 
 _MIN_TEXT_TOKENS = 8  # tokens of a summary's own text
 _ALWAYS_ALLOWED_TOKENS = 64  # of a summary, even if the chat is hardly longer
 
-# A sentence ends with its line, or at `.!?…` before a blank, but not after `Mr.`.
-_SENTENCE = re.compile(
-    r"\S.*?(?:(?<!\b[A-Z])(?<!\b[A-Z][a-z])(?<!\bMrs)[.!?…]+[\"'”’)\]]*(?=\s|$)|[。！？]+|(?=\n)|$)"
-)
 _SCORED_WORDS = 3  # number of a sentence's most surprising words that make its score
 # Factors of a sentence's score, chosen on seed 1 of the study
 _REPEATED_WEIGHT, _USER_WEIGHT, _NUMBER_WEIGHT = 0.3, 1.5, 2.0
@@ -154,10 +150,13 @@ def _repeats(role: str, has: list[str], old: list[str], words: set[str], lost: s
 
 def _sentences(message: _Message) -> Iterator[_Sentence]:
     ends = np.cumsum([len(row.text) for row in message.rows], dtype=np.int64)
-    for match in _SENTENCE.finditer(message.text):
-        if "?" in match[0] or "？" in match[0] or is_greeting(match[0]):  # they tell nothing
+    for start, end in pairwise(sentence_bounds(message.text)):
+        text = message.text[start:end].strip()
+        # Questions, greetings and the marks around a file's text tell nothing.
+        if not text or "?" in text or "？" in text or is_greeting(text) or text.startswith("```"):
             continue
-        rows = message.rows[tokens_spelling(ends, match.start(), match.end())]
+        start = message.text.index(text, start)
+        rows = message.rows[tokens_spelling(ends, start, start + len(text))]
         words = dict[str, float]()
         for word in split_words(rows):
             name = word_text(word).casefold()
@@ -165,4 +164,4 @@ def _sentences(message: _Message) -> Iterator[_Sentence]:
                 nats = math.fsum(row.surprisal or 0.0 for row in word)
                 words[name] = nats * (_NUMBER_WEIGHT if any(map(str.isdigit, name)) else 1)
         weight = _USER_WEIGHT if message.role == "user" else 1.0
-        yield _Sentence(match[0], len(rows), weight, words)
+        yield _Sentence(text, len(rows), weight, words)

@@ -110,7 +110,9 @@ def _budget_line(snapshot: Snapshot, theme: Theme, width: int) -> Text:
     labels = [f"{sign} {name} {count:,}" for sign, name, _, count in segments]
     short = [one.replace("the ", "").replace(" prompt", "") for one in labels if one[0] != "·"]
     long, tight = (f" {snapshot.budget:,} tokens: {'  '.join(each)}" for each in (labels, short))
-    summary = long if cell_len(long) <= width - _MIN_BAR_CELLS else tight
+    forms = long, tight, f" {snapshot.budget:,}: {' '.join(short)}"
+    fitting = (one for one in forms if cell_len(one) <= width - _MIN_BAR_CELLS)
+    summary = next(fitting, forms[-1])
     bar_width = max(_MIN_BAR_CELLS, min(width // 3, width - cell_len(summary)))
     totals = accumulate((count for *_, count in segments), initial=0)
     ends = [round(bar_width * total / max(1, snapshot.budget)) for total in totals]

@@ -304,10 +304,20 @@ def test_a_real_model_marks_corrections_and_takes_nothing_else_for_one() -> None
     assert marked(UNLIKE) == 0
 
 
-def test_without_an_encoder_a_clause_that_says_the_same_with_another_name_is_newer() -> None:
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (
+            "My name is Mara and I live at 12 Harbour Street.",
+            "Actually, I moved: I now live at 7 Mill Lane.",
+        ),
+        ("I live in Norwich, at 12 Elm Hill.", "Actually, I moved: I live in Bristol now."),
+    ],
+)
+def test_without_an_encoder_a_clause_that_says_the_same_with_another_name_is_newer(
+    old: str, new: str
+) -> None:
     chat = session(policy="sink", budget=256, max_new_tokens=2)
-    old = "My name is Mara and I live at 12 Harbour Street."
-    new = "Actually, I moved: I now live at 7 Mill Lane."
     for text in (
         old,
         "My cat is called Pixel.",

@@ -208,7 +208,7 @@ def test_a_summary_quotes_no_question_and_nothing_that_a_later_statement_denies(
         "In March I am moving to Valparaiso.",
         "What is my job?",
         "My job is to repair violins.",
-        "Correction: I'm moving in June, not in March.",
+        "```notes.txt\nCorrection: I'm moving in June, not in March.\n```\n\nWhen am I moving?",
     ):
         list(chat.read_user(text))
         list(chat.read_reply("So you are moving in March. Can I help?"))

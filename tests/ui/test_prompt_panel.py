@@ -53,6 +53,15 @@ def test_segments_add_up_to_the_budget() -> None:
         assert abs(bar.count("\u00b7") - len(bar) * parts.get("free", 0) / 64) <= 1
 
 
+def test_in_80_columns_no_count_is_cut_whoever_has_tokens() -> None:
+    chat = session(babbler(), policy="sink", budget=64, max_new_tokens=4)
+    list(chat.ask("Hi."))
+    held = {"user": 282, "assistant": 87, "system": 4, "summary": 129, "template": 10}
+    now = replace(chat.snapshot(strongest=0), budget=1024, held_by=held)
+    line = lines(draw_prompt_panel(now, [], NONE, 80), 80)[0]
+    assert re.findall(r" ([\d,]+)", line) == ["1,024", *map(str, held.values())]
+
+
 def test_a_system_prompt_of_the_template_and_a_summary_are_neither_yours_nor_the_models() -> None:
     own = "<|im_start|>system\nYou are kind.<|im_end|>\n"
     chat = session(_with_own_prompt(own), policy="full", max_new_tokens=4)

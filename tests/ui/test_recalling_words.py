@@ -110,6 +110,16 @@ def test_what_was_restored_from_an_undone_message_is_forgotten() -> None:
     chat.say("Tell me a joke.", "My cat is called Tom.")
 
 
+def test_of_what_was_restored_the_rest_of_a_sentence_with_erased_words_is_not_recalled() -> None:
+    chat = Chat(tiny(), policy="sink", budget=64, recent=0, max_new_tokens=8)
+    chat.say("My cat is called Luna. I live in Rome.", *["Tell me a joke."] * 3)
+    chat.do('/recall "Luna"')
+    chat.do('/erase --yes "Luna"')
+    chat.say("Hello!")
+    assert "is called" not in chat.do("/recall")
+    assert "I live in Rome." in chat.do("/recall")
+
+
 def test_where_nothing_can_be_restored_a_line_says_why() -> None:
     chat = chat_of("My name is Anna.", "I live in Rome.", "Hello!")
     ledger = chat.session.ledger
