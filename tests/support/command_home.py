@@ -74,8 +74,8 @@ def check_end(command: ForkedCommand, number: signal.Signals, codes: set[int]) -
     if code not in ({0, 1, -number} if number == signal.SIGKILL else codes):
         raise Wrong(f"exit code {code}: {shown[-1500:]!r}")
     for word in (b"Traceback", b"Exception", b"Error:", b"core dumped"):
-        if word in shown:
-            raise Wrong(f"{word.decode()}: {shown[-3000:].decode(errors='replace')}")
+        if (at := shown.find(word)) >= 0:
+            raise Wrong(shown[max(0, at - 2500) : at + 500].decode(errors="replace"))
     if left := command.left_processes():
         raise Wrong(f"processes {left} are left")
     if number == signal.SIGKILL:
