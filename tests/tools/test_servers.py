@@ -162,7 +162,8 @@ RESULTS: list[tuple[dict[str, Any], str]] = [
     ({"content": [text('{ "a":[1] }')], "structuredContent": {"a": [1]}}, '{ "a":[1] }'),
     ({"content": [text("no " * 1000)], "isError": True}, f"error: {'no ' * 1000}"),
     ({"content": [], "isError": True}, "error: the tool does not say why"),
-    ({"content": [{"type": "video"}]}, "error: its answer breaks the protocol: content.0"),
+    ({"content": [text("a"), {"type": "video"}, text("b")]}, "a\n[video, not shown]\nb"),
+    ({"content": [{"type": "text"}]}, "error: its answer breaks the protocol: content.0"),
     ({"content": [text("so \ud800")]}, "error: its answer has half a character (a lone surroga"),
 ]
 
