@@ -42,7 +42,7 @@ class Snapshot:
 
     model: str
     policy: str
-    decay: float | str
+    decay: float
     budget: int  # tokens
     resident: int  # tokens held now
     seen: int  # tokens read or generated since the chat began

@@ -79,7 +79,7 @@ def build_cache_settings(profile: Profile, folder: Path | None = None) -> CacheS
         policy=build_policy(profile),
         budget=profile.budget,
         sinks=profile.sinks,
-        decay=None if profile.decay == "auto" else profile.decay,
+        decay=profile.decay,
         archive=(parse_size(profile.archive_limit) or 0) if profile.archive != "off" else 0,
         folder=folder if profile.archive == "disk" else None,
         protect=profile.protect,

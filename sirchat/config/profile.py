@@ -29,9 +29,10 @@ MIN_TEMPERATURE = 0.01  # above 0; it nearly always samples the most likely toke
 # Saved chats and profiles of version 0.1.0 may have these settings, which were removed, and these
 # values, which were replaced.
 _REMOVED_SETTINGS = {"recall_from", "recall_scope"}
-_REPLACED_VALUES = {
+_REPLACED_VALUES: Mapping[str, Mapping[str, Any]] = {
     "policy": dict.fromkeys(("kvzip", "learned", "vase"), "salience"),
     "recall": dict.fromkeys(("attention", "random"), "words"),
+    "decay": {"auto": 1.0},
 }
 
 
@@ -97,9 +98,8 @@ class Profile(BaseModel):
     """How many of the first tokens of the conversation are never evicted."""
     recent: _Count = 32
     """How many of the newest tokens the policy always keeps."""
-    decay: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = 1.0
-    """Factor that multiplies surprisal and attention after each round; 1 changes nothing, auto
-    lowers them only when a round is more surprising than usual."""
+    decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Factor that multiplies surprisal and attention after each round; 1 changes nothing."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     """Seed of all random choices; the same seed repeats them."""
     temperature: Annotated[float, Field(ge=0, le=10)] = 0.0

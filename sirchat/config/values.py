@@ -140,11 +140,6 @@ def format_setting(value: object) -> str:
     return str(value)
 
 
-def format_number(value: float | str) -> str:
-    """A number without trailing zeros, such as 0.5; a text is returned unchanged."""
-    return value if isinstance(value, str) else f"{value:g}"
-
-
 def policy_choices() -> list[str]:
     """The names of built-in policies, plugins and aliases, sorted; no module is imported."""
     return sorted({*policies.policy_names(), *policies.ALIASES})

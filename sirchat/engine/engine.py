@@ -32,7 +32,6 @@ from sirchat.memory.key_value_store import KeyValueStore
 from sirchat.memory.key_values import KeyValues, Positions
 from sirchat.memory.ledger import Flag, Ledger, Role
 from sirchat.memory.placement import EvictedRows, Moves
-from sirchat.memory.policies.scores import automatic_decay
 from sirchat.models.model import LoadedModel
 
 # Ids in a pass that reads several chunks. Ctrl-C is handled only between passes.
@@ -126,13 +125,7 @@ class Engine:
             yield ReadProgress(done, len(ids))
 
     def decay_at_round_end(self) -> None:
-        """Multiply surprisal and attention by `decay`; the automatic decay spares this round."""
-        settings, ledger, round = self.settings, self.ledger, self.choice.round
-        if settings.decay is not None:
-            ledger.apply_decay(settings.decay)
-        else:
-            factor = automatic_decay(ledger.column("surprisal"), ledger.column("round"))
-            ledger.apply_decay(factor, spared=round)
+        self.ledger.apply_decay(self.settings.decay)
 
     def checkpoint(self) -> EngineCheckpoint:
         """The state at the beginning of a turn, to which `undo` can return."""

@@ -39,8 +39,7 @@ class CacheSettings:
     policy: Policy
     budget: int  # most tokens in the cache
     sinks: int = 4  # first tokens of the stream, which always stay
-    # Multiplies surprisal and attention at the end of each round; None: the automatic decay.
-    decay: float | None = 1.0
+    decay: float = 1.0  # multiplies surprisal and attention at the end of each round
     archive: int = 0  # most bytes in the archive; 0 for no archive
     folder: Path | None = None  # of the archive's files; None keeps the archive in RAM
     protect: bool = True  # whether the current round's newest tokens stay

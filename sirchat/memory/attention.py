@@ -171,10 +171,6 @@ class AttentionStats:
             self._write_back(saved)
             self._window = saved.window
 
-    def spare_from_decay(self, start: int, log_decay: float) -> None:
-        """Apply no past decay to the tokens from stream position `start` on."""
-        self._log_decay[start:] = log_decay
-
     def reorder(self, order: Positions, rank: Positions) -> None:
         """Give the tokens new positions; see `Ledger.reorder`."""
         if not self.has_records:

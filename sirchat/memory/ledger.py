@@ -277,17 +277,9 @@ class Ledger:
         self.pin(self.pinned_positions, False)
         self.pin(positions, True)
 
-    def apply_decay(self, decay: float, spared: int | None = None) -> None:
-        """Multiply surprisal and attention of all tokens by `decay` (SirLLM, Algorithm 1).
-
-        The tokens of round number `spared`, if it is the last one, stay as they are.
-        """
+    def apply_decay(self, decay: float) -> None:
+        """Multiply surprisal and attention of all tokens by `decay` (SirLLM, Algorithm 1)."""
         self.log_decay += math.log(decay)
-        if spared is not None:
-            start = bisect_left(self.column("round"), spared)  # numpy's search copies the column
-            self._rows["birth_decay"][start : self.seen] = self.log_decay
-            self.saved = min(self.saved, start)
-            self.attention.spare_from_decay(start, self.log_decay)
 
     def surprisal_of(self, positions: Positions) -> NDArray[np.float64]:
         """Surprisals [n] in nats at `positions` [n]; `unknown_surprisal` for tokens without."""

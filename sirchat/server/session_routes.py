@@ -36,7 +36,7 @@ class MemoryChange(RequestObject):
     model_config = ConfigDict(extra="forbid")
     policy: str | None = None
     budget: int | None = None
-    decay: float | str | None = None
+    decay: float | None = None
     recall: str | None = None
     pin: _Target = None
     unpin: _Target = None

@@ -17,7 +17,6 @@ from sirchat.chat.events import TokenRow
 from sirchat.chat.evicted_text import evicted_turns
 from sirchat.chat.session import Session
 from sirchat.chat.targets import without_quotes
-from sirchat.config.values import format_number
 from sirchat.errors import SettingError, UsageError, did_you_mean
 from sirchat.memory.registry import RETRIEVERS
 from sirchat.paths import read_yaml
@@ -258,7 +257,7 @@ class Commands:
             f"{end.tokens_out:,} written, {speed:,.0f} tok/s; {end.resident:,} of "
             f"{session.budget:,} held, {end.seen - end.resident:,} evicted; "
             f"policy {session.profile.policy}, "
-            f"decay {format_number(session.profile.decay)}"
+            f"decay {session.profile.decay:g}"
         )
         self._screen.note(describe_memory(session))
 

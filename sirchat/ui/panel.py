@@ -21,7 +21,6 @@ from sirchat.chat.events import TokenRow
 from sirchat.chat.panel_snapshot import HeldShare, Snapshot
 from sirchat.chat.statements import StatedFact
 from sirchat.chat.words import is_punctuation, split_words, without_template
-from sirchat.config.values import format_number
 from sirchat.ui.cells import StyledRun, cut, join_runs, token_line, wrap_runs
 from sirchat.ui.tables import (
     NOTHING_HELD,
@@ -178,7 +177,7 @@ def draw_full_panel(snapshot: Snapshot, theme: Theme, width: int) -> RenderableT
 
 
 def _title(snapshot: Snapshot) -> str:
-    name = " · ".join((snapshot.policy, f"decay {format_number(snapshot.decay)}", snapshot.model))
+    name = " · ".join((snapshot.policy, f"decay {snapshot.decay:g}", snapshot.model))
     return token_line(displayable_line(name))
 
 

@@ -10,7 +10,6 @@ from rich import progress as bars
 from rich.console import Console
 from rich.text import Text
 
-from sirchat.config.values import format_number
 from sirchat.models.progress import Progress
 from sirchat.ui.lists import format_bytes
 from sirchat.ui.screen import Screen
@@ -47,7 +46,7 @@ def toolbar_text(session: Session, width: int) -> str:
         displayable_line(name),
         displayable_line(profile.policy),
         gauge + f"{session.resident:,}/{session.budget:,} held",
-        f"decay {format_number(profile.decay)}",
+        f"decay {profile.decay:g}",
     ]
     if session.speed:
         parts.append(f"{session.speed:,.0f} tok/s")

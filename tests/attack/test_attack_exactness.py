@@ -321,7 +321,7 @@ def first_profile(random: Random, plain: bool) -> Profile:
     recall = random.choice(["off", *_retrievers(plain)])
     return Profile(
         policy=policy, budget=random.choice((64, 80, 112)), recent=random.choice((0, 8, 24)),
-        sinks=random.choice((1, 4)), decay=random.choice((1.0, 0.7, "auto")),
+        sinks=random.choice((1, 4)), decay=random.choice((1.0, 0.7)),
         max_new_tokens=random.choice((1, 4, 6)), seed=1, recall=recall,
         recall_n=random.choice(("auto", 12)),
         recall_weight="none" if plain else random.choice(("none", "surprisal")),
@@ -351,7 +351,7 @@ def change(random: Random, plain: bool) -> dict[str, Any]:
         {"positions": random.choice(("cache", "stream"))},
         {"evict": random.choice(("when-full", "before-turn", "between-turns"))},
         {"attention": random.choice(("on", "auto"))},
-        {"decay": random.choice((1.0, 0.5, "auto"))},
+        {"decay": random.choice((1.0, 0.5))},
     ]  # fmt: skip
     return random.choice(some)
 

@@ -47,7 +47,6 @@ def offered(text: str, policy: str = "salience") -> dict[str, str]:
         ("/recall ", "/recall on", "the best retriever: meaning"),
         ("/recall ", "/recall off", ""),
         ("/recall wor", "/recall words", "Finds passages"),
-        ("/decay a", "/decay auto", ""),
     ],
 )
 def test_commands_and_values_are_completed_with_their_meaning(

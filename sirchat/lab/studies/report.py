@@ -21,7 +21,7 @@ from rich.table import Table as RichTable
 from sirchat import __version__
 from sirchat.chat.settings import has_effect
 from sirchat.config.profile import Profile
-from sirchat.config.values import format_number, format_setting
+from sirchat.config.values import format_setting
 from sirchat.memory.policies import policy_class
 from sirchat.models.captured_step import CapturedStep
 from sirchat.models.devices import describe_threads
@@ -114,7 +114,7 @@ def _name(setting: Profile, differ: Sequence[str]) -> str:
     if policy.bounded:
         parts.append(str(setting.budget))
     if setting.decay != 1:
-        parts.append(f"decay {format_number(setting.decay)}")
+        parts.append(f"decay {setting.decay:g}")
     if policy.bounded:
         named = [key for key in differ if has_effect(setting, key)]
         parts += [f"{key} {format_setting(getattr(setting, key))}" for key in named]

@@ -1,4 +1,4 @@
-"""What several scores share: the decay for age, factors for words and neighbours, medians.
+"""What several scores share: factors for words and neighbours, medians.
 
 Scores and factors are natural logarithms [n], because products of many decays would underflow.
 """
@@ -6,23 +6,14 @@ Scores and factors are natural logarithms [n], because products of many decays w
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from itertools import pairwise
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.memory.held_rows import HeldRows, Role
 
 NEIGHBOUR_SHARE = 0.5  # least share of the score of a token beside it
 MAX_WORD_TOKENS = 8  # tokens; a longer word, as in scripts without blanks, is divided
-
-_MIN_ROUNDS, _MAX_ROUNDS = 4, 16  # earlier rounds that a round is compared with
-_SURPRISE_RATIO = 1.5  # times the mean surprisal of these rounds
-_TOP_TOKENS = 8  # tokens of a round whose surprisals are summed, so that length counts little
-_MIN_FACTOR = 0.1
 
 
 def log_product(log_factors: dict[str, Tensor]) -> Tensor:
@@ -83,26 +74,3 @@ def log_sum_by_word(log_values: Tensor, word: Tensor) -> Tensor:
     sums = torch.zeros(count, dtype=torch.float64)
     sums = sums.index_add(0, word, (values - highest[word]).exp())
     return (highest + sums.log())[word]
-
-
-def automatic_decay(surprisal: NDArray[np.float32], rounds: NDArray[np.int32]) -> float:
-    """The factor, 0.1 to 1, by which `decay: auto` multiplies all rounds before the last one.
-
-    The factor is below 1 only if the last round is unusually surprising, so that early facts
-    outlive any amount of small talk. `surprisal` [n] is in nats; `rounds` [n] count from 0, the
-    system prompt.
-    """
-    last = int(rounds[-1]) if len(rounds) else 0
-    first = max(1, last - _MAX_ROUNDS)
-    if last - first < _MIN_ROUNDS:
-        return 1.0
-    # numpy's own search would first copy the column, which can be a million tokens long.
-    bounds = [bisect_left(rounds, number) for number in range(first, last + 2)]
-    *before, now = (_round_surprisal(surprisal[start:end]) for start, end in pairwise(bounds))
-    threshold = _SURPRISE_RATIO * sum(before) / len(before)
-    return min(1.0, max(_MIN_FACTOR, threshold / now)) if now else 1.0
-
-
-def _round_surprisal(surprisal: NDArray[np.float32]) -> float:
-    known = surprisal[~np.isnan(surprisal)]
-    return float(np.sort(known)[-_TOP_TOKENS:].sum())
