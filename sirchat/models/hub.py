@@ -7,12 +7,12 @@ download, so large files are downloaded here, into `blobs/ETAG.part`.
 from __future__ import annotations
 
 import hashlib
-import io
 import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,6 @@ from sirchat.models.new_thread import call_in_new_thread
 from sirchat.models.progress import Progress, bar_class, no_warnings
 
 if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
     from huggingface_hub import ModelInfo
 
 _ANSWER_TIMEOUT = 1.5  # the longest wait for the hub's answer, the look-up of its address included
@@ -231,44 +230,22 @@ def _fetch_large(url: str, blob: Path, size: int, bar: Any) -> None:
     blob.parent.mkdir(parents=True, exist_ok=True)
     part = blob.with_name(f"{blob.name}.part")
     headers = build_hf_headers() | {"Accept-Encoding": "identity"}
-    has_wrong_length = False
-    with _LimitedFile(part, size) as stream:
-        fetched = stream.tell()
-        if fetched <= size:
-            try:
-                http_get(
-                    url,
-                    stream,
-                    resume_size=fetched,
-                    headers=headers,
-                    expected_size=size,
-                    tqdm_class=bar,
-                )
-            except OSError as error:  # those of the disk have a number, and others another type
-                has_wrong_length = type(error) is OSError and error.errno is None
-                if not has_wrong_length:
-                    raise
-    digest = blob.name if _SHA256.fullmatch(blob.name) else ""
-    has_wrong_length |= part.stat().st_size > size
-    if has_wrong_length or (digest and _digest(part) != digest):
+    with part.open("ab") as stream:
+        start = stream.tell() if stream.tell() <= size else stream.truncate(0)
+        get = partial(http_get, resume_size=start, expected_size=size, tqdm_class=bar)
+        try:
+            get(url, stream, headers=headers)
+        except OSError as error:
+            # Those of the disk have a number, and others than for a wrong length another type.
+            if type(error) is not OSError or error.errno is not None:
+                raise
+    has_digest, is_whole = _SHA256.fullmatch(blob.name), part.stat().st_size == size
+    if not is_whole or (has_digest and _digest(part) != blob.name):
         part.unlink()
         raise ModelError(
             f"the download of {url} is damaged", hint="run the same command to fetch it again"
         )
     part.replace(blob)
-
-
-class _LimitedFile(io.BufferedWriter):
-    """A file for appending that refuses more than `size` bytes: an answer may be endless."""
-
-    def __init__(self, path: Path, size: int) -> None:
-        super().__init__(io.FileIO(path, "a"))
-        self._size = size
-
-    def write(self, data: ReadableBuffer, /) -> int:
-        if self.tell() + memoryview(data).nbytes > self._size:
-            raise OSError("the answer is longer than the file")
-        return super().write(data)
 
 
 @contextmanager
