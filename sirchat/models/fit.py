@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -30,7 +30,7 @@ from sirchat.models.stored_weights import StoredTensor, StoredWeights, stored_we
 PROGRAM_BYTES = 500_000_000
 # An hour of talk: about 130 words a minute, with 1.3 tokens each.
 TOKENS_PER_HOUR = 10_000
-SHOWN_BUDGETS = (1024, 4096, 16384)
+SHOWN_TOKENS = 1024  # of a budget, for which the size of the KV cache is told
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class MemoryNeed:
     precision: str  # of the weights in memory, such as `packed` or `float32`
     weights: int
     loading: int  # the most that the weights take while they are loaded
-    caches: Mapping[int, int | None]  # the KV cache's size for each of several budgets, in tokens
+    cache: int | None  # of `SHOWN_TOKENS` tokens
     archive: int | None  # of `TOKENS_PER_HOUR` tokens
     largest_budget: int | None  # tokens that fit, at most the context; 0 if the model doesn't fit
 
@@ -105,10 +105,6 @@ def _make_choice(
 ) -> MemoryNeed:
     layout = _weight_layout(shape, profile)
     weights, limit = _weight_bytes(stored, layout), shape.context_length
-    budgets = {
-        *(budget for budget in SHOWN_BUDGETS if limit is None or budget < limit),
-        *([limit] if limit else []),
-    }
     loading, row = _bytes_while_loading(stored, layout), cache_bytes(shape, profile, 1)
     largest = None
     if free is not None and row and uses_cpu(profile):
@@ -120,7 +116,7 @@ def _make_choice(
         layout.precision,
         weights,
         loading,
-        {budget: cache_bytes(shape, profile, budget) for budget in sorted(budgets)},
+        cache_bytes(shape, profile, SHOWN_TOKENS),
         archive_bytes(shape, profile, TOKENS_PER_HOUR),
         largest,
     )

@@ -37,6 +37,7 @@ _COLUMN_GAP = "  "
 _TITLES = ("model", "kind", "on disk", "context", "budget", "KV cache", "fits up to")
 _LEGEND = (
     "loading: the most that the weights take while they are loaded",
+    "KV cache: of a budget of {shown:,} tokens; twice as many take twice as much",
     "archive: keys and values that are evicted in an hour of talk, {hour:,} tokens,",
     "  at most --archive-limit",
     "fits up to: the largest budget, in tokens, for which the free memory suffices",
@@ -167,8 +168,8 @@ def format_bytes(size: int | None) -> str:
 
 
 def print_fit(fit: ModelFit, console: Console) -> None:
-    """Print how much memory a model takes, in two tables with a row for each choice."""
-    from sirchat.models.fit import PROGRAM_BYTES, TOKENS_PER_HOUR
+    """Print how much memory a model takes, in a table with a row for each choice."""
+    from sirchat.models.fit import PROGRAM_BYTES, SHOWN_TOKENS, TOKENS_PER_HOUR
 
     found, shape = fit.found, fit.found.shape
     context = _format_count(shape.context_length if shape is not None else None)
@@ -177,21 +178,17 @@ def print_fit(fit: ModelFit, console: Console) -> None:
     _print_line(console, title, "bold")
     free, program = format_bytes(fit.free), format_bytes(PROGRAM_BYTES)
     _print_line(console, f"free memory here: {free}; sirchat itself takes {program} of it")
-    budgets = list(fit.choices[0].caches)
     _print_line(console, "")
-    rows: list[Sequence[str]] = [("setting", "weights", "loading", "archive", "fits up to")]
-    caches = [("KV cache for a budget of", *(f"{budget:,}" for budget in budgets))]
+    titles = "setting", "weights", "loading", "KV cache", "archive", "fits up to"
+    rows: list[Sequence[str]] = [titles]
     for choice in fit.choices:
         name = choice.setting or f"as set ({choice.precision})"
-        sizes = map(format_bytes, (choice.weights, choice.loading, choice.archive))
-        rows.append((name, *sizes, _format_largest(choice.largest_budget)))
-        caches.append((name, *map(format_bytes, choice.caches.values())))
+        sizes = choice.weights, choice.loading, choice.cache, choice.archive
+        rows.append((name, *map(format_bytes, sizes), _format_largest(choice.largest_budget)))
     _print_table(console, rows)
     _print_line(console, "")
-    _print_table(console, caches)
-    _print_line(console, "")
     for line in _LEGEND:
-        _print_line(console, line.format(hour=TOKENS_PER_HOUR), "dim")
+        _print_line(console, line.format(shown=SHOWN_TOKENS, hour=TOKENS_PER_HOUR), "dim")
 
 
 def describe_memory(session: Session) -> str:

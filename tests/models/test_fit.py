@@ -105,13 +105,12 @@ def test_the_cache_and_the_archive_take_what_a_chat_allocates() -> None:
     cache.commit(1)
     row = cache.first_written_rows(torch.arange(1), np.arange(1))
     said = fit(tiny_model_dir()).choices[0]
-    assert said.caches[1024] == cache.nbytes
+    assert said.cache == cache.nbytes
     assert said.archive == 10_000 * row.nbytes
 
 
 def test_the_first_choice_is_what_the_settings_give_and_the_others_are_what_to_type() -> None:
     said = fit(tiny_model_dir()).choices
-    assert list(said[0].caches) == [1024, 2048]  # it ends with the model's context
     assert [one.setting for one in said[:3]] == ["", "--dtype bfloat16", "--quantize int8"]
     assert said[0].precision == "float32"
     assert fit(tiny_model_dir(), quantize="int8").choices[0].precision == "int8"
@@ -119,7 +118,7 @@ def test_the_first_choice_is_what_the_settings_give_and_the_others_are_what_to_t
 
 def test_the_largest_budget_is_what_the_free_memory_has_room_for() -> None:
     whole = fit(tiny_model_dir()).choices[0]
-    row = (whole.caches[1024] or 0) // 1024
+    row = (whole.cache or 0) // 1024
     taken = PROGRAM_BYTES + whole.weights
 
     def largest(free: int | None) -> int | None:
@@ -207,7 +206,7 @@ def test_sizes_that_a_config_does_not_state_are_unknown(tmp_path: Path) -> None:
     assert shape_of_folder(tmp_path).row_elements is None
     said = fit(tmp_path, 10**12).choices[0]
     assert said.weights == fit(tiny_model_dir()).choices[0].weights
-    assert set(said.caches.values()) == {None}
+    assert said.cache is None
     assert said.largest_budget is None
 
 
