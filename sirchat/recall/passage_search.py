@@ -121,7 +121,7 @@ class PassageSearch:
             cosines = np.nan_to_num(cosines, nan=usual)
             fits = np.maximum(_z_scores(cosines, usual, MIN_COSINE_DEVIATION), 0)
             scores = scores + self.index.with_block(fits)
-        counted = self._discounted(scores, generated, query.excluded_turns)
+        counted = self._discounted(scores, generated, query)
         if query.vector is not None:
             return counted
         return self._with_newest_statements(counted, scores, generated, query)
@@ -134,7 +134,7 @@ class PassageSearch:
         new = " ".join(word for word in words_of(text) if word not in known)
         scores = self.by_words((new,))
         scores[first] = 0
-        return self._discounted(scores, generated, query.excluded_turns)
+        return self._discounted(scores, generated, query)
 
     def _with_newest_statements(
         self, scores: Scores, by_words: Scores, generated: Numbers, query: PassageQuery
@@ -163,19 +163,19 @@ class PassageSearch:
             raised[np.argmax(np.where(either, scores, -np.inf))] = np.nextafter(level, np.inf)
         return raised
 
-    def _discounted(self, scores: Scores, generated: Numbers, excluded: Sequence[int]) -> Scores:
+    def _discounted(self, scores: Scores, generated: Numbers, query: PassageQuery) -> Scores:
         """Lower the scores of the model's own text, and drop it if other text fits better."""
-        # The message that a reply answers is no other text. A question, and the reply to it, must
-        # fit four times as well as other text.
+        # The message that a reply answers is no other text. A question that only asks for what the
+        # message asks for, and the reply to it, must fit four times as well as other text.
         turns, roles = self.passages.rows["turn"], self.passages.rows["role"]
         count = int(turns.max(initial=0)) + 1
-        left_out = np.isin(turns, excluded) | np.array(self.index.greets, bool)
+        left_out = np.isin(turns, query.excluded_turns) | np.array(self.index.greets, bool)
         scores = np.where(left_out, -np.inf, scores)
         written = np.bincount(np.asarray(generated, np.int64), minlength=count + 1) > 0
         is_generated = written[turns] & (roles == Role.ASSISTANT)
         if not is_generated.any():
             return scores
-        is_asked = np.array(self.index.asks, bool) & ~is_generated & written[turns + 1]
+        is_asked = self.index.only_ask(query.text) & ~is_generated & written[turns + 1]
         is_reply = is_generated & np.isin(turns - 1, turns[is_asked])
         told = np.where(is_generated | is_asked, -np.inf, scores)
         best_by_turn = np.full(count + 1, -np.inf)  # place 0: no turn

@@ -116,6 +116,7 @@ class WordIndex:
         self._turns, self._blocks, self.asks = array("i"), array("i"), array("b")
         self.greets = array("b")
         self._sizes = array("f")
+        self._asked: dict[int, frozenset[str]] = {}  # informative words of each question
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -132,6 +133,8 @@ class WordIndex:
         self._blocks.append(block + (not number or turn != self._turns[-1] or is_full))
         self._turns.append(turn)
         self.asks.append(text.rstrip().endswith(QUESTION_MARKS))
+        if self.asks[-1]:
+            self._asked[number] = frozenset(self.informative_words(text))
         self.greets.append(is_greeting(text))
         self._sizes.append(sum(counts.values()))
 
@@ -145,6 +148,7 @@ class WordIndex:
         self._postings = {term: each for term, each in self._postings.items() if each[0]}
         for column in (self._turns, self._blocks, self.asks, self.greets, self._sizes):
             del column[count:]
+        self._asked = {number: words for number, words in self._asked.items() if number < count}
 
     def scores(self, sentences: Sequence[str]) -> NDArray[np.float64]:
         """The score [n] of each passage; 0 for a passage that shares no word with the sentences.
@@ -166,6 +170,12 @@ class WordIndex:
         np.maximum.at(best, blocks, own)
         total: NDArray[np.float64] = np.maximum(own, DISCOUNT * best[blocks])
         return total
+
+    def only_ask(self, text: str) -> NDArray[np.bool_]:
+        """Mask [n] of the questions that tell nothing: a text has all their informative words."""
+        known, mask = set(words_of(text)), np.zeros(len(self), bool)
+        mask[[number for number, words in self._asked.items() if words <= known]] = True
+        return mask
 
     def informative_words(self, text: str) -> list[str]:
         """The words of a text that are informative by themselves, in the order of the text."""

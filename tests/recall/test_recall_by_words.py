@@ -171,6 +171,17 @@ def test_what_was_only_asked_and_what_the_model_replied_give_way_to_what_was_tol
     assert asked not in text
 
 
+def test_a_question_that_tells_something_is_found_as_what_was_told() -> None:
+    one = roomy()
+    tell(one, "Hello there.", "Our zebra is ill.")
+    list(one.read_user("Our zebra Quixbert eats no hay since Tuesday, what can I do?"))
+    list(one.read_reply("Call somebody who knows zebras."))
+    one.turns[-1].finish = "stop"  # as if it had been generated
+    tell(one, *["What a rainy day it is.", "Tell me a joke."] * 10)
+    came = recalled(one, "Since which day does our zebra eat no hay?")
+    assert "hay since Tuesday" in "".join(row.text for row in one.tokens(came.positions))
+
+
 @pytest.mark.parametrize(
     ("retriever", "erased", "stays"),
     [

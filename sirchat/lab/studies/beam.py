@@ -191,7 +191,8 @@ class ReadChat:
                 turn = session.template.user_turn(question.text)
                 for count in counts if question.sources else ():
                     room = max(0, count - len(pinned))
-                    chosen = recall.find(NewTurn(turn.ids, turn.roles), room).result.positions
+                    new = NewTurn(turn.ids, turn.roles, session.state.generated)
+                    chosen = recall.find(new, room).result.positions
                     at = np.union1d(pinned, chosen)
                     have = self.found(question, at) | {"keys": self._keys_found(question, at)}
                     found.setdefault(question.number, {})[str(count)] = have
@@ -276,12 +277,13 @@ class Beam(Grid):
         return {"fits": True, "tokens": tokens, "seconds": seconds, "questions": found}
 
     def _read(self, session: Session, chat: BeamChat) -> ReadChat:
-        """Read a chat up to `limit` tokens."""
+        """Read a chat up to `limit` tokens, with its replies as if the model had written them."""
         for user, reply in chat.rounds:
             if session.seen >= self.limit:
                 break
             list(session.read_question(user, next_role="assistant"))
             list(session.read_reply(reply))
+            session.turns[-1].finish = "stop"
         return ReadChat(session, chat, int(session.turns[0].role == "system"))
 
     def report(self, found: Mapping[str, Record]) -> Report:
