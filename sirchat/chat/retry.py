@@ -39,23 +39,18 @@ def settings_for_full(session: Session) -> tuple[dict[str, Any], str]:
     return updates, f"the chat is longer than the model's context of {model.context_length:,}"
 
 
-def retry_with_sampling(
-    session: Session, settings: dict[str, Any], interrupted: Interrupted = never
-) -> Iterator[Event]:
-    """Replace the last reply under other sampling `settings`; raises as `Session.retry`."""
+def retry_as_usual(session: Session, interrupted: Interrupted = never) -> Iterator[Event]:
+    """Replace the last reply by another, under the same settings; raises as `Session.retry`."""
     before = last_generated_reply(session.ledger, session.turns)
-    with temporary_settings(session, "/retry", settings):
-        temperature, top_k = session.profile.temperature, session.profile.top_k
-        yield from session.retry(interrupted)
+    yield from session.retry(interrupted)
     if before is None or before != last_generated_reply(session.ledger, session.turns):
         yield Notice("the last reply is replaced by this one")
         return
-    hint = "try /retry --temperature 0.7 --top-k 40"
-    if temperature == 0 or top_k == 1:
-        setting = "temperature 0" if temperature == 0 else "top_k 1"
-        yield Notice(f"the reply is the same: with {setting} it can't differ; {hint}")
-    else:
-        yield Notice(f"the reply is the same; {hint}")
+    profile, why = session.profile, "the reply is the same"
+    if profile.temperature == 0 or profile.top_k == 1:
+        setting = "temperature 0" if profile.temperature == 0 else "top_k 1"
+        why += f": with {setting} it can't differ"
+    yield Notice(f"{why}; try /set temperature 0.7, /set top_k 40, and /retry")
 
 
 def retry_with_settings(

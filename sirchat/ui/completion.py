@@ -11,7 +11,6 @@ import numpy as np
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 
-from sirchat.chat.model_defaults import SAMPLING_PARAMETERS
 from sirchat.chat.session import Session
 from sirchat.chat.settings import options_of
 from sirchat.chat.words import without_template
@@ -87,8 +86,6 @@ class SlashCompleter(Completer):
                 yield from ((f"{option}=", help) for option, help in _suggest_options(name))
             case ["retry"]:
                 yield "full", ""
-                for name in SAMPLING_PARAMETERS:
-                    yield f"--{name.replace('_', '-')}", _describe_setting(name)
             case ["show" | "set"]:
                 yield from self._suggest_settings()
             case ["recall" as name] | ["set", name]:

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from sirchat.chat.events import Event, Notice, Undone
-from sirchat.chat.model_defaults import SAMPLING_PARAMETERS
 from sirchat.chat.pinned_summary import undo_summaries
 from sirchat.chat.rereading import repinned_note, reread_before_last_message, reread_session
-from sirchat.chat.retry import retry_with_sampling, retry_with_settings, settings_for_full
+from sirchat.chat.retry import retry_as_usual, retry_with_settings, settings_for_full
 from sirchat.chat.session import Interrupted, Session
 from sirchat.config.profile import Profile
-from sirchat.config.values import parse_value
-from sirchat.errors import UndoError, UsageError, did_you_mean, format_value
+from sirchat.errors import UndoError, UsageError, format_value
 from sirchat.models.progress import Progress
 from sirchat.ui.interrupt import InterruptFlag
 from sirchat.ui.saved_chat import SavedChat
@@ -61,17 +58,17 @@ def make_undoable(session: Session, screen: Screen, saved_chat: SavedChat) -> Se
 
 @dataclass(frozen=True)
 class Retry:
-    """Asks the chat for another reply to the last message, with settings for it alone."""
+    """Asks the chat for another reply to the last message."""
 
-    settings: dict[str, Any]  # of sampling
-    full: bool = False  # hold everything that fits the model's context
+    full: bool = False  # hold everything that fits the model's context, for this reply alone
 
 
 def parse_retry(rest: str) -> Retry:
-    """Parse `[full]` and settings of sampling; raises UsageError."""
-    words = rest.split()
-    is_full = words[:1] in (["full"], ["--full"])
-    return Retry(parse_sampling_settings(" ".join(words[is_full:])), is_full)
+    """Parse the argument of `/retry`, `full` or nothing; raises UsageError."""
+    if rest not in ("", "full", "--full"):
+        hint = "/set temperature 0.9, and then /retry, draws in another way"
+        raise UsageError(f"/retry: {format_value(rest)} is not allowed; allowed: full", hint=hint)
+    return Retry(full=bool(rest))
 
 
 def retry(session: Session, request: Retry, interrupted: Interrupted) -> Iterator[Event]:
@@ -80,33 +77,11 @@ def retry(session: Session, request: Retry, interrupted: Interrupted) -> Iterato
     updates, note = settings_for_full(session) if request.full else ({}, "")
     if updates:
         describe = partial(_describe_retry, as_usual=session.profile, note=note)
-        settings = {**updates, **request.settings}
-        yield from retry_with_settings(session, settings, describe, interrupted)
+        yield from retry_with_settings(session, updates, describe, interrupted)
         return
     if request.full:
         yield Notice("everything was held already, so this is a plain /retry")
-    yield from retry_with_sampling(session, request.settings, interrupted)
-
-
-def parse_sampling_settings(words: str) -> dict[str, Any]:
-    """Parse `--temperature 0.9 --top-p=0.8` and the like; returns values by setting."""
-    values: dict[str, Any] = {}
-    names = {"--" + name.replace("_", "-"): name for name in SAMPLING_PARAMETERS}
-    arguments = iter(words.replace("=", " ").split())
-    for argument in arguments:
-        flag, value = argument.replace("_", "-"), next(arguments, None)
-        if flag not in names:
-            allowed = ["full", *names]
-            raise UsageError(
-                f"/retry: {format_value(argument)} is not allowed; allowed: {', '.join(allowed)}",
-                hint=did_you_mean(argument, allowed),
-            )
-        if value is None:
-            raise UsageError(
-                f"/retry: {argument} needs a value", hint="for example: /retry --temperature 0.9"
-            )
-        values[names[flag]] = parse_value(names[flag], value)
-    return values
+    yield from retry_as_usual(session, interrupted)
 
 
 def _has_message(session: Session) -> bool:

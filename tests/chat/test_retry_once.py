@@ -80,7 +80,7 @@ def test_with_tools_on_it_is_refused_before_anything_changes() -> None:
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
-        ("salience", "full --temperature 1.5"),
+        ("salience", "full"),
         ("reservoir", "--full"),
         pytest.param("h2o", "full", marks=pytest.mark.slow),
     ],
@@ -113,7 +113,7 @@ def test_the_cache_is_as_if_the_usual_settings_had_given_the_reply(
 def test_after_another_reply_each_message_is_undone_once() -> None:
     chat = told()
     retried(chat, "full")
-    retried(chat, "--temperature 0.5")
+    retried(chat, "")
     for left in reversed(range(len(SAID))):
         list(chat.undo())
         assert sum(turn.role == "user" for turn in chat.turns) == left
@@ -139,7 +139,7 @@ def test_where_it_cannot_be_done_nothing_changes_and_one_line_says_why() -> None
     assert (state(chat), chat.turns) == before
     with pytest.raises(UndoError):
         retried(session(tiny()), "full")
-    with pytest.raises(UsageError, match="allowed: full, --temperature"):
+    with pytest.raises(UsageError, match="allowed: full"):
         parse_retry("fulll")
 
 
@@ -151,7 +151,7 @@ def test_where_nothing_was_evicted_retry_full_is_a_plain_retry() -> None:
         [
             "everything was held already, so this is a plain /retry",
             "the reply is the same: with temperature 0 it can't differ; "
-            "try /retry --temperature 0.7 --top-k 40",
+            "try /set temperature 0.7, /set top_k 40, and /retry",
         ],
     )
 

@@ -10,9 +10,7 @@ import pytest
 
 from fake_terminal import FakeTerminal
 from saved_chats import SAYINGS, Chat, refusal, resumed
-from sirchat.errors import SirchatError
 from sirchat.saved.session_list import list_sessions
-from sirchat.ui.turn_commands import parse_sampling_settings
 from terminal import program
 from typed_chat import TypedChat
 
@@ -112,17 +110,12 @@ def test_without_an_editor_the_prompt_holds_the_last_message(typed: TypedChat) -
     assert "tokens read" in typed.ask("/stats")  # a command again
 
 
-def test_settings_of_a_retry_are_for_one_reply(typed: TypedChat) -> None:
-    assert "the reply is the same: with temperature 0 it can't differ" in " ".join(
-        typed.ask("/retry").split()
-    )
-    shown = typed.ask("/retry --temperature 0.9 --top-p 0.9")
-    assert "undone" not in shown
-    assert "differ" not in shown
-    assert "the last reply is replaced" in shown or "the reply is the same; try" in shown
-    assert typed.session.profile.temperature == 0
-    assert "--temperature" in typed.ask("/retry --heat 3")
-    assert "/retry: temperature" in typed.ask("/retry --temperature hot")
+def test_retry_takes_no_settings_and_says_how_a_reply_can_differ(typed: TypedChat) -> None:
+    shown = " ".join(typed.ask("/retry").split())
+    assert "the reply is the same: with temperature 0 it can't differ; try /set temp" in shown
+    assert "/set temperature 0.9, and then /retry" in typed.ask("/retry --temperature 0.9")
+    typed.ask("/set temperature 0.9")
+    assert "can't differ" not in typed.ask("/retry")
 
 
 def test_retry_and_edit_right_after_a_resume(typed: TypedChat) -> None:
@@ -149,17 +142,3 @@ def test_an_interrupt_while_the_chat_is_read_anew_leaves_it_as_it_was(
     with pytest.raises(KeyboardInterrupt):
         chat.do("/undo")
     assert (chat.texts, chat.session.snapshot()) == (SAYINGS[:3], before)
-
-
-def test_flags_of_a_retry() -> None:
-    assert parse_sampling_settings("") == {}
-    assert parse_sampling_settings("--temperature 0.9 --top-p=0.5") == {
-        "temperature": 0.9,
-        "top_p": 0.5,
-    }
-    for words in ("0.9", "--temperature", "--budget 9", "--temprature 1"):
-        with pytest.raises(SirchatError) as caught:
-            parse_sampling_settings(words)
-        assert "\n" not in str(caught.value)
-    with pytest.raises(SirchatError, match="--temperature"):
-        parse_sampling_settings("--temprature 1")
