@@ -13,11 +13,10 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from sirchat.chat.events import TokenRow
 from sirchat.chat.evicted_text import evicted_turns
 from sirchat.chat.session import Session
 from sirchat.chat.targets import without_quotes
-from sirchat.errors import SettingError, UsageError, did_you_mean
+from sirchat.errors import UsageError, did_you_mean, format_value
 from sirchat.memory.registry import RETRIEVERS
 from sirchat.paths import read_yaml
 from sirchat.ui.erasing import EraseCommand
@@ -36,6 +35,7 @@ from sirchat.ui.why import show_why
 
 _RECALL_CONTEXT_TOKENS = 12  # that `/recall WORDS` restores before the words, and as many after
 _MAX_COMMAND_CHARS = 40  # shown of an unknown command
+_TOP_TOKENS = 20  # of highest score, which `/tokens top` lists
 
 _ALIASES = {"?": "help", "quit": "exit", "bye": "exit", "regen": "retry"}
 # Old names, which still work.
@@ -226,8 +226,6 @@ class Commands:
             snapshot, screen = self._session.snapshot(), self._screen
             screen.page(draw_full_panel(snapshot, screen.theme, screen.width))
         else:
-            modes = ("full", "live", "turn", "prompt", "auto", "on", "off")
-            _check_choice("/panel", arguments, modes)
             mode = "auto" if arguments == "on" else arguments
             self._switching.change_setting("/panel", "panel", mode)
 
@@ -242,11 +240,23 @@ class Commands:
             self._screen.note("no reply so far contains reasoning")
 
     def do_tokens(self, arguments: str) -> None:
-        screen, rows = self._screen, self._select_rows(*(arguments.split() or ["all"]))
+        screen, snapshot = self._screen, self._session.snapshot()
+        rows = list(snapshot.rows)
+        if arguments == "top":
+            rows = sorted(rows, key=lambda row: -row.shown_rank)[:_TOP_TOKENS]
+        elif arguments == "next":
+            leaving = set(snapshot.evicted_next)
+            rows = [row for row in rows if row.position in leaving]
+            rows.sort(key=lambda row: row.shown_rank)
+        elif arguments not in ("", "all"):
+            raise UsageError(
+                f"/tokens: {format_value(arguments)} is not allowed; allowed: all, top, next",
+                hint="/why turn N --all lists the tokens of a message",
+            )
         if rows:
             screen.page(draw_tokens(rows, screen.theme, screen.width))
         else:
-            screen.note(f"no held token matches /tokens {displayable_line(arguments)}".rstrip())
+            screen.note(f"no held token matches /tokens {arguments}".rstrip())
 
     def do_stats(self, arguments: str) -> None:
         end, session = self._session.closing_event(), self._session
@@ -350,25 +360,6 @@ class Commands:
     def do_exit(self, arguments: str) -> Action:
         return Leave()
 
-    def _select_rows(self, kind: str, *numbers: str) -> list[TokenRow]:
-        snapshot = self._session.snapshot()
-        _check_choice("/tokens", kind, ("turn", "top", "next", "all"))
-        if kind in ("next", "all") and numbers:
-            raise SettingError(
-                f"/tokens {kind} takes no number", hint="/tokens turn N and /tokens top N take one"
-            )
-        if kind == "all":
-            return list(snapshot.rows)
-        if kind == "turn":
-            turn = _parse_number("/tokens turn", *numbers, minimum=0)
-            return [row for row in snapshot.rows if row.turn == turn]
-        if kind == "top":
-            count = _parse_number("/tokens top", *(numbers or ("20",)), minimum=1)
-            return sorted(snapshot.rows, key=lambda row: -row.shown_rank)[:count]
-        evicted_next = set(snapshot.evicted_next)
-        rows = [row for row in snapshot.rows if row.position in evicted_next]
-        return sorted(rows, key=lambda row: row.shown_rank)
-
 
 def _draw_command_names() -> RenderableType:
     table = Table.grid(padding=(0, 2, 0, 0))
@@ -404,20 +395,3 @@ def _draw_group(name: str) -> RenderableType:
     for commands, meaning in read_yaml(__file__, "help")["groups"][name].items():
         table.add_row(Text(f" {commands}", no_wrap=True), Text(meaning))
     return Group(Text(name, style="bold"), table)
-
-
-def _check_choice(command: str, word: str, allowed: tuple[str, ...]) -> None:
-    if word not in allowed:
-        raise SettingError(
-            f"{command}: {displayable_line(word)!r} is not allowed; allowed: {', '.join(allowed)}",
-            hint=did_you_mean(word, allowed),
-        )
-
-
-def _parse_number(command: str, *words: str, minimum: int) -> int:
-    if len(words) != 1 or not words[0].isdecimal() or int(words[0]) < minimum:
-        text = displayable_line(" ".join(words))
-        raise SettingError(
-            f"{command}: {text!r} is not allowed; allowed: a whole number, {minimum} or more"
-        )
-    return int(words[0])

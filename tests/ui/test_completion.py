@@ -37,7 +37,7 @@ def offered(text: str, policy: str = "salience") -> dict[str, str]:
         ("/policy ", "/policy interval", "."),
         ("/policy reservoir ", "/policy reservoir sample=", "number of tokens in the sample"),
         ("/panel ", "/panel live", ""),
-        ("/tokens ", "/tokens turn", ""),
+        ("/tokens ", "/tokens next", ""),
         ("/pin ", "/pin last", ""),
         ("/set max", "/set max_new_tokens", "Maximum number of tokens in one"),
         ("/set panel ", "/set panel turn", ""),

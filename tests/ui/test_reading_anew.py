@@ -299,7 +299,7 @@ def test_each_turn_keeps_its_number(way: Way, lines: list[str], other: str, fold
     kept = turns[:last] if way in (by_undo, by_branch) else turns
     assert [(t.role, t.text) for t in session.turns] == [(o.role, o.text) for o in kept]
     assert session.profile.system == prompt
-    for number, turn in enumerate(kept):  # as `/tokens turn N` and `/pin turn N` find them
+    for number, turn in enumerate(kept):  # as `/pin turn N` finds them
         rows = session.tokens(range(session.seen))
         spelled = "".join(row.text for row in rows if row.turn == number and row.role == turn.role)
         assert plain(spelled) == plain(turn.text)

@@ -201,21 +201,22 @@ def test_what_is_held_is_shown_with_its_numbers(chat: Chat) -> None:
     assert panel.startswith("╭─ salience · decay 1 · tiny ─")
     assert re.search(r"0 you .*My name.* is Anna\.", panel)
     assert re.search(r"[━─]+ +\d+/1,024 held +\d+ seen +0 evicted", panel)
-    columns, *rows = chat.do("/tokens turn 0").splitlines()
+    columns, *rows = chat.do("/tokens").splitlines()
     assert columns.split()[:5] == ["position", "turn", "role", "token", "id"]
     assert columns.split()[5:] == ["surprisal", "score", "flags"]
     assert [int(row.split()[0]) for row in rows] == list(range(len(rows)))
     assert re.search(r'you +" name".*\n.*you +" is".*\n.*you +" Anna"', "\n".join(rows))
     chat.say(*["Hello."] * 6)
     assert len(_rows(chat.do("/tokens"))) == chat.session.seen
-    scores = _scores(chat.do("/tokens top 3"))
-    assert len(scores) == 3
+    scores = _scores(chat.do("/tokens top"))
+    assert len(scores) == 20
     assert scores == sorted(scores, reverse=True)
     chat.do("/budget 48")
     going = _scores(chat.do("/tokens next"))
     assert len(going) == 8
     assert going == sorted(going)  # the first to go comes first
-    assert chat.do("/tokens turn 99") == "no held token matches /tokens turn 99\n"
+    chat.do("/budget 512")
+    assert chat.do("/tokens next") == "no held token matches /tokens next\n"
 
 
 def _is_row(line: str) -> bool:
@@ -292,10 +293,9 @@ def test_stats_say_how_many_archived_tokens_are_held_too(own_home: Path) -> None
         ("/set model other", "model can't change in a running chat"),
         ("/show budgt", "did you mean budget?"),
         ("/show xyzzy", "/show lists all settings"),
-        ("/panel sideways", "full, live, turn, prompt, auto, on, off"),
-        ("/tokens sideways", "turn, top, next, all"),
-        ("/tokens turn x", "a whole number, 0 or more"),
-        ("/tokens top 0", "a whole number, 1 or more"),
+        ("/panel sideways", "one of auto, off, turn, live, prompt"),
+        ("/tokens sideways", "allowed: all, top, next"),
+        ("/tokens turn 1", "/why turn N --all lists the tokens of a message"),
         ("/profile xyzzy", "sirchat -c --profile NAME goes on with its settings"),
         ("/reset everything", "/reset takes no argument"),
         ("/exit now", "/exit takes no argument"),

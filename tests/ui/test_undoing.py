@@ -113,7 +113,7 @@ def test_without_an_editor_the_prompt_holds_the_last_message(typed: TypedChat) -
 def test_retry_takes_no_settings_and_says_how_a_reply_can_differ(typed: TypedChat) -> None:
     shown = " ".join(typed.ask("/retry").split())
     assert "the reply is the same: with temperature 0 it can't differ; try /set temp" in shown
-    assert "/set temperature 0.9, and then /retry" in typed.ask("/retry --temperature 0.9")
+    assert "temperature 0.9, and then /retry" in typed.ask("/retry --temperature 0.9")
     typed.ask("/set temperature 0.9")
     assert "can't differ" not in typed.ask("/retry")
 
