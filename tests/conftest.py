@@ -146,6 +146,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.split("/")[1:2] in (["attack"], ["cli"], ["lab"]):
+            item.add_marker("slow")
     missing = {}
     if not torch.cuda.is_available():
         missing["gpu"] = "no CUDA device"

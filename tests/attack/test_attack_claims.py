@@ -185,7 +185,6 @@ def quick() -> list[str]:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("line", quick())
 def test_a_command_in_a_block_of_code_runs(line: str, here: Path) -> None:
     text = Path("talk.jsonl").read_text(encoding="utf-8") if "<" in line else "Hello\n"

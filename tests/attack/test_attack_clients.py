@@ -28,8 +28,6 @@ from sirchat.server.access import read_body
 from sirchat.server.fields import RequestError
 from warm_python import warm_python
 
-pytestmark = pytest.mark.slow
-
 _BODY = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "seed": 1}).encode()
 _FILES = 128  # that the server may have open, so that few connections are too many
 _SECONDS = 60.0

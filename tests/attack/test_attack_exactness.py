@@ -47,7 +47,7 @@ from sirchat.saved.store import SessionStore
 from sirchat.ui.interrupt import InterruptFlag
 
 IS_REAL = bool(MANY) and os.environ.get("SIRCHAT_ATTACK_MODEL") != "tiny"
-pytestmark = [pytest.mark.slow, *[pytest.mark.real] * IS_REAL]
+pytestmark = [pytest.mark.real] * IS_REAL
 
 SAYINGS = [
     "My name is Anna and I live in Oslo.",

@@ -25,8 +25,6 @@ from sirchat.text.transcript import parse_transcript
 from sirchat.ui.exporting import export_chat
 from sirchat.ui.screen import Screen
 
-pytestmark = pytest.mark.slow
-
 # Of pages that tried to run scripts where they should not.
 HOSTILE = [
     "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "</p></html><script>", "<!--",

@@ -9,13 +9,10 @@ from random import Random
 from typing import Any
 
 import numpy as np
-import pytest
 
 from attacking import attack
 from serving import Message, Served, assistant, served, system, user
 from template_shapes import tool_tiny
-
-pytestmark = pytest.mark.slow
 
 WORDS = "Anna Rome green violin harbour baker my name is the a walks river always never please use"
 LONG = "You are a helpful assistant of the town. " + "Speak well. " * 8

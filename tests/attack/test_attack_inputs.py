@@ -44,7 +44,6 @@ def use(profile: Profile) -> None:
     "".join(format_setting(one) for one in profile.model_dump().values()).encode()
 
 
-@pytest.mark.slow
 def test_every_value_of_a_setting_is_taken_or_refused_in_one_line() -> None:
     def read(random: Random) -> None:
         key, text = random.choice(_KEYS), value(random)
@@ -54,7 +53,6 @@ def test_every_value_of_a_setting_is_taken_or_refused_in_one_line() -> None:
     attack(read)
 
 
-@pytest.mark.slow
 def test_every_profile_is_read_or_refused_in_one_line(tmp_path: Path) -> None:
     path, whole = tmp_path / "odd.yaml", profile_as_yaml(Profile()).encode()
 
@@ -129,7 +127,6 @@ def transcript(random: Random) -> bytes:
     return mutated(random, data) if random.random() < 0.5 else data
 
 
-@pytest.mark.slow
 def test_every_transcript_is_read_or_refused_in_one_line() -> None:
     def read(random: Random) -> None:
         for turn in parse_transcript(transcript(random), "t", random.choice(FORMATS)):
@@ -207,7 +204,6 @@ def line(random: Random) -> str:
     return f"/{name} {' '.join(words)}"
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("confined")
 def test_every_line_is_done_or_refused_in_one_line() -> None:
     """Lines follow each other in one chat, so a failure may need the seeds before it, too."""

@@ -34,7 +34,7 @@ from sirchat.models.load import load_model_of
 from sirchat.models.model import LoadedModel
 from sirchat.paths import compiled_dir, encoder_files, prepared_dir
 
-pytestmark = [pytest.mark.slow, has_library]
+pytestmark = has_library
 
 IDS = list(range(3, 23))
 _FOREIGN = 65534  # a user

@@ -21,8 +21,6 @@ from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.saved.autosave import Autosave
 
-pytestmark = pytest.mark.slow
-
 TOKENS = 100 * MANY or 1_500
 PARTS = 4
 _BYTES_A_TOKEN = 400  # most that the ledger, the texts, and the index of their words take

@@ -57,7 +57,6 @@ def odd_header(random: Random, data: bytes) -> bytes:
     ]
 
 
-@pytest.mark.slow
 def test_every_gguf_file_is_listed_and_loaded_or_refused_in_one_line(
     tmp_path: Path, whole: Path
 ) -> None:

@@ -86,7 +86,6 @@ def exported(chat: Session, format: str, folder: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
 def test_exports_of_hostile_texts_hold_nothing_but_text(tmp_path: Path) -> None:
     def export(random: Random) -> None:
         chat = chat_of(random)
@@ -193,7 +192,6 @@ def hostile_folder(folder: Path, family: str, kind: str) -> Path:
     return folder
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "kind"),
     [

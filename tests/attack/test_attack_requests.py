@@ -16,8 +16,6 @@ import pytest
 from attacking import attack, mutated, odd_text
 from serving import Served, assistant, server_of_module, system, user
 
-pytestmark = pytest.mark.slow
-
 _TOOL: dict[str, Any] = {
     "name": "weather",
     "description": "Tells the weather.",

@@ -188,7 +188,6 @@ def odd_rows(random: Random, data: bytes) -> bytes:
     return rows.tobytes()
 
 
-@pytest.mark.slow
 def test_a_chat_with_odd_values_is_refused_or_goes_on(chats: Path, tmp_path: Path) -> None:
     def resume(random: Random) -> None:
         chat = Damaged(chats, tmp_path / "home")

@@ -23,8 +23,6 @@ from sirchat.config.values import format_setting
 from sirchat.paths import encoder_attempts_file, encoder_files, history_file, user_profiles_dir
 from sirchat.version import __version__
 
-pytestmark = pytest.mark.slow
-
 _SECONDS = 8.0  # of processor time
 _COMMANDS = [
     ["ask", "Hello"], ["ask", "Hello"], ["ask", "--resume", "trip", "Hello"], [], ["--json"],

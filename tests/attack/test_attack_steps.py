@@ -26,7 +26,7 @@ from native_library import has_library, read_in_native_code
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.model import LoadedModel, wrap_model
 
-pytestmark = [pytest.mark.slow, has_library]
+pytestmark = has_library
 
 Disturbance = Callable[[Random, LoadedModel, BoundedCache], None]
 

@@ -24,8 +24,6 @@ from sirchat.models.listing import find_models
 from sirchat.models.load import load_model
 from sirchat.models.shape import shape_of_folder
 
-pytestmark = pytest.mark.slow
-
 SECONDS = 3.0  # of processor time: 2 for what is odd, and for a healthy model with two replies
 _LARGE = [0, 1, -1, 3, 64, 4095, 2**31 - 1, 2**32, 10**9, 10**12, 2**63, 0.5, 1e30, None, True, ""]
 _REGEXES = [

@@ -52,7 +52,6 @@ def render(it: Any, text: str) -> None:
             raise ValueError("text became a control token")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_template_that_fails_is_refused_in_one_line(name: str) -> None:
     it = with_template(BROKEN[name] + _HEAD + "{{ m.content }}" + _TAIL)
@@ -84,7 +83,6 @@ def test_text_that_a_template_makes_a_control_token_of_is_read_as_it_is(content:
     assert spoiled or "upper" in content  # marks around a token survive these filters
 
 
-@pytest.mark.slow
 def test_every_template_renders_or_is_refused_in_one_line() -> None:
     parts = [
         "{{ m.content }}", "{{ m.role }}", "{{ bos_token }}", "{{ eos_token }}", "<|im_end|>", "x",

@@ -28,8 +28,6 @@ from saved_chats import saved
 from sirchat.paths import tiny_model_dir
 from sirchat.ui.typed_input import open_history
 
-pytestmark = pytest.mark.slow
-
 SECONDS = 20.0  # most processor time of a program
 _MOST = 8 if MANY else 3  # programs at the same time
 _IN_USE = re.compile(rb"in use by another process \(close")

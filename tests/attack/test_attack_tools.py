@@ -25,8 +25,6 @@ from sirchat.ui.screen import Screen
 from sirchat.ui.tool_use import ToolUse, run_tools_command
 from template_shapes import script, tool_tiny
 
-pytestmark = pytest.mark.slow
-
 _SECONDS = 20.0  # of a start
 _HANGS = 0.4  # of a call, which an odd answer may leave without one
 

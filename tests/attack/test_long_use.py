@@ -23,8 +23,6 @@ from sirchat.saved.search import search_sessions
 from sirchat.saved.session_list import list_sessions
 from sirchat.saved.store import SessionStore
 
-pytestmark = pytest.mark.slow
-
 _OLD = Path(__file__).parents[1] / "golden" / "saved-chats" / "chats.zip"
 _FIRST_SAID = "My pelican is called Quixbert."
 _KV_LIMIT = 2**20

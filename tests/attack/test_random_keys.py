@@ -18,8 +18,6 @@ from attacking import FIRST, MANY
 from command_home import CommandHome, Wrong, check_end
 from forked_command import ForkedCommand
 
-pytestmark = pytest.mark.slow
-
 _KEYS = (
     "\x1b", "\x1b\r", "\x1bb", "\x1b\x7f", "\x1b[", "\x1bO", "\x1b[13;2u", "\x1b[27;2;13~",
     "\x1b[27u", "\x1b[99;5u", "\x1b[97;3u", "\x1b[13;", "\x1b[A", "\x1b[B", "\x1b[C", "\x1b[D",

@@ -24,8 +24,6 @@ from forked_command import ForkedCommand
 from saved_chats import saved
 from sirchat.saved.session_list import list_sessions
 
-pytestmark = pytest.mark.slow
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)
 _COMMANDS = ("/policy sink", "/stats", "/panel", "/budget 200", "/evicted", "/why last", "/nosuch")
 _FLAGS = (

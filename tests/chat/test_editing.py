@@ -85,6 +85,7 @@ def check_cache(chat: Session) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(MANY))
 def test_what_stays_is_not_read_and_all_stands_in_order(number: int) -> None:
     draw = Random(number)

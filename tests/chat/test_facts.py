@@ -59,6 +59,7 @@ def chat_of(*said: str) -> Session:
     return chat
 
 
+@pytest.mark.slow
 def test_facts_are_listed_in_order_and_said_to_be_held_or_evicted() -> None:
     cat, live = FACTS[:2]
     chat = chat_of(f"Hello.\n{cat}\nHow are you?", *OTHERS, RULE, live)
@@ -274,6 +275,7 @@ def test_a_model_without_an_encoder_tells_facts_by_their_form() -> None:
     assert [fact.newer_text for fact in chat.facts()] == ["Actually, my name is Berta."] * 2 + [""]
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_a_real_model_tells_facts_from_talk_and_marks_what_a_newer_one_replaced() -> None:
     chat = session(smollm2(), pin_instructions=False)
@@ -286,6 +288,7 @@ def test_a_real_model_tells_facts_from_talk_and_marks_what_a_newer_one_replaced(
     assert [fact.newer for fact in chat.facts("Rome")] == [8]
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_a_real_model_marks_corrections_and_takes_nothing_else_for_one() -> None:
     """Of a few, or with `SIRCHAT_ATTACK` of all; one correction may be missed."""

@@ -76,6 +76,7 @@ def whole(tokenizer: Any, messages: list[Message]) -> list[int]:
     return ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _ALL)
 @pytest.mark.parametrize("seed", range(MANY))
 def test_a_history_is_read_as_the_template_writes_it(name: str, seed: int) -> None:

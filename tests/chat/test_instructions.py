@@ -145,35 +145,25 @@ def test_where_pins_have_no_room_it_says_so_and_pins_nothing() -> None:
     assert pinned(chat) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rebuild", [False, True])
 def test_a_resumed_chat_keeps_what_is_pinned_and_pins_nothing_again(
     folder: Path, rebuild: bool
 ) -> None:
+    """Nor does it when the message with the rule that was unpinned is answered again."""
+    kept = "Call me Priya from now on."
     chat = Chat(telling(), policy="sink", budget=128)
-    chat.say(RULE, "Hello.", "Call me Priya from now on.", *OTHERS)
+    chat.say(kept, *OTHERS, RULE)
     chat.do(f'/unpin "{RULE}"')
     chat.saved_chat.close()
     again = session(telling(), policy="sink", budget=128)
     with SessionStore.open(find_session(folder, "last")) as store:
         resume_session(again, store, rebuild=rebuild)
-    assert pinned(again) == pinned(chat.session) == "Call me Priya from now on."
-    assert [one.text for one in again.facts() if one.is_rule] == [pinned(again)]
-
-
-@pytest.mark.parametrize("rebuild", [False, True])
-def test_a_rule_that_was_unpinned_stays_so_when_it_is_answered_again_in_a_resumed_chat(
-    folder: Path, rebuild: bool
-) -> None:
-    chat = Chat(telling(), policy="sink", budget=128)
-    chat.say("Hello.", RULE)
-    chat.do(f'/unpin "{RULE}"')
-    chat.saved_chat.close()
-    again = session(telling(), policy="sink", budget=128)
-    with SessionStore.open(find_session(folder, "last")) as store:
-        resume_session(again, store, rebuild=rebuild)
+        assert pinned(again) == pinned(chat.session) == kept
+        assert [one.text for one in again.facts() if one.is_rule] == [kept]
         again = again if again.history.messages else reread_session(again)
     assert not notices(list(again.retry()))
-    assert not pinned(again)
+    assert pinned(again) == kept
 
 
 def test_a_long_text_has_no_rules_for_the_model() -> None:
@@ -435,6 +425,7 @@ def test_of_a_preference_what_is_preferred_is_found(said: str, wanted: str | Non
     assert (span and said[slice(*span)].split(" prefer ")[1]) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_a_real_model_keeps_the_rule() -> None:
     chat = session(smollm2(), policy="salience", budget=128, max_new_tokens=24)

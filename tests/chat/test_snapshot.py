@@ -59,7 +59,6 @@ def test_a_snapshot_equals_a_count_over_the_events(policy: str, seed: int) -> No
         start = end
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(MANY or 2))
 def test_the_threshold_is_the_highest_score_of_those_evicted_next(seed: int) -> None:
     chat, count = _talk("entropy", seed)

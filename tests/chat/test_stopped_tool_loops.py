@@ -107,6 +107,7 @@ def test_a_chat_that_ends_within_the_loop_goes_on_as_if_it_had_not_been_saved(
     assert state_of(kept) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(CASES))
 def test_what_is_read_again_has_calls_and_results_and_keeps_no_pin(
     seed: int, monkeypatch: pytest.MonkeyPatch

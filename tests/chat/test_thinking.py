@@ -91,6 +91,7 @@ def test_reasoning_stays_evicted_after_a_resume() -> None:
     assert "called" not in _held(again)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [n for n, shape in SHAPES.items() if "{thought}" in shape.thinking]
 )

@@ -23,7 +23,6 @@ from sirchat.cli.doctor import describe_size
 from sirchat.memory.policies import ALIASES, policy_names
 
 
-@pytest.mark.slow
 def test_help_and_lists_import_no_heavy_library() -> None:
     lines = ("--help", "replay --help", "bench --help", "profiles list", "models", "--version")
     probe = (
@@ -58,7 +57,6 @@ def test_a_module_loads_no_library_that_only_some_commands_need(
     assert not [name for name in loaded_with(module) if within(name, *heavy)]
 
 
-@pytest.mark.slow
 def test_help_is_there_in_a_blink() -> None:
     """It needs no library; a command's own help takes a few times what its libraries take."""
     libraries = seconds_of("-c", "import typer, pydantic, rich.markdown")

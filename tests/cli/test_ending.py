@@ -53,7 +53,6 @@ def replaying(home: Path) -> Iterator[subprocess.Popen[bytes]]:
             process.kill()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_command_that_is_told_to_end_leaves_no_archive(tmp_path: Path, number: int) -> None:
     with replaying(tmp_path) as process:
@@ -67,7 +66,6 @@ def test_a_command_that_is_told_to_end_leaves_no_archive(tmp_path: Path, number:
     assert all(json.loads(line) for line in lines), "each is whole"
 
 
-@pytest.mark.slow
 def test_the_archive_of_a_killed_command_goes_at_the_next_start(tmp_path: Path) -> None:
     with replaying(tmp_path) as killed:
         killed.kill()
@@ -214,7 +212,6 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.slow
 def test_a_signal_is_never_lost_and_disturbs_no_ending_but_as_a_later_one() -> None:
     running = [
         subprocess.Popen(

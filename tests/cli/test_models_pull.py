@@ -36,8 +36,6 @@ ENCODER |= {"modules.json": b"[]", "1_Pooling/config.json": b"{}"}
 ENCODER |= {"1_Pooling/pytorch_model.bin": b"a pickle"}
 PICKLED = {"config.json": b"{}", "pytorch_model.bin": b"a pickle"}
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def hub() -> Iterator[FakeHub]:

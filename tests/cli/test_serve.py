@@ -52,7 +52,6 @@ def test_the_model_is_loaded_in_a_thread_that_ends(monkeypatch: pytest.MonkeyPat
     assert not found[0].is_alive()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_signal_ends_it_and_the_replies_under_way(
     tmp_path: Path, endless: str, number: int, code: int
@@ -74,7 +73,6 @@ def test_a_signal_ends_it_and_the_replies_under_way(
         assert process.stderr.read() == ""
 
 
-@pytest.mark.slow
 def test_a_server_that_ends_leaves_no_socket_and_keeps_its_conversations(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:

@@ -19,8 +19,6 @@ from sirchat.saved.session_list import list_sessions
 from terminal import Terminal
 from warm_python import warm_python
 
-pytestmark = pytest.mark.slow
-
 
 def shell(tmp_path: Path, line: str, **environ: str) -> subprocess.CompletedProcess[bytes]:
     """Run a line in bash, where `$SIRCHAT` is the program, and `$COLD` a slow start of it."""

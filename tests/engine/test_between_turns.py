@@ -55,7 +55,6 @@ class Algorithm1:
         self.entropy = {position: e * self.decay for position, e in self.entropy.items()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(MANY or 2))
 def test_what_is_held_is_what_algorithm_1_holds_after_every_turn(seed: int) -> None:
     draw = random.Random(seed)

@@ -79,7 +79,6 @@ steps = st.lists(
 )
 
 
-@pytest.mark.slow
 @given(settings_, steps)
 def test_no_conversation_ever_exceeds_its_budget(
     first: dict[str, Any], plan: list[tuple[str, Any]]

@@ -270,6 +270,7 @@ def made_room(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Chat]]:
         yield chats
 
 
+@pytest.mark.slow
 def test_recall_holds_what_it_wants_for_a_round_and_leaves_no_trace(
     made_room: list[Chat], tmp_path: Path
 ) -> None:

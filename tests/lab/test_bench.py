@@ -25,7 +25,6 @@ def results(*arguments: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.slow
 def test_decode_is_measured_by_default(endless: str) -> None:
     sizes = ("--cache", "64", "--rounds", "2", "--seen", "100,200", "--compile", "off")
     found = results("--model", endless, *sizes)
@@ -72,7 +71,6 @@ for line in sys.stdin:
 """In the place of a Python with llama-cpp-python; it needs half a second for everything."""
 
 
-@pytest.mark.slow
 def test_llama_cpp_is_timed_on_the_same_file_and_said_to_crash_where_it_does(
     tmp_path: Path,
 ) -> None:
@@ -90,7 +88,6 @@ def test_llama_cpp_is_timed_on_the_same_file_and_said_to_crash_where_it_does(
     assert "crashed" in of_peer["decode against llama.cpp"]["note"]
 
 
-@pytest.mark.slow
 def test_a_start_is_timed_in_fresh_processes_that_run_nothing_of_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import sirchat
 
 CHAT_AND_DOCTOR = """
@@ -26,7 +24,6 @@ for arguments in (["--max-new-tokens", "3"], ["doctor"]):
 """One process for both: the imports take most of the time."""
 
 
-@pytest.mark.slow
 def test_a_chat_works_without_the_laboratory(tmp_path: Path) -> None:
     package = Path(sirchat.__file__).parent
     unwanted = shutil.ignore_patterns("lab", "__pycache__")

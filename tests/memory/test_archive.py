@@ -231,6 +231,7 @@ def long_chat(turns: int = 4, **settings: Any) -> tuple[Session, list[str]]:
     return chat, told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("can_write", [True, False])
 def test_an_archive_on_disk_holds_the_same_rows_as_one_in_ram_where_it_stays_if_it_must(
     own_home: Path, can_write: bool

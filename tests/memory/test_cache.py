@@ -42,7 +42,6 @@ class Row:
     written_at: int
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layers", [LAYERS, POOLED])
 @given(plan=steps)
 def test_slot_i_holds_row_i_as_first_written_and_rotated_once(
@@ -88,7 +87,6 @@ def test_writing_past_the_capacity_or_reading_before_writing_is_an_error(extra: 
     assert cache.length == 4
 
 
-@pytest.mark.slow
 def test_keys_do_not_drift_in_bfloat16() -> None:
     """400 times a row is read and the oldest leaves: the rows between move 400 times."""
     held, times = 430, 400

@@ -195,7 +195,6 @@ def cases(pick: st.DrawFn) -> Case:
     return Case(rows, view, random.randint(sum(protected), len(rows)))
 
 
-@pytest.mark.slow
 @given(case=cases())
 def test_a_policy_keeps_what_its_description_says(case: Case) -> None:
     for name, options, oracle in ORACLES:
@@ -262,7 +261,6 @@ SCORES: list[tuple[str, dict[str, Any], Callable[[Case, Row], float]]] = [
 ]
 
 
-@pytest.mark.slow
 @given(case=cases())
 def test_a_score_is_what_its_description_says(case: Case) -> None:
     for name, options, score in SCORES:
@@ -298,7 +296,6 @@ def test_a_thousand_rounds_fade_to_less_than_a_float_holds_and_still_rank_rightl
         assert policy.keep(held, 1998).tolist() == [0, 2, *range(4, 2000)]
 
 
-@pytest.mark.slow
 @given(case=cases())
 def test_every_policy_keeps_the_contract(case: Case) -> None:
     before = deepcopy(vars(case.held))

@@ -35,7 +35,6 @@ def test_a_reservoir_keeps_every_tenth_of_the_stream_alike(rounds: list[int]) ->
     assert evenness(Reservoir(), rounds) > 0.01
 
 
-@pytest.mark.slow
 def test_drawing_anew_at_each_eviction_favours_new_tokens() -> None:
     """The same measurement finds the bias of `random`."""
     assert evenness(policy_class("random")(), SHORT_ROUNDS) < 1e-6

@@ -33,6 +33,8 @@ from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import surprisal, surprisal_of_states
 from sirchat.saved.saved_state import model_fingerprint
 
+pytestmark = pytest.mark.slow
+
 SIM_0, SIM_1 = (f"{KIND}:{at}" for at in range(2))
 # Of the embeddings, the four layers, the last norm, RoPE and the output head
 MAPS = {
@@ -213,7 +215,6 @@ def test_the_simulation_can_refuse_to_wait(inference: bool, simulation: None) ->
 _LONG = pytest.mark.skipif(not os.environ.get("SIRCHAT_ATTACK"), reason="a longer form")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [*(pytest.param(one, marks=_LONG) for one in MAPS if "," not in one), [*MAPS][-1]]
 )

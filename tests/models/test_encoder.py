@@ -61,6 +61,7 @@ def close(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", HELD if MANY else TELLING)
 def test_numbers_are_the_same_from_whole_pieces_and_single_tokens(family: str) -> None:
     model = encoding(family)

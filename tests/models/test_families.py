@@ -164,6 +164,7 @@ def test_the_table_names_every_family_of_the_installed_transformers() -> None:
     assert sorted(table()) == sorted(causal_families()), f"transformers {installed} has others"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", SAMPLE)
 def test_what_the_table_says_of_a_family_is_so(family: str) -> None:
     """For all families: `python tests/support/family_checks.py`, which takes about a minute."""

@@ -148,6 +148,7 @@ def test_what_it_can_not_compute_is_left_to_transformers(odd: dict[str, Any]) ->
     assert DecoderConfig.of_folder(values) is None
 
 
+@pytest.mark.slow
 def test_a_question_to_a_folder_or_a_file_is_answered_without_transformers(tmp_path: Path) -> None:
     program = (
         "import sys; from contextlib import suppress; from sirchat.cli import main\n"

@@ -58,6 +58,7 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MODELS)
 def test_the_logits_are_those_of_the_model_that_was_written(case: str, tmp_path: Path) -> None:
     module = random_model(case)
@@ -116,6 +117,7 @@ def loaded_parameters(module: Any, name: str) -> torch.Tensor:
     return expert_weights(module.get_submodule(f"{path}.experts"))[part][int(number)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "compiles"),
     [

@@ -154,6 +154,7 @@ def with_images(writer: Any, architecture: str, more: dict[str, Any]) -> None:
         writer.add_tensor(name, np.ones((512, 2048), np.float16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", IMAGES)
 def test_of_a_file_with_a_part_for_images_the_text_model_is_read_and_fits(
     case: str, tmp_path: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch

@@ -146,6 +146,7 @@ def evict_and_grow(model: LoadedModel) -> None:
     talk.read(ids[36:40], 36)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*TELLING, *sorted(WAIT)])
 def test_a_step_waits_for_no_device(name: str) -> None:
     model = of_family(name)

@@ -185,7 +185,6 @@ def test_keys_and_values_of_packed_weights_take_half_of_the_memory(file: Path) -
     assert model.dtype == torch.float32
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("file", ["Q8_0"], indirect=True)
 def test_by_default_weights_stay_packed_unless_a_type_is_asked_for(file: Path) -> None:
     assert load_model(str(file)).precision == "float32 with packed weights"
@@ -205,7 +204,6 @@ sys.exit(pytest.main([{__file__!r}, "-q", "-n0", "-pno:cacheprovider", "-k", {ch
     run_with("avx2", code)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("file", ["Q4_0"], indirect=True)
 def test_a_text_is_read_where_avx512_is_hidden_from_torch_alone(file: Path) -> None:
     """On a processor with AMX torch's attention would fail."""
@@ -217,7 +215,6 @@ assert model.forward(list(range(80)), model.new_cache(96)).isfinite().all()
     run_with("avx2", code, onednn_isa_limit="")
 
 
-@pytest.mark.slow
 def test_pairs_of_rows_are_packed_as_on_arm() -> None:
     # Without AVX2 the kernel has the order of rows of that for ARM, in blocks of 32 instead of 16.
     code = """

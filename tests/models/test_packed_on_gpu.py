@@ -226,6 +226,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return write_case(path, request.param, CASES[request.param])
 
 
+@pytest.mark.slow
 def test_a_gguf_file_stays_packed_as_on_a_cpu(case: Path, gpu: torch.device) -> None:
     here, there = load_model(str(case), device="cpu"), load_model(str(case))
     check_same_weights(there, here)

@@ -99,6 +99,7 @@ def whole(tokenizer: Any, messages: list[dict[str, str]], **variables: Any) -> l
     return ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(MANY or 1))
 def test_a_chat_is_read_as_the_whole_conversation_would_be(model: LoadedModel, seed: int) -> None:
     draw = random.Random(seed)

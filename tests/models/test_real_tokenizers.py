@@ -107,6 +107,7 @@ def texts(real: Read, count: int) -> list[str]:
     return made
 
 
+@pytest.mark.slow
 def test_texts_have_the_ids_of_the_original_and_come_back_as_from_it(real: Read) -> None:
     for text in texts(real, MANY or 45):
         ids = real.original.encode(text, add_special_tokens=False).ids

@@ -53,6 +53,7 @@ def test_what_was_said_then_is_found_and_nothing_of_other_days() -> None:
     assert found(chat, "I met her yesterday.") == []
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_a_real_model_tells_a_question_from_a_statement() -> None:
     chat = chat_of_days(smollm2(), "meaning", TALK[:1], 96)

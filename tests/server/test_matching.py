@@ -19,6 +19,8 @@ from serving import Message, Served, assistant, cached, held_text, said, served,
 from sirchat.server.matching import MIN_SHARED_CHARS
 from template_shapes import script, tool_quick
 
+pytestmark = pytest.mark.slow
+
 WORDS = "Anna Rome green violin harbour baker Tuesday lunch my name is the city river"
 TURNS = 11
 BRIEF = system("You are a helpful assistant, and brief.")

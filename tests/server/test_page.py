@@ -18,7 +18,10 @@ from serving import listening, served, told, user
 from statement_telling import FACTS, OTHERS, telling
 
 _NODE = Path(__file__).parents[1] / "support" / "page_in_node.js"
-pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed"),
+]
 
 
 @contextmanager
@@ -92,6 +95,7 @@ def test_a_reply_can_be_stopped_and_an_error_is_said() -> None:
         assert do(type="Hello.")["said"] == "this server needs its API key"
 
 
+@pytest.mark.slow
 def test_the_budget_is_shown_as_segments_and_what_was_told_as_held_in_part_or_not() -> None:
     with page(model=telling(), budget=96, policy="sink", max_new_tokens=8, compile="off") as do:
         shown = do(type=FACTS[0])

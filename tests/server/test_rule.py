@@ -179,6 +179,7 @@ def ask(server: Served, path: str, **fields: Any) -> Any:
     return server.client.post(path, json=base | fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "field", "value"), NEUTRAL)
 def test_a_value_that_changes_nothing_is_taken(
     server: Served, usual: dict[str, Any], path: str, field: str, value: Any
@@ -188,6 +189,7 @@ def test_a_value_that_changes_nothing_is_taken(
     assert "X-Sirchat-Note" not in response.headers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "fields", "note"),
     [
@@ -284,6 +286,7 @@ def refused(server: Served, path: str, fields: dict[str, Any], status: int = 400
     return f"{error['param']}: {error['message']}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "fields", "words"),
     [

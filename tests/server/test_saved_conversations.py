@@ -119,6 +119,7 @@ def test_files_are_private_and_no_more_than_the_limit(tmp_path: Path) -> None:
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
+@pytest.mark.slow
 def test_branches_with_which_nobody_goes_on_push_out_no_other_conversation(tmp_path: Path) -> None:
     """A client inserts documents, each time other ones, before its newest question."""
     talk, others, limit = list[Message](), list[list[Message]](), 8

@@ -114,6 +114,7 @@ def same(found: Any, alone: Any) -> None:
     assert {**end.memory, "id": ""} == {**other_end.memory, "id": ""}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "are_shared"),
     [

@@ -9,11 +9,15 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import typer.main
 
+from native_library import read_in_native_code
 from sirchat.cli import app, main
+from sirchat.models import compiling, load
+from sirchat.models.model import LoadedModel
 
 _get_command = cache(typer.main.get_command)  # it takes a tenth of a second each time
 
@@ -27,6 +31,14 @@ class Done:
     stderr: str
 
 
+def _use_compiled(model: LoadedModel, how: str, *more: Any) -> None:
+    """As chats do; where the tests say that nothing is compiled, with their own library."""
+    if how == "off":
+        read_in_native_code(model)
+    else:
+        compiling.use_compiled(model, how, *more)  # type: ignore[arg-type]
+
+
 def run(*arguments: str, text: str = "", **variables: str) -> Done:
     """Run `sirchat ARGUMENTS` with `text` as standard input and these environment variables."""
     out, err = io.StringIO(), io.StringIO()
@@ -35,6 +47,7 @@ def run(*arguments: str, text: str = "", **variables: str) -> Done:
     with (
         patch.object(typer.main, "get_command", _get_command),
         patch.object(app, "get_command", _get_command),
+        patch.object(load, "use_compiled", _use_compiled),
         patch.object(sys, "argv", ["sirchat", *arguments]),
         patch.object(sys, "stdin", stdin),
         patch.object(sys, "stdout", out),

@@ -217,6 +217,7 @@ def read(parser: CallParser, pieces: list[str], marks: Marks) -> str:
     return shown + parser.finish(without_delimiters(marks.call_lead))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @given(st.data())
 def test_calls_come_back_however_a_reply_is_divided(form: str, data: st.DataObject) -> None:

@@ -392,6 +392,7 @@ def some_reply(random: random.Random, marks: Marks) -> str:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _FOUND)
 def test_a_reply_is_divided_in_the_same_way_however_it_is_cut(name: str) -> None:
     marks, chance = _FOUND[name], random.Random(name)

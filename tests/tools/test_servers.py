@@ -24,6 +24,8 @@ from sirchat.tools.config import ServerFields, ToolFlags, read_servers
 from sirchat.tools.servers import ToolServers
 from tool_server import OverHttp, scripted, servers_file, tool
 
+pytestmark = pytest.mark.slow
+
 KILLS = int(os.environ.get("SIRCHAT_ATTACK", "2"))
 
 

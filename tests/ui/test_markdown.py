@@ -54,7 +54,6 @@ def _shown(
     return len(terminal.getvalue().encode())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("panel", ["off", "live"])
 def test_what_was_streamed_is_the_document_rendered_at_once(
     terminal: FakeTerminal, panel: str
@@ -87,6 +86,7 @@ _TALL = [
 ]
 
 
+@pytest.mark.slow
 def test_final_rows_are_those_of_the_whole_also_of_a_block_taller_than_the_window() -> None:
     for number, text in enumerate(_TALL):
         reply, rows, columns = GrowingReply(_LAYOUT), list[str](), (60, 100)[number % 2]
@@ -109,6 +109,7 @@ class _Counting(MarkdownLayout):
         return super().rows(text, width, is_final=is_final)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*_SET_OUT, "code in an item", "nested"])
 def test_a_block_taller_than_the_window_is_laid_out_hardly_more_often_than_drawn(kind: str) -> None:
     layout = _Counting(colours=True, color_system="256")

@@ -109,6 +109,7 @@ def count(session: Session) -> int:
     return sum("pinned" in row.flags and row.role in ("user", "assistant") for row in rows)
 
 
+@pytest.mark.slow
 @ways
 def test_pins_are_pinned_again_by_their_text(way: Way, other: str, folder: Path) -> None:
     chat = Chat(system="Be brief.")
@@ -184,6 +185,7 @@ def by_a_summary_taken_back(chat: Chat, other: str, folder: Path) -> tuple[Sessi
     return by_undo(chat, other, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
     [by_model, by_undo, by_branch, by_rebuild, by_undo_at_once, by_a_summary_taken_back],
@@ -283,6 +285,7 @@ def talk(chat: Chat, lines: list[str]) -> None:
         (chat.do if line.startswith("/") else chat.say)(line)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "lines"),
     [

@@ -71,6 +71,7 @@ _SLOW = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("panel", "markdown", "seed", "least", "screen"), [("live", "on", 0, _LEAST, Emulator), *_SLOW]
 )

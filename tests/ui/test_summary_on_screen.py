@@ -17,6 +17,7 @@ KEPT = "the summary is turn 2, which is now pinned; /undo removes it"
 TOLD = "My name is Anna."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "kept"),
     [

@@ -74,6 +74,7 @@ def test_a_sequence_is_dropped_wherever_it_is_split() -> None:
         assert "".join(stream.push(char) for char in text) == "before\nafter", sequence
 
 
+@pytest.mark.slow
 @given(st.lists(st.text(st.characters(codec="utf-8") | st.sampled_from("\x1b[]8;P\\\x07m"))))
 def test_no_control_passes_and_chunks_do_not_matter(chunks: list[str]) -> None:
     stream = DisplayFilter()
@@ -167,7 +168,6 @@ def test_names_in_errors_and_lists_cannot_control_the_terminal(evil_home: Path) 
         assert not _harm(written), arguments
 
 
-@pytest.mark.slow
 def test_a_transcript_cannot_control_the_terminal(tmp_path: Path, endless: str) -> None:
     file, controls = tmp_path / "talk.jsonl", [*_CONTROLS.values()]
     texts = ["\n".join(f"before{one}after" for one in controls[n::6]) for n in range(6)]

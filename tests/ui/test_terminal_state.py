@@ -25,6 +25,8 @@ from sirchat.ui.typed_input import Keyboard
 from terminal import Terminal, program
 from warm_python import warm_python
 
+pytestmark = pytest.mark.slow
+
 CTRL_C, CTRL_D, CTRL_Z, CTRL_BACKSLASH = "\x03", "\x04", "\x1a", "\x1c"
 
 
@@ -140,7 +142,6 @@ def test_the_first_message_is_edited_by_the_keys_that_are_set(tmp_path: Path, en
         chat.wait_screen("(?m)^> hello$")
 
 
-@pytest.mark.slow
 def test_ctrl_z_gives_the_terminal_back_and_takes_it_again(
     tmp_path: Path, endless: str, has_shell: None
 ) -> None:
@@ -187,7 +188,6 @@ def _suspend_a_reply(shell: _Shell) -> None:
     shell.wait_prompt()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("begin", "number"),
     [
@@ -220,7 +220,6 @@ def test_ctrl_c_in_the_pager_goes_to_the_pager(tmp_path: Path) -> None:
         assert _ASKS not in chat.raw, "the variable COLORFGBG says it"
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("has_shell")
 @pytest.mark.parametrize(
     ("key", "python"),

@@ -48,7 +48,6 @@ def test_folded_it_is_one_line_and_hidden_it_is_none(
         assert rest == ["", *answer]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("panel", ["off", "live"])
 @pytest.mark.parametrize("thinking", ["fold", "hide"])
 def test_while_it_comes_one_line_counts(terminal: FakeTerminal, panel: str, thinking: str) -> None:

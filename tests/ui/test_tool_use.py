@@ -25,6 +25,8 @@ from sirchat.ui.tool_use import ToolUse, run_tools_command, use_tools
 from template_shapes import script, tool_tiny
 from tool_server import HOSTILE, named_servers, scripted, scripted_server, servers_file, tool
 
+pytestmark = pytest.mark.slow
+
 CALL = ToolCall("call00000", "snow__weather", '{"city": "Oslo"}')
 SNOWS = "It snows in Oslo."
 

@@ -20,6 +20,8 @@ from sirchat.tools.servers import ToolServers
 from terminal import Terminal
 from tool_server import scripted, servers_file
 
+pytestmark = pytest.mark.slow
+
 SHAPE = SHAPES["qwen3"]
 _KEYS = "in this chat:"  # the end of the question, which is gone once it is answered
 USED = ("weather", "die")

@@ -146,6 +146,7 @@ def test_the_text_of_the_editor_comes_back_and_becomes_no_command_there(
 TEXTS = ("/exit", '"""Doc string."""', '"""Doc', "// a C comment", "a \\")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", TEXTS)
 def test_text_that_was_pasted_stays_text_when_it_comes_back(read: Read, text: str) -> None:
     for keys in (
@@ -300,6 +301,7 @@ def test_a_cursor_position_that_comes_when_a_signal_has_ended_the_prompt_is_no_e
     assert not problems
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["read", "ask_for_key"])
 def test_a_signal_that_ends_the_program_within_a_key_is_no_exception_at_the_next_key(
     name: str, pipe: PipeInput, problems: list[object], monkeypatch: pytest.MonkeyPatch

@@ -127,7 +127,6 @@ def logits_under(setting: Profile) -> tuple[list[int], np.ndarray]:
     return [row.id for row in chat.tokens(range(chat.seen))], torch.cat(rows).double().numpy()
 
 
-@pytest.mark.slow
 def test_agreement_is_the_divergence_from_a_pass_without_a_cache() -> None:
     result = found().settings[2]
     ids, logits = logits_under(result.setting)
@@ -145,7 +144,6 @@ def test_agreement_is_the_divergence_from_a_pass_without_a_cache() -> None:
     assert result.nats == pytest.approx(oracle.mean(), abs=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 2])
 def test_what_is_held_is_what_the_ledger_holds_without_the_answers(number: int) -> None:
     result = found().settings[number]
@@ -163,7 +161,6 @@ def test_what_is_held_is_what_the_ledger_holds_without_the_answers(number: int) 
         assert result.kept(count) == pytest.approx(of[held].sum() / of.sum())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 2])
 def test_answers_are_those_of_the_conversation_so_far(number: int) -> None:
     result = found().settings[number]
@@ -181,7 +178,6 @@ def test_answers_are_those_of_the_conversation_so_far(number: int) -> None:
     assert all(one.same for one in result.rounds) == (number == 0)
 
 
-@pytest.mark.slow
 def test_without_replies_every_setting_continues_with_the_answers_of_full() -> None:
     asked = transcript([(user, None) for user, _ in TALK])
     full, sink = compare(tiny(), (FULL, SINK), asked).settings
@@ -191,7 +187,6 @@ def test_without_replies_every_setting_continues_with_the_answers_of_full() -> N
     assert sink.nats is not None
 
 
-@pytest.mark.slow
 def test_each_setting_can_continue_with_its_own_answers() -> None:
     result = compare(tiny(), (FULL, SINK), transcript(), own=True).settings
     for one in result:
@@ -203,7 +198,6 @@ def test_each_setting_can_continue_with_its_own_answers() -> None:
     assert result[1].rounds[0].same is not None
 
 
-@pytest.mark.slow
 def test_when_the_context_of_full_is_full_the_others_continue() -> None:
     model = replace(tiny(), context_length=64)
     asked = transcript([*TALK[:-1], (TALK[-1][0], None)])
@@ -370,7 +364,6 @@ def write_talk(file: Path, talk: Sequence[tuple[str, str]]) -> None:
     file.write_text("".join(json.dumps(one) + "\n" for one in turns), "utf-8")
 
 
-@pytest.mark.slow
 def test_the_command_compares(tmp_path: Path) -> None:
     file, page = tmp_path / "talk.jsonl", tmp_path / "talk.html"
     write_talk(file, TALK)
@@ -393,7 +386,6 @@ def test_the_command_compares(tmp_path: Path) -> None:
     assert sink["turns"][-1]["cache_bytes"] == 32 * 6 * 2 * 64 * 4 * 3  # two keys and a value
 
 
-@pytest.mark.slow
 def test_the_command_writes_tables_and_plots_into_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -453,7 +445,6 @@ def test_where_nothing_was_evicted_a_note_says_that_nothing_could_differ() -> No
     assert with_notes(found()).notes == found().notes
 
 
-@pytest.mark.slow
 def test_what_was_compared_before_ctrl_c_is_shown(tmp_path: Path) -> None:
     file, page = tmp_path / "talk.txt", tmp_path / "talk.html"
     file.write_text(f"USER: {'hello ' * 30}\nASSISTANT: hello\n" * 400, "utf-8")

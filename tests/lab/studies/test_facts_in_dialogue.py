@@ -134,7 +134,6 @@ def test_a_value_is_said_in_whole_words(reply: str, value: str, is_said: bool) -
     assert says(reply, value) is is_said
 
 
-@pytest.mark.slow
 def test_a_summary_is_searched_for_the_values_and_changes_nothing_else(
     talk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,7 +57,6 @@ def ids_before(model: LoadedModel, talk: LongTalk, question: TalkQuestion) -> li
     return ids + template.user_turn(question_and_options(question)[0]).ids
 
 
-@pytest.mark.slow
 def test_nats_are_those_of_one_forward_pass_under_full(tmp_path: Path) -> None:
     one = study(tmp_path, FULL, more=1)
     (found, _) = run_units(one, tiny()).values()
@@ -85,7 +84,6 @@ def test_a_reply_is_the_greedy_one_of_at_most_so_many_tokens(tmp_path: Path) -> 
     assert found["questions"][0]["said"] == babbler().tokenizer.decode(ids).strip()
 
 
-@pytest.mark.slow
 def test_held_is_the_share_of_evidence_tokens_left_when_the_question_has_been_read(
     tmp_path: Path,
 ) -> None:
@@ -110,7 +108,6 @@ def test_held_is_the_share_of_evidence_tokens_left_when_the_question_has_been_re
     assert {record["held"] == 0 for record in found["questions"][:3]} == {True, False}
 
 
-@pytest.mark.slow
 def test_what_comes_back_is_what_a_session_with_recall_would_recall(tmp_path: Path) -> None:
     one = study(tmp_path, conversations=(0,), reply_tokens=0, retrievers=("mips",), counts=(8, 40))
     (found,) = run_units(one, tiny()).values()
@@ -238,7 +235,6 @@ def test_wrong_options_are_refused(tmp_path: Path, options: dict[str, Any], blam
         study(tmp_path, **options)
 
 
-@pytest.mark.slow
 def test_recall_is_measured_where_it_is_on(tmp_path: Path) -> None:
     options = ("--policies", "sink", "--budgets", "64", "--limit", "2", "--model", "tiny")
     more = ("--reply-tokens", "0", "--recall", "words", "--recall-n", "8", "--counts", "4,8")

@@ -46,7 +46,6 @@ MOVE = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("model", "items"), [(babbler, 8), (tiny, 6)])
 def test_the_chosen_option_is_the_most_likely_one_by_a_plain_computation(model, items) -> None:  # type: ignore[no-untyped-def]
     loaded, rng = model(), Random(7)
@@ -179,7 +178,6 @@ def test_a_shot_is_a_question_before_with_its_right_answer(monkeypatch: pytest.M
         assert turns == [text for one in before for text in (one.text, one.answer)]
 
 
-@pytest.mark.slow
 def test_the_commands_print_what_the_paper_does(data: Path, endless: str) -> None:
     few = ("--limit", "1", "--policies", "sink", "--budgets", "128", "--model", endless)
     for task, columns in (("dailydialog", ["right"]), ("grocery", ["ACCc", "ACCg"])):

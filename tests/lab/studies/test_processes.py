@@ -22,7 +22,6 @@ def _server() -> None:
     start_server()  # a study would start it with only what studies need
 
 
-@pytest.mark.slow
 def test_two_processes_find_what_one_finds(endless: str, tmp_path: Path) -> None:
     flags = ("--model", endless, "--limit", "2", "--policies", "random", "--budgets", "64")
     one = run("eval", "dailydialog", *flags, "--repeats", "1", "--json")
@@ -32,7 +31,6 @@ def test_two_processes_find_what_one_finds(endless: str, tmp_path: Path) -> None
     assert two.stdout.replace(" ".join(("", *apart)), "") == one.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dies", "kind", "message"),
     [(False, SettingError, "the third is refused"), (True, SirchatError, "a process .* died")],
@@ -74,7 +72,6 @@ def family(pid: int) -> set[int]:
     return known
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="sockets are listed on Linux only")
 def test_processes_run_what_was_typed_listen_to_nobody_and_end_with_the_command(
     tmp_path: Path,

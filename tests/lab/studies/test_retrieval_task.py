@@ -117,7 +117,6 @@ def test_the_number_of_a_story_is_not_scored(said: str, counts: str) -> None:
     assert scored_part(said) == counts
 
 
-@pytest.mark.slow
 def test_the_command_distinguishes_evicting_from_recalling_and_leaves_a_table(
     tmp_path: Path,
 ) -> None:
@@ -144,7 +143,6 @@ def test_the_command_distinguishes_evicting_from_recalling_and_leaves_a_table(
     assert run("eval", "retrieval", "--retrievers", "bm52").returncode == 2
 
 
-@pytest.mark.slow
 def test_recalled_tokens_reveal_the_private_answer() -> None:
     study = Privacy(Profile(recall="cosine", recall_weight="surprisal"), limit=1, counts=(0, 100))
     found = run_units(study, tiny())

@@ -76,7 +76,6 @@ def test_each_round_says_how_the_last_one_ended_and_silence_loses(
         assert result in user
 
 
-@pytest.mark.slow
 def test_the_likeliest_move_is_what_a_greedy_reply_names() -> None:
     full = (Profile(policy="full"),)
     likely, said = (
@@ -110,7 +109,6 @@ def test_the_interval_of_a_mean_is_students() -> None:
     assert mean([0.5]) == Estimate(0.5, -math.inf, math.inf)
 
 
-@pytest.mark.slow
 def test_the_command_prints_the_share_of_rounds_won_against_each_player() -> None:
     flags = ("--policies", "entropy", "--budgets", "64", "--rounds", "3", "--limit", "1")
     done = run("eval", "rock-paper-scissors", *flags, "--json")

@@ -33,7 +33,6 @@ KINDS: dict[str, tuple[type[Grid], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_what_changes_nothing_is_refused_in_one_line_and_nothing_else(
     name: str, talk: Path, monkeypatch: pytest.MonkeyPatch

@@ -58,7 +58,6 @@ REPORT = Report(
 )
 
 
-@pytest.mark.slow
 def test_a_policy_that_draws_at_random_is_run_with_several_seeds() -> None:
     study = MultipleChoice((SINK, RANDOM), 1, seed=5, repeats=3, task="dailydialog")
     assert study.keys() == ["0/0/0", *(f"1/{seed}/0" for seed in (5, 6, 7))]
@@ -76,7 +75,6 @@ def test_the_interval_over_seeds_is_the_wider_of_answers_and_seeds() -> None:
     assert same == share([False] * 27)
 
 
-@pytest.mark.slow
 def test_swept_settings_are_in_the_names_of_the_rows(endless: str) -> None:
     flags = ("--policies", "reservoir,sink", "--sweep", "recent=8,16", "--sweep", "sample=20")
     few = ("--model", endless, "--limit", "1", "--repeats", "1")
@@ -309,7 +307,6 @@ def test_perplexity_at_each_length_is_that_of_one_forward_pass() -> None:
     assert row[1:] == pytest.approx([math.exp(np.mean(nats[n])) for n in (16, 100)], rel=1e-4)
 
 
-@pytest.mark.slow
 def test_a_budget_changes_perplexity_only_beyond_its_size() -> None:
     study = Context((FULL, SMALL), 1, lengths=(16, 120))
     (table,) = study.report(run_units(study, tiny())).tables

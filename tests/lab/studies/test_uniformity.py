@@ -17,7 +17,6 @@ def test_the_p_value_is_that_of_chi_squared(value: float) -> None:
     assert chi2_tail(value, PARTS - 1) == pytest.approx(exact, abs=1e-3)
 
 
-@pytest.mark.slow
 def test_a_reservoir_is_uniform_and_a_random_choice_is_not() -> None:
     settings = tuple(
         Profile(policy=name, budget=48, recent=8) for name in ("reservoir", "random", "sink")

@@ -159,7 +159,6 @@ def test_the_new_token_begins_as_the_mean_of_all(folder: Path, tmp_path: Path) -
 # --- training ---
 
 
-@pytest.mark.slow
 def test_the_trained_model_knows_its_anchors(folder: Path, tmp_path: Path) -> None:
     found = losses(options(folder, tmp_path / "out", steps=15))
     assert len(found) == 15
@@ -209,7 +208,6 @@ main()
 """
 
 
-@pytest.mark.slow
 def test_two_processes_equal_one_with_the_doubled_batch(folder: Path, tmp_path: Path) -> None:
     alone = losses(options(folder, tmp_path / "alone", steps=5, mix=TALK))
     words = (

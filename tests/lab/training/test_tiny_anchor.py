@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from sirchat.chat.events import Notice
 from sirchat.chat.session import Session
 from sirchat.chat.settings import build_policy
@@ -14,7 +12,6 @@ from sirchat.memory.policies.anchor import Anchor
 from sirchat.models.load import load_model
 
 
-@pytest.mark.slow
 def test_the_bundled_model_recalls_from_anchors_alone() -> None:
     chat = Session(load_model("tiny-anchor", device="cpu"), Profile(policy="anchor", sinks=1))
     right = 0
