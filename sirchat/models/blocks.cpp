@@ -4,8 +4,10 @@
 // q and scale have at most 24 bits together. So eight bits, to which `pack_eight` rounds, are those of `packed.py`.
 // `step.cpp` includes this file.
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <new>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -162,25 +164,33 @@ struct Source {
   const uint8_t* row(int64_t r) const { return blocks + order[r] * (k / format.size * format.bytes); }
 };
 
-// Calls `work` for parts of `count` things, in several threads.
+// Calls `work` for parts of `count` things, in several threads; returns whether memory sufficed.
 template <class Work>
-void in_parts(int64_t count, int64_t threads, Work work) {
+bool in_parts(int64_t count, int64_t threads, Work work) {
   const int64_t parts = std::max<int64_t>(1, std::min(count, threads));
   std::vector<std::thread> others;
+  std::atomic<bool> suffices{true};
+  auto try_part = [&](int64_t from, int64_t to) __attribute__((noinline)) {
+    try {
+      work(from, to);
+    } catch (const std::bad_alloc&) {
+      suffices = false;
+    }
+  };
   int64_t begun = 1;
   try {
     for (; begun < parts; begun++)
-      others.emplace_back([=] { work(count * begun / parts, count * (begun + 1) / parts); });
+      others.emplace_back([&, begun] { try_part(count * begun / parts, count * (begun + 1) / parts); });
   } catch (...) {  // this thread computes what no other could be made for
   }
-  auto rest = [&](int64_t from, int64_t to) __attribute__((noinline)) { work(from, to); };
-  rest(0, count / parts), rest(count * begun / parts, count);
+  try_part(0, count / parts), try_part(count * begun / parts, count);
   for (auto& other : others) other.join();
+  return suffices;
 }
 
-void pack_eight(const Source& from, int8_t* q, uint16_t* scales, int64_t threads) {
+bool pack_eight(const Source& from, int8_t* q, uint16_t* scales, int64_t threads) {
   const Format of = from.format;
-  in_parts(from.n, threads, [=](int64_t row, int64_t end) {
+  return in_parts(from.n, threads, [=](int64_t row, int64_t end) {
     std::vector<float> weights(from.k);
     for (; row < end; row++) {
       const uint8_t* block = from.row(row);
@@ -216,7 +226,7 @@ void pack_eight(const Source& from, int8_t* q, uint16_t* scales, int64_t threads
 }
 
 // Blocks of 16 rows together, in the layout of `weights.cpp`, with all that the file has.
-void pack_blocks(const Source& from, int64_t type, uint8_t* packed, int64_t threads) {
+bool pack_blocks(const Source& from, int64_t type, uint8_t* packed, int64_t threads) {
   constexpr int64_t ROWS = 16;
   constexpr int Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14;
   const bool is_k = type >= Q4_K, has_minima = type == 3 || type == 7 || type == Q4_K || type == Q5_K;
@@ -224,7 +234,7 @@ void pack_blocks(const Source& from, int64_t type, uint8_t* packed, int64_t thre
   const int64_t floats = 2 * ROWS, head = is_k ? floats << (type != Q6_K) : 0;
   const int64_t scales = is_k ? 2 * ROWS : floats << has_minima, cell = scales + 64 * bits;
   const int64_t groups = from.format.size / GROUP, bytes = head + groups * cell;
-  in_parts(from.n / ROWS, threads, [=](int64_t part, int64_t end) {
+  return in_parts(from.n / ROWS, threads, [=](int64_t part, int64_t end) {
     const int64_t count = from.k / from.format.size;
     for (int64_t row = part * ROWS; row < end * ROWS; row++)
       for (int64_t i = 0; i < count; i++) {
@@ -261,13 +271,13 @@ void pack_blocks(const Source& from, int64_t type, uint8_t* packed, int64_t thre
 
 }  // namespace blocks
 
-// `type` is ggml's number of a block format.
-EXPORTED void sirchat_pack_eight(int64_t type, const uint8_t* data, int64_t n, int64_t k, const int64_t* order,
+// `type` is ggml's number of a block format. Both return whether memory sufficed.
+EXPORTED bool sirchat_pack_eight(int64_t type, const uint8_t* data, int64_t n, int64_t k, const int64_t* order,
                                  int8_t* q, uint16_t* scales, int64_t threads) {
-  blocks::pack_eight({blocks::FORMATS[type], data, n, k, order}, q, scales, threads);
+  return blocks::pack_eight({blocks::FORMATS[type], data, n, k, order}, q, scales, threads);
 }
 
-EXPORTED void sirchat_pack_blocks(int64_t type, const uint8_t* data, int64_t n, int64_t k, const int64_t* order,
+EXPORTED bool sirchat_pack_blocks(int64_t type, const uint8_t* data, int64_t n, int64_t k, const int64_t* order,
                                   uint8_t* packed, int64_t threads) {
-  blocks::pack_blocks({blocks::FORMATS[type], data, n, k, order}, type, packed, threads);
+  return blocks::pack_blocks({blocks::FORMATS[type], data, n, k, order}, type, packed, threads);
 }

@@ -129,7 +129,9 @@ class NativeStep:
         numbers, addresses = [ctypes.c_int64] * 2, [ctypes.c_void_p] * 2
         self._read.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Token), *numbers, *addresses]
         self._read.restype = ctypes.c_bool
-        self._step = new(ctypes.byref(model))
+        if not (step := new(ctypes.byref(model))):
+            raise MemoryError("no memory is free for a native step")
+        self._step = step
         # At the end of the process another thread may still read.
         weakref.finalize(self, end, self._step).atexit = False
 

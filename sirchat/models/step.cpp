@@ -421,7 +421,7 @@ class Step {
 
 }  // namespace
 
-EXPORTED void* sirchat_new_step(const Model* model) { return new Step(*model); }
+EXPORTED void* sirchat_new_step(const Model* model) { return new (std::nothrow) Step(*model); }
 
 EXPORTED void sirchat_end_step(void* step) { delete (Step*)step; }
 

@@ -163,7 +163,8 @@ class ChatServer:
         options = self._options(chat)
         options.notes.extend(ignored_fields_notes(chat))
         name = request.headers.get("X-Sirchat-Conversation", "")[:MAX_NAME_CHARS]
-        parts = ReplyParts(self.replies, self._history(chat, name), options)
+        client = request.client.host if request.client else None
+        parts = ReplyParts(self.replies, self._history(chat, name), options, client)
         try:
             first_part = await_unless_disconnected(request, parts.begin())
             with suppress(TimeoutError):  # then a stream begins, whose client sees it is alive

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -27,7 +28,8 @@ from sirchat.server.replies import Parts, ReplyGenerator
 SentPart = ReplyText | ReplyEnd | RequestError  # the last one sent is a `ReplyEnd` or an error
 
 Result = TypeVar("Result")
-_Call = tuple[Callable[[], Any], Future[Any]]  # a function, and what gets its result
+# A function, what gets its result, and the client whose reply it begins, if it does.
+_Call = tuple[Callable[[], Any], Future[Any], str | None]
 
 _LOG = logging.getLogger(__name__)
 _MAX_READ_TOKENS = 256  # of messages in a round, before no further one is read on
@@ -41,6 +43,7 @@ class WaitingReply:
     history: History
     options: ReplyOptions
     send: Callable[[SentPart], None]  # called in the thread that generates the reply
+    client: str | None = None  # its address; None if unknown
     is_cancelled: bool = False  # whether the client no longer waits for it
     conversation: ServedConversation | None = None  # None while it waits, as are the parts
     parts: Parts | None = None
@@ -81,7 +84,7 @@ class ReplyThread:
                 )
             self._replies.add(reply)
             self._may_begin = True  # those that wait longer are tried before it
-            begun = self.call(partial(self._begin, reply))
+            begun = self.call(partial(self._begin, reply), reply.client)
             begun.add_done_callback(partial(self._send_begin_error, reply))
 
     def cancel(self, reply: WaitingReply) -> None:
@@ -95,13 +98,13 @@ class ReplyThread:
             self._may_begin = True
             self._changed.notify()
 
-    def call(self, function: Callable[[], Result]) -> Future[Result]:
+    def call(self, function: Callable[[], Result], client: str | None = None) -> Future[Result]:
         """Let the thread call `function` between two steps, and again later after a BusyError."""
         result: Future[Result] = Future()
         with self._changed:
             if self._is_ending:
                 raise _ending_error()
-            self._calls.append((function, result))
+            self._calls.append((function, result, client))
             self._changed.notify()
         return result
 
@@ -129,7 +132,7 @@ class ReplyThread:
             with suppress(Exception):  # what failed above may fail again
                 reply.send(_ending_error())
         self._run_calls()
-        for _, result in self._postponed:
+        for _, result, _ in self._postponed:
             result.set_exception(_ending_error())
         self._is_saving = True
         self._conversations.end()
@@ -147,13 +150,17 @@ class ReplyThread:
             calls, self._calls = self._calls, []
             if self._may_retry or self._is_ending:
                 calls, self._postponed = self._postponed + calls, []
-        for function, result in calls:
+        while calls:
+            # Who has fewer replies under way begins the next one, however many another waits for.
+            running = Counter(reply.client for reply in self._running)
+            fewest = min(range(len(calls)), key=lambda index: running[calls[index][2]])
+            function, result, client = calls.pop(fewest)
             if not (result.running() or result.set_running_or_notify_cancel()):
                 continue
             try:
                 result.set_result(function())
             except BusyError:
-                self._postponed.append((function, result))
+                self._postponed.append((function, result, client))
             except Exception as error:  # whatever a policy's scores raise
                 result.set_exception(_error_for_client(error))
 

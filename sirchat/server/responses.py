@@ -136,7 +136,7 @@ def _functions(tool: Fields, place: str) -> Iterator[Fields]:
 
 
 def _qualified_name(namespace: Any, name: Any) -> Any:
-    return f"{namespace}.{name}" if namespace else name
+    return f"{namespace}.{name}" if namespace and isinstance(name, str) else name
 
 
 class ResponsesSerializer(ReplySerializer):
@@ -149,11 +149,14 @@ class ResponsesSerializer(ReplySerializer):
         self._number, self._is_unstreamed = 0, False  # of the next event; whether there are none
         tools = request.get("tools") or []
         self._custom_tools = {tool["name"] for tool in tools if tool["type"] == "custom"}
-        spaces = [tool for tool in tools if tool["type"] == "namespace"]
         self._namespaced = {  # how clients name the functions of namespaces
-            f"{space['name']}.{tool['name']}": {"name": tool["name"], "namespace": space["name"]}
-            for space in spaces
-            for tool in space["tools"]
+            _qualified_name(space.get("name"), tool["name"]): {
+                "name": tool["name"],
+                "namespace": space.get("name"),
+            }
+            for space in tools
+            if space["type"] == "namespace"
+            for tool in space.get("tools") or ()
         }
         conversation = request.get("conversation")
         is_name = isinstance(conversation, str)

@@ -82,11 +82,13 @@ class ReplyParts:
     A new instance submits the reply; iterating raises RequestError if the reply fails.
     """
 
-    def __init__(self, thread: ReplyThread, history: History, options: ReplyOptions) -> None:
+    def __init__(
+        self, thread: ReplyThread, history: History, options: ReplyOptions, client: str | None
+    ) -> None:
         self._thread, self._queue = thread, asyncio.Queue[SentPart]()
         self._first: Part | None = None
         self._loop = asyncio.get_running_loop()
-        self._reply = WaitingReply(history, options, self._send)
+        self._reply = WaitingReply(history, options, self._send, client)
         thread.submit(self._reply)
 
     def _send(self, part: SentPart) -> None:

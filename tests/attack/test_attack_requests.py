@@ -140,9 +140,12 @@ def mutate(random: Random, body: Any, put: list[str]) -> None:
         case _ if isinstance(within, list):
             within.extend(json.loads(json.dumps(within)) * random.choice((1, 3)))
         case _:
-            within[key] = random.choice((0, -1, 1, 1.5, 10**9, 10**12, True, None, "", [], {}))
+            # a limit of 10**9 tokens is met, and a reply in JSON may take them all
+            large = 200 if key in _TOKEN_LIMITS else 10**9
+            within[key] = random.choice((0, -1, 1, 1.5, large, 10**12, True, None, "", [], {}))
 
 
+_TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "num_predict")
 _NAMES = sorted({key for _, body in VALID for _, key in places(body) if isinstance(key, str)})
 
 

@@ -14,16 +14,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from math import prod
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 
 from attacking import apart, attack
 from families import build
-from native_library import has_library, read_in_native_code
+from native_library import has_library, loaded_library, read_in_native_code
 from sirchat.memory.cache import BoundedCache
+from sirchat.models.gguf.blocks import NativePacking
+from sirchat.models.gguf.header import BLOCKS, GgufTensor
 from sirchat.models.model import LoadedModel, wrap_model
 
 pytestmark = has_library
@@ -159,3 +163,23 @@ def test_a_disturbed_step_gives_the_same_bits_when_it_is_done_again(
             raise ValueError("other bits")
 
     attack(apart(trial, _SECONDS), few=1, seconds=2 * _SECONDS)
+
+
+def test_weights_that_no_memory_is_free_to_pack_are_an_error_of_python() -> None:
+    packing, shape = NativePacking(loaded_library()), (3, 2**23 + 256)  # a row takes new memory
+    _, columns, size = BLOCKS["Q5_K"]
+    content = np.random.default_rng(1).integers(0, 60, prod(shape) // columns * size, np.uint8)
+    order, whole = torch.randperm(3), GgufTensor(shape, "Q5_K", content)
+    wanted = packing.pack_eight_bits(whole, order, torch.empty)
+
+    def trial(random: Random) -> None:
+        faulthandler.disable()
+        torch.set_num_threads(random.choice((1, 2, 5)))
+        made = [torch.zeros(shape, dtype=torch.int8), torch.zeros(3, dtype=torch.bfloat16)]
+        places = iter(made)
+        with little_memory(random.choice((0, random.randrange(2**27)))), suppress(MemoryError):
+            packing.pack_eight_bits(whole, order, lambda *_, **__: next(places))
+            if not torch.equal(made[0], wanted.q) or not torch.equal(made[1], wanted.scale):
+                raise ValueError("other weights")
+
+    attack(apart(trial, _SECONDS), few=4, seconds=2 * _SECONDS)

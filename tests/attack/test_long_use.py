@@ -66,7 +66,7 @@ class User:
         is_new = draw.random() < 0.2 or not self.number
         flags = [] if is_new else ["--resume", draw.choice(["last", *ids]), "--save"]
         ahead, lines = 86_400 * draw.choice(_DAYS), self.counts["lines"]
-        with self.home.run(*flags, in_terminal=True, ahead=ahead) as chat:
+        with self.home.run(*flags, in_terminal=True, ahead=(ahead,)) as chat:
             end = time.monotonic() + 60
             while chat.is_alive and not chat.reads_keys and time.monotonic() < end:
                 chat.read(0.02)

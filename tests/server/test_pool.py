@@ -6,6 +6,7 @@ The slow way to the same reply is a new session that reads all messages (`told`)
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from chatting import answer, babbler, quick, session
 from serving import Message, Served, assistant, cached, refusal, said, served, system, told, user
 from sirchat.server.conversation import History
 from sirchat.server.fields import RequestError
-from sirchat.server.parts import ReplyEnd, ReplyOptions
+from sirchat.server.parts import ReplyEnd, ReplyOptions, ReplyText
 from sirchat.server.reply_thread import SentPart, WaitingReply
 
 ANNA, NAME, THANKS = "My name is Anna.", "What is my name?", "Thanks."
@@ -172,6 +173,26 @@ def test_a_long_reply_does_not_keep_others_waiting() -> None:
                 parts.get()  # it has begun
         got = (parts.get() for _ in range(2000))
         assert next(name for name, part in got if isinstance(part, ReplyEnd)) == "short"
+
+
+def test_who_asks_for_one_reply_waits_for_one_of_anothers_and_not_for_all() -> None:
+    ended: SimpleQueue[str] = SimpleQueue()
+
+    def send(client: str, part: SentPart) -> None:
+        if not isinstance(part, ReplyText):
+            ended.put(client)
+
+    with served(babbler(), budget=256, conversations=2) as server:
+        busy = server.server.replies.call(lambda: time.sleep(0.1))  # until all are there
+        for number, client in enumerate([*"aaaaaaaa", "b"]):
+            history, options = (
+                History.of(None, [("user", f"say {number}")]),
+                ReplyOptions({"max_new_tokens": 6}),
+            )
+            reply = WaitingReply(history, options, partial(send, client), client)
+            server.server.replies.submit(reply)
+        busy.result()
+        assert "b" in [ended.get() for _ in range(4)]
 
 
 def test_if_the_thread_of_all_replies_fails_each_ends_with_an_error_and_no_new_one_waits() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 from chatting import tiny
@@ -37,7 +38,7 @@ class CommandHome:
             "SIRCHAT_MODEL": "tiny", "PAGER": "cat", "SIRCHAT_COMPILE": "off", **variables,
         }  # fmt: skip
 
-    def run(self, *arguments: str, in_terminal: bool, ahead: int = 0) -> ForkedCommand:
+    def run(self, *arguments: str, in_terminal: bool, ahead: Sequence[int] = ()) -> ForkedCommand:
         how = {"environ": self.environ, "folder": self.folder / "cwd", "ahead": ahead}
         return ForkedCommand(*arguments, in_terminal=in_terminal, **how)  # type: ignore[arg-type]
 

@@ -6,7 +6,7 @@ import os
 import select
 import termios
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -15,9 +15,9 @@ from forked_chat import fork
 
 _CLOCK = 20.0
 _WRONG_CLOCK = """
-import runpy, time
-right = time.time
-time.time = lambda: right() + {}
+import itertools, runpy, time
+right, errors = time.time, itertools.cycle({})
+time.time = lambda: right() + next(errors)
 runpy.run_module("sirchat", run_name="__main__", alter_sys=True)
 """
 _WHERE_IS_THE_CURSOR = b"\x1b[6n"
@@ -31,7 +31,7 @@ class ForkedCommand:
         environ: its whole environment.
         folder: where it runs.
         in_terminal: whether its streams are a pseudo-terminal, or three pipes.
-        ahead: seconds by which its clock is wrong.
+        ahead: seconds by which its clock is wrong, one after the other at each look at it.
 
     Attributes:
         is_in_terminal: as given.
@@ -46,7 +46,7 @@ class ForkedCommand:
         environ: Mapping[str, str],
         folder: Path,
         in_terminal: bool,
-        ahead: int = 0,
+        ahead: Sequence[int] = (),
     ) -> None:
         self.shown = self.errors = b""
         self.is_in_terminal = in_terminal
@@ -64,7 +64,7 @@ class ForkedCommand:
             self._terminal = None
         ready, begun = os.pipe()
         self._process: BaseProcess = fork(
-            ["-c", _WRONG_CLOCK.format(ahead), *arguments]
+            ["-c", _WRONG_CLOCK.format(list(ahead)), *arguments]
             if ahead
             else ["-m", "sirchat", *arguments],
             environ,

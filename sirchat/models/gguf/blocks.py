@@ -60,7 +60,7 @@ class NativePacking:
         self._blocks, self._eight = library.sirchat_pack_blocks, library.sirchat_pack_eight
         self._blocks.argtypes = [*source, address, number]
         self._eight.argtypes = [*source, address, address, number]
-        self._blocks.restype = self._eight.restype = None
+        self._blocks.restype = self._eight.restype = ctypes.c_bool
 
     @staticmethod
     def can_read(tensor: GgufTensor) -> bool:
@@ -72,7 +72,8 @@ class NativePacking:
         rows, columns = tensor.shape
         layout = BLOCK_LAYOUTS[tensor.type]
         blocks = empty((rows, columns // layout.columns, layout.row_bytes), dtype=torch.uint8)
-        self._blocks(*_source(tensor, order), blocks.data_ptr(), torch.get_num_threads())
+        target = blocks.data_ptr(), torch.get_num_threads()
+        _check_memory(self._blocks(*_source(tensor, order), *target))
         return BlockLinear(blocks)
 
     def pack_eight_bits(self, tensor: GgufTensor, order: Tensor, empty: Empty) -> Int8Linear:
@@ -80,12 +81,17 @@ class NativePacking:
         q = empty(tensor.shape, dtype=torch.int8)
         scale = empty((len(q),), dtype=torch.bfloat16)
         target = q.data_ptr(), scale.data_ptr(), torch.get_num_threads()
-        self._eight(*_source(tensor, order), *target)
+        _check_memory(self._eight(*_source(tensor, order), *target))
         return Int8Linear(q, scale)
 
 
 def _source(tensor: GgufTensor, order: Tensor) -> tuple[int, ...]:
     return (BLOCKS[tensor.type][0], tensor.data.ctypes.data, *tensor.shape, order.data_ptr())
+
+
+def _check_memory(suffices: bool) -> None:
+    if not suffices:
+        raise MemoryError("no memory is free to pack weights")
 
 
 def unpack_floats(tensor: GgufTensor) -> Tensor:
