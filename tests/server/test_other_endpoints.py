@@ -189,7 +189,7 @@ def test_codex_gets_calls_of_namespaces_and_of_tools_that_take_a_text(
     """Two namespaces may have a function of one name; what only OpenAI runs is left out."""
     patch = {"type": "custom", "name": "patch", "format": {"type": "grammar", "definition": "a: b"}}
     spaces = [{"type": "namespace", "name": name, "tools": [TOOL]} for name in ("home", "away")]
-    spaces += [{"type": "namespace", "name": "empty"}, {"type": "namespace", "tools": None}]
+    spaces += [{"type": "namespace", "name": "empty"}, {"type": "namespace"}]
     tools = [*spaces, patch, {"type": "web_search", "external_web_access": True}]
     city = '{"city": "Oslo"}'
     script(
