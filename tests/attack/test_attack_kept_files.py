@@ -11,7 +11,6 @@ import os
 import resource
 import shutil
 import signal
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ import torch
 
 from attacking import apart, attack, mutated
 from gguf_models import few_bits, random_model, write_model
-from native_library import built_library, has_library
+from native_library import copying_compiler, has_library
 from random_encoders import random_encoder
 from sirchat.config.profile import Profile
 from sirchat.models import background, prepared
@@ -165,11 +164,7 @@ class Kept:
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.folder, self.home = folder, folder / "home"
         self.model = write_model(folder / "model.gguf", random_model("llama3"), "llama3", few_bits)
-        code, compiler = folder / "code", folder / "compiler"
-        code.write_bytes(built_library().read_bytes()[:-32])  # less the digest
-        compiler.write_text(f'#!/bin/sh\nfor out; do :; done\ncp {code} "$out"\n')
-        compiler.chmod(stat.S_IRWXU)
-        patch.setenv("CXX", str(compiler))
+        patch.setenv("CXX", str(copying_compiler(folder / "bin")))
         patch.setenv("SIRCHAT_HOME", str(self.home))
         patch.setattr(background, "_SHARED_FOLDER", folder)
         attack(apart(self._compute, 60), 1, 60)  # this process must not load the machine code

@@ -22,7 +22,7 @@ from attacking import MANY, attack, mutated, odd_text, refuse_odd_display
 from chatting import hub_tokenizer, tiny
 from command_home import CommandHome
 from forked_command import ForkedCommand
-from native_library import CAN_BUILD, built_library
+from native_library import CAN_BUILD, copying_compiler
 from random_encoders import random_encoder
 from saved_chats import saved
 from sirchat.config.profile import Profile
@@ -80,10 +80,7 @@ def fill(home: Path, patch: pytest.MonkeyPatch) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(home / "home" / "cwd" / "deep")
     hub_tokenizer().save_pretrained(home / "home" / "cwd" / "deep")
     if CAN_BUILD:
-        (home / "code").write_bytes(built_library().read_bytes()[:-32])  # less the digest
-        compiler = home / "compiler"
-        compiler.write_text(f'#!/bin/sh\nfor out; do :; done\ncp {home / "code"} "$out"\n')
-        compiler.chmod(0o700)
+        copying_compiler(home / "bin")
         with Started(home, home / "first", "auto") as one, one.run("ask", "Hello") as command:
             command.close_input()
             assert command.ended(60) == 0, command.errors
@@ -104,7 +101,7 @@ class Started:
             folder,
             SIRCHAT_MAX_NEW_TOKENS="4",
             SIRCHAT_COMPILE=compiles,
-            CXX=str(whole / "compiler"),
+            CXX=str(whole / "bin" / "compiler"),
         )
         shutil.copytree(whole / "home", folder, dirs_exist_ok=True)
 

@@ -31,6 +31,16 @@ def built_library() -> Path:
     return path
 
 
+def copying_compiler(folder: Path) -> Path:
+    """A compiler in a new folder which takes no time: it copies the library that was built."""
+    folder.mkdir()
+    code, compiler = folder / "code", folder / "compiler"
+    code.write_bytes(built_library().read_bytes()[:-32])  # less the digest
+    compiler.write_text(f'#!/bin/sh\nfor out; do :; done\ncp {code} "$out"\n')
+    compiler.chmod(0o700)
+    return compiler
+
+
 @cache
 def loaded_library() -> ctypes.CDLL:
     """The library, not compared with torch: that takes most of a second, and has its own tests."""
