@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise, zip_longest
 
 import numpy as np
 import torch
@@ -34,13 +34,14 @@ _BELOW_TEN = ("", *(f"-{one}" for one in _ONES[:9]))
 _NUMBERS = [*_ONES, *(ten + one for ten in _TENS for one in _BELOW_TEN), "one-hundred"]  # from 1
 # What stands around a file's text, questions, and what has no words
 _NO_STATEMENT = re.compile(r"""```|.*[?\uff1f]["'”’»]*$|[\W\d_]*$""", re.DOTALL)
-# The end of a long row of prose that goes on in the next one
-_WRAPPED = re.compile(r"(?<=[^\n]{49}[\w,;])\n {0,3}(?=[^\W\d_A-Z])")
+_MIN_WRAPPED_CHARS = 50  # of a row of prose that goes on in the next one
+# A word that may go on in a row: no item of a list, no time
+_ROW_START = re.compile(r""" {0,3}([("“]?(?:[^\W\d_]\S*|\d+(?:[.,]\d+)*(?=\s)))""")
 _CONFIRMS = re.compile(r"\W*(?:yes|no|true|false|correct|right|sure|indeed)\b", re.IGNORECASE)
 # English endings, so that "move" and "moving" are one word
 _ENDING = re.compile(r"(?<=\w{3})(?:ing|ed|es|e|s)$")
-_DIGITS_OF = "|".join(reversed(_NUMBERS[1:])).replace("-", "[- ]")  # "one" is mostly a pronoun
-_NUMBER = re.compile(rf"\b(?:{_DIGITS_OF})\b", re.IGNORECASE)
+# Without "one", which is mostly a pronoun
+_NUMBER = re.compile(rf"\b(?:{'|'.join(reversed(_NUMBERS[1:])).replace('-', '[- ]')})\b", re.I)
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ def supporting_sentence(answer: str, question: str, text: str) -> tuple[str, boo
     more, numbers double, the question's half. `is_said` is False if no statement has a word that
     only the answer has, except for a yes or no, or in Chinese.
     """
-    text = _WRAPPED.sub(" ", text)
+    text = _unwrapped(text)
     sentences = [text[start:end].strip() for start, end in pairwise(sentence_bounds(text))]
     sentences = [one for one in sentences if not _NO_STATEMENT.match(one)]
     terms = [set(terms_of(_in_digits(one))) for one in sentences]
@@ -223,6 +224,18 @@ def supporting_sentence(answer: str, question: str, text: str) -> tuple[str, boo
     is_dense = max(answer, default="") >= FIRST_CJK
     is_said = found > 0 or not own or is_dense or bool(_CONFIRMS.match(answer))
     return sentences[int(scores.argmax())] if scores.any() else "", is_said
+
+
+def _unwrapped(text: str) -> str:
+    """A text with rows of prose joined: those that the next word would make the longest nearby."""
+    joined = ""
+    for _, block in groupby(text.split("\n"), key=lambda row: bool(row.strip())):
+        rows = list(block)
+        for row, after in zip_longest(rows, rows[1:], fillvalue=""):
+            word = _ROW_START.match(after)
+            is_full = word and len(row) + len(word[1]) >= max(map(len, rows))
+            joined += row + (" " if is_full and len(row) >= _MIN_WRAPPED_CHARS else "\n")
+    return joined
 
 
 def _is_among(groups: set[str], terms: set[str]) -> bool:

@@ -327,6 +327,8 @@ def test_below_an_answer_about_a_text_stands_its_sentence_or_that_no_word_is_in_
     ("question", "answer", "before", "sentence"),
     [
         ("When?", "At noon.", "Bring bread.", f"{WRAPPED}\nbehind the mill at noon."),
+        ("Where?", "In Oslo.", "Bring bread.", f"{WRAPPED} in\nOslo, near the mill."),
+        ("When was it?", "05:21", f"{'-' * 60}\n{'05:20 All is well ' * 4}\n", "05:21 case opened"),
         ("Who is the host?", "anna", "port: 1\ntime: none", "host: anna"),
         ("Who moves the heap?", "T. Mulder.", "# 1. Heap\n", "T. Mulder moves it in April."),
         ("Who mends the tap?", "The one that is near.", "# 1.\nFire!", "The tap is near the gate."),
