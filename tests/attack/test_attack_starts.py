@@ -32,7 +32,7 @@ from sirchat.version import __version__
 from tool_server import servers_file
 
 _SECONDS = 8.0  # of processor time
-_TOOLS = ["--tools", "servers.json", "--tools-allow", "snow__*"]
+_TOOLS = ["--tools", "servers.json", "--tools-allow", "snow__weather"]
 _WITHOUT_A_CHAT = [
     ["sessions"], ["sessions", "search", "words"], ["sessions", "map", "a"], ["--help"],
     ["sessions", "export", "trip", "-"], ["doctor"], ["paths"], ["profiles", "list"], ["models"],

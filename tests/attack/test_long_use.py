@@ -6,11 +6,14 @@ limits, no process takes more memory than the first ones, and the first chat can
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
+import subprocess
 import time
 import zipfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -19,15 +22,19 @@ import pytest
 from attacking import FIRST, MANY
 from command_home import CommandHome, Wrong, check_end
 from forked_command import ForkedCommand
+from native_library import CAN_BUILD, copying_compiler
 from sirchat.saved.search import search_sessions
 from sirchat.saved.session_list import list_sessions
 from sirchat.saved.store import SessionStore
+from tool_server import servers_file
 
 _OLD = Path(__file__).parents[1] / "golden" / "saved-chats" / "chats.zip"
 _FIRST_SAID = "My pelican is called Quixbert."
 _KV_LIMIT = 2**20
 _SLACK = 40 * 2**20  # bytes that a start may take more than the first ones
-_DAYS = (0, 0, 0, 30, -30, 9000, -9000)  # by which a clock may jump
+_DAYS = (0, 0, 0, 30, -30, 9000, -9000)  # by which a clock may jump, at each look at it
+_DISK = 50 * 2**20  # bytes, where a small disk can be mounted
+_TOOLS = ["--tools", "servers.json", "--tools-allow", "snow__weather", "--budget", "900"]
 _ENDS = (
     *[signal.SIGKILL] * 3, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, "/exit",
 )  # fmt: skip
@@ -37,14 +44,15 @@ _WORDS = "the harbour master keeps a green key of every boat that sails to Oslo 
 class User:
     """One home, and what was acknowledged in it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **variables: str) -> None:
         self.home = CommandHome(
             folder, SIRCHAT_MAX_NEW_TOKENS="3", SIRCHAT_BUDGET="64", SIRCHAT_RECALL="words",
-            SIRCHAT_SAVE_KV="on", SIRCHAT_SAVE_KV_LIMIT="1MiB", SIRCHAT_PANEL="off",
+            SIRCHAT_SAVE_KV="on", SIRCHAT_SAVE_KV_LIMIT="1MiB", SIRCHAT_PANEL="off", **variables,
         )  # fmt: skip
         self.home.sessions.mkdir(parents=True)
         with zipfile.ZipFile(_OLD) as files:
             files.extractall(self.home.sessions)
+        servers_file(folder / "cwd")
         self.said = [_turn for turns in self.saved().values() for _turn in turns]
         self.counts, self.most = Counter[str](), list[int]()
         self.number = 0
@@ -65,8 +73,11 @@ class User:
         ids = [one for one in ids if "-3pnz" not in one]  # of a model that is no file
         is_new = draw.random() < 0.2 or not self.number
         flags = [] if is_new else ["--resume", draw.choice(["last", *ids]), "--save"]
-        ahead, lines = 86_400 * draw.choice(_DAYS), self.counts["lines"]
-        with self.home.run(*flags, in_terminal=True, ahead=(ahead,)) as chat:
+        flags += _TOOLS * (draw.random() < 0.2)
+        self.counts["with tools"] += "--tools" in flags
+        ahead = [86_400 * days for days in draw.choices(_DAYS, k=draw.choice((1, 1, 5)))]
+        lines = self.counts["lines"]
+        with self.home.run(*flags, in_terminal=True, ahead=ahead) as chat:
             end = time.monotonic() + 60
             while chat.is_alive and not chat.reads_keys and time.monotonic() < end:
                 chat.read(0.02)
@@ -145,8 +156,26 @@ class User:
             raise Wrong(f"memory: {self.most[:10]} at first, {self.most[-10:]} now")
 
 
-def test_a_month_of_starts_loses_nothing_and_fills_neither_disk_nor_memory(tmp_path: Path) -> None:
-    user, starts = User(tmp_path / "home"), MANY or 2
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """An empty folder: for many starts a disk of its own, if there are the rights."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={_DISK}", "sirchat-attack", str(folder)]
+    is_mounted = (
+        bool(MANY) and os.geteuid() == 0 and not subprocess.run(mount, check=False).returncode
+    )
+    yield folder
+    if is_mounted:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_month_of_starts_loses_nothing_and_fills_neither_disk_nor_memory(
+    tmp_path: Path, disk: Path
+) -> None:
+    compiles = {"CXX": str(copying_compiler(tmp_path / "bin"))} if CAN_BUILD else {}
+    compiles["SIRCHAT_COMPILE"] = "auto" if CAN_BUILD and MANY else "off"
+    user, starts = User(disk / "home", **compiles), MANY or 2
     for number in range(starts):
         try:
             user.start(Random(FIRST + number))
