@@ -35,7 +35,7 @@ from sirchat.errors import SettingError, format_value
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger, Role, State
 from sirchat.models.encoder import Encoder
-from sirchat.recall.passages import sentences_of, texts_at
+from sirchat.recall.passages import sentences_of, texts_at, torn_sentences
 from sirchat.recall.word_index import words_of
 from sirchat.text.detokenizer import (
     QUESTION_MARKS,
@@ -139,10 +139,11 @@ def unpin_excess_rules(chat: Conversation, settings: CacheSettings) -> list[Even
 
 def _pinned_rules(chat: Conversation, vectors: dict[str, Tensor]) -> list[Positions]:
     """The positions [n] of each sentence of the pinned rules and preferences, in order."""
-    rules = list[Positions]()
+    rules, torn = list[Positions](), torn_sentences(chat.ledger, chat.texts)
     for run in chat.ledger.rules():
         pieces = texts_at(chat.ledger, chat.texts, run)
-        rules += [run[start:end] for start, end in pairwise(sentence_bounds(pieces))]
+        parts = (run[start:end] for start, end in pairwise(sentence_bounds(pieces)))
+        rules += [part for part in parts if not torn[part].any()]
     own = chat.ledger.pins_except_rules(0)  # among them rules that the user has pinned
     own = own[chat.ledger.column("role")[own] == _USER]
     for turn in np.unique(chat.ledger.column("turn")[own]).tolist():

@@ -61,10 +61,13 @@ def restore_terminal() -> None:
 
 
 def exit_while_loading(exit_request: SystemExit) -> None:
-    """End the process at once if a thread still loads a model, because Python can't stop it."""
-    startup = sys.modules.get("sirchat.ui.startup")  # not imported, so no thread of it runs
+    """End the process at once if a thread still loads a model, because Python can't stop it.
+
+    Python would end such a thread at its next return from C++, which then aborts the process.
+    """
+    loading = sys.modules.get("sirchat.models.new_thread")  # not imported, so no thread of it runs
     names = [thread.name for thread in threading.enumerate()]
-    if startup is not None and startup.LOADER_THREAD in names:
+    if loading is not None and loading.LOADER_THREAD in names:
         restore_terminal()
         _exit(exit_request.code if isinstance(exit_request.code, int) else 0)
 

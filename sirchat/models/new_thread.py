@@ -9,6 +9,8 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
+LOADER_THREAD = "loading a model"  # name of a thread that loads a model, or asks a hub about one
+
 
 def call_in_new_thread(work: Callable[[], Result], seconds: float | None = None) -> Result:
     """Call `work` in a new thread and return its result; raises TimeoutError after `seconds`."""
@@ -23,5 +25,5 @@ def call_in_new_thread(work: Callable[[], Result], seconds: float | None = None)
         except BaseException as error:
             future.set_exception(error)
 
-    Thread(target=run, daemon=True).start()
+    Thread(target=run, name=LOADER_THREAD, daemon=True).start()
     return future.result(seconds)

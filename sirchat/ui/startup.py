@@ -17,6 +17,7 @@ from sirchat.chat.model_defaults import budget_follows_model
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import write_default_setting
 from sirchat.errors import SettingError
+from sirchat.models.new_thread import LOADER_THREAD
 from sirchat.models.torch_imports import preload_torch
 from sirchat.ui.lists import format_bytes
 from sirchat.ui.prompt import ask_for_key
@@ -35,8 +36,6 @@ if TYPE_CHECKING:  # the thread imports the modules that load a model
 
     # Loads the model and opens a session; calls its argument, if not None, to report progress.
     OpenSession = Callable[[Progress | None], Session]
-
-LOADER_THREAD = "opening a session"  # name of the thread that loads the model
 
 # Longest time for which the thread may keep Python's lock (GIL) while the prompt waits for it: the
 # prompt needs the lock many times for each key.

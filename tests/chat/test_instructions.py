@@ -124,6 +124,14 @@ def test_of_a_rule_that_is_erased_nothing_stays() -> None:
     assert chat.state.unpinned_sentences == {(0, "Hello."), (2, "Call me Priya from now on.")}
 
 
+def test_what_is_left_of_a_rule_with_an_erased_word_is_listed_as_no_rule() -> None:
+    chat = chat_of()
+    ask(chat, "Call me Priya from now on.")
+    assert [one.text for one in chat.facts() if one.is_rule] == ["Call me Priya from now on."]
+    chat.erase("Priya")
+    assert not chat.facts()
+
+
 def test_a_policy_without_pins_pins_nothing() -> None:
     window = chat_of(policy="window")
     assert not ask(window, RULE)

@@ -238,3 +238,19 @@ def test_ctrl_c_before_the_commands_are_there_ends_in_one_line(
         main()
     assert left.value.code == 130
     assert capsys.readouterr().err == "sirchat: interrupted\n"
+
+
+def test_a_command_ends_at_once_while_a_thread_loads_a_model() -> None:
+    program = """if True:
+        import atexit, time
+        from sirchat.cli.signals import exit_while_loading
+        from sirchat.models.new_thread import call_in_new_thread
+
+        atexit.register(print, "Python ended the threads")
+        try:
+            call_in_new_thread(lambda: time.sleep(60), 0.01)
+        except TimeoutError:
+            exit_while_loading(SystemExit(130))
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
