@@ -13,7 +13,7 @@ from sirchat.chat.conversation import Conversation
 from sirchat.errors import UsageError, format_value
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger, Role
-from sirchat.recall.passages import sentences_of, texts_at
+from sirchat.recall.passages import sentences_of, texts_at, torn_sentences
 from sirchat.text.detokenizer import Texts, sentence_bounds, tokens_matching
 
 Target = str | Positions  # what the user typed to name tokens, or their stream positions
@@ -48,7 +48,10 @@ def positions_of(
     is_near = np.ones_like(near, bool)
     for column in (ledger.column("turn"), ledger.column("role")):  # a template has its own prompt
         is_near &= column[near] == column[positions][:, None]
-    return np.intersect1d(near[is_near], said)
+    near = near[is_near]
+    if around:  # the rest of a sentence with erased words says what nobody said
+        near = near[~torn_sentences(ledger, chat.texts)[near] | np.isin(near, positions)]
+    return np.intersect1d(near, said)
 
 
 def tokens_to_erase(chat: Conversation, target: str) -> Positions:

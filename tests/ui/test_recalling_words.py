@@ -120,6 +120,15 @@ def test_of_what_was_restored_the_rest_of_a_sentence_with_erased_words_is_not_re
     assert "I live in Rome." in chat.do("/recall")
 
 
+def test_the_words_around_what_is_restored_are_of_no_sentence_with_erased_words() -> None:
+    chat = Chat(tiny(), budget=64, recent=0, max_new_tokens=16, policy="window")
+    chat.say("My favourite colour is Rex. I live in Lisbon.")
+    chat.do('/erase --yes "Rex"')
+    told = chat.do('/recall "Lisbon"')
+    assert "Lisbon" in told
+    assert "favourite" not in told
+
+
 def test_where_nothing_can_be_restored_a_line_says_why() -> None:
     chat = chat_of("My name is Anna.", "I live in Rome.", "Hello!")
     ledger = chat.session.ledger
