@@ -195,7 +195,8 @@ class Talk:
             )
         )
         said = " ".join(self.said().split())
-        return " ".join(text.split()) in said and not (is_left and text.strip() not in self.typed_whole())
+        is_torn = is_left and text.strip() not in self.typed_whole()
+        return " ".join(text.split()) in said and not is_torn
 
     def typed_whole(self) -> str:
         whole = " ".join(one.text for one in self.whole())
