@@ -85,6 +85,7 @@ def ask_hub(name: str, *, with_files: bool = False) -> ModelInfo:
         info = call_in_new_thread(
             lambda: api.model_info(name, timeout=_ANSWER_TIMEOUT, files_metadata=with_files),
             _ANSWER_TIMEOUT,
+            "asking the hub",
         )
     names = {sibling.rfilename for sibling in getattr(info, "siblings", None) or ()}
     if "adapter_config.json" in names and "config.json" not in names:

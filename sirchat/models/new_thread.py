@@ -9,10 +9,12 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
-LOADER_THREAD = "loading a model"  # name of a thread that loads a model, or asks a hub about one
+LOADER_THREAD = "loading a model"  # name of a thread that loads a model
 
 
-def call_in_new_thread(work: Callable[[], Result], seconds: float | None = None) -> Result:
+def call_in_new_thread(
+    work: Callable[[], Result], seconds: float | None = None, name: str = LOADER_THREAD
+) -> Result:
     """Call `work` in a new thread and return its result; raises TimeoutError after `seconds`."""
     # A model is loaded so, because another thread will generate: OpenMP gives each thread that
     # computes its own workers until it ends. With more workers than cores, they sleep when they
@@ -25,5 +27,5 @@ def call_in_new_thread(work: Callable[[], Result], seconds: float | None = None)
         except BaseException as error:
             future.set_exception(error)
 
-    Thread(target=run, name=LOADER_THREAD, daemon=True).start()
+    Thread(target=run, name=name, daemon=True).start()
     return future.result(seconds)
