@@ -24,7 +24,6 @@ from sirchat.config.profile import FIXED_SETTINGS, Profile
 from sirchat.config.profile_files import changed_profile, load_profile, resolve, trust_named
 from sirchat.config.values import parse_value
 from sirchat.errors import SirchatError, TranscriptError, UsageError, is_output_closed
-from sirchat.memory.policies import import_typed
 from sirchat.paths import read_yaml, sessions_dir
 from sirchat.text.json_schema import load_schema
 from sirchat.ui.interrupt import interruptible_imports
@@ -358,7 +357,6 @@ def _open_saved_file(
     for key, value in flags.items():
         if key not in ("profile", "trust_policy"):
             settings[key] = parse_value(key, value) if isinstance(value, str) else value
-    import_typed(str(flags.get("policy", "")))
     load_schema(str(settings.get("json_schema", "off")))
     names = [key for key in settings if at_opening is None or key in at_opening]
     first = {key: settings.pop(key) for key in names}

@@ -114,8 +114,10 @@ def resolve(
 
 
 def trust_named(flags: Mapping[str, Any]) -> None:
-    """Let files name the policies that two flags name."""
-    policies.trust(*(flags.get("trust_policy") or ()), flags.get("policy") or "")
+    """Import the policies `module:Class` that two flags name, so that files may name them."""
+    for name in filter(policies.is_path, flags.get("trust_policy") or ()):
+        policies.policy_class(name)
+    policies.import_typed(flags.get("policy") or "")
 
 
 def profile_path(name_or_file: str) -> Path:

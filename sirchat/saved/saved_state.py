@@ -194,8 +194,8 @@ def load_passages(session: Session, store: SessionStore, state: SavedState) -> N
 def saved_profile(store: SessionStore) -> Profile:
     """The settings of a saved session.
 
-    Raises SettingError for a policy path `module:Class` that nobody trusts, and SessionError
-    for settings that this version of sirchat does not know.
+    Raises SettingError for a policy path `module:Class` whose module is not imported, and
+    SessionError for settings that this version of sirchat does not know.
     """
     record = store.state_record()
     try:

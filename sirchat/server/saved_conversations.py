@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 from sirchat.chat.session import Session
 from sirchat.config.profile import FIXED_SETTINGS, Profile
 from sirchat.errors import SirchatError
-from sirchat.memory.policies import trust
+from sirchat.memory.policies import import_typed
 from sirchat.models.model import LoadedModel
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.database import SUFFIX, as_damage_errors, require
@@ -94,7 +94,7 @@ class SavedConversations:
 
     def __init__(self, model: LoadedModel, profile: Profile, limit: int, folder: Path) -> None:
         self._model, self._profile = model, profile
-        trust(profile.policy)  # in a replica, nobody has typed it
+        import_typed(profile.policy)  # in a replica, nobody has typed it
         self._limit, self._folder = limit, folder
         self._writer = ThreadPoolExecutor(1, "saving")
         self._logged_at = -math.inf  # time of the last logged error, in seconds

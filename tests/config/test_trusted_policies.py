@@ -19,7 +19,7 @@ from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve
 from sirchat.errors import SettingError
-from sirchat.memory.policies import trust
+from sirchat.memory.policies import import_typed
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.store import SessionStore
@@ -115,10 +115,10 @@ def test_a_saved_chat_cannot_run_code(here: Path, planted: str) -> None:
     with pytest.raises(SettingError, match="trust-policy"):
         Chat().do(f"/load {ident}")
     assert not (here / "ran").exists()
-    trust("other:Policy")
+    import_typed("other:Policy")
     with SessionStore.open(path) as store, pytest.raises(SettingError, match="trust-policy"):
         saved_profile(store)
-    trust(planted)
+    import_typed(planted)
     with SessionStore.open(path) as store:
         assert saved_profile(store).policy == planted
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 # Additional names of eviction policies, each mapped to the policy's usual name.
 ALIASES = {"stream": "sink", "attention": "h2o"}
 
-_TRUSTED = set[str]()  # policies `module:Class` that the user has named in this program
-
 _REGISTRY = Registry("policy", __name__, "sirchat.policies", ALIASES, ("base", "check", "scores"))
 
 
@@ -51,19 +49,13 @@ def policy_class(name: str) -> type[Policy]:
     return _REGISTRY.find(name, hint="or package.module:Class")
 
 
-def trust(*names: str) -> None:
-    """Let files name these policies `module:Class`, as the user has; their code then runs."""
-    _TRUSTED.update(names)
-
-
 def import_typed(name: str) -> None:
-    """Trust a policy that the user typed as a path, and import its module; ignore other names.
+    """Import the module of a policy that the user typed as a path; ignore other names.
 
     The module may be in the current folder. `policy_class` raises the error of a failed import.
     """
     if not is_path(name):
         return
-    trust(name)
     sys.path.append("")  # the current folder, as for `python -m`
     try:
         with suppress(ImportError, ValueError):
@@ -73,11 +65,11 @@ def import_typed(name: str) -> None:
 
 
 def refuse_untrusted(name: object, source: str) -> None:
-    """Raise SettingError if the file `source` names a policy by a path that nobody trusts.
+    """Raise SettingError if the file `source` names a policy of a module that is not imported.
 
-    The path's module would run as code, and the file may come from somebody else.
+    The module would run as code, and the file may come from somebody else.
     """
-    if isinstance(name, str) and ":" in name and name not in _TRUSTED:
+    if isinstance(name, str) and ":" in name and name.partition(":")[0] not in sys.modules:
         shown = format_value(name)
         raise SettingError(
             f"{source}: policy {shown} would run a module's code, which a file may not request",
