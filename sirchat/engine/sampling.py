@@ -167,16 +167,18 @@ def candidates(scores: Scores, sampling: Sampling) -> tuple[NDArray[np.int64], N
     if sampling.min_p and top_p == 1.0:  # rounding aside, as below
         min_score = max(min_score, largest + math.log(sampling.min_p) - 1e-3)
     if top_p < 1.0:
-        left = scores[scores >= min_score]
+        lowest = largest - _MAX_SCORE_GAP  # what is less adds nothing to the sum
+        left = scores[scores >= min_score] if min_score > lowest else scores.clip(lowest)
         weights = np.exp(left - largest)
-        left_out = (1 - top_p) * weights.sum(dtype=np.float64)
+        total = weights.sum(dtype=np.float64)
+        left_out = (1 - top_p) * total
         # Ids with less than an equal share of that are all left out, and need no sorting.
-        is_rare = weights < left_out / len(left)
-        ascending = np.sort(left[~is_rare])
-        cumulative = np.exp(ascending - largest).cumsum(dtype=np.float64)
-        cumulative += weights[is_rare].sum(dtype=np.float64)
+        ascending = np.sort(weights[weights >= left_out / len(left)])
+        cumulative = ascending.cumsum(dtype=np.float64)
+        cumulative += total - cumulative[-1]
         count = int(cumulative.searchsorted(left_out, side="right"))
-        min_score = ascending[min(count, len(ascending) - 1)]
+        least = ascending[min(count, len(ascending) - 1)]
+        min_score = left[weights >= least].min()
     ids = np.flatnonzero(scores >= min_score)
     weights = np.exp(scores[ids].astype(np.float64) - largest)
     is_left = weights >= (sampling.min_p or 0.0)
