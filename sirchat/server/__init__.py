@@ -1,1 +1,1 @@
-"""An HTTP server for chats, with the endpoints of OpenAI's and Ollama's APIs."""
+"""An HTTP server for chats, with the endpoints of OpenAI's and Anthropic's APIs."""

@@ -1,4 +1,4 @@
-"""The server's HTTP endpoints, which follow the APIs of OpenAI and Ollama."""
+"""The server's HTTP endpoints, which follow the APIs of OpenAI and Anthropic."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -26,11 +27,11 @@ from sirchat.chat.model_defaults import with_model_defaults
 from sirchat.chat.settings import check_profile
 from sirchat.config.profile import FIXED_SETTINGS, Profile
 from sirchat.config.profile_files import changed_profile
-from sirchat.errors import SettingError, on_one_line
+from sirchat.errors import SettingError, format_value, on_one_line
 from sirchat.memory.policies import is_path
 from sirchat.models.model import LoadedModel
 from sirchat.paths import server_port_file
-from sirchat.server import anthropic, ollama, responses
+from sirchat.server import anthropic, responses
 from sirchat.server.access import Access, read_body, show_error
 from sirchat.server.anthropic import MessageSerializer
 from sirchat.server.completions import ChatCompletionSerializer
@@ -42,8 +43,6 @@ from sirchat.server.fields import (
     make_request,
     parse_json_object,
 )
-from sirchat.server.model_routes import ModelRoutes
-from sirchat.server.ollama import OllamaSerializer
 from sirchat.server.parts import ReplyOptions
 from sirchat.server.pool import ConversationPool, Limits
 from sirchat.server.replies import reply_format
@@ -65,19 +64,16 @@ from sirchat.server.streaming import (
 )
 
 _LOG = logging.getLogger(__name__)
-_OLLAMA_CHAT = "/api/chat"
 
 # What puts a request of another API into the form of chat completions, and its names of fields.
 _TRANSLATIONS: dict[str, tuple[Callable[[Fields], Fields], dict[str, str]]] = {
     "/v1/messages": (anthropic.chat_fields, anthropic.NAMES),
     "/v1/responses": (responses.chat_fields, responses.NAMES),
-    _OLLAMA_CHAT: (ollama.chat_fields, ollama.NAMES),
 }
 _SERIALIZERS: dict[str, Callable[[Fields, str], ReplySerializer]] = {
     "/v1/chat/completions": ChatCompletionSerializer,
     "/v1/messages": lambda body, model: MessageSerializer(model),
     "/v1/responses": ResponsesSerializer,
-    _OLLAMA_CHAT: lambda body, model: OllamaSerializer(model),
 }
 _CORS: dict[str, Any] = {
     "allow_methods": ["*"],
@@ -121,14 +117,15 @@ class ChatServer:
         check_profile(self._profile, model)
         self.conversations = ConversationPool(model, self._profile, limits, folder)
         self.replies = ReplyThread(self.conversations, limits.conversations + limits.queue)
-        names = model_names(model.name)
-        self.model = names[-1]
-        self._model_routes = ModelRoutes(model, names)
+        # The model's names for clients: its full one, and the part after the last slash.
+        self._names = model.name, model.name.rstrip("/").rpartition("/")[2]
+        self.model, self._loaded_at = self._names[-1], int(time.time())
         self._logged_notes = set[str]()
         self._formats = ModelFormats()
         routes = [
             Route("/health", self._health),
-            *self._model_routes.routes,
+            Route("/v1/models", self._list_models),
+            Route("/v1/models/{name:path}", self._show_model),
             *SessionRoutes(self.replies, self.conversations).routes,
             *(Route(p, partial(self._reply, p), methods=["POST"]) for p in _SERIALIZERS),
             Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
@@ -151,13 +148,34 @@ class ChatServer:
     async def _health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
+    async def _list_models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._about_model]})
+
+    async def _show_model(self, request: Request) -> Response:
+        self._check_name(request.path_params["name"])
+        return JSONResponse(self._about_model)
+
+    @property
+    def _about_model(self) -> dict[str, Any]:
+        fields = {"object": "model", "created": self._loaded_at, "owned_by": "sirchat"}
+        # Histories may be longer than the context: what is evicted is archived.
+        length = self._model.context_length
+        return {"id": self.model, **fields, "context_length": length, "max_model_len": length}
+
+    def _check_name(self, name: str | None) -> None:
+        if name is not None and name not in self._names:
+            raise RequestError(
+                f"there is no model {format_value(name)}; this server has {self.model}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+
     async def _reply(self, endpoint: str, request: Request) -> Response:
         """Generate the reply to a request; the response is a stream if the request asks for one."""
         serializer_of = _SERIALIZERS[endpoint]
         body = parse_json_object(await read_body(request))
-        self._model_routes.check_name(make_request(RequestBody, body).model)
-        if endpoint == _OLLAMA_CHAT and not body.get("messages"):
-            return JSONResponse(OllamaSerializer(self.model).loaded_body())
+        self._check_name(make_request(RequestBody, body).model)
         chat = chat_request(endpoint, body)
         serializer = serializer_of(body, self.model)
         options = self._options(chat)
@@ -171,7 +189,7 @@ class ChatServer:
                 await asyncio.wait_for(first_part, _HEADERS_SECONDS if chat.stream else None)
             headers = self._note_headers(options.notes) | options.headers
             if chat.stream:
-                return EventStream(serializer.events(parts), serializer.media, parts, headers)
+                return EventStream(serializer.events(parts), parts, headers)
             content = await await_unless_disconnected(request, serializer.collect_response(parts))
             return JSONResponse(content, headers=headers)
         except BaseException:
@@ -181,7 +199,7 @@ class ChatServer:
     async def _count_tokens(self, request: Request) -> Response:
         """Count the tokens of a request's texts, without those that the chat template adds."""
         chat = chat_request("/v1/messages", parse_json_object(await read_body(request)))
-        self._model_routes.check_name(chat.model)
+        self._check_name(chat.model)
         history = self._history(chat)
         texts = [history.system or "", history.tools, *(text for _, text in history.messages)]
         # No other thread runs while the tokenizer reads a text; a cut may add a token.
@@ -264,8 +282,3 @@ def chat_request(endpoint: str, body: Fields) -> ChatRequest:
     """A request for a reply in the form of chat completions; raises RequestError if invalid."""
     to_chat, names = _TRANSLATIONS.get(endpoint, (dict, {}))
     return make_request(ChatRequest, to_chat(body), names=names)
-
-
-def model_names(model: str) -> tuple[str, ...]:
-    """The names of a model for clients: its full name, and the part after the last slash."""
-    return tuple(dict.fromkeys((model, model.rstrip("/").rpartition("/")[2])))

@@ -128,7 +128,7 @@ def conversation_key(path: str, body: bytes, name: str = "") -> bytes:
 
     `name` comes from a header; a name in the request's `body` has precedence.
     """
-    endpoint = path if path.startswith(("/v1/", "/api/")) else f"/v1{path}"
+    endpoint = path if path.startswith("/v1/") else f"/v1{path}"
     beginning: Any = None
     if body:
         with suppress(RequestError):  # the replica answers with the same error

@@ -38,8 +38,7 @@ EMPTY_VALUES: tuple[Any, ...] = (None, "", [], {})
 _UNSET_VALUES: dict[str, tuple[Any, ...]] = {
     "seed": (-1,),
     "top_k": (0, -1),
-    "max_tokens": (-1, -2),  # -2: of Ollama, as much as the context holds
-    "max_completion_tokens": (-1,),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), (-1,)),
     **dict.fromkeys(("stop", "reasoning_effort"), ("",)),
 }
 
@@ -82,7 +81,7 @@ class RequestError(Exception):
             default_type = "invalid_request_error" if self.status < 500 else "api_error"
             error = {"type": _ANTHROPIC_ERRORS.get(self.status, default_type), "message": str(self)}
             return {"type": "error", "error": error}
-        return {"error": str(self)} if path.startswith("/api/") else self.body
+        return self.body
 
 
 def join_text_parts(content: Any) -> Any:

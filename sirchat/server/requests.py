@@ -239,15 +239,18 @@ class AskFields(RequestObject):
     source: int = Field(default=0, ge=0, le=MAX_TOKEN_LIMIT)
 
 
-class SamplingFields(RequestBody):
-    """How each token of a reply is chosen, and where it ends; `ChatServer` checks the values."""
+class ChatRequest(RequestBody):
+    """A request for a reply in a chat, with the fields of OpenAI's chat completions.
+
+    Requests of other APIs are translated to this form. `ChatServer` checks sampling settings.
+    """
 
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    repeat_penalty: float | None = None  # as llama.cpp and Ollama call it
+    repeat_penalty: float | None = None  # as llama.cpp calls it
     seed: int | None = None
     stop: Annotated[
         list[Annotated[str, Field(min_length=1)]],
@@ -256,14 +259,6 @@ class SamplingFields(RequestBody):
         ),
         Field(max_length=_MAX_STOP_STRINGS),
     ] = Field(default=[])
-
-
-class ChatRequest(SamplingFields):
-    """A request for a reply in a chat, with the fields of OpenAI's chat completions.
-
-    Requests of other APIs are translated to this form.
-    """
-
     stream: bool = False
     sirchat: ConversationFields = ConversationFields()
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)

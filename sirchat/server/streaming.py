@@ -28,8 +28,6 @@ Parts = AsyncIterable[Part]  # the last is a `ReplyEnd`; raises RequestError if 
 class ReplySerializer:
     """The form in which an API sends a reply: one JSON object, or a stream of events."""
 
-    media = "text/event-stream"
-
     async def collect_response(self, parts: Parts) -> dict[str, Any]:
         """Wait until the reply has ended; returns the JSON object of the response."""
         reply = ReplyText("")
@@ -120,12 +118,13 @@ class ReplyParts:
 class EventStream(StreamingResponse):
     """A streamed HTTP response; the reply is cancelled if the client leaves or stops reading."""
 
+    media_type = "text/event-stream"
+
     def __init__(
-        self, events: AsyncIterator[str], media: str, parts: ReplyParts, headers: dict[str, str]
+        self, events: AsyncIterator[str], parts: ReplyParts, headers: dict[str, str]
     ) -> None:
-        if media == "text/event-stream":
-            events = _with_keepalives(events)
-        super().__init__(events, headers={"Cache-Control": "no-store", **headers}, media_type=media)
+        events = _with_keepalives(events)
+        super().__init__(events, headers={"Cache-Control": "no-store", **headers})
         self._parts = parts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

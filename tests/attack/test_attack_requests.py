@@ -84,22 +84,6 @@ VALID: list[tuple[str, dict[str, Any]]] = [
         "thinking": {"type": "enabled", "budget_tokens": 1024},
     }),
     ("/v1/messages", {"model": "tiny", "max_tokens": 2, "messages": _CHAT[1:], "stream": True}),
-    ("/api/chat", {
-        "model": "tiny", "messages": _CHAT, "stream": True, "format": "json", "think": False,
-        "options": {"num_predict": 3, "temperature": 0.2, "num_ctx": 128, "repeat_last_n": 3},
-        "keep_alive": "5m",
-    }),
-    ("/api/chat", {
-        "model": "tiny", "stream": False, "options": {"num_predict": 2},
-        "messages": [
-            user("Rome?"),
-            {"role": "assistant", "tool_calls": [
-                {"function": {"name": "weather", "arguments": {"city": "Rome"}}},
-            ]},
-            {"role": "tool", "tool_name": "weather", "content": "snow"},
-        ],
-        "tools": [{"type": "function", "function": _TOOL}],
-    }),
 ]  # fmt: skip
 _ODD_JSON = [
     "1e999", "-1e999", "NaN", "Infinity", "-0", "-0.0", str(2**70), str(-(2**70)), "1e308",

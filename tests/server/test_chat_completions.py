@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,7 +19,6 @@ from chatting import babbler, session, tiny
 from serving import CHAT, Served, assistant, listening, refusal, said, served, system, told, user
 from sirchat.chat.events import TurnDone
 from sirchat.server import app, completions, streaming
-from sirchat.server.app import model_names
 from sirchat.server.parts import StopStrings
 
 ASKED = [system("Be kind."), user("My name is Anna.")]
@@ -115,8 +115,11 @@ def test_sampling_settings_hold_for_one_reply_alone(server: Served) -> None:
 
 
 def test_the_model_has_its_name_and_one_without_folders(server: Served) -> None:
-    assert model_names("/models/a/b.gguf") == ("/models/a/b.gguf", "b.gguf")
-    assert model_names("Qwen/Qwen3-0.6B") == ("Qwen/Qwen3-0.6B", "Qwen3-0.6B")
+    with served(replace(tiny(), name="Qwen/Qwen3-0.6B"), max_new_tokens=1) as other:
+        (shown,) = other.client.get("/v1/models").json()["data"]
+        assert shown["id"] == "Qwen3-0.6B"
+        for name in ("Qwen/Qwen3-0.6B", "Qwen3-0.6B"):
+            assert other.client.get(f"/v1/models/{name}").status_code == 200
     assert [entry["id"] for entry in server.client.get("/v1/models").json()["data"]] == ["tiny"]
     response = server.post(ASKED, model="gpt-4o")
     assert response.status_code == 404

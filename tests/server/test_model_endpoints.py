@@ -1,8 +1,7 @@
-"""The endpoints about the model itself, and Ollama's requests that are no chats."""
+"""The endpoints about the model itself, and which pages may ask."""
 
 from __future__ import annotations
 
-from chatting import tiny
 from serving import CHAT, Served, refusal, served, server_of_module, user
 
 ANNA = "My name is Anna."
@@ -19,21 +18,6 @@ def test_a_model_is_found_by_its_name_with_and_without_v1(server: Served) -> Non
     body = {"messages": [user(ANNA)], "seed": 1}
     replies = [server.client.post(path, json=body).json() for path in (CHAT, CHAT[3:])]
     assert replies[0]["choices"] == replies[1]["choices"]
-
-
-def test_ollama_is_told_what_the_model_is(server: Served) -> None:
-    shown = server.send("/api/show", model="tiny")
-    kind = shown["model_info"]["general.architecture"]
-    assert shown["model_info"][f"{kind}.context_length"] == tiny().context_length
-    assert "completion" in shown["capabilities"]
-    assert shown["details"]["family"] == kind
-    (model,) = server.client.get("/api/tags").json()["models"]
-    assert model["name"] == model["model"] == "tiny"
-    assert model["size"] > 1000
-    error = server.client.post("/api/show", json={"model": "llama3"})
-    assert (error.status_code, type(error.json()["error"])) == (404, str)
-    assert server.send("/api/show", model="", name="tiny") == shown
-    assert server.client.post("/api/show", json={"name": "llama3"}).status_code == 404
 
 
 def test_only_pages_of_sites_that_were_named_may_ask() -> None:

@@ -1,4 +1,4 @@
-"""The endpoints beside chat completions: continued texts, responses, Ollama's; also with tools."""
+"""The endpoints beside chat completions: continued texts, responses; also with tools."""
 
 from __future__ import annotations
 
@@ -84,52 +84,12 @@ def test_a_response_is_not_kept_but_its_conversation_may_have_a_name(server: Ser
         assert "name the conversation" in error["message"]
 
 
-def test_a_chat_in_ollamas_shape_is_the_same_chat(server: Served) -> None:
-    messages = [system("Be kind."), user(ANNA)]
-    body: dict[str, Any] = {"model": "tiny:latest", "messages": messages, "keep_alive": "5m"}
-    whole = server.send("/api/chat", stream=False, **body)
-    text = told(messages, max_new_tokens=12)
-    assert whole["message"] == {"role": "assistant", "content": text}
-    assert (whole["model"], whole["done"], whole["done_reason"]) == ("tiny", True, "stop")
-    assert whole["eval_count"] > 0 < whole["prompt_eval_count"]
-    assert whole["total_duration"] > 0
-    loaded = server.send("/api/chat", model="tiny", messages=[])
-    assert (loaded["done"], loaded["done_reason"]) == (True, "load")
-    response = server.client.post("/api/chat", json=body)
-    assert response.headers["content-type"] == "application/x-ndjson"
-    lines = [json.loads(line) for line in response.text.splitlines()]
-    assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
-    assert "".join(line["message"]["content"] for line in lines) == text
-    longer = [*messages, whole["message"], user(NAME)]
-    assert cached(server.ask(longer)) > 0
-
-
-def test_the_options_of_ollama_have_their_effect(server: Served) -> None:
-    body: dict[str, Any] = {"model": "tiny", "messages": [user(ANNA)], "stream": False}
-
-    def ask(**options: Any) -> Any:
-        return server.send("/api/chat", options=options, **body)
-
-    assert (ask(num_predict=2)["eval_count"], ask(num_predict=2)["done_reason"]) == (2, "length")
-    assert ask(num_predict=-1)["done_reason"] == "stop"
-    text = ask()["message"]["content"]
-    assert ask(stop=[text[3:5]])["message"]["content"] == text[: text.index(text[3:5])]
-    assert ask(repeat_penalty=1.0, min_p=0.0, top_p=1.0)["message"]["content"] == text
-    hot = {"temperature": 5.0, "top_k": 50}
-    assert len({ask(**hot, seed=n)["message"]["content"] for n in (1, 1, 2)}) == 2
-
-
-def test_a_format_can_be_named_in_each_shape(server: Served) -> None:
+def test_a_response_may_name_its_format(server: Served) -> None:
     schema = {"type": "object", "maxProperties": 0}
     form = {"type": "json_schema", "name": "empty", "schema": schema, "strict": True}
     response = server.send(RESPONSES, input=ANNA, text={"format": form})
     assert response["output"][0]["content"][0]["text"] == "{}"
     assert response["text"]["format"] == form
-    body = {"model": "tiny", "stream": False, "messages": [user(ANNA)]}
-    replies = [server.send("/api/chat", format=form, **body) for form in (schema, "json")]
-    said = [reply["message"]["content"] for reply in replies]
-    assert said[0] == "{}"
-    assert said[1].startswith("{")
 
 
 ASKED = "How is the weather in Oslo?"
@@ -254,37 +214,3 @@ def test_a_response_can_be_made_to_call_a_tool(with_tools: Served) -> None:
         (call,) = response["output"]
         assert call["name"] == "weather"
         assert response["tool_choice"] == choice
-
-
-def test_in_ollamas_shape_calls_have_no_ids_and_nothing_is_read_twice(
-    with_tools: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def ask(messages: list[Any], **fields: Any) -> list[Any]:
-        body = {"model": "tiny", "tools": [WEATHER], "messages": messages, **fields}
-        response = with_tools.client.post("/api/chat", json=body)
-        assert response.status_code == 200, response.text
-        return [json.loads(line) for line in response.text.splitlines()]
-
-    question = "And in Rome?"
-    script(monkeypatch, [f"Let me look.\n{CALL}\n{CALL}", "It is cold.", CALL, "Bye."])
-    (first,) = ask([user(question)], stream=False)
-    call = {"function": {"name": "weather", "arguments": {"city": "Oslo"}}}
-    wanted = {"role": "assistant", "content": "Let me look.", "tool_calls": [call, call]}
-    assert (first["message"], first["done_reason"]) == (wanted, "stop")
-    results = [
-        {"role": "tool", "content": "Snow.", "tool_name": "weather"},
-        {"role": "tool", "content": "Sun."},
-    ]
-    messages: list[Any] = [user(question), first["message"], *results]
-    (second,) = ask(messages, stream=False)
-    assert second["message"]["content"] == "It is cold."
-    messages += [second["message"], user("And now?")]
-    pieces = ask(messages)
-    assert [call for piece in pieces for call in piece["message"].get("tool_calls", [])] == [call]
-    assert [piece["done"] for piece in pieces] == [False] * (len(pieces) - 1) + [True]
-    listed = with_tools.client.get("/v1/sirchat/sessions").json()["data"]
-    (count,) = [entry["messages"] for entry in listed if entry["first"] == question]
-    assert count == 6  # one conversation: what tools returned in a row is one message
-    messages += [pieces[0]["message"], {"role": "tool", "content": "Rain.", "tool_name": "other"}]
-    body = {"model": "tiny", "tools": [WEATHER], "messages": messages}
-    assert "no such call" in with_tools.client.post("/api/chat", json=body).json()["error"]

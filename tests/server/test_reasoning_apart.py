@@ -122,18 +122,6 @@ def test_a_response_has_an_item_for_each_reasoning() -> None:
         assert len({item["id"] for item in output}) == len(output)
 
 
-def test_ollama_has_thinking_apart(server: Served) -> None:
-    body: dict[str, Any] = {"model": "heart", "messages": [user(QUESTION)]}
-    whole = server.send("/api/chat", stream=False, **body)["message"]
-    assert (whole["content"], whole["thinking"]) == (ANSWER, THOUGHT)
-    lines = server.client.post("/api/chat", json=body).text.splitlines()
-    messages = [json.loads(line)["message"] for line in lines]
-    assert "".join(message.get("thinking", "") for message in messages) == THOUGHT
-    assert "".join(message["content"] for message in messages) == ANSWER
-    after = {**body, "messages": [user(QUESTION), whole, user(NAME)]}
-    assert server.send("/api/chat", stream=False, **after)["message"]["content"] == GREETING
-
-
 _TOLD = [("weather", {"city": "Rome"}), ("time", {"at": "{to=functions.no"})]
 
 
@@ -176,15 +164,13 @@ _OFF: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}),
     ("/v1/responses", {"reasoning": {"effort": "none"}}),
     ("/v1/messages", {"thinking": {"type": "disabled"}, "max_tokens": 2}),
-    ("/api/chat", {"think": False}),
 ]
-_READ = ("prompt_tokens", "input_tokens", "prompt_eval_count")
+_READ = ("prompt_tokens", "input_tokens")
 _AS_IT_IS: list[tuple[str, dict[str, Any]]] = [
     *((CHAT, {"reasoning_effort": value}) for value in ("medium", "high")),
     *((CHAT, {}), (CHAT, {"chat_template_kwargs": {"enable_thinking": True}})),
     ("/v1/responses", {"reasoning": {"effort": "low", "summary": "auto"}}),
     ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 9}, "max_tokens": 2}),
-    ("/api/chat", {"think": "high"}),
 ]
 
 

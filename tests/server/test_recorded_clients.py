@@ -1,4 +1,4 @@
-"""Requests in the shape of programs that can't be run here: Zed and Codex."""
+"""Requests in the shape of a program that can't be run here: Codex."""
 
 from __future__ import annotations
 
@@ -23,40 +23,6 @@ def lines(server: Served, path: str, body: dict[str, Any]) -> list[Any]:
     assert response.status_code == 200, response.text
     found = [line.removeprefix("data: ") for line in response.text.splitlines()]
     return [json.loads(line) for line in found if line.startswith("{")]
-
-
-def test_zed_through_ollama(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    (model,) = server.client.get("/api/tags").json()["models"]
-    needed = {"format", "family", "families", "parameter_size", "quantization_level"}
-    assert {"name", "modified_at", "size", "digest"} <= set(model)
-    assert needed <= set(model["details"])
-    shown = server.send("/api/show", model=model["name"])
-    assert "tools" in shown["capabilities"]
-    context = shown["model_info"][f"{shown['details']['family']}.context_length"]
-    options = {"num_ctx": context + 1, "num_predict": None, "stop": [], "temperature": 1.0}
-    function = {**FUNCTION, "description": None}
-    body: dict[str, Any] = {
-        "model": model["name"],
-        "messages": [
-            {"role": "system", "content": "You are in an editor."},
-            {"role": "user", "content": "Weather in Oslo?"},
-        ],
-        "stream": True,
-        "keep_alive": -1,
-        "options": {**options, "top_p": None},
-        "tools": [{"type": "function", "function": function}],
-        "think": None,
-    }
-    script(monkeypatch, [CALL, "It is cold."])
-    *_, called, end = lines(server, "/api/chat", body)
-    assert end["done"]
-    (call,) = called["message"]["tool_calls"]
-    body["messages"] += [
-        {"role": "assistant", "content": "", "tool_calls": [call], "thinking": None},
-        {"role": "tool", "tool_name": "weather", "content": "-3 degrees"},
-    ]
-    said = [line["message"]["content"] for line in lines(server, "/api/chat", body)]
-    assert "".join(said) == "It is cold."
 
 
 def test_codex(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:

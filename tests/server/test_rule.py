@@ -12,12 +12,10 @@ from serving import Served, assistant, refusal, served, server_of_module, user
 from template_shapes import WEATHER, tool_quick
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
-OLLAMA, OPTIONS = "/api/chat", "options"
 SAID = [user("Hello."), assistant("Hi."), user("Who are you?")]
 BASE: dict[str, dict[str, Any]] = {
     CHAT: {"messages": SAID},
     RESPONSES: {"input": SAID},
-    OLLAMA: {"model": "tiny", "messages": SAID, "stream": False},
 }
 HOSTED = {"type": "web_search"}
 FUNCTION = {"type": "function", **WEATHER["function"]}  # type: ignore[dict-item]
@@ -85,11 +83,6 @@ NEUTRAL: list[tuple[str, str, Any]] = [
     (RESPONSES, "text", {"format": {"type": "text"}}),
     (RESPONSES, "input", replied(id="msg_1", status="in_progress", phase="final_answer")),
     (RESPONSES, "input", [*SAID[:2], {"type": "reasoning", "id": "a", "summary": []}, SAID[2]]),
-    (OLLAMA, "think", False),
-    (OLLAMA, "format", ""),
-    (OLLAMA, "messages", replied(thinking="x", images=[])),
-    (OLLAMA, OPTIONS, {"mirostat": 0}),
-    *((OLLAMA, OPTIONS, {"num_predict": value}) for value in (-1, -2)),
 ]
 # Schemas that need themselves within themselves, so no JSON by them ends.
 ENDLESS: list[Any] = [
@@ -150,17 +143,12 @@ REFUSED: list[tuple[str, str, Any]] = [
         for name, value in (("minimum", 10**400), ("minimum", 2**63), ("maximum", -(2**63)))
     ),
     *((CHAT, "response_format", form(schema)) for schema in ENDLESS),
-    (OLLAMA, "format", ENDLESS[0]),
     (RESPONSES, "input", []),
     (RESPONSES, "background", True),
     (RESPONSES, "reasoning", {"effort": "much"}),
     *((RESPONSES, "tools", [tool]) for tool in ({"type": "x"}, WEATHER)),
     (RESPONSES, "max_output_tokens", 0),
     (RESPONSES, "prompt", {"id": "x"}),
-    (OLLAMA, "think", "much"),
-    (OLLAMA, "format", "xml"),
-    (OLLAMA, OPTIONS, {"num_predict": -3}),
-    (OLLAMA, "messages", [user("a") | {"images": ["x"]}]),
 ]
 
 
@@ -175,8 +163,7 @@ def text(response: Any) -> Any:
 
 
 def ask(server: Served, path: str, **fields: Any) -> Any:
-    base = BASE[path] if path == OLLAMA else BASE[path] | {"temperature": 0}
-    return server.client.post(path, json=base | fields)
+    return server.client.post(path, json=BASE[path] | {"temperature": 0} | fields)
 
 
 @pytest.mark.slow
@@ -195,11 +182,9 @@ def test_a_value_that_changes_nothing_is_taken(
     [
         (CHAT, {"user": "a", "frequency_penalty": 0.5, "n": 1}, 'without effect: "user", "frequ'),
         (RESPONSES, {"truncation": "auto", "tools": [HOSTED]}, '"tools.web_search"'),
-        (OLLAMA, {"keep_alive": "5m"}, 'without effect: "keep_alive"'),
         *(
             (path, {field: dict.fromkeys(names, 1)}, f'without effect: "{field}.{names[0]}"')
             for path, field, *names in (
-                (OLLAMA, OPTIONS, "num_ctx", "mirostat", "num_gpu", "messages"),
                 (CHAT, "chat_template_kwargs", "thinking_budget"),
                 (RESPONSES, "text", "verbosity"),
                 (RESPONSES, "reasoning", "summary"),
@@ -209,7 +194,6 @@ def test_a_value_that_changes_nothing_is_taken(
         (CHAT, {"reasoning_effort": "high"}, f"reasoning high {NO_SWITCH}"),
         (CHAT, {"chat_template_kwargs": {"enable_thinking": True}}, f"reasoning on {NO_SWITCH}"),
         (RESPONSES, {"reasoning": {"effort": "xhigh"}}, f"reasoning high {NO_SWITCH}"),
-        (OLLAMA, {"think": True}, f"reasoning on {NO_SWITCH}"),
         (
             CHAT,
             {"response_format": form({"enum": ["a"], "format": "password", "uniqueItems": True})},
@@ -225,10 +209,9 @@ def test_a_value_that_changes_nothing_is_taken(
                 ("repeat_penalty", 0, 0.1),
             )
         ),
-        (OLLAMA, {"options": {"temperature": 1e-8}}, "temperature is 0"),
         *(
             (path, {name: [*SAID, assistant("I am")]}, "the last message is the assistant's")
-            for path, name in ((CHAT, "messages"), (RESPONSES, "input"), (OLLAMA, "messages"))
+            for path, name in ((CHAT, "messages"), (RESPONSES, "input"))
         ),
         *(
             (CHAT, {"response_format": form({"enum": ["a"], "format": value})}, said)
@@ -275,11 +258,6 @@ def refused(server: Served, path: str, fields: dict[str, Any], status: int = 400
     """The field and the message of the error."""
     one = {"messages": [user("Hello.")]} if path == CHAT else {}
     response = server.client.post(path, json=BASE[path] | one | fields)
-    if path == OLLAMA:  # its clients show this text
-        assert response.status_code == status
-        (said,) = response.json().values()
-        assert response.json() == {"error": str(said)}
-        return str(said)
     error = refusal(response, status)
     assert error["type"] == "invalid_request_error"
     assert len(error["message"]) < 400
@@ -336,7 +314,6 @@ def refused(server: Served, path: str, fields: dict[str, Any], status: int = 400
             },
             "no such call",
         ),
-        (OLLAMA, {"format": {"type": "nosuch"}}, "response_format has a schema"),
     ],
 )
 def test_what_can_t_be_had_is_refused_and_said(
@@ -394,8 +371,6 @@ def test_a_wrong_item_of_a_response_is_refused_by_its_place(
     [
         (CHAT, {"name": "weather"}, "arguments: Field required"),
         (CHAT, {"name": "weather", "arguments": nested(dict)}, "nested too deeply"),
-        (OLLAMA, {"name": "weather", "arguments": []}, "arguments"),
-        (OLLAMA, {"name": "weather", "arguments": nested(dict)}, "nested too deeply"),
     ],
 )
 def test_a_call_has_the_arguments_of_its_api(
@@ -403,14 +378,6 @@ def test_a_call_has_the_arguments_of_its_api(
 ) -> None:
     calling = CALLING | {"tool_calls": [{"id": "a", "function": call}]}
     assert words in refused(server, path, {"messages": [user("a"), calling, returned("a")]})
-
-
-@pytest.mark.parametrize("given", [{}, {"arguments": None}])
-def test_a_call_of_ollama_may_have_no_arguments(server: Served, given: dict[str, Any]) -> None:
-    calling = CALLING | {"tool_calls": [{"function": {"name": "weather"} | given}]}
-    said = {"role": "tool", "tool_name": "weather", "content": "x"}
-    response = ask(server, OLLAMA, messages=[user("a"), calling, said], stream=False)
-    assert response.status_code == 200, response.text
 
 
 @pytest.mark.parametrize("last", [assistant(""), CALLING, CALLING | {"content": "b"}])
@@ -433,7 +400,7 @@ def test_a_result_that_answers_no_call_is_refused_by_its_number_among_the_result
 
 
 def test_another_model_is_refused(server: Served) -> None:
-    assert "llama3" in refused(server, OLLAMA, {"model": "llama3"}, 404)
+    assert "llama3" in refused(server, RESPONSES, {"model": "llama3"}, 404)
 
 
 def test_parameters_that_are_nested_too_deeply_are_refused(server: Served) -> None:

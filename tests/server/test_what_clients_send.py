@@ -197,7 +197,7 @@ def test_a_call_that_the_limit_cuts_is_not_shown_and_a_stop_string_in_one_cuts_n
     assert len(choice["message"]["tool_calls"]) == 1
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/api/chat"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
 def test_half_characters_are_replaced_and_endless_numbers_refused(
     server: Served, path: str
 ) -> None:
@@ -223,18 +223,6 @@ def test_a_refusal_is_one_short_line_whatever_a_field_is_called(server: Served) 
         for text in (error["message"], error["param"]):
             assert len(text) <= 1000
             assert text.isprintable()
-
-
-def test_errors_of_ollama_are_texts_whatever_goes_wrong(server: Served) -> None:
-    for response in (
-        server.client.get("/api/nothing"),
-        server.client.get("/api/chat"),
-        server.client.post("/api/chat", content=b"{"),
-        server.client.post("/api/chat", json={"model": "other", "messages": ASKED}),
-        server.client.get("/api/tags", headers={"host": "example.com"}),
-    ):
-        assert response.status_code >= 400
-        assert isinstance(response.json()["error"], str)
 
 
 def test_a_client_that_leaves_within_its_request_is_no_failure(server: Served) -> None:
