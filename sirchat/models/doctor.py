@@ -17,7 +17,7 @@ import torch
 from sirchat import __version__
 from sirchat.errors import SirchatError
 from sirchat.memory.cache import BoundedCache
-from sirchat.models.compiling import CompileMode, describe_decode_step, use_compiled
+from sirchat.models.compiling import CompileMode, describe_decode_step
 from sirchat.models.device_map import Spread
 from sirchat.models.devices import (
     describe_threads,
@@ -97,8 +97,8 @@ def _check_folder(name: str, folder: Path) -> Finding:
 def _check_model(name: str, device_map: Spread, compiles: CompileMode) -> Iterator[Finding]:
     begun = time.perf_counter()
     try:
-        rows, is_on = MIN_RESERVED_ROWS, compiles != "off"
-        model = load_model(name, device_map=device_map, cache_rows=rows, compiles=is_on)
+        how: CompileMode = "off" if compiles == "off" else "auto"
+        model = load_model(name, device_map=device_map, cache_rows=MIN_RESERVED_ROWS, compile=how)
     except SirchatError as error:
         yield Finding("model", name, str(error))
         return
@@ -109,8 +109,6 @@ def _check_model(name: str, device_map: Spread, compiles: CompileMode) -> Iterat
         f"in {took:.1f} s",
     )
     yield Finding("sentence encoder", model.encoder_description)
-    if compiles != "off":
-        use_compiled(model, "auto")
     yield from _measure_memory(model)
     is_off = compiles == "off"
     yield Finding("compiled step", "no: --compile off" if is_off else describe_decode_step(model))

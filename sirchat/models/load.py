@@ -18,7 +18,12 @@ from torch import Tensor
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError, panic_as_model_error
 from sirchat.memory.free_memory import trim_memory
-from sirchat.models.compiling import compile_in_background, use_compiled, wait_for_library
+from sirchat.models.compiling import (
+    CompileMode,
+    compile_in_background,
+    use_compiled,
+    wait_for_library,
+)
 from sirchat.models.decoder import Decoder
 from sirchat.models.device_map import DeviceMap, Spread, main_device, make_device_map
 from sirchat.models.devices import (
@@ -93,10 +98,8 @@ def load_model_of(
     progress: Progress | None = None,
     for_hub: bool = False,
 ) -> LoadedModel:
-    """Load a profile's model, sentence encoder and decode step; raises ModelError if one fails."""
-    encoder = profile.recall_encoder
-    sentence_encoder = None if encoder == "auto" else SentenceEncoder(encoder)
-    model = load_model(
+    """Load a profile's model with its sentence encoder; raises ModelError if one fails."""
+    return load_model(
         profile.model,
         device=profile.device,
         dtype=profile.dtype,
@@ -109,11 +112,9 @@ def load_model_of(
         for_hub=for_hub,
         device_map=profile.device_map,
         cache_rows=max(profile.budget, MIN_RESERVED_ROWS),
-        compiles=profile.compile != "off",
+        recall_encoder=profile.recall_encoder,
+        compile=profile.compile,
     )
-    model = replace(model, sentence_encoder=sentence_encoder)
-    use_compiled(model, profile.compile, progress)
-    return model
 
 
 @no_warnings()
@@ -132,14 +133,16 @@ def load_model(
     for_hub: bool = False,
     device_map: Spread = "off",
     cache_rows: int = 0,
-    compiles: bool = False,
+    recall_encoder: str = "auto",
+    compile: CompileMode = "auto",
 ) -> LoadedModel:
     """Load a model by its name: a bundled one, `smollm2`, a folder, a GGUF file or a hub id.
 
     `for_hub` loads module and tokenizer by transformers, so that they can generate and be saved. A
-    device map leaves room for a KV cache of `cache_rows` tokens; `compiles` compiles the C++
-    library meanwhile. Raises ModelError for a model that can't be loaded or evicted from.
+    device map leaves room for a KV cache of `cache_rows` tokens; the C++ library is compiled
+    meanwhile, unless `compile` is off. Raises ModelError for a model that can't be loaded.
     """
+    sentence_encoder = None if recall_encoder == "auto" else SentenceEncoder(recall_encoder)
     target, devices = pick_device(device), None
     if device_map != "off":
         devices = make_device_map(
@@ -149,7 +152,7 @@ def load_model(
     if target.type == "cpu" or devices is not None:
         agree_on_instructions()
         use_threads(threads)
-    if compiles := compiles and target.type == "cpu":
+    if compiles := compile != "off" and target.type == "cpu":
         compile_in_background()
     packed = _stays_packed(quantize, dtype, target)
     types = target, pick_dtype(dtype, target), progress
@@ -163,11 +166,14 @@ def load_model(
         if devices is None:  # only now: a GPU may have no room for weights that are not packed yet
             module = module.to(target)
         choose_matmul_method(module, unpack)
-        return replace(wrap_model(name, module.eval(), tokenizer), cache_type=cache_type)
+        model = wrap_model(name, module.eval(), tokenizer)
     except ModelError:
         raise
     except Exception as error:  # for damaged files, the libraries raise all kinds of errors
         raise loading_error(name, error) from error
+    model = replace(model, cache_type=cache_type, sentence_encoder=sentence_encoder)
+    use_compiled(model, compile, progress)
+    return model
 
 
 def _load_parts(name: str, how: LoadOptions) -> tuple[Any, Any]:

@@ -28,6 +28,7 @@ import pytest
 import torch
 
 from attacking import MANY, attack
+from plain_model import load_model
 from random_encoders import random_encoder
 from shadow import WatchedModel, check, follow, logits_gap, shadow_of, watching
 from sirchat.chat.rereading import copy_session
@@ -38,7 +39,6 @@ from sirchat.config.profile import Profile
 from sirchat.errors import SirchatError
 from sirchat.memory.ledger import Role
 from sirchat.models.compiling import use_compiled
-from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.database import SUFFIX

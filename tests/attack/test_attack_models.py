@@ -15,11 +15,11 @@ import torch
 from attacking import attack, mutated
 from chatting import babbler, random_model, save_babbler
 from gguf_file import write_gguf
+from plain_model import load_model
 from random_encoders import random_encoder
 from sirchat.errors import ModelError
 from sirchat.models.encoder import Encoder
 from sirchat.models.listing import find_model, find_models
-from sirchat.models.load import load_model
 from sirchat.models.shape import shape_of_gguf
 from sirchat.paths import tiny_model_dir
 

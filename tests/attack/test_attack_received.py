@@ -24,13 +24,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from attacking import attack, odd_text, refuse_odd_display
 from chatting import babbler, hub_tokenizer, save_babbler
 from command import run
+from plain_model import load_model
 from saved_chats import Chat
 from sirchat.chat.session import Session
 from sirchat.chat.state import Turn
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import load_profile
 from sirchat.errors import SettingError, SirchatError
-from sirchat.models.load import load_model
 from sirchat.saved.session_list import list_sessions
 from sirchat.text.text_file import without_surrogates
 from sirchat.text.transcript import parse_transcript

@@ -17,6 +17,7 @@ import pytest
 from attacking import attack
 from chatting import save_babbler
 from command import run
+from plain_model import load_model
 from saved_chats import resumed, saved
 from sirchat.config.profile_files import list_profiles, load_profile
 from sirchat.errors import SessionError
@@ -28,7 +29,6 @@ from sirchat.lab.studies.sirllm_files import dailydialog
 from sirchat.lab.studies.study import data_name
 from sirchat.lab.training.anchor_data import load_text
 from sirchat.models.listing import find_model, find_models
-from sirchat.models.load import load_model
 from sirchat.saved.search import search_sessions
 from sirchat.saved.session_list import find_session, list_sessions, remove_session
 from sirchat.saved.store import SessionStore

@@ -17,11 +17,11 @@ import pytest
 
 from attacking import apart, attack, mutated, odd_text
 from chatting import save_babbler
+from plain_model import load_model
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
 from sirchat.models.listing import find_models
-from sirchat.models.load import load_model
 from sirchat.models.shape import shape_of_folder
 
 SECONDS = 3.0  # of processor time: 2 for what is odd, and for a healthy model with two replies

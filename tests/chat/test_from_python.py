@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sirchat
-from sirchat.models.load import load_model
+from plain_model import load_model
 
 README = Path(sirchat.__file__).parent / "chat" / "README.md"
 

@@ -26,7 +26,7 @@ CHUNKS = (8, 1, 3)  # many rows, and few
 @torch.inference_mode()
 def main(name: str, file: str, how: Any) -> None:
     """Read `IDS` with packed weights (`own`: multiplied by our library), or in the type `how`."""
-    model = load_model(name, dtype="auto" if how == "own" else how)
+    model = load_model(name, dtype="auto" if how == "own" else how, compile="off")
     if how == "own":
         products.build_library(library := Path(file).with_suffix(".so"))
         products.load_library(library)

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 
 from chatting import notices, session, tiny
 from families import loaded
+from plain_model import load_model
 from sirchat.chat.settings import build_policy
 from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
@@ -32,7 +33,6 @@ from sirchat.memory.ledger import Role
 from sirchat.memory.placement import EvictedRows
 from sirchat.memory.policies.anchor import Anchor
 from sirchat.memory.policies.sink import Sink
-from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import PassResult
 from sirchat.text.anchors import Anchors, anchors_of, sentences

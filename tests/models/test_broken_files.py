@@ -16,9 +16,9 @@ from torch import Tensor
 from chatting import tiny
 from gguf_file import write_gguf
 from gguf_models import random_model
+from plain_model import load_model
 from sirchat.errors import ModelError
 from sirchat.models.listing import find_models
-from sirchat.models.load import load_model
 from sirchat.paths import tiny_model_dir
 from sirchat.text.tokenizer import ControlTokens
 

@@ -31,8 +31,8 @@ from by_heart import (
 )
 from chatting import answer, ids_of, session
 from command import Done, run
+from plain_model import load_model
 from serving import served
-from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from template_shapes import WEATHER
 from terminal import Terminal

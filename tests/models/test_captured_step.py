@@ -257,7 +257,7 @@ def test_what_our_step_can_not_compute_is_said(changes: dict[str, Any], reason: 
 
 @pytest.mark.gpu
 def test_a_gpu_reads_the_same_with_and_without_a_graph_and_ahead() -> None:
-    from sirchat.models.load import load_model
+    from plain_model import load_model
 
     model = load_model("tiny", device="cuda")
     step = model.decode_step

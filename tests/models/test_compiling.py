@@ -7,17 +7,20 @@ import os
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import sirchat
 from native_library import built_library, has_library
+from plain_model import load_model
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
 from sirchat.models import compiling, products, shape
 from sirchat.models.compiling import describe_decode_step, ensure_library, use_compiled
-from sirchat.models.load import load_model, load_model_of
+from sirchat.models.load import load_model_of
 from sirchat.models.model import LoadedModel
 from sirchat.models.native_step import NativeStep
 from sirchat.models.packed import matmul_method_of
@@ -64,8 +67,12 @@ def small() -> LoadedModel:
 def test_the_first_start_compiles_it_and_the_first_reply_and_later_starts_have_it(
     copying: Path,
 ) -> None:
-    for _ in range(2):
-        model = load_model_of(Profile(model="tiny", device="cpu", compile="auto"))
+    profile = Profile(model="tiny", device="cpu", compile="auto")
+    for load in (
+        partial(load_model_of, profile),
+        partial(sirchat.load_model, "tiny", device="cpu"),
+    ):
+        model = load()
         assert isinstance(model.decode_step, NativeStep)
         assert describe_decode_step(model) == "yes"
         assert lines(copying) == 1

@@ -23,13 +23,13 @@ from chatting import tiny
 from gguf_file import write_gguf
 from gguf_models import random_model, write_model
 from native_library import has_library, read_in_native_code
+from plain_model import load_model
 from random_encoders import random_encoder
 from sirchat.models.attention_hook import AttentionCall
 from sirchat.models.decoder import Decoder
 from sirchat.models.encoder import EncoderOutput
 from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.gguf.translate import config_values
-from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.model_config import DecoderConfig
 from sirchat.models.probe import probe_rotations

@@ -22,13 +22,13 @@ from torch.nn import functional as F
 from chatting import hub_tokenizer, session, tiny
 from families import build
 from gguf_file import write_gguf
+from plain_model import load_model
 from simulated_devices import DEVICES, KIND, refuses_waits, simulated_devices
 from sirchat.chat.session import Session
 from sirchat.errors import SirchatError
 from sirchat.models.device_map import DeviceMap
 from sirchat.models.devices import DISK
 from sirchat.models.fit import PROGRAM_BYTES
-from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import surprisal, surprisal_of_states
 from sirchat.saved.saved_state import model_fingerprint

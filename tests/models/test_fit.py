@@ -16,11 +16,11 @@ from attacking import MANY
 from chatting import tiny
 from command import run
 from families import HELD, HYBRIDS, REFUSED, TELLING, build, loaded
+from plain_model import load_model
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
 from sirchat.models.fit import PROGRAM_BYTES, ModelFit, compute_fit, recommend_model
 from sirchat.models.listing import find_model
-from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.names import split_gguf_name
 from sirchat.models.shape import cache_bytes, free_memory, shape_of_folder, uses_cpu

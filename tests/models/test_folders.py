@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoTokenizer
 from chatting import tiny
 from gguf_file import write_gguf
 from gguf_models import random_model
+from plain_model import load_model
 from sirchat.models.decoder import Decoder
-from sirchat.models.load import load_model
 from sirchat.models.model_config import DecoderConfig
 from sirchat.paths import tiny_model_dir
 from sirchat.saved.saved_state import model_fingerprint

@@ -23,6 +23,7 @@ from gguf_models import (  # noqa: E402  # noqa: E402
     write_model,
 )
 from native_library import built_library, has_library  # noqa: E402
+from plain_model import load_model  # noqa: E402
 from sirchat.config.profile import Profile  # noqa: E402
 from sirchat.errors import ModelError  # noqa: E402
 from sirchat.models import products  # noqa: E402
@@ -32,7 +33,6 @@ from sirchat.models.gguf.model import load_module  # noqa: E402
 from sirchat.models.gguf.translate import refuse_unsupported  # noqa: E402
 from sirchat.models.gguf.vocabulary import load_tokenizer  # noqa: E402
 from sirchat.models.listing import find_model  # noqa: E402
-from sirchat.models.load import load_model  # noqa: E402
 from sirchat.models.model import LoadedModel  # noqa: E402
 from sirchat.models.packed import Int4Linear, Int8Linear, PackedLinear, SharedEmbedding  # noqa: E402
 from sirchat.models.shape import shape_of_gguf  # noqa: E402
@@ -136,7 +136,7 @@ def test_matrices_of_few_bits_stay_packed_as_in_the_file_and_in_the_size_that_wa
     linear = {name for name in linear if not name.endswith("router.proj")}  # it chooses experts
     path = write_model(tmp_path / "model.gguf", module, case, few_bits)
     count = sum(one.numel() for one in module.parameters())
-    model = load_model(str(path), device="cpu", compiles=compiles)
+    model = load_model(str(path), device="cpu", compile="auto" if compiles else "off")
     check_size(path, model, count, compiles)
     found = model.module
     packed = {n: one for n, one in found.named_modules() if isinstance(one, PackedLinear)}

@@ -21,6 +21,7 @@ gguf = pytest.importorskip("gguf")
 
 import gguf_models  # noqa: E402
 from gguf_models import add_settings, few_bits, floats_only, random_model, write_model  # noqa: E402
+from plain_model import load_model  # noqa: E402
 from sirchat.config.profile import Profile  # noqa: E402
 from sirchat.errors import ModelError  # noqa: E402
 from sirchat.models import hub, prepared  # noqa: E402
@@ -28,7 +29,6 @@ from sirchat.models.fit import compute_fit  # noqa: E402
 from sirchat.models.gguf.header import parse_gguf  # noqa: E402
 from sirchat.models.gguf.prepared import WRITER_THREAD  # noqa: E402
 from sirchat.models.listing import find_model, find_models  # noqa: E402
-from sirchat.models.load import load_model  # noqa: E402
 from sirchat.models.names import locate  # noqa: E402
 
 PARTS = [f"model-0000{number}-of-00003.gguf" for number in (1, 2, 3)]

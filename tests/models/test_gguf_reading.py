@@ -12,11 +12,11 @@ import torch
 
 from chatting import tiny
 from gguf_file import write_first_layers, write_gguf
+from plain_model import load_model
 from sirchat.errors import ModelError
 from sirchat.models.gguf.blocks import split_four_bit, unpack_floats
 from sirchat.models.gguf.header import BLOCKS, FOUR_BIT, GgufTensor, parse_gguf
 from sirchat.models.gguf.translate import refuse_unsupported
-from sirchat.models.load import load_model
 from sirchat.models.names import locate
 
 gguf = pytest.importorskip("gguf")

@@ -15,15 +15,14 @@ import torch
 
 from gguf_models import random_blocks, random_model, write_model
 from native_library import built_library, has_library
+from plain_model import load_model
 from sirchat.config.profile import Profile
 from sirchat.models import load, packed, prepared, products
-from sirchat.models.compiling import use_compiled
 from sirchat.models.fit import compute_fit
 from sirchat.models.gguf.blocks import NativePacking, unpack_floats
 from sirchat.models.gguf.header import BLOCK_LAYOUTS
 from sirchat.models.gguf.prepared import WRITER_THREAD
 from sirchat.models.listing import find_model
-from sirchat.models.load import load_model
 from sirchat.models.packed import BlockLinear, PackedLinear, quantize_int8
 from sirchat.paths import compiled_dir, make_private_dir
 
@@ -79,7 +78,7 @@ def test_a_file_is_read_and_mapped_in_its_own_bits_and_values(
     def bits_without_the_library() -> set[int]:
         with monkeypatch.context() as patch:
             patch.setattr(load, "wait_for_library", lambda: None)
-            plain = load_model(str(path), device="cpu", compiles=True)
+            plain = load_model(str(path), device="cpu", compile="auto")
         wait_for_the_writer()
         return {one.bits for one in plain.module.modules() if isinstance(one, PackedLinear)}
 
@@ -88,8 +87,7 @@ def test_a_file_is_read_and_mapped_in_its_own_bits_and_values(
     with torch.inference_mode():
         wanted = original(torch.tensor([ids])).logits[0, -1]
     for _ in range(2):
-        model = load_model(str(path), device="cpu", compiles=True)
-        use_compiled(model, "on")
+        model = load_model(str(path), device="cpu", compile="on")
         wait_for_the_writer()
         monkeypatch.setattr(load, "parse_gguf", None)  # the second time, the file is mapped
         layers = model.module.model.layers[0]

@@ -19,6 +19,7 @@ pytest.importorskip("gguf")
 from chatting import tiny
 from gguf_file import write_gguf
 from gguf_models import random_model, write_model
+from plain_model import load_model
 from simulated_devices import DEVICES, refuses_waits, simulated_devices
 from sirchat.config.profile import Profile
 from sirchat.models import load, packed, packing
@@ -27,7 +28,6 @@ from sirchat.models.fit import compute_fit
 from sirchat.models.gguf.blocks import split_four_bit
 from sirchat.models.gguf.header import BLOCKS, FOUR_BIT, GgufTensor
 from sirchat.models.listing import find_model
-from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.packed import (
     Int4GpuLinear,

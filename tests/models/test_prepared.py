@@ -25,12 +25,12 @@ from safetensors import safe_open
 import gguf_models
 from gguf_models import MODELS, add_settings, few_bits, random_model, write_model
 from native_library import built_library
+from plain_model import load_model
 from sirchat.chat.model_defaults import with_model_defaults
 from sirchat.config.profile import Profile
 from sirchat.models import background, load, prepared, products
 from sirchat.models.background import is_running
 from sirchat.models.gguf import prepared as contents
-from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.packed import BlockLinear
 from sirchat.paths import find_changeable_by_others, open_private, prepared_dir
@@ -334,7 +334,7 @@ def test_a_file_is_known_again_in_whatever_layout_its_weights_are_packed(
     library = products.load_library(built_library())
     monkeypatch.setattr(load, "compile_in_background", lambda: None)
     monkeypatch.setattr(load, "wait_for_library", lambda: library)
-    after = loaded(path, compiles=True)
+    after = loaded(path, compile="auto")
     assert any(isinstance(layer, BlockLinear) for layer in after.module.modules())
     assert model_fingerprint(after) == model_fingerprint(before)
     assert model_fingerprint(loaded(written(tmp_path / "second", seed=1))) not in (

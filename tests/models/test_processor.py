@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from chatting import tiny
+from plain_model import load_model
 from sirchat.cli.models import listed_models
 from sirchat.config.profile import Profile
 from sirchat.models import processor
-from sirchat.models.load import load_model, load_model_of
+from sirchat.models.load import load_model_of
 from sirchat.models.packed import UNLIMITED_ROWS, MatmulMethod, matmul_method_of
 from sirchat.models.processor import Features, fastest_method, max_native_rows, processor_features
 

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from gguf_models import random_blocks
 from native_library import built_library, has_library
+from plain_model import load_model
 from sirchat.engine.reader import Reader
 from sirchat.memory.ledger import Ledger
 from sirchat.models import products
 from sirchat.models.gguf.blocks import NativePacking
 from sirchat.models.gguf.header import BLOCK_LAYOUTS
-from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.packed import (
     GROUP,

@@ -15,10 +15,10 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from native_library import read_in_native_code
+from plain_model import load_model
 from sirchat.chat.events import Event, Notice, TurnDone
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
-from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.paths import tiny_model_dir
 from sirchat.text.anchors import Anchors

@@ -23,11 +23,11 @@ from rich.console import Console, RenderableType
 
 from chatting import tiny
 from drawing import NONE
+from plain_model import load_model
 from sirchat.chat.events import Event, to_json
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.errors import SirchatError
-from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.resume import resume_session

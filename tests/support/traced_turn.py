@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from plain_model import load_model
 from sirchat.chat.events import Delta, TurnDone
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
-from sirchat.models.load import load_model
 from sirchat.text.template import TurnIds
 
 TOLD, ASKED = "My name is Anna.", "What is my name?"

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from chatting import save_babbler, tiny
 from gguf_file import write_gguf
-from sirchat.models.load import load_model
+from plain_model import load_model
 from terminal import Terminal
 from warm_python import warm_python
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from chatting import random_model
+from plain_model import load_model
 from saved_chats import SAYINGS, Chat
 from sirchat.chat.pinned_summary import pin_summary
 from sirchat.chat.rereading import PinnedText, copy_session, read_again
@@ -20,7 +21,6 @@ from sirchat.chat.session import Session
 from sirchat.chat.state import Turn
 from sirchat.chat.summary import make_summary
 from sirchat.config.profile import Profile
-from sirchat.models.load import load_model
 from sirchat.models.model import wrap_model
 from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import saved_profile

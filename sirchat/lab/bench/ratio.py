@@ -18,6 +18,7 @@ import yaml
 
 from sirchat.config.profile import Profile
 from sirchat.lab.bench.record import machine
+from sirchat.models.compiling import CompileMode, use_compiled
 from sirchat.models.decoder import Decoder
 from sirchat.models.devices import DeviceName, DtypeName, pick_device, pick_dtype
 from sirchat.models.load import Quantize, load_model
@@ -132,14 +133,16 @@ def bench_model(
     quantize: Quantize = "auto",
     *,
     for_hub: bool = False,
-    compiles: bool = False,
+    compile: CompileMode = "off",
 ) -> LoadedModel:
     """Load the model for a benchmark, as `load_model` says, or build it with random weights."""
     if name not in SHAPES:
-        how: dict[str, Any] = {"for_hub": for_hub, "compiles": compiles}
+        how: dict[str, Any] = {"for_hub": for_hub, "compile": compile}
         return load_model(name, device=device, dtype=dtype, quantize=quantize, **how)
     where = pick_device(device)
-    return random_model(name, SHAPES[name], where, pick_dtype(dtype, where), quantize)
+    model = random_model(name, SHAPES[name], where, pick_dtype(dtype, where), quantize)
+    use_compiled(model, compile)
+    return model
 
 
 def random_model(

@@ -96,12 +96,10 @@ def _figures(
     with without_garbage_collection():
         from sirchat.lab.bench.decode import reply_times
         from sirchat.lab.bench.ratio import BenchOptions, bench_model
-        from sirchat.models.compiling import use_compiled
 
         options = BenchOptions(cache=max([int(short), *texts]) + int(reply) + 64)
         begun = time.perf_counter()
-        model = bench_model(name, device, dtype, quantize, compiles=compile != "off")  # type: ignore[arg-type]
-        use_compiled(model, compile)  # type: ignore[arg-type]
+        model = bench_model(name, device, dtype, quantize, compile=compile)  # type: ignore[arg-type]
         loaded = time.perf_counter()
     reply_times(model, options, int(short), 0)
     figures: StartFigures = {"load": loaded - begun, "first": time.time() - float(started)}

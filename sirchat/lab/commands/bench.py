@@ -33,14 +33,13 @@ def decode(json: bool, **given: Any) -> None:
     from sirchat.lab.bench.peers import peer_for
     from sirchat.lab.bench.ratio import BenchOptions, bench_model, load_unpacked
     from sirchat.lab.bench.report import print_ratios
-    from sirchat.models.compiling import use_compiled
     from sirchat.models.devices import use_threads
 
     use_threads(profile.threads)  # llama.cpp gets as many
     options = BenchOptions(cache, given["rounds"], tuple(map(int, numbers)))
     with peer_for(profile.model, given["llama_cpp"], cache) as peer:
-        loaded = bench_model(profile.model, profile.device, profile.dtype, profile.quantize)
-        use_compiled(loaded, profile.compile)
+        how = profile.device, profile.dtype, profile.quantize
+        loaded = bench_model(profile.model, *how, compile=profile.compile)
         bare = load_unpacked(loaded, profile)
         measured = bench_decode(loaded, options, bare=bare, peer=peer)
         print_ratios(measured, loaded, options, as_json=json)

@@ -39,7 +39,6 @@ from sirchat.lab.training.statements import (
 )
 from sirchat.memory.ledger import Role
 from sirchat.models import background
-from sirchat.models.compiling import use_compiled
 from sirchat.models.devices import DeviceName
 from sirchat.models.encoder import Encoder
 from sirchat.models.hidden_states import concat_states, layer_count, record_states
@@ -351,8 +350,7 @@ def _states(model: LoadedModel, ids: Sequence[int], layers: Sequence[int]) -> Te
 def write_lesson(options: EncoderOptions, path: Path) -> None:
     """Write a lesson of the statements, and of texts that the model writes, into a file."""
     teacher = SentenceEncoder(TEACHER if options.teacher == "auto" else options.teacher)
-    model = load_model(options.model, device=options.device, compiles=True)
-    use_compiled(model, "auto")
+    model = load_model(options.model, device=options.device)
     template, left = Template(model.tokenizer, model.anchors), options.tokens
     rounds, texts = list[tuple[str, str]](), dict[str, None]()
     # Of other signs, a small model writes pages of faces.
@@ -376,7 +374,6 @@ def open_trainer(options: EncoderOptions) -> EncoderTrainer:
     teacher = Lesson.load() if name == "lesson" else SentenceEncoder(name)
     while background.is_running():  # it writes a file, maybe one that spares memory here
         time.sleep(1)
-    model = load_model(
-        options.model, device=options.device, trust_remote_code=options.trust_remote_code
-    )
+    trust = options.trust_remote_code
+    model = load_model(options.model, device=options.device, trust_remote_code=trust, compile="off")
     return EncoderTrainer(model, options, teacher)

@@ -13,10 +13,10 @@ import torch
 
 from chatting import babbler
 from gguf_file import write_gguf
+from plain_model import load_model
 from sirchat.lab.training.anchor import AnchorOptions, prepare, train_anchors
 from sirchat.lab.training.anchor_trainer import HISTORY, Step, TrainingClock, load_losses
 from sirchat.lab.training.display import train_anchor_with_progress
-from sirchat.models.load import load_model
 from sirchat.text.anchors import ANCHOR, Anchors
 
 pytest.importorskip("gguf")

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from chatting import babbler, hub_tokenizer, save_babbler, tiny
 from command import run
+from plain_model import load_model
 from sirchat.errors import ModelError, SettingError, TranscriptError
 from sirchat.lab.synthetic.dialogue import Mix, dialogue
 from sirchat.lab.synthetic.rounds import Message
@@ -23,7 +24,6 @@ from sirchat.lab.training.anchor import TALK, AnchorOptions, add_anchor, prepare
 from sirchat.lab.training.anchor_data import TalkRows, TextRows, Writer, load_text, packed
 from sirchat.lab.training.anchor_trainer import Step, collate, load_losses, weighted_sum
 from sirchat.lab.training.masks import anchor_mask
-from sirchat.models.load import load_model
 from sirchat.text.anchors import ANCHOR, Anchors, anchors_of
 from sirchat.text.detokenizer import ends_sentence
 from warm_python import warm_program

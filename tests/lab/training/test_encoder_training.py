@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from chatting import tiny
+from plain_model import load_model
 from sentence_encoders import write_sentence_encoder
 from sirchat.errors import SettingError
 from sirchat.lab.commands.train import train_app
@@ -35,7 +36,6 @@ from sirchat.lab.training.encoder import (
 from sirchat.lab.training.lesson import LESSON, Lesson
 from sirchat.lab.training.ridge import Ridge
 from sirchat.lab.training.statements import load_statements
-from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.sentence_encoder import SentenceEncoder
 from sirchat.paths import encoder_files, tiny_model_dir

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from plain_model import load_model
 from sirchat.chat.events import Notice
 from sirchat.chat.session import Session
 from sirchat.chat.settings import build_policy
@@ -9,7 +10,6 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve
 from sirchat.lab.studies.retrieval import is_answered, needle_dialogue, read_dialogue
 from sirchat.memory.policies.anchor import Anchor
-from sirchat.models.load import load_model
 
 
 def test_the_bundled_model_recalls_from_anchors_alone() -> None:
