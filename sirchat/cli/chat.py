@@ -229,11 +229,11 @@ def replay(
     tools_allow: list[str] | None = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Replay a transcript: JSONL, ShareGPT, USER:/ASSISTANT: text, or plain lines.
+    """Replay a transcript: JSONL, USER:/ASSISTANT: text, or plain lines.
 
     A line of JSONL may switch settings: {"switch": {"policy": "sink", "budget": 256}}.
     """
-    from sirchat.text.transcript import iter_turns, one_conversation
+    from sirchat.text.transcript import iter_turns
     from sirchat.tools.config import ToolFlags
 
     tool_flags = ToolFlags.of(tools, tools_allow)
@@ -259,8 +259,7 @@ def replay(
             session = open_session(profile, trust_remote_code, report, rows_in_events=json_tokens)
         options = replay.ReplayOptions(feed=feed, json=json or json_tokens, name=name)
         with use_tools(tool_flags, session, screen):
-            turns = one_conversation(items, name)
-            turns = checked_switches(turns, name, session.profile)
+            turns = checked_switches(items, name, session.profile)
             replay.replay(session, turns, screen, options)
         if is_input and not session.turns:
             screen.note(

@@ -1,4 +1,4 @@
-"""Reads and writes transcripts: plain lines, USER:/ASSISTANT: text, JSON Lines, ShareGPT.
+"""Reads and writes transcripts: plain lines, USER:/ASSISTANT: text, messages in JSON.
 
 All but JSON of several lines is read line by line, so that each line from a pipe is answered at
 once. No line is run as a command. In JSON Lines, an object that is no message may switch settings.
@@ -10,7 +10,7 @@ import io
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, BinaryIO, Literal, get_args
 
@@ -21,11 +21,13 @@ from sirchat.text.tool_calls import append_calls
 RoleName = Literal["system", "user", "assistant", "tool"]
 Line = tuple[int, str]  # number (from 1), text without the newline
 
-FORMATS = ("auto", "jsonl", "sharegpt", "text", "lines")
+FORMATS = ("auto", "jsonl", "text", "lines")
 _ROLES: dict[str, RoleName] = {name: name for name in get_args(RoleName)}
-_SHAREGPT_ROLES: dict[str, RoleName] = {"system": "system", "human": "user", "gpt": "assistant"}
-_LIST_KEYS = ("conversations", "messages")  # of the list of messages in a ShareGPT object
-_PREFIX = re.compile(r"(user|assistant|system): ?(.*)", re.IGNORECASE)
+# The prefixes of a text's turns, all in the case of its first one.
+_PREFIXES = [
+    re.compile("({}|{}|{}): ?(.*)".format(*map(case, ("user", "assistant", "system"))))
+    for case in (str.upper, str.title, str.lower)
+]
 # Maximum size of a line, in bytes, and of a JSON document, in characters; parsed JSON can take
 # fifty times as much memory.
 MAX_LINE_BYTES = 2**22
@@ -42,7 +44,7 @@ _TAGS = re.compile(r"\A\s*+(?:<think>)?+(?:(?!<think>).)*?</think>|\A\s*<think>.
 
 @dataclass(frozen=True)
 class TranscriptTurn:
-    """One message, the line on which it starts (from 1) and its conversation (from 0).
+    """One message, and the line on which it starts (from 1).
 
     `thinking`, the reasoning of a reply, is written but not read.
     """
@@ -50,7 +52,6 @@ class TranscriptTurn:
     role: RoleName
     content: str
     line: int
-    conversation: int = 0
     thinking: str = ""
 
 
@@ -60,7 +61,6 @@ class SettingsSwitch:
 
     settings: dict[str, Any]
     line: int
-    conversation: int = 0
 
 
 TranscriptItem = TranscriptTurn | SettingsSwitch
@@ -89,17 +89,6 @@ def parse_transcript(data: bytes, name: str, format: str = "auto") -> list[Trans
             raise _error(name, item.line, "settings can't be switched here")
         turns.append(item)
     return turns
-
-
-def one_conversation(turns: Iterable[TranscriptItem], name: str) -> Iterator[TranscriptItem]:
-    """Yield the turns; raises TranscriptError at the first turn of a second conversation."""
-    for turn in turns:
-        if turn.conversation:
-            raise TranscriptError(
-                f"{name}, line {turn.line}: a second conversation begins",
-                hint="a transcript may have one conversation; put each into its own file",
-            )
-        yield turn
 
 
 def write_jsonl(turns: Iterable[TranscriptTurn], stream: BinaryIO) -> None:
@@ -158,7 +147,7 @@ def _error(name: str, line: int, problem: str) -> TranscriptError:
 
 def _parse_as(lines: Iterator[Line], name: str, format: str) -> Iterator[TranscriptItem]:
     match format:
-        case "jsonl" | "sharegpt":
+        case "jsonl":
             return _json_turns(lines, name)
         case "text":
             return _prefixed_turns(lines, name)
@@ -171,7 +160,7 @@ def _parse_detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptItem
     for line in filter(lambda line: line[1].strip(), lines):
         head.append(line)
         if not _BRACKETS.fullmatch(begun := _joined(head)):
-            format = "text" if _PREFIX.match(begun.strip()) else "lines"
+            format = "text" if any(p.match(begun.strip()) for p in _PREFIXES) else "lines"
             format = "jsonl" if _OBJECT.match(begun) else format
             yield from _parse_as(chain(head, lines), name, format)
             return
@@ -194,24 +183,19 @@ def _plain_turns(lines: Iterable[Line]) -> Iterator[TranscriptTurn]:
 
 
 def _prefixed_turns(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
-    """Yield the turns of a text with prefixes such as `USER:`, all in the first one's case."""
-    role: RoleName | None = None
-    start, content, case = 0, list[str](), str.upper
+    """Yield the turns of a text with prefixes such as `USER:`."""
+    pattern: re.Pattern[str] | None = None
+    role, start, content = _ROLES["user"], 0, list[str]()
     for number, text in lines:
-        prefixed = _PREFIX.fullmatch(text)
-        if prefixed and role is None:
-            cases = (str.upper, str.title, str.lower)
-            case = next((cased for cased in cases if cased(prefixed[1]) == prefixed[1]), case)
-        if prefixed and case(prefixed[1]) == prefixed[1]:
-            if role:
-                yield from _text_turn(role, content, start)
-            role, start, content = _ROLES[prefixed[1].lower()], number, [prefixed[2]]
-        elif role:
-            content.append(text)
-        elif text.strip():
+        pattern = pattern or next((one for one in _PREFIXES if one.fullmatch(text)), None)
+        if pattern is None and text.strip():
             raise _error(name, number, "text before the first USER:, ASSISTANT: or SYSTEM:")
-    if role:
-        yield from _text_turn(role, content, start)
+        if pattern is not None and (prefixed := pattern.fullmatch(text)):
+            yield from _text_turn(role, content, start)
+            role, start, content = _ROLES[prefixed[1].lower()], number, [prefixed[2]]
+        else:
+            content.append(text)
+    yield from _text_turn(role, content, start)
 
 
 def _text_turn(role: RoleName, lines: list[str], start: int) -> Iterator[TranscriptTurn]:
@@ -221,13 +205,14 @@ def _text_turn(role: RoleName, lines: list[str], start: int) -> Iterator[Transcr
 
 
 def _json_turns(lines: Iterator[Line], name: str) -> Iterator[TranscriptItem]:
-    """Yield turns and switches of JSON values: one value a line, or one of all lines."""
-    switched, conversation = 0, 0  # the line of a switch after the last turn; the next number
-    for line, value in _json_values(lines, name):
+    """Yield turns and switches of JSON values: one a line, or one list of messages."""
+    switched = 0  # the line of a switch after the last turn
+    values = _json_values(lines, name)
+    for line, value in values:
         if isinstance(value, dict) and "switch" in value and "role" not in value:
             switched = line
             yield _switch(value["switch"], name, line)
-        elif isinstance(value, dict) and not value.keys().isdisjoint(("role", "from")):
+        elif isinstance(value, dict) and "role" in value:
             turn = _turn(value, name, line)
             if switched and turn.role in ("assistant", "tool"):
                 problem = f"settings can't be switched before the {turn.role} turn of line"
@@ -235,11 +220,14 @@ def _json_turns(lines: Iterator[Line], name: str) -> Iterator[TranscriptItem]:
             switched = 0
             yield turn
         else:
-            for messages in _conversations(value, name, line):
-                for number, message in enumerate(messages, 1):
-                    turn = _turn(message, name, line, f"message {number}: ")
-                    yield replace(turn, conversation=conversation)
-                conversation += 1
+            messages = value.get("messages") if isinstance(value, dict) else value
+            if not isinstance(messages, list):
+                problem = f"{name}, line {line}: this JSON is neither a message nor a list of some"
+                raise TranscriptError(problem, hint=_FORMAT_HINT)
+            for number, message in enumerate(messages, 1):
+                yield _turn(message, name, line, f"message {number}: ")
+            if (more := next(values, None)) is not None:
+                raise _error(name, more[0], "a second conversation begins; a file may have one")
 
 
 def _json_values(lines: Iterator[Line], name: str) -> Iterator[tuple[int, Any]]:
@@ -264,49 +252,26 @@ def _switch(settings: object, name: str, line: int) -> SettingsSwitch:
     return SettingsSwitch(settings, line)
 
 
-def _conversations(value: Any, name: str, line: int) -> Iterator[list[Any]]:
-    match value:
-        case {"conversations": list(messages)} | {"messages": list(messages)}:
-            yield messages
-        case list() if any(isinstance(one, dict) and {*_LIST_KEYS} & one.keys() for one in value):
-            for one in value:
-                yield from _conversations(one, name, line)
-        case [{"role": _} | {"from": _}, *_] | []:
-            yield value
-        case {"conversations": _} | {"messages": _}:
-            raise _error(name, line, '"conversations" or "messages" must be a list')
-        case _:
-            raise TranscriptError(
-                f"{name}, line {line}: this JSON is neither a message nor a conversation",
-                hint=_FORMAT_HINT,
-            )
-
-
 def _turn(message: object, name: str, line: int, place: str = "") -> TranscriptTurn:
     """The turn of a message; `place` begins the text of an error about it."""
     if not isinstance(message, dict):
         raise _error(name, line, f"{place}a message must be a JSON object")
-    sharegpt = "from" in message and "role" not in message
-    role_key, content_key = ("from", "value") if sharegpt else ("role", "content")
-    roles = _SHAREGPT_ROLES if sharegpt else _ROLES
-    for key in (role_key, content_key):
+    for key in ("role", "content"):
         if key not in message:
             raise _error(name, line, f'{place}the message has no "{key}"')
-    role = message[role_key]
-    if not isinstance(role, str) or role not in roles:
+    role, said = message["role"], message["content"]
+    if not isinstance(role, str) or role not in _ROLES:
         given = json.dumps(role, ensure_ascii=False)[:60]
-        *others, last = roles
-        allowed = f"{', '.join(others)} or {last}"
-        raise _error(name, line, f'{place}"{role_key}" can\'t be {given}; it must be {allowed}')
+        allowed = "system, user, assistant or tool"
+        raise _error(name, line, f'{place}"role" can\'t be {given}; it must be {allowed}')
     calls = message.get("tool_calls") if role == "assistant" else None
-    said = message[content_key]
     try:
         content = _content("" if said is None and calls else said)
     except ValueError as error:
-        raise _error(name, line, f'{place}"{content_key}" {error}') from None
+        raise _error(name, line, f'{place}"content" {error}') from None
     if calls:
         content = append_calls(content, calls)
-    return TranscriptTurn(roles[role], content, line)
+    return TranscriptTurn(_ROLES[role], content, line)
 
 
 def _content(value: object) -> str:

@@ -20,13 +20,12 @@ from sirchat.text.transcript import (
     SettingsSwitch,
     TranscriptTurn,
     iter_turns,
-    one_conversation,
     parse_transcript,
     write_jsonl,
 )
 
 ROLES = st.sampled_from(["system", "user", "assistant"])
-SHAREGPT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}
+MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
 
 
 def read(text: str | bytes, format: str = "auto") -> list[tuple[str, str, int]]:
@@ -64,14 +63,11 @@ def test_a_prefixed_turn_goes_on_until_the_next_prefix_of_the_same_case(
     assert read(text) == read(text, "text") == [*said, ("assistant", "  three", 8)]
 
 
-@pytest.mark.parametrize("text", [json.dumps([SHAREGPT] * 2), f"{json.dumps(SHAREGPT)}\n" * 2])
-def test_a_second_conversation_is_counted_and_can_be_refused(text: str) -> None:
-    turns = parse_transcript(text.encode(), "t")
-    assert [turn.content for turn in turns] == ["hi", "yes", "hi", "yes"]
-    assert [turn.conversation for turn in turns] == [0, 0, 1, 1]
-    assert list(one_conversation(turns[:2], "t")) == turns[:2]
-    with pytest.raises(TranscriptError, match=r"t, line [12]: a second conversation"):
-        list(one_conversation(turns, "t"))
+@pytest.mark.parametrize("one", [MESSAGES, {"messages": MESSAGES}])
+def test_a_second_conversation_is_refused(one: Any) -> None:
+    assert refusal(f"{json.dumps(one)}\n\n" * 2) == (
+        "t, line 3: a second conversation begins; a file may have one"
+    )
 
 
 def test_an_object_of_json_lines_switches_settings_and_no_text_of_a_turn_does() -> None:
@@ -105,10 +101,10 @@ def test_byte_order_mark_and_crlf_are_no_part_of_a_turn(line: bytes) -> None:
     [
         ("\nhi", "jsonl", 2),
         ('{"role": "user", "content": "a"} b', "jsonl", 1),
-        ("[\n}", "sharegpt", 2),
-        ('{"a": 1}', "sharegpt", 1),
-        ("1", "sharegpt", 1),
-        ("[" * 99999, "sharegpt", 1),
+        ("[\n}", "jsonl", 2),
+        ('{"a": 1}', "jsonl", 1),
+        ("1", "jsonl", 1),
+        ("[" * 99999, "jsonl", 1),
         ("\nhi\nUSER: a", "text", 2),
     ],
 )
@@ -116,12 +112,6 @@ def test_a_named_format_is_not_guessed(text: str, format: str, line: int) -> Non
     assert refusal(text, format).startswith(f"t, line {line}: ")
     with pytest.raises(UsageError, match="did you mean jsonl"):
         iter_turns(io.BytesIO(b""), "t", "json")
-
-
-@pytest.mark.parametrize("indent", [None, 1])
-def test_sharegpt_turns_know_where_their_json_begins(indent: int | None) -> None:
-    text = "\n" + json.dumps(SHAREGPT, indent=indent)
-    assert read(text) == [("user", "hi", 2), ("assistant", "yes", 2)]
 
 
 @pytest.mark.parametrize(
@@ -159,20 +149,19 @@ def test_a_first_line_that_only_looks_like_json_is_plain(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ['{"foo": 1}', '{\n"foo": 1\n}', '[{"foo": 1}]', '{"foo": 1}\n{"foo": 2}', '\n{"foo": [1]}'],
+    ['{"foo": 1}', '{\n"foo": 1\n}', '{"foo": 1}\n{"foo": 2}', '\n{"conversations": [1]}'],
 )
 def test_other_json_is_refused_unless_it_is_called_lines(text: str) -> None:
-    assert "neither a message nor a conversation" in refusal(text)
+    assert "neither a message nor a list of some" in refusal(text)
     assert "--format lines" in refusal(text)
     assert read(text, "lines")
 
 
 @pytest.mark.parametrize("indent", [None, 2])
-@pytest.mark.parametrize("wrap", [lambda one: one, lambda one: [one]], ids=["object", "list"])
-def test_messages_in_an_object_are_a_conversation(indent: int | None, wrap: Any) -> None:
-    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-    text = json.dumps(wrap({"messages": messages}), indent=indent)
-    assert [turn[:2] for turn in read(text)] == [("user", "hi"), ("assistant", "yes")]
+@pytest.mark.parametrize("one", [MESSAGES, {"messages": MESSAGES}], ids=["list", "object"])
+def test_messages_of_one_list_begin_where_its_json_does(indent: int | None, one: Any) -> None:
+    text = "\n" + json.dumps(one, indent=indent)
+    assert read(text) == [("user", "hi", 2), ("assistant", "yes", 2)]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +169,7 @@ def test_messages_in_an_object_are_a_conversation(indent: int | None, wrap: Any)
     [
         (b"hi\n\xff", 2, "not UTF-8"),
         ('{"role": "user", "content": "a"}\n{"role"', 2, "not valid JSON"),
-        ('{"role": "user", "content": "a"}\n[1]', 2, "neither a message nor a conversation"),
+        ('{"role": "user", "content": "a"}\n[1]', 2, "message 1: a message must be a JSON object"),
         ('[{"role": "user", "content": "a"}, 1]', 1, "message 2: a message must be a JSON object"),
         ('{"role": "user", "content": "a"}\n{"role": "user"}', 2, 'no "content"'),
         ('{"role": "user", "content": 3}', 1, '"content" must be a string'),
@@ -190,13 +179,12 @@ def test_messages_in_an_object_are_a_conversation(indent: int | None, wrap: Any)
         ('{"role": "critic", "content": "a"}', 1, "it must be system, user, assistant or tool"),
         ('{"role": ["user"], "content": "a"}', 1, "it must be system, user, assistant or tool"),
         (
-            '[{"from": "human",\n "value": "a"},\n {"from": "gpt"}]',
+            '[{"role": "user",\n "content": "a"},\n {"role": "user"}]',
             1,
-            'message 2: the message has no "value"',
+            'message 2: the message has no "content"',
         ),
-        ('{"conversations":\n [{"from": "bot", "value": "a"}]}', 1, "system, human or gpt"),
-        ('{"conversations": "hi"}', 1, "must be a list"),
-        (json.dumps(SHAREGPT) + "\nhi", 2, "not valid JSON"),
+        ('{"messages": "hi"}', 1, "neither a message nor a list"),
+        (json.dumps(MESSAGES) + "\nhi", 2, "not valid JSON"),
     ],
 )
 def test_a_refusal_names_the_file_the_line_and_the_problem(

@@ -134,7 +134,7 @@ def _transcript(file: Path, format: str, settings: tuple[Profile, ...]) -> "tupl
     from sirchat.chat.settings import checked_switches
     from sirchat.lab.studies.side_by_side.compare import rounds_of
     from sirchat.text.text_file import read_regular, without_surrogates
-    from sirchat.text.transcript import iter_turns, one_conversation
+    from sirchat.text.transcript import iter_turns
 
     path = displayable_line(without_surrogates(str(file)))
     name = "standard input" if path == "-" else path
@@ -142,7 +142,7 @@ def _transcript(file: Path, format: str, settings: tuple[Profile, ...]) -> "tupl
         data = sys.stdin.buffer.read() if str(file) == "-" else read_regular(file)
     except OSError as error:
         raise TranscriptError(f"{name} cannot be read: {error.strerror}") from error
-    turns = list(one_conversation(iter_turns(BytesIO(data), name, format), name))
+    turns = list(iter_turns(BytesIO(data), name, format))
     for profile in settings:  # the values that are parsed are the same for each
         checked = list(checked_switches(turns, name, profile))
     return rounds_of(checked, name), name

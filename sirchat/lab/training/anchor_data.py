@@ -89,7 +89,14 @@ def _sharegpt(text: str, path: Path) -> Iterator[list[Message]]:
 
 
 def _conversation(entry: object, name: str) -> list[Message]:
-    return _messages(parse_transcript(json.dumps(entry).encode(), name, "sharegpt"))
+    found = entry.get("conversations", entry) if isinstance(entry, dict) else entry
+    if isinstance(found, list) and all(_has(one, "from") for one in found):  # ShareGPT's names
+        roles = {"human": "user", "gpt": "assistant"}
+        found = [
+            {"role": roles.get(one["from"], one["from"]), "content": one.get("value")}
+            for one in found
+        ]
+    return _messages(parse_transcript(json.dumps(found).encode(), name, "jsonl"))
 
 
 def _messages(turns: Iterable[TranscriptTurn]) -> list[Message]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sirchat.errors import ModelError
 from sirchat.memory.free_memory import trim_memory
 from sirchat.models.decoder import Decoder
-from sirchat.models.gguf.architectures import ARCHITECTURES, Conversion
+from sirchat.models.gguf.architectures import Conversion, architectures
 from sirchat.models.gguf.blocks import NativePacking, split_four_bit, unpack_floats
 from sirchat.models.gguf.header import BLOCK_LAYOUTS, BLOCKS, FOUR_BIT, GgufFile, GgufTensor
 from sirchat.models.gguf.translate import config_values, find_target
@@ -131,7 +131,7 @@ class _Loader:
                 _replace_experts(self.module, path, self._waiting.pop(path))
             return
         weight = unpack_floats(tensor).to(self._dtype)
-        is_transposed = ARCHITECTURES[self._file.architecture].transposes_experts
+        is_transposed = architectures()[self._file.architecture].transposes_experts
         if is_transposed and weight.ndim == 3:
             weight = weight.mT.contiguous()  # [E, K, N]
         if part in ("gate", "up"):

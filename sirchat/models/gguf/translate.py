@@ -10,15 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from sirchat.errors import ModelError, format_value
-from sirchat.models.gguf.architectures import (
-    ARCHITECTURES,
-    CONFIG_NAMES,
-    IGNORED_KEYS,
-    NEUTRAL_VALUES,
-    REQUIRED_KEYS,
-    Architecture,
-    Conversion,
-)
+from sirchat.models.gguf.architectures import Architecture, Conversion, architectures
 from sirchat.models.gguf.header import BLOCKS, GgufFile, is_count
 from sirchat.models.gguf.rotation import SCALING_KEYS, add_rope_scaling, add_rotated_fraction
 from sirchat.models.model_config import ConfigValues
@@ -97,7 +89,7 @@ def config_values(file: GgufFile) -> dict[str, Any]:
     """
     arch, settings = _find_architecture(file), file.settings
     _refuse_odd_tokenizer(file.metadata)
-    for key in (*REQUIRED_KEYS, *arch.config_names, *arch.required_keys):
+    for key in (*arch.required_keys, *arch.config_names):
         file.require(key in settings, key)
     has_expert_size = "expert_feed_forward_length" in {**arch.config_names, **settings}
     if arch.has_sizes_by_layer or not has_expert_size:
@@ -124,7 +116,7 @@ def config_values(file: GgufFile) -> dict[str, Any]:
 
 def find_target(name: str, file: GgufFile) -> Target:
     """Find where a tensor goes in the transformers model; raises ModelError if it is unknown."""
-    arch = ARCHITECTURES[file.architecture]
+    arch = architectures()[file.architecture]
     match = re.match(r"blk\.(\d{1,9})\.", name)
     part = name[match.end() :] if match else name
     if _is_unused(name, part, int(match[1]) if match else None, file, arch):
@@ -160,12 +152,12 @@ def _find_architecture(file: GgufFile) -> Architecture:
     if kind != "model":
         what = "a LoRA adapter" if kind == "adapter" else f"of the type {format_value(kind)}"
         raise ModelError(f"this GGUF file is {what}, not a model")
-    if file.architecture not in ARCHITECTURES:
+    if file.architecture not in architectures():
         raise ModelError(
             f"GGUF files of the architecture {format_value(file.architecture)} can't be read",
-            hint=f"readable: {', '.join(ARCHITECTURES)}; others only from safetensors",
+            hint=f"readable: {', '.join(architectures())}; others only from safetensors",
         )
-    return ARCHITECTURES[file.architecture]
+    return architectures()[file.architecture]
 
 
 def _refuse_odd_tokenizer(metadata: Mapping[str, Any]) -> None:
@@ -186,12 +178,12 @@ def _refuse_odd_tokenizer(metadata: Mapping[str, Any]) -> None:
 
 def _add_settings(values: dict[str, Any], file: GgufFile, arch: Architecture) -> None:
     layers = _count_layers(file, arch)
-    names = {**CONFIG_NAMES, **arch.config_names, **arch.optional_names}
+    names = {**arch.optional_names, **arch.config_names}
     read_elsewhere = (
         *("attention.value_length", "rope.dimension_count", arch.prediction_layers_key),
         *(_PER_LAYER_KEYS if arch.has_sizes_by_layer else ()),  # by `_add_sizes_by_layer`
     )
-    no_effect = {*SCALING_KEYS, *arch.ignored_keys, *IGNORED_KEYS}
+    no_effect = {*SCALING_KEYS, *arch.ignored_keys}
     for key, value in file.settings.items():
         if key in arch.allowed_values:
             allowed = arch.allowed_values[key]
@@ -206,7 +198,7 @@ def _add_settings(values: dict[str, Any], file: GgufFile, arch: Architecture) ->
         elif key in names:
             values[names[key]] = _read_number(file, key, key in arch.may_be_zero)
         elif key not in no_effect and not key.startswith(_MEDIA_PREFIXES):
-            file.require(value in NEUTRAL_VALUES.get(key, ()), key)
+            file.require(value in arch.neutral_values.get(key, ()), key)
     for name, (dividend, divisor) in arch.ratios.items():
         values[name], rest = divmod(file.number(dividend), file.number(divisor))
         file.require(rest == 0, dividend, f"a multiple of {divisor}")
