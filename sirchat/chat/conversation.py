@@ -144,7 +144,8 @@ class Conversation:
         text, state = without_surrogates(text), self.state
         system: TurnIds | None = None
         if self.seen == 0:  # nothing was read: an earlier turn is treated as never begun
-            state.pending_ids, state.turns, state.in_round, state.saved_turns = [], [], False, 0
+            state.set_turns([])
+            state.pending_ids, state.in_round, state.saved_turns = [], False, 0
             system, ids = self.template.opening(text, self.profile.system)
         else:
             is_unanswered = state.in_round and state.reply_header == []

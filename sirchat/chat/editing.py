@@ -153,7 +153,8 @@ def _arrange(
         state.system = replace(state.system, positions=range(bounds[number], bounds[number + 1]))
     else:
         state.system = SystemPrompt()
-    state.turns, state.round = turns, rounds[-1] if rounds else 0
+    state.set_turns(turns)
+    state.round = rounds[-1] if rounds else 0
     session.history = UndoHistory(() if is_changed else session.history.messages)
     return [
         _PlacedTurn(one.turn, np.arange(start, end), one.header)

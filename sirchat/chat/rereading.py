@@ -196,8 +196,7 @@ def copy_system_prompt(session: Session, profile: Profile) -> Session | None:
     now, rows = engine.save(), session.ledger.rows()[positions]
     rows["turn"], rows["round"], rows["birth_decay"] = 0, 0, 0.0
     saved = replace(now, rows=rows, held=positions, log_decay=0.0, logits=None, round=0)
-    turn, state = replace(session.turns[0]), ConversationState()
-    state.turns, state.system = [turn], session.state.system
+    state = ConversationState([replace(session.turns[0])], system=session.state.system)
     # The first rows are in order.
     written = engine.cache.first_written_rows(torch.from_numpy(positions), positions)
     copy.load(saved, state, written.to("cpu"))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from sirchat.chat.events import Finish
 from sirchat.memory.ledger import Ledger, Role
-from sirchat.text.times import TimeRange
 
 UNFINISHED: Final = ("length", "loop", "interrupt")  # how a reply ends that can go on
 
@@ -103,6 +103,18 @@ class ConversationState:
     # Turn and text of each sentence of the user's that the user unpinned: no rule there is pinned
     # again when the message is answered again.
     unpinned_sentences: frozenset[tuple[int, str]] = frozenset()
+    # Numbers of the turns that the model wrote itself, and of those with a call that was answered
+    generated: array[int] = field(init=False, default_factory=lambda: array("q"))
+    calling: list[int] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.set_turns(self.turns)
+
+    def set_turns(self, turns: list[Turn]) -> None:
+        self.turns, self.generated, self.calling = [], array("q"), []
+        for turn in turns:
+            self._append(turn)
+            self.set_finish(len(self.turns) - 1, turn.finish)
 
     @property
     def roles(self) -> list[str]:
@@ -116,36 +128,30 @@ class ConversationState:
     def last_turn(self) -> int:
         return max(0, len(self.turns) - 1)
 
-    @property
-    def generated(self) -> list[int]:
-        """Indices of the turns that the model wrote itself."""
-        own = [index for index, turn in enumerate(self.turns) if turn.role == "assistant"]
-        return [index for index in own if self.turns[index].finish != "read"]
-
-    def user_turns_at(self, asked: TimeRange | None, before: int | None = None) -> list[int]:
-        """User turns in the time range `asked`, before turn `before`.
-
-        The newest comes first, or the oldest if the range asks for the first one.
-        """
-        turns = self.turns[:before]
-        user_turns = [index for index, turn in enumerate(turns) if turn.role == "user"]
-        if asked is None or not user_turns:
-            return []
-        is_asked = asked.turns([turns[index].time for index in user_turns])
-        found = [index for index, fits in zip(user_turns, is_asked, strict=True) if fits]
-        return found if asked.place == "first" else found[::-1]
-
     def begin(self, role: str) -> TurnStats:
         """Append an empty turn of `role`; returns its counts, which the caller increases."""
         stats = TurnStats(len(self.turns), role)
-        self.turns.append(Turn(role, time=int(time.time())))
+        self._append(Turn(role, time=int(time.time())))
         return stats
 
     def finish(self, stats: TurnStats, text: str, thinking: str = "") -> None:
         """End the turn that has the counts `stats`: store its text, and add to the totals."""
         turn = self.turns[stats.index]
-        turn.text, turn.finish, turn.thinking = text, stats.finish, thinking
+        turn.text, turn.thinking = text, thinking
         self.saved_turns = min(self.saved_turns, stats.index)
+        self.set_finish(stats.index, stats.finish)
         self.totals.tokens_out += stats.tokens_out
         self.totals.seconds_prefill += stats.seconds_prefill
         self.totals.seconds_decode += stats.seconds_decode
+
+    def set_finish(self, index: int, finish: Finish) -> None:
+        """Record why a turn ended; a reply that was not `read` counts as the model's own."""
+        self.turns[index].finish = finish
+        is_own = self.turns[index].role == "assistant" and finish != "read"
+        if is_own and index not in self.generated[-1:]:  # a reply that goes on is there already
+            self.generated.append(index)
+
+    def _append(self, turn: Turn) -> None:
+        if turn.role == "tool" and self.turns and self.turns[-1].role == "assistant":
+            self.calling.append(len(self.turns) - 1)
+        self.turns.append(turn)

@@ -23,7 +23,6 @@ from sirchat.memory.placement import EvictedRows, Placement
 from sirchat.recall.recall import NewTurn, Recall
 from sirchat.text.reply_parts import ReplyStream
 from sirchat.text.template import TurnIds
-from sirchat.text.times import time_range
 
 Interrupted = Callable[[], bool]  # whether to stop; called now and then
 
@@ -111,18 +110,11 @@ class OpenTurn:
         restored from the message that led to the call either.
         """
         state, before = self.state, self.stats.index
-        # After a million tokens, making these lists takes a noticeable part of the search's time.
-        out = [number - 1 for number, turn in enumerate(state.turns) if turn.role == "tool"]
-        out = [number for number in out if state.turns[number].role == "assistant"]
-        result = -1
+        out, result = tuple(state.calling), -1
         if state.turns[before].role == "tool":
-            result = before
-            out += [number for number in range(before) if state.turns[number].role == "user"][-1:]
-
-        def turns_at(text: str) -> list[int]:
-            return state.user_turns_at(time_range(text, time.time()), before)
-
-        turn = NewTurn(ids.ids, ids.roles, state.generated, turns_at, tuple(out), result)
+            asked = (n for n in range(before - 1, -1, -1) if state.turns[n].role == "user")
+            out, result = (*out, next(asked, -1)), before
+        turn = NewTurn(ids.ids, ids.roles, state.generated, out, result)
         recollection = recall.restore_for_turn(turn, self.ref, state.restored_by_user)
         if recollection is not None:
             self.stats.seconds_prefill += recollection.seconds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,12 +35,9 @@ class FoundPassages:
     query: PassageQuery
     best_score: float  # the highest of any passage, in standard deviations
     is_question: bool  # whether the message is answered from these passages alone
-    turns_at_time: Collection[int]  # the turns of the time that the message asks for
 
-    def reason(self, index: int, turn: int) -> str:
-        """Why passage number `index` of these, which is of this turn, was found."""
-        if turn in self.turns_at_time:
-            return "its time"
+    def reason(self, index: int) -> str:
+        """Why passage number `index` of these was found."""
         if self.fits_best[index]:
             return "words of the best"
         if self.word_scores[index] > 0:
@@ -70,7 +66,7 @@ def describe_turns(
         turn = int(passages.rows["turn"][number])
         text = passages.texts(ledger, number, number + 1)[0]
         words = search.index.shared_words(text, found.query.text)
-        reason = "" if words else found.reason(index, turn)
+        reason = "" if words else found.reason(index)
         rows = passages.shown_tokens(ledger, number)
         pieces = texts_at(ledger, passages.token_texts, rows)
         is_held = ledger.column("state")[rows] == State.HELD

@@ -7,7 +7,7 @@ once, which is then undone; with `recall_query: recent`, it need not.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -47,9 +47,6 @@ MIN_SHARE_OF_BEST = 0.4
 
 _NO_POSITIONS = np.zeros(0, np.int64)
 
-# The user's turns at the time that a text asks for, such as yesterday, those most wanted first.
-TurnsAt = Callable[[str], Sequence[int]]
-
 
 @dataclass(frozen=True)
 class NewTurn:
@@ -57,8 +54,7 @@ class NewTurn:
 
     ids: Sequence[int]
     roles: Sequence[Role]
-    generated_turns: Collection[int] = ()  # turns that the model wrote itself
-    turns_at: TurnsAt = lambda text: ()
+    generated_turns: Sequence[int] = ()  # turns that the model wrote itself
     excluded_turns: tuple[int, ...] = ()  # turns in which nothing is looked for
     tool_result_turn: int = -1  # a turn that a tool has just returned for the message
 
@@ -194,33 +190,32 @@ class Recall:
     def find(self, turn: NewTurn, room: int) -> FoundPassages:
         """Find the passages that fit a new turn, of at most `room` tokens together.
 
-        If the turn asks for a time, the user's turns of that time are found, too. If it asks for
-        anything else, passages that fit the best passage or fit less well take the remaining room.
+        If it asks for something, passages that fit the best one or fit less well take the rest.
         """
         recall, encoder = self._engine.settings.recall, self._model.encoder
         search = self.passage_search
         query = replace(self.query_of(turn.ids, turn.roles), excluded_turns=turn.excluded_turns)
-        generated = np.fromiter(turn.generated_turns, np.int64)  # once, as there may be very many
+        generated = np.array(turn.generated_turns, np.int64)
         by_words = search.by_words(query.sentences)
         asks, focus = self._asks_back(query), self._focus()
         has_mark = any(mark in query.text for mark in QUESTION_MARKS)
-        # Without an encoder that tells, a message without a question mark does not ask.
-        asks_time = asks and (len(encoder.question) > 0 or has_mark)
-        at_time = turn.turns_at(query.text) if asks_time else ()
-        scores = self._passage_scores(query, generated, by_words, turn.tool_result_turn, at_time)
+        scores = search.scores(query, generated, by_words)
+        of_result = search.passages.rows["turn"] == turn.tool_result_turn
+        if of_result.any():
+            scores[of_result] += search.tool_result_scores(query.sentences, of_result)
         best = float(scores.max(initial=0.0))
         is_told = query.model_vector is not None and len(encoder.question) > 0
         is_near = best >= DISCOUNT * MIN_SCORE
         is_question = bool(asks and (is_told or has_mark) and focus and is_near)
         room = min(room, focus) if is_question else room
-        least_share = MIN_SHARE_OF_BEST if is_question and not at_time else 0.0
+        least_share = MIN_SHARE_OF_BEST if is_question else 0.0
         is_auto = recall is None or recall.n is None
         floor = max(MIN_SCORE, least_share * best)
         if not is_auto:  # passages with any score are found; each has at least one token
             most = min(room, len(scores) - 1)
             floor = -float(np.partition(-scores, most)[most])
         chosen = self._take(scores, floor, room)
-        if is_auto and asks and not at_time:
+        if is_auto and asks:
             further = np.where(scores < least_share * best, 0, scores)
             if chosen and by_words[first := next(iter(chosen))]:
                 again = search.second_hop_scores(self._engine.ledger, first, query, generated)
@@ -239,27 +234,7 @@ class Recall:
             query=query,
             best_score=best,
             is_question=is_question,
-            turns_at_time=at_time,
         )
-
-    def _passage_scores(
-        self,
-        query: PassageQuery,
-        generated: Positions,
-        by_words: Scores,
-        returned: int,
-        at_time: Sequence[int],
-    ) -> Scores:
-        """The score [n] of each passage, raised for a tool's turn `returned` and for `at_time`."""
-        scores = self.passage_search.scores(query, generated, by_words)
-        turns = self.passage_search.passages.rows["turn"]
-        of_result = turns == returned
-        if of_result.any():
-            scores[of_result] += self.passage_search.tool_result_scores(query.sentences, of_result)
-        for rank, number in enumerate(at_time):
-            of_turn = turns == number
-            scores[of_turn] = np.maximum(scores[of_turn], 0) + MIN_SCORE + 1 / (1 + rank)
-        return scores
 
     def passages_containing(self, text: str) -> list[Positions]:
         """Tokens of each passage with all informative words of a text; [] if the chat lacks one.

@@ -243,7 +243,7 @@ def test_what_is_erased_leaves_no_trace_in_the_state(name: str) -> None:
     talks = [chat(name, "my name is X", f"and {word} it is, so be it") for word in ("9", "7")]
     assert not same(*map(state, talks))
     for talk, word in zip(talks, ("9", "7"), strict=True):
-        talk.state.turns = talk.state.turns[:3]
+        talk.state.set_turns(talk.state.turns[:3])
         talk.undo()
         list(talk.read_user(f"and {word} it is, so be it"))
         talk.erase(word)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from chatting import hub_tokenizer, ids_of, notices, session, tiny
+from sirchat.chat.editing import KeptTurn, edit
 from sirchat.chat.events import Called, Delta, Event, Returned
 from sirchat.chat.session import Session
 from sirchat.chat.tool_loop import ChatTool, Toolbox
@@ -308,3 +309,32 @@ def test_a_transcript_feeds_calls_and_results() -> None:
     assert ids_of(fed[0]) == ids_of(fed[1])
     assert returned(fed[0]) == "Snow."
     assert call(city="Oslo") in "".join(row.text for row in fed[0].tokens(range(fed[0].seen)))
+
+
+def test_which_turns_the_model_wrote_and_which_called_is_known_without_a_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = call(city="Oslo")
+    script(monkeypatch, [made, "Cold.", "Yes.", made, "Cold."])
+    chat = calling()
+
+    def check() -> list[int]:
+        turns = list(enumerate(chat.turns))
+        own = [n for n, turn in turns if turn.role == "assistant" and turn.finish != "read"]
+        before = [n - 1 for n, turn in turns if turn.role == "tool"]
+        called = [n for n in before if chat.turns[n].role == "assistant"]
+        assert (chat.state.generated.tolist(), chat.state.calling) == (own, called)
+        return called
+
+    ask(chat)
+    assert check()
+    list(chat.read_user("Read."))
+    list(chat.read_reply("Given, not generated."))
+    list(chat.ask("Is it?", tools=[]))
+    assert check() == [2]
+    chat.undo()
+    check()
+    list(edit(chat, [KeptTurn(n, chat.ledger.of_turn(n)) for n in range(2, len(chat.turns))]))
+    assert check() == [0]
+    ask(chat)
+    assert len(check()) == 2

@@ -163,7 +163,7 @@ def test_what_was_only_asked_and_what_the_model_replied_give_way_to_what_was_tol
     tell(one, "Hello there.", TOLD, *["What a rainy day it is.", "Tell me a joke."] * 6)
     list(one.read_user(asked))
     list(one.read_reply("The zebra Quixbert is called Humbert."))
-    one.turns[-1].finish = "stop"  # as if it had been generated
+    one.state.set_finish(len(one.turns) - 1, "stop")  # as if it had been generated
     tell(one, *["What a rainy day it is.", "Tell me a joke."] * 10)
     text = "".join(row.text for row in one.tokens(recalled(one, asked).positions))
     assert TOLD in text
@@ -176,7 +176,7 @@ def test_a_question_that_tells_something_is_found_as_what_was_told() -> None:
     tell(one, "Hello there.", "Our zebra is ill.")
     list(one.read_user("Our zebra Quixbert eats no hay since Tuesday, what can I do?"))
     list(one.read_reply("Call somebody who knows zebras."))
-    one.turns[-1].finish = "stop"  # as if it had been generated
+    one.state.set_finish(len(one.turns) - 1, "stop")  # as if it had been generated
     tell(one, *["What a rainy day it is.", "Tell me a joke."] * 10)
     came = recalled(one, "Since which day does our zebra eat no hay?")
     assert "hay since Tuesday" in "".join(row.text for row in one.tokens(came.positions))
@@ -271,7 +271,7 @@ def test_what_the_user_said_and_its_newest_correction_come_before_the_models_wor
     if own:
         list(one.read_user("And so on."))
         list(one.read_reply("I am currently moving to a city, Tromso, in a month: moving in May."))
-        one.turns[-1].finish = "stop"  # as if it had been generated
+        one.state.set_finish(len(one.turns) - 1, "stop")  # as if it had been generated
     tell(one, *CHAT * 8)
     for asked in ("In which month am I moving?", "Which city am I moving to?"):
         recalled(one, asked)

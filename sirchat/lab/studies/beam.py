@@ -283,7 +283,7 @@ class Beam(Grid):
                 break
             list(session.read_question(user, next_role="assistant"))
             list(session.read_reply(reply))
-            session.turns[-1].finish = "stop"
+            session.state.set_finish(len(session.turns) - 1, "stop")
         return ReadChat(session, chat, int(session.turns[0].role == "system"))
 
     def report(self, found: Mapping[str, Record]) -> Report:
