@@ -103,10 +103,8 @@ def test_in_memory_only_the_cache_for_the_hubs_models_knows_transformers(module:
 def test_policies_see_nothing_but_ledger_rows(module: str) -> None:
     allowed = (
         "attention",
-        "held_rows",
         "key_value_stats",
         "ledger",
-        "placement",
         "random_numbers",
         "policies",
         "registry",
@@ -124,7 +122,7 @@ def test_the_engine_knows_no_text(module: str) -> None:
 def test_a_file_of_a_session_knows_neither_engine_nor_session() -> None:
     allowed = {"errors", "paths", "saved", "text.times", "text.transcript"}
     others = {
-        "sirchat.saved.saved_tensors": {"memory.attention", "memory.key_values", "memory.tiers"},
+        "sirchat.saved.saved_tensors": {"memory.attention", "memory.key_values"},
         "sirchat.saved.segments": {"memory.key_values"},
     }
     knowing = ("autosave", "resume", "saved_state")

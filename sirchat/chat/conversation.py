@@ -24,9 +24,8 @@ from sirchat.chat.state import (
 from sirchat.chat.turn import Interrupted, OpenTurn, never
 from sirchat.chat.undo_history import UndoHistory, UndoPoint, undo_depth
 from sirchat.config.profile import Profile
+from sirchat.engine.engine import Generation, PromptLookup
 from sirchat.engine.extra_passes import score_continuations
-from sirchat.engine.generation import Generation
-from sirchat.engine.prompt_lookup import PromptLookup
 from sirchat.engine.sampling import TokenFilter
 from sirchat.engine.types import ContinuationScore
 from sirchat.memory.key_values import LostTokensError
@@ -156,7 +155,7 @@ class Conversation:
         after = self.template.closing if ids.header is None else []
         if ids.header:  # without the given reply, there would be an empty one
             after = [*self.template.assistant_turn("", ids.header).ids, *self.template.closing]
-        with self.engine.recalled.ending_on_error():
+        with self.engine.evictor.ending_recall_on_error():
             yield Reading(0, len(ids.ids))  # as the search of recall may read them, too
             yield from turn.restore_fitting(self.recall, ids)
             yield from turn.read(ids, interrupted, after=after)
@@ -181,7 +180,7 @@ class Conversation:
         before anything is read, if both can't fit.
         """
         state, closing = self.state, self.template.closing
-        moves = self.engine.recalled.end()  # of a turn that was not answered
+        moves = self.engine.evictor.end_recall()  # of a turn that was not answered
         yield from self._events.moved(state.last_turn, moves)
         before = len(system.ids) if system is not None else 0
         if system is not None and self.profile.pin_system:
@@ -222,7 +221,7 @@ class Conversation:
         self.engine.require_room(len(ids.ids) + len(closing))
         turn = self._open_turn("assistant")
         positions = range(self.seen, self.seen + len(ids.ids))
-        with self.engine.recalled.ending_on_error():
+        with self.engine.evictor.ending_recall_on_error():
             yield from turn.read(ids, interrupted, after=closing)
             stream = self.template.reply_stream(in_history=True)
             stream.push_ids(ids.ids if self.seen == positions.stop else ())

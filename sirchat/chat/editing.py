@@ -61,7 +61,7 @@ def edit(session: Session, parts: Sequence[KeptTurn | ReadTurns]) -> Iterator[Ev
     conversation can't go on.
     """
     engine, state, last = session.engine, session.state, parts[-1]
-    engine.recalled.end()
+    engine.evictor.end_recall()
     session.recall.update()
     is_end = isinstance(last, KeptTurn) and last.turn == len(session.turns) - 1
     logits, round_end = engine.logits, (state.in_round, state.reply_header, state.pending_ids)

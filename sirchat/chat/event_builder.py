@@ -27,7 +27,7 @@ from sirchat.config.profile import Profile
 from sirchat.config.values import format_setting
 from sirchat.engine.engine import Engine
 from sirchat.memory.key_values import Positions
-from sirchat.memory.placement import EvictedRows, RestoredRows
+from sirchat.memory.ledger import EvictedRows, RestoredRows
 from sirchat.models.model import LoadedModel, no_attention_reason
 from sirchat.recall.recall import Recall, RecallResult
 from sirchat.text.detokenizer import Texts
@@ -178,7 +178,7 @@ class EventBuilder:
         settings, recall_n = self.engine.settings, profile.recall_n
         policy, is_limited = settings.policy, not _RECALL_LIMITS.isdisjoint(changed)
         if is_limited and settings.recall is not None and policy.bounded:
-            room = self.engine.recalled.room(0)
+            room = self.engine.evictor.recall_room(0)
             if not isinstance(recall_n, str) and room < recall_n:
                 yield (
                     f"budget {self.engine.budget} leaves room to restore only {room} tokens, "

@@ -12,11 +12,10 @@ from sirchat.chat.events import Delta, Event, Finish, Notice
 from sirchat.chat.state import UNFINISHED
 from sirchat.chat.turn import OpenTurn
 from sirchat.chat.undo_history import UndoHistory, UndoPoint
-from sirchat.engine.generation import Generation, StepResult, step
+from sirchat.engine.engine import Generation, StepResult, step
 from sirchat.engine.types import GeneratedToken, Stopped
 from sirchat.errors import ContextFullError
-from sirchat.memory.ledger import Role
-from sirchat.memory.placement import EvictedRows
+from sirchat.memory.ledger import EvictedRows, Role
 from sirchat.text.loops import LoopCheck
 from sirchat.text.reply_parts import Piece, ReplyStream
 
@@ -66,7 +65,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         if not self._is_done:  # the caller took no more events, or the model failed
             self._turn.state.finish(self._turn.stats, *_answer_and_reasoning(self._pieces))
             self._turn.flag_thinking(self._parts, self._positions)
-            self._turn.engine.recalled.end()
+            self._turn.engine.evictor.end_recall()
 
     def events(self) -> Iterator[Event]:
         with self:

@@ -255,7 +255,7 @@ class Session(Conversation):
         Raises UsageError if `target` names no token.
         """
         asked = tokens_to_restore(self, target, around)
-        moves = self.engine.recalled.begin(asked, incoming=0)
+        moves = self.engine.evictor.begin_recall(asked, incoming=0)
         self.state.restored_by_user = asked.tolist()
         return [*self._events.moved(self.state.last_turn, moves), *self._events.take_problems()]
 

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from sirchat.chat.events import TokenRow
 from sirchat.engine.engine import Engine
-from sirchat.memory.key_values import Positions
+from sirchat.memory.key_values import EXACT, Positions
 from sirchat.memory.ledger import Flag, HeldRows, Role
 from sirchat.memory.policies.base import ScorePolicy
-from sirchat.memory.tiers import EXACT
 from sirchat.text.detokenizer import Texts
 
 Floats = NDArray[np.float64]

@@ -192,7 +192,7 @@ def read_result(
         room = min(division.evictable // _HEAD_PARTS, division.max_pins - division.pins)
         head = max(0, min(room, ids.content[1]))
     after = template.closing if ids.header is None else []
-    with engine.recalled.ending_on_error():
+    with engine.evictor.ending_recall_on_error():
         try:
             yield from turn.read_result(
                 ids, interrupted, chat.recall, sought, head=head, after=after

@@ -18,8 +18,7 @@ from sirchat.chat.state import ConversationState, TurnStats
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import ReadProgress, TurnRef
 from sirchat.memory.key_values import Positions
-from sirchat.memory.ledger import Flag, Role
-from sirchat.memory.placement import EvictedRows, Placement
+from sirchat.memory.ledger import EvictedRows, Flag, Placement, Role
 from sirchat.recall.recall import NewTurn, Recall
 from sirchat.text.reply_parts import ReplyStream
 from sirchat.text.template import TurnIds
@@ -196,7 +195,7 @@ class OpenTurn:
         """End recall, and let surprisal and attention decay; the next user turn begins a round."""
         placement = self.engine.store.placement
         self._placement_in_round = placement if placement.has_recall else None
-        events = [self.evicted(record) for record in self.engine.recalled.end()]
+        events = [self.evicted(record) for record in self.engine.evictor.end_recall()]
         self.engine.decay_at_round_end()
         self.state.in_round = False
         return events

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from sirchat.chat.state import ConversationState
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import EngineCheckpoint
-from sirchat.memory.placement import Placement
-from sirchat.memory.token_vectors import TokenVectors
+from sirchat.memory.ledger import Placement, TokenVectors
 
 _UNDO_DEPTH = 64  # user turns
 _UNDO_STATE_BYTES = 1 << 28  # of all saved states of a hybrid model's recurrent layers

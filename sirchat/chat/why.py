@@ -19,8 +19,7 @@ from sirchat.chat.token_rows import is_measured, policy_scores, score_factors, t
 from sirchat.engine.engine import Engine
 from sirchat.engine.extra_passes import attention_from
 from sirchat.memory.key_values import Positions
-from sirchat.memory.ledger import Role, State
-from sirchat.memory.placement import Placement
+from sirchat.memory.ledger import Placement, Role, State
 from sirchat.recall.word_index import DISCOUNT, FIRST_CJK, STOP_WORDS, letter_groups, terms_of
 from sirchat.text.detokenizer import Texts, sentence_bounds
 

@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sirchat.engine.policy_choice import PolicyChoice
-from sirchat.engine.recalled_tokens import RecalledTokens
+from sirchat.engine.eviction import Evictor, PolicyChoice
 from sirchat.engine.types import CacheSettings
 from sirchat.memory.key_values import Positions
-from sirchat.memory.placement import Moves, Placement
+from sirchat.memory.ledger import Moves, Placement
 
 
 @dataclass(frozen=True)
@@ -27,8 +26,8 @@ class _BeforeSwitch:
 class Switcher:
     """Puts new settings and pins into effect; with new settings the policy chooses anew."""
 
-    def __init__(self, choice: PolicyChoice, recalled: RecalledTokens) -> None:
-        self._choice, self._recalled = choice, recalled
+    def __init__(self, choice: PolicyChoice, evictor: Evictor) -> None:
+        self._choice, self._evictor = choice, evictor
         self._store, self._ledger, self._cache = choice.store, choice.ledger, choice.store.cache
         self._before_switch: _BeforeSwitch | None = None
 
@@ -64,7 +63,7 @@ class Switcher:
         moves = self._store.place(placement)
         self._cache.set_positions(absolute_positions=settings.absolute_positions)
         if (settings.archive, settings.folder) != (old.archive, old.folder):
-            moves += self._recalled.end()  # what is aside is in the old archive
+            moves += self._evictor.end_recall()  # what is aside is in the old archive
             self._store.set_limit(settings.archive, settings.folder)
         if settings.policy.bounded:
             self._cache.shrink_to(settings.budget)
@@ -78,7 +77,7 @@ class Switcher:
         before = self._ledger.pinned_positions
         if pinned:
             self._check_new_pins(positions)
-            self._recalled.reread(positions)
+            self._evictor.reread(positions)
         self._ledger.pin(positions, pinned)
         try:
             return self._store.place(self._choose())

@@ -29,8 +29,19 @@ from torch import Tensor
 
 from sirchat.memory.archive_folder import ArchiveFolder
 from sirchat.memory.free_memory import trim_memory
-from sirchat.memory.key_values import KeyValues, LostTokensError, Positions, Transfer, Transfers
-from sirchat.memory.tiers import EXACT, LOWER_TIER, NOT_STORED, Tiers, dequantized, quantized
+from sirchat.memory.key_values import (
+    EXACT,
+    LOWER_TIER,
+    NOT_STORED,
+    KeyValues,
+    LostTokensError,
+    Positions,
+    Tiers,
+    Transfer,
+    Transfers,
+    dequantized,
+    quantized,
+)
 
 SEGMENT_ROWS = 512
 _MAX_UNFINISHED = 8  # unfinished transfers from a GPU

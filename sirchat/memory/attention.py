@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Positions = NDArray[np.int64]
+from sirchat.memory.key_values import Positions
+
 Floats = NDArray[np.float64]
 
 _MAX_RESTORATIONS = 8192  # entries of `_restored_totals`: over a hundred for each turn to undo

@@ -23,16 +23,25 @@ from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_value_stats import Block, key_value_stats
 from sirchat.memory.key_values import (
+    NOT_STORED,
     CacheState,
     KeyValues,
     LostTokensError,
     Positions,
+    Tiers,
     merge_key_values,
 )
-from sirchat.memory.ledger import Flag, KeyValueStat, Ledger, State
-from sirchat.memory.placement import EvictedRows, Moves, Placement, RestoredRows
-from sirchat.memory.policies.scores import fill_nan_with_median
-from sirchat.memory.tiers import NOT_STORED, Tiers
+from sirchat.memory.ledger import (
+    EvictedRows,
+    Flag,
+    KeyValueStat,
+    Ledger,
+    Moves,
+    Placement,
+    RestoredRows,
+    State,
+)
+from sirchat.memory.policies.base import fill_nan_with_median
 
 # Bytes of what is evicted that are kept for undo while the archive is off; a turn that evicts more
 # can't be undone.

@@ -2,6 +2,7 @@
 
 The table is an array that grows by doubling, with 40 bytes a token, and 16 more if attention is
 recorded. All columns but attention are recorded under any policy, so that policies can be switched.
+`HeldRows` is what a policy sees of it, and `Placement` says where the tokens are.
 """
 
 from __future__ import annotations
@@ -9,22 +10,28 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from sirchat.memory.attention import AttentionStats
-from sirchat.memory.held_rows import HeldRows, KeyValueStat, Role
-from sirchat.memory.placement import Placement
+from sirchat.memory.key_values import Positions
 from sirchat.memory.random_numbers import Purpose, uniform
-from sirchat.memory.token_vectors import TokenVectors
 
-__all__ = ("ROW", "Flag", "HeldRows", "KeyValueStat", "Ledger", "Role", "State")
 
-Positions = NDArray[np.int64]
+class Role(IntEnum):
+    """Who wrote a token. `TEMPLATE` is for tokens that the chat template puts around the text."""
+
+    SYSTEM = 0
+    USER = 1
+    ASSISTANT = 2
+    TEMPLATE = 3
+    TOOL = 4  # what a tool returned
 
 
 class Flag(IntFlag):
@@ -62,6 +69,168 @@ ROW = np.dtype(
 )
 
 _PINNED = int(Flag.PINNED)
+
+# The name of a statistic of a token's key k and value v in one head: the L2 norm |k|; the cosine
+# between k, rotated as attention reads it, and the mean of k / |k| over all tokens that the policy
+# ranks; the L1 norm |v|.
+KeyValueStat = Literal["key_norm", "key_similarity", "value_norm"]
+
+
+@dataclass(frozen=True)
+class HeldRows:
+    """The n tokens among which a policy chooses, in stream order: tensors [n] on the CPU.
+
+    These are the held tokens; after a change of settings or pins, archived tokens, too.
+    """
+
+    position: Tensor  # in the stream, ascending
+    token_id: Tensor
+    turn: Tensor
+    round: Tensor
+    role: Tensor  # one of `Role`
+    surprisal: Tensor  # nats; of the stream's first token, the highest of those read with it
+    log_decay_since: Tensor  # log of the product of the decays since the token was read
+    log_decayed_surprisal: Tensor  # log of the surprisal times these decays
+    attention: Tensor  # received so far; 0 if attention is not recorded
+    recent_attention: Tensor  # received from the newest queries alone
+    # [layers, heads, n]: the same for each query head; [1, 1, n] if the policy does not want it
+    head_attention: Tensor
+    key_norm: Tensor  # this and the next two: see `KeyValueStat`; 0 if the policy uses none
+    key_similarity: Tensor
+    value_norm: Tensor
+    arrival_key: Tensor  # uniform in [0, 1), drawn when the token was read
+    is_pinned: Tensor
+    is_anchor: Tensor
+    is_sink: Tensor
+    continues_word: Tensor  # mask of the tokens of the same word as the token before
+    protected: Tensor  # mask of those that must stay: sinks, pins, newest of the round
+    seen: int  # tokens ever read
+    seed: int  # for the policy's random numbers
+    # For a policy with `needs = "keys"`: for each layer, the keys, as attention reads them, and the
+    # values [H, n, D], copies in float32; 0 for a token of which they are no longer stored.
+    keys: tuple[Tensor, ...] = ()
+    values: tuple[Tensor, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.position)
+
+    def newest(self, count: int) -> Tensor:
+        """Mask [n] of the tokens among the last `count` of the conversation."""
+        return self.position >= self.seen - count
+
+
+def _none() -> Positions:
+    return np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Which tokens the cache holds, or is to hold, as ascending stream positions.
+
+    Between two rounds, only `held` is in use. The others are what recall does for the current
+    round.
+    """
+
+    held: Positions  # [n]
+    recalled: Positions = field(default_factory=_none)  # those of `held` that recall has restored
+    aside: Positions = field(default_factory=_none)  # archived until the round is complete
+    # Those of `held` that recall wants, in the order in which they leave if room is needed.
+    wanted: Positions = field(default_factory=_none)
+
+    @property
+    def has_recall(self) -> bool:
+        """Whether recall has moved tokens for this round."""
+        return any(map(len, (self.recalled, self.aside, self.wanted)))
+
+    @property
+    def held_without_recalled(self) -> Positions:
+        """The held tokens that recall did not restore."""
+        if not len(self.recalled):
+            return self.held
+        return np.setdiff1d(self.held, self.recalled, assume_unique=True)
+
+    @property
+    def policy_positions(self) -> Positions:
+        """The policy's tokens: held ones that recall did not restore, and those set aside."""
+        held = self.held_without_recalled
+        return np.union1d(held, self.aside) if len(self.aside) else held
+
+    def without(self, positions: Positions) -> Placement:
+        each = (self.held, self.recalled, self.aside, self.wanted)
+        return Placement(*(at[~np.isin(at, positions)] for at in each))
+
+
+@dataclass(frozen=True)
+class EvictedRows:
+    """Record: the tokens at stream `positions` were evicted; `resident` of `seen` are held now."""
+
+    positions: Positions
+    resident: int
+    seen: int
+
+
+@dataclass(frozen=True)
+class RestoredRows:
+    """Record: the tokens at stream `positions` were restored; `resident` of `seen` are held now."""
+
+    positions: Positions
+    resident: int
+    seen: int
+
+
+Moves = list[EvictedRows | RestoredRows]
+
+
+class TokenVectors:
+    """A vector [D] for each of a run of tokens that ends with the newest token.
+
+    Vectors are kept only if they are `wanted`. Vectors of erased tokens are NaN.
+    """
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self._start = self._count = 0  # stream position of the first one, and how many there are
+        self._rows = torch.zeros(0, 0)
+
+    def append(self, start: int, numbers: Tensor) -> None:
+        """Add the vectors [m, D] of tokens from stream position `start` on.
+
+        Earlier vectors are dropped if they do not end right before `start`.
+        """
+        count = self._count
+        if start != self._start + count or numbers.shape[1] != self._rows.shape[1]:
+            self._start, count = start, 0
+        needed = count + len(numbers)
+        if needed > len(self._rows) or not count:
+            grown = torch.empty(max(needed, 2 * count, 64), numbers.shape[1])
+            if count:
+                grown[:count] = self._rows[:count]
+            self._rows = grown
+        self._rows[count:needed] = numbers
+        self._count = needed
+
+    def mean(self, start: int, end: int) -> Tensor | None:
+        """The mean [D] of the vectors from `start` to `end` - 1; None if any is missing or NaN."""
+        offset = start - self._start
+        if not 0 <= offset < offset + end - start <= self._count:
+            return None
+        mean = self._rows[offset : offset + end - start].mean(0)
+        return None if mean.isnan().any() else mean
+
+    def drop_before(self, position: int) -> None:
+        """Drop the vectors of the tokens before this stream position."""
+        dropped = min(max(0, position - self._start), self._count)
+        self._rows = self._rows[dropped : self._count].clone()
+        self._start, self._count = self._start + dropped, self._count - dropped
+
+    def truncate(self, seen: int) -> None:
+        """Drop the vectors of all but the first `seen` tokens of the stream."""
+        self._count = min(self._count, max(0, seen - self._start))
+        self._rows[self._count :] = torch.nan  # what was erased stays nowhere
+
+    def erase(self, positions: Positions) -> None:
+        offset = positions - self._start
+        self._rows[torch.from_numpy(offset[(offset >= 0) & (offset < self._count)])] = torch.nan
 
 
 class Ledger:

@@ -136,7 +136,7 @@ class Recall:
         scores = np.zeros(0)
         released = np.fromiter(self.scores, np.int64)
         is_all_held = engine.resident == engine.ledger.seen
-        has_room = engine.recalled.room(len(turn.ids)) > 0
+        has_room = engine.evictor.recall_room(len(turn.ids)) > 0
         try:
             result = self._search(turn, ref, requested)
         except LostTokensError as error:
@@ -145,7 +145,7 @@ class Recall:
             result = with_requested(result, requested)
         is_focused = self.found is not None and self.found.is_question
         if result is not None:
-            engine.recalled.begin(
+            engine.evictor.begin_recall(
                 result.positions, result.scores, incoming=len(turn.ids), focused=is_focused
             )
             restored = result.positions if is_focused else engine.store.placement.recalled
@@ -178,10 +178,10 @@ class Recall:
             # This reads the turn first, which may evict tokens, so the room is known after it.
             result = search(engine, self._model, turn.ids, turn.roles, ref)
             if result is not None:
-                room = engine.recalled.room(len(turn.ids)) - len(requested)
+                room = engine.evictor.recall_room(len(turn.ids)) - len(requested)
                 result = best_tokens(result, room, self.passage_search.passages.torn)
         elif recall and len(self.passage_search.passages) and (self._focus() or not is_all_held):
-            room = engine.recalled.room(len(turn.ids)) - len(requested)
+            room = engine.evictor.recall_room(len(turn.ids)) - len(requested)
             found = self.find(turn, max(0, room))
             self.found = None if len(requested) else found
             result = found.result
@@ -334,7 +334,7 @@ def search(
     Returns None if no token can be restored.
     """
     recall, start = engine.settings.recall, engine.ledger.seen
-    room = engine.recalled.room(len(ids))
+    room = engine.evictor.recall_room(len(ids))
     if recall is None or not room:
         return None
     needs = retriever(recall.retriever)

@@ -9,8 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from sirchat.memory.attention import AttentionCheckpoint, QueryWindow
-from sirchat.memory.key_values import CacheState, KeyValues
-from sirchat.memory.tiers import Tiers
+from sirchat.memory.key_values import CacheState, KeyValues, Tiers
 
 _ATTENTION = "attention."
 _STATE = "state."

@@ -16,7 +16,7 @@ from sirchat.chat.formats import MAX_CALLS_PER_REPLY, ModelFormats
 from sirchat.chat.plain_reply import PlainReply, raise_budget_for
 from sirchat.chat.session import Session
 from sirchat.chat.turn import Interrupted, never
-from sirchat.engine.generation import Generation, StepResult
+from sirchat.engine.engine import Generation, StepResult
 from sirchat.engine.sampling import TokenFilter
 from sirchat.errors import ContextFullError, ModelError, SettingError
 from sirchat.memory.ledger import Flag

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from sirchat.engine.generation import Generation, StepResult, step
+from sirchat.engine.engine import Generation, StepResult, step
 from sirchat.errors import ContextFullError, SirchatError, UsageError
 from sirchat.server.conversation import History, ServedConversation
 from sirchat.server.fields import RequestError

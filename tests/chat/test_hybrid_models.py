@@ -232,7 +232,7 @@ def test_without_saved_keys_the_whole_text_is_read_again_for_the_state(
 def test_what_is_lost_is_read_again_with_a_state_of_its_own(name: str) -> None:
     talk = chat(name, *SAYINGS, archive_limit="1KiB")
     before = memory(talk)
-    talk.engine.recalled.reread(np.arange(talk.seen))
+    talk.engine.evictor.reread(np.arange(talk.seen))
     assert talk.ledger.archived_count == talk.seen - talk.resident > 0
     assert same(memory(talk), before)
 

@@ -16,9 +16,7 @@ from captured import captured
 from engine_steps import prefill, some_ids
 from families import build
 from random_encoders import random_encoder
-from sirchat.engine.engine import Engine
-from sirchat.engine.generation import Generation, step
-from sirchat.engine.prompt_lookup import PromptLookup
+from sirchat.engine.engine import Engine, Generation, PromptLookup, step
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import (
     CacheSettings,
@@ -138,8 +136,8 @@ class Play:
 
     def recall(self, before: Any, random: Any) -> None:
         archived = self.engine.store.archive.positions[:2]
-        self.engine.recalled.begin(archived, incoming=0)
-        self.engine.recalled.end()
+        self.engine.evictor.begin_recall(archived, incoming=0)
+        self.engine.evictor.end_recall()
 
     def resume(self, before: Any, random: Any) -> None:
         engine = self.engine

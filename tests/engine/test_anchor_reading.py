@@ -21,16 +21,14 @@ from families import loaded
 from plain_model import load_model
 from sirchat.chat.settings import build_policy
 from sirchat.config.profile import Profile
-from sirchat.engine.engine import Engine
-from sirchat.engine.generation import Generation
+from sirchat.engine.engine import Engine, Generation
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import CacheSettings, GeneratedToken, TurnRef
 from sirchat.errors import ContextFullError, ModelError, SettingError
 from sirchat.lab.training.anchor import AnchorOptions, prepare
 from sirchat.lab.training.masks import anchor_mask, block_mask, position_in_document
 from sirchat.memory.cache import BoundedCache
-from sirchat.memory.ledger import Role
-from sirchat.memory.placement import EvictedRows
+from sirchat.memory.ledger import EvictedRows, Role
 from sirchat.memory.policies.anchor import Anchor
 from sirchat.memory.policies.sink import Sink
 from sirchat.models.model import LoadedModel

@@ -20,8 +20,7 @@ from families import HELD, TELLING, loaded
 from sirchat.chat.settings import check_policy
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
-from sirchat.engine.engine import Engine
-from sirchat.engine.generation import Generation
+from sirchat.engine.engine import Engine, Generation
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import CacheSettings, TurnRef
 from sirchat.errors import SettingError

@@ -25,9 +25,8 @@ from engine_steps import (
     state_of,
 )
 from families import HELD, BigramModel, build, loaded
-from sirchat.engine.engine import Engine
+from sirchat.engine.engine import Engine, Generation
 from sirchat.engine.extra_passes import score_continuations
-from sirchat.engine.generation import Generation
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import (
     CacheSettings,
@@ -38,8 +37,7 @@ from sirchat.engine.types import (
     TurnRef,
 )
 from sirchat.errors import ContextFullError, SettingError
-from sirchat.memory.ledger import Flag, HeldRows, Role
-from sirchat.memory.placement import EvictedRows
+from sirchat.memory.ledger import EvictedRows, Flag, HeldRows, Role
 from sirchat.memory.policies import policy_class, policy_names
 from sirchat.memory.policies.base import Policy
 from sirchat.memory.policies.entropy import Entropy

@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 from chatting import tiny
 from engine_steps import generate, prefill, some_ids
 from families import loaded
-from sirchat.engine.engine import Engine
-from sirchat.engine.generation import Generation
-from sirchat.engine.prompt_lookup import PromptLookup
+from sirchat.engine.engine import Engine, Generation, PromptLookup
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import CacheSettings, GeneratedToken, TurnRef
-from sirchat.memory.placement import EvictedRows
+from sirchat.memory.ledger import EvictedRows
 from sirchat.memory.policies import policy_class
 
 few = st.lists(st.integers(0, 2), min_size=1, max_size=60)

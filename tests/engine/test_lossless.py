@@ -14,8 +14,7 @@ from families import loaded
 from held_rows import contents, same
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import CacheSettings, TurnRef
-from sirchat.memory.ledger import Role
-from sirchat.memory.placement import RestoredRows
+from sirchat.memory.ledger import RestoredRows, Role
 from sirchat.memory.policies import policy_class, policy_names
 
 BOUNDED = [name for name in policy_names() if policy_class(name).bounded]

@@ -23,7 +23,7 @@ from shadow import WatchedModel, check, follow, shadow_of, watching
 from sirchat.chat.retry import retry_with_settings, settings_for_full
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
-from sirchat.engine.evictor import Evictor
+from sirchat.engine.eviction import Evictor
 from sirchat.errors import SirchatError
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import ROW, Flag
@@ -65,8 +65,8 @@ class Chat:
 
     def recall(self, turn: NewTurn, *_: object) -> None:
         """Hold some of all that can be held, before a turn is read."""
-        recalled, random = self.chat.engine.recalled, self.random
-        among, room = self.chat.engine.store.reachable(), recalled.room(len(turn.ids))
+        evictor, random = self.chat.engine.evictor, self.random
+        among, room = self.chat.engine.store.reachable(), evictor.recall_room(len(turn.ids))
         self.start, self.ended, self.before = self.chat.seen, False, None
         if not (self.recalls and room and random.random() < 0.8):
             return
@@ -74,7 +74,7 @@ class Chat:
         scores = np.array([random.random() for _ in chosen])
         self.before = self.chat.ledger.held_positions.copy()
         focused = random.random() < 0.4
-        recalled.begin(chosen, incoming=len(turn.ids), focused=focused, scores=scores)
+        evictor.begin_recall(chosen, incoming=len(turn.ids), focused=focused, scores=scores)
         assert np.isin(chosen, self.chat.ledger.held_positions).all()
         self.ended = not self.chat.engine.store.has_recall
 

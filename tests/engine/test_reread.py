@@ -53,7 +53,7 @@ def test_a_passage_is_read_after_the_sinks_and_what_stood_before_it() -> None:
     ids, sinks = chat.ledger.column("token_id").tolist(), chat.profile.sinks
     passage = lost_of(chat)[BEFORE + sinks :][:6]
     assert (np.diff(passage) == 1).all()
-    chat.engine.recalled.reread(passage)
+    chat.engine.evictor.reread(passage)
     rows = chat.engine.store.archive.fetch(passage)
     start, end = int(passage[0]), int(passage[-1]) + 1
     read = [*ids[:sinks], *ids[start - BEFORE : end]]
@@ -77,7 +77,7 @@ def test_what_was_erased_is_never_read_again(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(LoadedModel, "read", read)
     last = lost_of(chat)[-1]
-    chat.engine.recalled.reread(np.arange(chat.seen))
+    chat.engine.evictor.reread(np.arange(chat.seen))
     assert len(erased)
     assert lost_of(chat).tolist() == erased.tolist()
     rest = np.setdiff1d(np.arange(last + 1), erased)
@@ -136,12 +136,12 @@ def test_a_message_before_which_a_token_was_held_that_is_lost_is_not_undone_with
     point = chat.history.messages[-1].checkpoint
     lost = np.intersect1d(lost_of(chat), point.cache.placement.held)
     assert len(lost)
-    chat.engine.recalled.reread(lost)
+    chat.engine.evictor.reread(lost)
     with pytest.raises(UndoError, match="no longer archived"):
         chat.undo()
 
 
 def test_without_an_archive_nothing_is_read_again() -> None:
     chat = told(archive="off")
-    chat.engine.recalled.reread(np.arange(chat.seen))
+    chat.engine.evictor.reread(np.arange(chat.seen))
     assert {rank.state for rank in chat.why("pelican")} == {"not_stored"}

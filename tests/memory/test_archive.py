@@ -25,8 +25,7 @@ from sirchat.config.profile import Profile
 from sirchat.errors import UndoError
 from sirchat.memory.archive import SEGMENT_ROWS, Archive, Segment, SegmentFiles
 from sirchat.memory.key_values import KeyValues, Transfer, Transfers, to_device
-from sirchat.memory.ledger import Flag, Role, State
-from sirchat.memory.placement import Placement
+from sirchat.memory.ledger import Flag, Placement, Role, State
 
 SHAPES = ((2, 4), (2, 4), (1, 3), (1, 5))  # heads and dimensions of two layers' keys and values
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from held_rows import append_rows, keep_rows
-from sirchat.memory.ledger import Flag, Ledger, Role, State
-from sirchat.memory.token_vectors import TokenVectors
+from sirchat.memory.ledger import Flag, Ledger, Role, State, TokenVectors
 
 token = st.fixed_dictionaries(
     {

@@ -23,8 +23,7 @@ from simulated_devices import DEVICES, KIND, simulated_devices
 from sirchat.memory.cache import BoundedCache, LayerRotation
 from sirchat.memory.key_value_store import KeyValueStore
 from sirchat.memory.key_values import KeyValues, Positions, Transfers, to_device
-from sirchat.memory.ledger import Ledger
-from sirchat.memory.placement import Placement
+from sirchat.memory.ledger import Ledger, Placement
 from sirchat.memory.rope import Rotation
 
 HEADS, DIMS, CAPACITY = 2, 8, 24
@@ -115,9 +114,7 @@ def test_rows_in_one_tensor_have_the_bits_of_those_in_buffers_apart(
     plan: list[tuple[str, int]],
 ) -> None:
     with simulated_devices(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "sirchat.memory.row_buffers._MAX_ROTATED_BYTES", 1_000
-        )  # all layers of few rows
+        patch.setattr("sirchat.memory.cache._MAX_ROTATED_BYTES", 1_000)  # all layers of few rows
         cpu = torch.device("cpu")
         places = ([*LAYERS, OTHER], cpu), (LAYERS, cpu), (LAYERS, DEVICES[0])
         apart, *pooled = every = [Held(new_cache(*one), np.zeros(0, np.int64)) for one in places]

@@ -13,11 +13,9 @@ from attacking import MANY
 from engine_steps import SAMPLER, prefill
 from families import BigramModel
 from held_rows import append_rows, keep_rows
-from sirchat.engine.engine import Engine
-from sirchat.engine.generation import Generation
+from sirchat.engine.engine import Engine, Generation
 from sirchat.engine.types import CacheSettings, TurnRef
-from sirchat.memory.ledger import Ledger, Role
-from sirchat.memory.placement import EvictedRows
+from sirchat.memory.ledger import EvictedRows, Ledger, Role
 from sirchat.memory.policies import policy_class
 from sirchat.memory.policies.base import Policy
 from sirchat.memory.policies.reservoir import Reservoir

@@ -22,8 +22,7 @@ import sirchat.models
 from attacking import MANY
 from families import HELD, HYBRIDS, REFUSED, TELLING, build, loaded
 from family_checks import check_family, largest_difference
-from sirchat.engine.engine import Engine
-from sirchat.engine.generation import Generation
+from sirchat.engine.engine import Engine, Generation
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import CacheSettings, GeneratedToken, TurnRef
 from sirchat.errors import ModelError

@@ -12,7 +12,7 @@ from held_rows import contents, same
 from recall_rounds import as_if_at_zero, find, memory, restore, some_ids, talked
 from session_files import columns
 from sirchat.engine.engine import Engine
-from sirchat.engine.recalled_tokens import recall_limit
+from sirchat.engine.eviction import recall_limit
 from sirchat.engine.types import TurnRef
 from sirchat.memory.key_values import KeyValues
 from sirchat.memory.ledger import Role, State
@@ -131,7 +131,7 @@ def test_recall_leaves_the_conversation_room_to_read() -> None:
     assert recall_limit(None, 252) == 188
     assert recall_limit(None, 100) == 36
     engine, _ = talked(memory("sink", 40, n=200), rounds=3)
-    assert [engine.recalled.room(incoming) for incoming in (0, 16, 30)] == [28, 12, 0]
+    assert [engine.evictor.recall_room(incoming) for incoming in (0, 16, 30)] == [28, 12, 0]
 
 
 def test_an_empty_archive_is_not_searched_nor_any_for_a_turn_that_fills_the_budget() -> None:

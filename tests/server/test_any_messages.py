@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from chatting import hub_tokenizer
 from sirchat.config.profile import Profile
-from sirchat.engine.generation import Generation, step
+from sirchat.engine.engine import Generation, step
 from sirchat.engine.sampling import ForcedPrefixSampler, Sampling
 from sirchat.server.conversation import History, ServedConversation
 from sirchat.server.fields import make_request

@@ -187,7 +187,7 @@ def test_an_error_of_the_model_is_told_without_its_traceback(
     with served(max_new_tokens=8) as server:
         longer = [*ASKED, assistant(server.reply(ASKED)), user(NAME)]
         usual = server.ask(longer)
-        monkeypatch.setattr("sirchat.engine.generation.Generation.choose", fail)
+        monkeypatch.setattr("sirchat.engine.engine.Generation.choose", fail)
         assert refusal(server.post(longer), 500)["message"] == "the reply failed: RuntimeError"
         monkeypatch.undo()
         again = server.ask(longer)

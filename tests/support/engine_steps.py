@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from families import BigramModel
-from sirchat.engine.engine import Engine
-from sirchat.engine.generation import Generation
+from sirchat.engine.engine import Engine, Generation
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import (
     GeneratedToken,
@@ -19,8 +18,7 @@ from sirchat.engine.types import (
     Stopped,
     TurnRef,
 )
-from sirchat.memory.ledger import Role
-from sirchat.memory.placement import EvictedRows, RestoredRows
+from sirchat.memory.ledger import EvictedRows, RestoredRows, Role
 
 Record = ReadProgress | RestoredRows | GeneratedToken | EvictedRows | Stopped
 CONTEXT = 300  # context length of a bigram model

@@ -12,8 +12,7 @@ from torch import Tensor
 from sirchat.chat.events import Event, Evicted, Restored, TurnDone
 from sirchat.chat.session import Session
 from sirchat.engine.engine import Engine
-from sirchat.memory.ledger import Ledger, Role, State
-from sirchat.memory.placement import Placement
+from sirchat.memory.ledger import Ledger, Placement, Role, State
 
 
 def contents(engine: Engine) -> list[Tensor]:

@@ -42,7 +42,7 @@ def say(engine: Engine, model: LoadedModel, turn: int, count: int = 20) -> Searc
         restore(engine, found, count)
     for _ in engine.prefill(ids, [Role.USER] * count, TurnRef(turn, turn)):
         assert engine.resident <= engine.budget
-    engine.recalled.end()
+    engine.evictor.end_recall()
     engine.decay_at_round_end()
     return found
 
@@ -70,5 +70,7 @@ def as_if_at_zero(given: KeyValues, tensor: int, rotation: Rotation | None) -> T
 
 def restore(engine: Engine, found: SearchResult, incoming: int) -> None:
     """Restore the best of the tokens found, for a turn of so many ids."""
-    best = best_tokens(found, engine.recalled.room(incoming), np.zeros(engine.ledger.seen, bool))
-    engine.recalled.begin(best.positions, incoming=incoming, scores=best.scores)
+    best = best_tokens(
+        found, engine.evictor.recall_room(incoming), np.zeros(engine.ledger.seen, bool)
+    )
+    engine.evictor.begin_recall(best.positions, incoming=incoming, scores=best.scores)

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from sirchat.chat.model_defaults import FALLBACK_SAMPLING
 from sirchat.chat.settings import build_engine
-from sirchat.engine.engine import Engine
-from sirchat.engine.generation import Generation
+from sirchat.engine.engine import Engine, Generation
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import CacheSettings, GeneratedToken, TurnRef
 from sirchat.lab.bench.peers import LlamaCpp

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 from torch.profiler import profile, supported_activities
 
-from sirchat.engine.engine import Engine
-from sirchat.engine.generation import Generation
+from sirchat.engine.engine import Engine, Generation
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import CacheSettings, GeneratedToken, RecallSettings, TurnRef
 from sirchat.errors import ModelError, SirchatError
@@ -279,11 +278,11 @@ def _recall(bench: Bench, model: LoadedModel) -> _Values:
     budget = bench.options.cache
     recall = RecallSettings("words", n=16 if bench.is_small else 400)
     engine = _reading(model, 2 * budget, budget=budget, archive=_ARCHIVE, recall=recall)
-    recalled, ledger = engine.recalled, engine.ledger
+    evictor, ledger = engine.evictor, engine.ledger
     archived = np.setdiff1d(np.arange(ledger.seen), ledger.held_positions)[: recall.n]
 
     def restore(_: object) -> None:
-        recalled.begin(archived, incoming=32)
+        evictor.begin_recall(archived, incoming=32)
 
     def turn(restores: bool, _: object) -> None:
         if restores:
@@ -291,7 +290,7 @@ def _recall(bench: Bench, model: LoadedModel) -> _Values:
         prefill(engine, some_ids(model, 32))
         _said(engine, 32)
 
-    back = recalled.end
+    back = evictor.end_recall
     ratio = bench.compare(*(partial(bench.again, back, partial(turn, by)) for by in (True, False)))
     restoring = bench.again(back, restore)
     yield Value(f"restoring {len(archived)} rows", 1000 * [next(restoring) for _ in "ab"][1], "ms")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Additional names of eviction policies, each mapped to the policy's usual name.
 ALIASES = {"stream": "sink", "attention": "h2o"}
 
-_REGISTRY = Registry("policy", __name__, "sirchat.policies", ALIASES, ("base", "check", "scores"))
+_REGISTRY = Registry("policy", __name__, "sirchat.policies", ALIASES, ("base", "check"))
 
 
 def policy_names() -> list[str]:

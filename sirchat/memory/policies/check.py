@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sirchat.memory.ledger import Flag, HeldRows, Ledger, Role, State
-from sirchat.memory.placement import Placement
+from sirchat.memory.ledger import Flag, HeldRows, Ledger, Placement, Role, State
 from sirchat.memory.policies.base import Policy, ScorePolicy
 
 _CASES = 50

@@ -8,9 +8,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from sirchat.memory.attention import AttentionStatsConfig
-from sirchat.memory.held_rows import HeldRows, KeyValueStat
-from sirchat.memory.policies.base import RecentScorePolicy
-from sirchat.memory.policies.scores import attention_or_median
+from sirchat.memory.ledger import HeldRows, KeyValueStat
+from sirchat.memory.policies.base import RecentScorePolicy, attention_or_median
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from sirchat.memory.held_rows import HeldRows, KeyValueStat
+from sirchat.memory.ledger import HeldRows, KeyValueStat
 from sirchat.memory.policies.base import RecentScorePolicy
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sirchat.memory.held_rows import HeldRows
+from sirchat.memory.ledger import HeldRows
 from sirchat.memory.policies.base import RecentScorePolicy, highest
 
 _MIN_NEWEST = 8  # newest tokens, however large the sample is

@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sirchat.memory.held_rows import HeldRows, Role
-from sirchat.memory.policies.base import RecentScorePolicy
-from sirchat.memory.policies.scores import (
+from sirchat.memory.ledger import HeldRows, Role
+from sirchat.memory.policies.base import (
+    RecentScorePolicy,
     log_product,
     neighbour_factor,
     template_factor,

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from sirchat.memory.attention import AttentionStatsConfig
-from sirchat.memory.held_rows import HeldRows
+from sirchat.memory.ledger import HeldRows
 from sirchat.memory.policies.base import RecentScorePolicy
 
 
