@@ -112,10 +112,9 @@ def _text_to_copy(session: Session, target: str) -> str:
         raise UsageError("nothing is copied: there is no reply yet")
     if not target:
         return reply
-    from sirchat.ui.markdown_rules import markdown_parser
+    from sirchat.ui.markdown import code_blocks  # loads a parser
 
-    tokens = markdown_parser().parse(displayable(reply))
-    blocks = [token.content for token in tokens if token.type in ("fence", "code_block")]
+    blocks = code_blocks(displayable(reply))
     if not blocks:
         raise UsageError("nothing is copied: the last reply has no code block")
     return blocks[-1]

@@ -120,16 +120,14 @@ class LiveView:
         if is_streamed or self._screen.is_plain:
             self._region.remove()
             return
-        from sirchat.ui.growing_reply import GrowingReply, PlainLayout, RowLayout
+        from sirchat.ui.growing_reply import GrowingReply
 
-        layout: RowLayout = PlainLayout()
+        layout = None
         if is_markdown:
             from sirchat.ui.markdown import MarkdownLayout  # loads a parser, which some never need
 
-            system = self._screen.console.color_system
-            colours = self._screen.has_colours and system is not None
-            layout = MarkdownLayout(colours=colours, color_system=system)
-        self._reply = GrowingReply(layout, thinking=profile.thinking)
+            layout = MarkdownLayout(self._screen.theme.name, self._screen.console.color_system)
+        self._reply = GrowingReply(layout, profile.thinking)
         if not self._draws_panel:
             self._pacer = FramePacer(_MIN_TEXT_SECONDS)
 

@@ -31,7 +31,7 @@ def _lines(terminal: FakeTerminal) -> list[str]:
 def test_folded_it_is_one_line_and_hidden_it_is_none(
     terminal: FakeTerminal, panel: str, columns: int, markdown: bool, size: int
 ) -> None:
-    answer = ["It is so." if markdown else "It is *so*.", "", "- one"]
+    answer = ["It is so.", "", " • one"] if markdown else ["It is *so*.", "", "- one"]
     chunks = pieces(TEXT, 3, size) if size < 400 else [TEXT]
     for thinking in ("fold", "hide"):
         terminal.resize(30, columns)
