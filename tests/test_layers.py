@@ -123,7 +123,6 @@ def test_a_file_of_a_session_knows_neither_engine_nor_session() -> None:
     allowed = {"errors", "paths", "saved", "text.times", "text.transcript"}
     others = {
         "sirchat.saved.saved_tensors": {"memory.attention", "memory.key_values"},
-        "sirchat.saved.segments": {"memory.key_values"},
     }
     knowing = ("autosave", "resume", "saved_state")
     for module in set(below("sirchat.saved")) - {f"sirchat.saved.{name}" for name in knowing}:

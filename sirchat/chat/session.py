@@ -6,7 +6,7 @@ the events. Other methods work at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -346,14 +346,13 @@ class Session(Conversation):
         rows: KeyValues | None,
         attention: AttentionCheckpoint | None = None,
         undo_points: Sequence[UndoPoint] = (),
-        evicted: Iterable[KeyValues] = (),
     ) -> None:
         """Continue a saved session; if `rows` is None, keys and values are computed again.
 
-        `evicted` goes to the archive. Only turns with a point in `undo_points` can be undone.
+        Only turns with a point in `undo_points` can be undone.
         """
         self.reset()
-        self.engine.load(saved, rows, attention, evicted)
+        self.engine.load(saved, rows, attention)
         self.state = state
         self.history.messages = undo_points
         left_out = [number for number, turn in enumerate(state.turns) if turn.is_left_out]

@@ -183,7 +183,7 @@ class Profile(BaseModel):
     save: bool = True
     """Save the chat to disk after every reply."""
     save_kv: Literal["auto", "on", "off"] = "auto"
-    """Save keys and values, those of evicted tokens as they gather; auto up to 256 MiB of each."""
+    """Save keys and values when the chat ends; auto up to 256 MiB, of archived ones the newest."""
     save_kv_limit: str = "4GiB"
     """Maximum disk space for the saved keys and values of all chats, such as 512MiB; when a chat
     ends, the oldest ones above it are deleted, never a chat's text."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple
 
@@ -220,27 +220,23 @@ class Engine:
         saved: EngineState,
         rows: KeyValues | None,
         attention: AttentionCheckpoint | None = None,
-        evicted: Iterable[KeyValues] = (),
     ) -> None:
         """Continue a saved conversation, with its keys and values `rows` and their `attention`.
 
-        `evicted` goes to the archive. Keys and values are computed again if `rows` lacks a held
+        Keys and values are computed again if `rows` lacks a held
         token; the state of recurrent and convolution layers is, if it was not saved.
         """
         ledger, reader = self.ledger, self.reader
         ledger.load(saved.rows, saved.held, saved.log_decay)
         ledger.unknown_surprisal, self.choice.round = saved.unknown_surprisal, saved.round
         reader.logits = None if saved.logits is None else torch.from_numpy(saved.logits)
-        tiers = None
         if rows is not None and np.isin(saved.held, rows.positions).all():
             self.store.load(rows)
-            tiers = rows.tiers
             if attention is not None:
                 ledger.attention.load(attention)
         else:
             ids = ledger.column("token_id")[ledger.held_positions].tolist()
             reader.read_again(ids, saved.held, self.settings.attention_stats)
-        self.store.load_evicted(evicted, tiers)
         if saved.state:
             self.cache.state = saved.state
         else:

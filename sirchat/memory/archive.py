@@ -64,12 +64,12 @@ class Archive:
         tiers = EXACT, *LOWER_TIER.values()
         self._numbers_by_tier = {bits: dict[int, None]() for bits in tiers}
         self._bytes_by_tier = Counter[int]()  # of each tier in bytes, by its bits
-        self._segment_count, self._add_count = 0, 0  # of the segments made; of the calls of `add`
+        self._segment_count = 0  # of the segments made
         self._centres = list[Tensor]()  # see `Tiers`; empty until a token goes down a tier
         self._next_encoded: tuple[int, Future[list[Tensor]]] | None = None  # the next to go down
         # By position: segment x SEGMENT_ROWS + place; the fewest bits that its numbers had, also
-        # while the cache alone has the token; restored so many times; by which `add` it came.
-        self._addresses, self._added_by = np.full(1024, -1, np.int64), np.zeros(1024, np.int64)
+        # while the cache alone has the token; restored so many times.
+        self._addresses = np.full(1024, -1, np.int64)
         self._bits, self._restored = np.zeros(1024, np.uint8), np.zeros(1024, np.uint8)
         self.clear()
 
@@ -157,10 +157,6 @@ class Archive:
         stored[in_range] = self._addresses[positions[in_range]] >= 0
         return stored
 
-    def added_since(self, mark: int) -> tuple[Positions, int]:
-        """Positions archived since the call that returned `mark` (0: all), and a new mark."""
-        return np.flatnonzero((self._added_by > mark) & (self._addresses >= 0)), self._add_count
-
     @torch.inference_mode()
     def add(self, tokens: KeyValues) -> None:
         """Store keys and values from any device; skip tokens that are archived already."""
@@ -175,8 +171,6 @@ class Archive:
                 codes = quantized(subset.to("cpu").tensors, self._centres, EXACT, tier)
                 subset = replace(subset, tensors=codes)
             self._append(subset, tier)
-        self._add_count += 1
-        self._added_by[tokens.positions] = self._add_count
 
     def _append(self, tokens: KeyValues, bits: int) -> None:
         """Append tokens, whose tensors are already stored in `bits`, to the tier's segments."""
@@ -325,7 +319,7 @@ class Archive:
         """Give the tokens new positions, see `Ledger.reorder`; no tensor moves."""
         self._flush()
         self._grow(int(order.max(initial=0)) + 1)
-        arrays: list[NDArray[Any]] = [self._addresses, self._bits, self._restored, self._added_by]
+        arrays: list[NDArray[Any]] = [self._addresses, self._bits, self._restored]
         for array, empty in zip(arrays, (-1, EXACT, 0, 0), strict=True):
             array[: len(order)], array[len(order) :] = array[order], empty
         for segment in self._segments.values():
@@ -348,7 +342,6 @@ class Archive:
         other._flush()
         self._addresses = np.full(len(other._addresses), -1, np.int64)
         self._bits, self._restored = other._bits.copy(), other._restored.copy()
-        self._added_by, self._add_count = other._added_by.copy(), other._add_count
         self._centres = list(other._centres)
         for segment in other._segments.values() if with_rows else ():
             stored = np.flatnonzero(segment.positions >= 0)
@@ -359,7 +352,6 @@ class Archive:
         if count > (before := len(self._addresses)):
             more = 0, max(count, 2 * before) - before
             self._addresses = np.pad(self._addresses, more, constant_values=-1)
-            self._added_by = np.pad(self._added_by, more)
             self._bits, self._restored = np.pad(self._bits, more), np.pad(self._restored, more)
 
     def _open_segment(self, like: list[Tensor], bits: int) -> tuple[int, Segment]:

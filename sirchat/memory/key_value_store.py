@@ -6,7 +6,7 @@ archive is off, evicted tokens are kept until the next turn begins, so that a tu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -23,12 +23,10 @@ from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_value_stats import Block, key_value_stats
 from sirchat.memory.key_values import (
-    NOT_STORED,
     CacheState,
     KeyValues,
     LostTokensError,
     Positions,
-    Tiers,
     merge_key_values,
 )
 from sirchat.memory.ledger import (
@@ -293,13 +291,10 @@ class KeyValueStore:
         ]
         return archived
 
-    def copy_key_values(
-        self, limit: int | None = None, excluded: Positions | None = None
-    ) -> KeyValues | None:
-        """A copy on the CPU, in stream order, of held tokens and archived ones not `excluded`.
+    def copy_key_values(self, limit: int | None = None) -> KeyValues | None:
+        """A copy on the CPU, in stream order, of held tokens and archived ones.
 
-        If all are larger than `limit` bytes, only held tokens are copied; None if even these are
-        larger.
+        Above `limit` bytes, the oldest archived ones are left out; None if the held are larger.
         """
         held, positions = self.ledger.held_positions, self.reachable()
         first = self.cache.first_written_rows(torch.arange(min(1, len(held))), held[:1].copy())
@@ -308,10 +303,9 @@ class KeyValueStore:
         in_cache = self.cache.first_written_rows(torch.arange(len(held)), held.copy()).to("cpu")
         tiers = self.archive.tiers(self.ledger.column("state") == State.NOT_STORED)
         archived = np.setdiff1d(positions, held, assume_unique=True)
-        if excluded is not None:
-            archived = np.setdiff1d(archived, excluded, assume_unique=True)
-        size = (len(held) + len(archived)) * first.nbytes
-        if not len(archived) or (limit is not None and size > limit):
+        if limit is not None and first.nbytes:
+            archived = archived[max(0, len(archived) + len(held) - limit // first.nbytes) :]
+        if not len(archived):
             return replace(in_cache, tiers=tiers)
         return replace(merge_key_values(in_cache, self.archive.fetch(archived)), tiers=tiers)
 
@@ -330,15 +324,6 @@ class KeyValueStore:
             archived = np.setdiff1d(np.arange(len(saved)), held)
             self.archive.add(saved.take(archived))
             self.ledger.mark_archived(saved.positions[archived])
-            self._shrink()
-
-    def load_evicted(self, saved: Iterable[KeyValues], tiers: Tiers | None = None) -> None:
-        """Archive more tokens of a saved conversation, held or not, except lost ones in `tiers`."""
-        for tokens in saved if self._archiving else ():
-            if tiers is not None:
-                tokens = tokens.take(np.flatnonzero(tiers.bits[tokens.positions] != NOT_STORED))
-            self.archive.add(tokens)
-            self.ledger.mark_archived(tokens.positions)
             self._shrink()
 
     def erase(self, positions: Positions) -> None:

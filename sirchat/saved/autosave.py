@@ -21,15 +21,12 @@ from sirchat.chat.session import Session
 from sirchat.config.profile import parse_size
 from sirchat.engine.types import EngineState
 from sirchat.errors import SessionError
-from sirchat.memory.ledger import Flag, State
 from sirchat.saved.saved_state import make_state_record, new_passages, session_metadata
 from sirchat.saved.saved_tensors import attention_tensors, key_value_tensors, state_tensors
-from sirchat.saved.segments import MIN_FILE_TOKENS, TEXT_COLUMNS
 from sirchat.saved.session_list import create_branch, make_room, remove_session, reveals_text
 from sirchat.saved.store import Extent, SavedTurn, SessionStore, StateRecord
 
-# With `save_kv: auto`, at most so many bytes of keys and values are saved when a chat ends, and as
-# many of evicted tokens before that.
+# With `save_kv: auto`, at most so many bytes of keys and values are saved when a chat ends.
 AUTO_KV_BYTES = 256 * 2**20
 
 
@@ -51,7 +48,6 @@ class Autosave:
         self._epoch, self._erasures = session.epoch, session.erasures
         self._is_replaced = False  # whether `replace_session` was called since the last save
         self._record = store.state_record() if store else None  # as it is in the file
-        self._rescan_archive()
 
     @property
     def id(self) -> str:
@@ -89,7 +85,6 @@ class Autosave:
                     remove_session(store.path)
             raise
         self._erasures, self._is_replaced = session.erasures, False
-        self._save_evicted(store)
 
     def _write(self, store: SessionStore, *, is_rewritten: bool) -> None:
         """Cut off what changed in the file, or all if `is_rewritten`, and append what is new."""
@@ -114,8 +109,6 @@ class Autosave:
             self._record = record
         else:  # saved keys and values stay valid
             store.check_not_removed()
-        if start < size.rows or self._is_replaced:
-            self._rescan_archive()
         session.state.saved_turns = len(session.turns)
         ledger.saved, ledger.flagged = session.seen, set()
 
@@ -128,7 +121,7 @@ class Autosave:
         if former and self._store.kv.load(former) is not None:  # a chat that was only looked at
             return True
         limit = AUTO_KV_BYTES if mode == "auto" else None
-        rows = self._session.engine.store.copy_key_values(limit, self._store.segments.written)
+        rows = self._session.engine.store.copy_key_values(limit)
         if rows is None:
             self._store.kv.drop()
             return False
@@ -163,7 +156,6 @@ class Autosave:
     def keep_file_after_reset(self) -> None:
         """Stay in this file after a reset; without this call, `save` begins a new file."""
         self._epoch = self._session.epoch
-        self._rescan_archive()
 
     def replace_session(self, session: Session) -> None:
         """From now on, save `session`, which has the same conversation, to this file."""
@@ -178,31 +170,10 @@ class Autosave:
         self.name = ""
         return True
 
-    def _rescan_archive(self) -> None:
-        """Let the next `_save_evicted` look at the whole archive, and not only at new tokens."""
-        self._archive_mark, self._unwritten = 0, np.zeros(0, np.int64)
-
-    def _save_evicted(self, store: SessionStore) -> None:
-        """Write the keys and values of newly evicted tokens, if they are enough for a file."""
-        session, ledger, mode = self._session, self._session.ledger, self._session.profile.save_kv
-        if mode == "off":
-            return
-        came, self._archive_mark = session.engine.store.archive.added_since(self._archive_mark)
-        waiting = store.segments.unwritten(np.concatenate([self._unwritten, came]))
-        is_excluded = ledger.column("flags")[waiting] & np.uint8(Flag.EXCLUDED) != 0
-        self._unwritten = waiting = waiting[~is_excluded]
-        new = waiting[ledger.column("state")[waiting] == State.ARCHIVED]
-        if len(new) >= MIN_FILE_TOKENS:
-            text = {name: ledger.column(name) for name in TEXT_COLUMNS}
-            limit = AUTO_KV_BYTES if mode == "auto" else None
-            with suppress(SessionError):  # what was not written can be read again
-                store.segments.add(new, session.engine.store.archive.fetch, text, limit)
-
     def _detach_file(self) -> None:
         """Close the file as it is; the next `save` begins a new one."""
         self.close()
         self._store, self._epoch, self._record = None, self._session.epoch, None
-        self._rescan_archive()
         self.name, self._family, self._is_replaced = "", "", False
 
     def _create_store(self) -> SessionStore:

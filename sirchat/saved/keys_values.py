@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,8 +73,10 @@ class KeysAndValues:
             raise SessionError(f"{self._path} can't be deleted: {error.strerror}") from None
 
     def drop_unfinished(self) -> None:
-        """Delete the incomplete file that a crash left; raises OSError."""
+        """Delete the incomplete file that a crash left, and an earlier format's."""
         self._unfinished.unlink(missing_ok=True)
+        if (earlier := self._path.with_suffix(".kv")).is_dir():
+            shutil.rmtree(earlier)
 
 
 def _sum(tensors: Mapping[str, Tensor]) -> str:

@@ -58,9 +58,8 @@ def resume_session(session: Session, store: SessionStore, *, rebuild: bool = Fal
     cache = _one_token_cache(session.model)
     example = cache.first_written_rows(torch.arange(1), np.arange(1))
     rows, received, recurrent = _load_tensors(store, state.kv, example, cache.state, record.seen)
-    evicted = store.segments.load(saved.rows, example)
     saved = replace(saved, state=recurrent)
-    session.load(saved, conversation, rows, received, evicted=evicted)
+    session.load(saved, conversation, rows, received)
     load_passages(session, store, state)
 
 

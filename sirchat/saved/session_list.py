@@ -31,7 +31,7 @@ from sirchat.saved.database import (
     refuse_missing,
     result_code,
 )
-from sirchat.saved.segments import FOLDER_SUFFIX, remove_segments
+from sirchat.saved.keys_values import KeysAndValues
 from sirchat.saved.store import SessionStore
 from sirchat.text.times import local_time
 from sirchat.text.transcript import RoleName, TranscriptTurn, write_jsonl
@@ -104,7 +104,7 @@ def make_room(folder: Path, limit: int) -> int:
 def _key_value_files(folder: Path) -> list[tuple[float, int, Path]]:
     """The files of keys and values: time of change, size, and path, oldest first."""
     found = list[tuple[float, int, Path]]()
-    for file in (*folder.glob("*.safetensors"), *folder.glob(f"*{FOLDER_SUFFIX}/*.safetensors")):
+    for file in folder.glob("*.safetensors"):
         with suppress(OSError):  # it was just removed
             state = file.stat()
             found.append((state.st_mtime, state.st_size, file))
@@ -170,7 +170,10 @@ def create_branch(store: SessionStore, name: str) -> SessionStore:
     copy = create_session_file(store.path.parent, SUFFIX)
     try:
         store.copy_to(copy)
-        _copy_key_values(store.path, copy)
+        with suppress(OSError):  # an incomplete file counts as none
+            kv, kv_copy = store.path.with_suffix(".safetensors"), copy.with_suffix(".safetensors")
+            with kv.open("rb") as old, paths.open_private(kv_copy, "xb") as new:
+                shutil.copyfileobj(old, new)
         branch = SessionStore.open(copy)
         branch.become_branch(name, store)
         return branch
@@ -214,8 +217,8 @@ def remove_session(path: Path) -> None:
     with as_session_errors(path), closing(connect(path)) as connection:
         _lock_to_remove(connection, path)
         # The session's own file is the last: its name leads to the others.
-        remove_segments(path.with_suffix(FOLDER_SUFFIX))
-        for suffix in (".safetensors", ".safetensors.new", f"{SUFFIX}-journal", SUFFIX):
+        KeysAndValues(path).drop()
+        for suffix in (f"{SUFFIX}-journal", SUFFIX):
             path.with_suffix(suffix).unlink(missing_ok=True)
 
 
@@ -261,18 +264,6 @@ def reveals_text(name: str, erased_text: str, *, is_whole_turn: bool) -> bool:
     name_key, text_key = _name_key(name), _name_key(erased_text)
     is_revealing = text_key in name_key or (is_whole_turn and name_key in text_key)
     return bool(name_key and text_key) and is_revealing
-
-
-def _copy_key_values(path: Path, copy: Path) -> None:
-    """Copy the files of keys and values of the session at `path`, where possible."""
-    files = {path.with_suffix(".safetensors"): copy.with_suffix(".safetensors")}
-    for file in path.with_suffix(FOLDER_SUFFIX).glob("*.safetensors"):
-        files[file] = copy.with_suffix(FOLDER_SUFFIX) / file.name
-    for file, target in files.items():
-        with suppress(OSError):  # an incomplete file counts as none
-            paths.make_private_dir(target.parent)
-            with file.open("rb") as old, paths.open_private(target, "xb") as new:
-                shutil.copyfileobj(old, new)
 
 
 def session_files(folder: Path) -> list[str]:

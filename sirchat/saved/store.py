@@ -41,7 +41,6 @@ from sirchat.saved.database import (
     sync,
 )
 from sirchat.saved.keys_values import KeysAndValues
-from sirchat.saved.segments import SavedSegments
 from sirchat.text.transcript import RoleName
 
 _ROLES = get_args(RoleName)
@@ -114,7 +113,6 @@ class SessionStore:
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path, self._connection = path, connection
         self.kv = KeysAndValues(path)
-        self.segments = SavedSegments(path)  # keys and values of evicted tokens
         with as_damage_errors(path):
             self._file = path.stat()
             self.meta: dict[str, Any] = dict(self._about_value("meta"))
@@ -241,9 +239,6 @@ class SessionStore:
         is_erased = is_cut and not extent.turns
         if is_cut:
             self.kv.drop()
-            self.segments.truncate(extent.rows)
-        if is_erased:
-            self.segments.drop()
         with self._transaction():
             self._write_flags(flags)
             self._write(turns, rows, record, passages, extent)
@@ -268,7 +263,6 @@ class SessionStore:
             for key, value in (("meta", meta), ("name", name), ("created", time.time())):
                 self._write_about(key, value)
         self.meta, self.name = meta, name
-        self.segments.copy_known_files(origin.segments)
 
     def copy_to(self, path: Path) -> None:
         with as_session_errors(path), closing(connect(path)) as copy:

@@ -28,7 +28,6 @@ from sirchat.saved.autosave import Autosave
 from sirchat.saved.database import SUFFIX, as_damage_errors, require
 from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import known_fingerprints, saved_profile
-from sirchat.saved.segments import FOLDER_SUFFIX
 from sirchat.saved.session_list import remove_session
 from sirchat.saved.store import SessionStore
 from sirchat.server.conversation import KnownConversation, ServedConversation, preview
@@ -82,7 +81,7 @@ class SavedConversation(KnownConversation):
         """Bytes of its files; 0 if they are missing or being written."""
         if (file := self.kv_file) is None:
             return 0
-        files = (file, file.with_suffix(SUFFIX), *file.with_suffix(FOLDER_SUFFIX).glob("*"))
+        files = file, file.with_suffix(SUFFIX)
         return sum(each.stat().st_size for each in files if each.exists())
 
 

@@ -139,17 +139,11 @@ class User:
         if lost := Counter(self.said) - Counter(on_disk):
             raise Wrong(f"lost: {list(lost)[:5]}, {lost.total()} of {len(self.said)}")
         files = [one for one in self.home.folder.rglob("*") if one.is_file()]
-        kv = sum(
-            one.stat().st_size
-            for one in files
-            if one.suffix == ".safetensors" or one.parent.suffix == ".kv"
-        )
+        kv = sum(one.stat().st_size for one in files if one.suffix == ".safetensors")
         if kv > _KV_LIMIT + 2**19:  # a chat that was killed has not made room yet
             raise Wrong(f"keys and values take {kv:,} bytes")
         others = [one for one in files if one.suffix not in (".safetensors", ".sqlite", ".index")]
-        others = [
-            one for one in others if one.parent.suffix != ".kv" and one.stat().st_size > 2**20
-        ]
+        others = [one for one in others if one.stat().st_size > 2**20]
         if others or len(list((self.home.folder / "tmp").iterdir())) > 8:
             raise Wrong(f"left behind: {others} {list((self.home.folder / 'tmp').iterdir())}")
         if max(self.most[-10:]) > max(self.most[:10]) + _SLACK:

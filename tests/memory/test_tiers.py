@@ -292,12 +292,7 @@ def test_a_chat_says_what_is_restored_from_fewer_bits() -> None:
     assert re.search(r"restored from .*\n.* 8 bits ", chat.do("/recall"))
 
 
-@pytest.mark.parametrize("fewest", [32, 512])
-def test_a_resumed_chat_has_the_same_tokens_in_the_same_tiers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fewest: int
-) -> None:
-    """Also where keys and values were saved while they were exact."""
-    monkeypatch.setattr("sirchat.saved.autosave.MIN_FILE_TOKENS", fewest)
+def test_a_resumed_chat_has_the_same_tokens_in_the_same_tiers(tmp_path: Path) -> None:
     chat = session(babbler(), archive_limit=str(LIMIT), **SMALL)
     saving = Autosave(chat, folder=tmp_path)
     for text in SAID:
