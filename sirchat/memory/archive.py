@@ -320,7 +320,7 @@ class Archive:
         self._flush()
         self._grow(int(order.max(initial=0)) + 1)
         arrays: list[NDArray[Any]] = [self._addresses, self._bits, self._restored]
-        for array, empty in zip(arrays, (-1, EXACT, 0, 0), strict=True):
+        for array, empty in zip(arrays, (-1, EXACT, 0), strict=True):
             array[: len(order)], array[len(order) :] = array[order], empty
         for segment in self._segments.values():
             stored = segment.positions >= 0
