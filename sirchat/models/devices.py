@@ -17,7 +17,7 @@ from sirchat.errors import ModelError
 from sirchat.memory.archive import Archive
 from sirchat.memory.cache import BoundedCache
 from sirchat.models import background
-from sirchat.models.shape import free_memory, hides_avx512
+from sirchat.models.shape import free_memory
 
 DeviceName = Literal["auto", "cuda", "mps", "cpu"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -148,7 +148,7 @@ def use_threads(count: int, environment: Mapping[str, str] = os.environ) -> None
 def agree_on_instructions() -> None:
     """Hide from oneDNN the instructions that ATEN_CPU_CAPABILITY hides from torch."""
     # With AMX, torch's attention over bfloat16 otherwise asks oneDNN for what torch may not use.
-    if hides_avx512():
+    if not os.environ.get("ATEN_CPU_CAPABILITY", "avx512").startswith("avx512"):
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2_VNNI_2")
 
 

@@ -6,23 +6,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
-from sirchat.models.gguf.header import BLOCK_LAYOUTS, BLOCKS, FOUR_BIT, BlockLayout
+from sirchat.models.gguf.header import BLOCK_LAYOUTS, BLOCKS, FOUR_BIT
 from sirchat.models.listing import FoundModel
 from sirchat.models.shape import (
     ModelShape,
     archive_bytes,
     cache_bytes,
-    machine_int4_block_rows,
+    compiler,
     precision,
     unpacked_type,
     uses_cpu,
-    uses_native_products,
 )
 from sirchat.models.stored_weights import StoredTensor, StoredWeights, stored_weights
 
@@ -44,13 +43,6 @@ class MemoryNeed:
     cache: int | None  # of `SHOWN_TOKENS` tokens
     archive: int | None  # of `TOKENS_PER_HOUR` tokens
     largest_budget: int | None  # tokens that fit, at most the context; 0 if the model doesn't fit
-
-
-class _WeightLayout(NamedTuple):
-    precision: str  # what `shape.precision` returns
-    item: int  # bytes of one weight that is not packed
-    block: int  # rows that are packed in four bits together; 0: four bits are not possible
-    uses_native_products: bool
 
 
 @dataclass(frozen=True)
@@ -103,9 +95,16 @@ def _other_settings(shape: ModelShape, profile: Profile) -> Iterator[tuple[str, 
 def _make_choice(
     setting: str, stored: StoredWeights, shape: ModelShape, profile: Profile, free: int | None
 ) -> MemoryNeed:
-    layout = _weight_layout(shape, profile)
-    weights, limit = _weight_bytes(stored, layout), shape.context_length
-    loading, row = _bytes_while_loading(stored, layout), cache_bytes(shape, profile, 1)
+    kind, limit = precision(shape, profile), shape.context_length
+    item = 4 if unpacked_type(profile) == "float32" else 2  # bytes of a weight that is not packed
+    has_library = uses_cpu(profile) and profile.compile != "off" and bool(compiler())
+    sizes = (_tensor_bytes(one, stored.is_tied, kind, item, has_library) for one in stored.tensors)
+    weights = sum(sizes)
+    loading, row = weights, cache_bytes(shape, profile, 1)
+    if kind in ("int8", "int4"):  # all are unpacked, then packed one by one
+        loading = item * stored.count
+    elif stored.is_gguf:  # while one is unpacked, or joined with others
+        loading += 4 * max((prod(tensor.shape[-2:]) for tensor in stored.tensors), default=0)
     largest = None
     if free is not None and row and uses_cpu(profile):
         rows = (free - PROGRAM_BYTES - weights) // row
@@ -113,7 +112,7 @@ def _make_choice(
         largest = min(rows, limit or rows) if fits else 0
     return MemoryNeed(
         setting,
-        layout.precision,
+        kind,
         weights,
         loading,
         cache_bytes(shape, profile, SHOWN_TOKENS),
@@ -122,69 +121,20 @@ def _make_choice(
     )
 
 
-def _weight_layout(shape: ModelShape, profile: Profile) -> _WeightLayout:
-    return _WeightLayout(
-        precision=precision(shape, profile),
-        item=4 if unpacked_type(profile) == "float32" else 2,
-        block=machine_int4_block_rows(profile),
-        uses_native_products=uses_native_products(profile),
-    )
-
-
-def _weight_bytes(stored: StoredWeights, layout: _WeightLayout) -> int:
-    return sum(_tensor_bytes(tensor, stored, layout) for tensor in stored.tensors)
-
-
-def _tensor_bytes(tensor: StoredTensor, stored: StoredWeights, layout: _WeightLayout) -> int:
-    native = _native_layout(tensor, layout)
-    if native is not None:
-        return tensor.count // native.columns * native.row_bytes
-    bits = _packed_bits(tensor, stored, layout)
-    if bits == 4:  # and two numbers of 16 bits for each 32 weights
-        return tensor.count * 5 // 8
-    if bits == 8:
-        return tensor.count + 2 * prod(tensor.shape[:-1])
-    return tensor.count * layout.item
-
-
-def _native_layout(tensor: StoredTensor, layout: _WeightLayout) -> BlockLayout | None:
-    """How the library in C++ keeps a matrix of a GGUF file; None if it doesn't keep its bits."""
-    is_packed = layout.precision == "packed" and layout.uses_native_products
-    found = BLOCK_LAYOUTS.get(tensor.type)
-    if not is_packed or found is None or len(tensor.shape) < 2:
-        return None
-    return found if found.fits(*tensor.shape[-2:]) else None
-
-
-def _packed_bits(tensor: StoredTensor, stored: StoredWeights, layout: _WeightLayout) -> int | None:
-    """Bits per weight, 4 or 8, as gguf.model and packing choose them; None if it is not packed."""
-    if layout.precision == "packed":
-        if len(tensor.shape) < 2 or BLOCKS.get(tensor.type, (0, 1))[1] == 1:
-            return None
-        wants_four = tensor.type in FOUR_BIT and not (tensor.is_table or tensor.is_head)
-    elif layout.precision in ("int8", "int4"):
-        if not tensor.is_matrix and not (stored.is_tied and tensor.is_embedding):
-            return None
-        wants_four = layout.precision == "int4" and tensor.is_matrix and not tensor.is_head
+def _tensor_bytes(
+    tensor: StoredTensor, is_tied: bool, kind: str, item: int, has_library: bool
+) -> int:
+    layout, is_matrix = BLOCK_LAYOUTS.get(tensor.type), tensor.is_matrix
+    may_be_four = kind == "int4" and is_matrix
+    if kind == "packed":
+        is_matrix = len(tensor.shape) > 1 and BLOCKS.get(tensor.type, (0, 1))[1] > 1
+        if is_matrix and has_library and layout is not None and layout.fits(*tensor.shape[-2:]):
+            return tensor.count // layout.columns * layout.row_bytes
+        may_be_four = tensor.type in FOUR_BIT and not tensor.is_embedding
+    elif kind in ("int8", "int4"):
+        is_matrix |= is_tied and tensor.is_embedding
     else:
-        return None
-    rows, columns = tensor.shape[-2:]
-    if ".ffn_gate_up_exps." in tensor.name:  # becomes two layers
-        rows //= 2
-    fits = layout.block > 0 and rows % layout.block == 0 and columns % 32 == 0
-    return 4 if wants_four and fits else 8
-
-
-def _bytes_while_loading(stored: StoredWeights, layout: _WeightLayout) -> int:
-    """The most bytes that weights take during loading, without the mapped pages of the file."""
-    largest = max((tensor.count for tensor in stored.tensors), default=0)
-    weights = _weight_bytes(stored, layout)
-    if layout.precision == "packed":
-        # bytes per weight while a matrix is packed; measured
-        factors = {4: 11, 8: 3, None: 4}
-        others = [t for t in stored.tensors if not _native_layout(t, layout)]
-        taken = (factors[_packed_bits(t, stored, layout)] * t.count_at_once for t in others)
-        return weights + max(largest, *taken, 0)  # joined layers are there twice for a while
-    if layout.precision in ("int8", "int4"):  # all are unpacked, then packed one by one
-        return layout.item * stored.count + 10 * largest
-    return weights + (4 * largest if stored.is_gguf else 0)
+        is_matrix = False
+    # Four bits, and two numbers of 16 bits for each 32 weights; or eight bits.
+    packed = tensor.count * 5 // 8 if may_be_four and not tensor.is_head else tensor.count
+    return packed if is_matrix else tensor.count * item

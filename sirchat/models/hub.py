@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from sirchat.errors import ModelError, did_you_mean
 from sirchat.models.names import cache_folder, cached_folder, locate, part_names, suggest_model
@@ -216,8 +216,11 @@ def _fetch(name: str, file: str, size: int, progress: Progress) -> None:
             etag = get_hf_file_metadata(url, timeout=_METADATA_TIMEOUT).etag or ""
             if not _ETAG.fullmatch(etag):  # the ETag becomes a file's name
                 raise ModelError(f"the hub sent no ETag for {file!r} of {name!r}")
-            with _hold_download_lock(name, etag):
-                _fetch_large(url, cached_folder(name) / "blobs" / etag, size, bar)
+            blob, locks = cached_folder(name) / "blobs" / etag, cache_folder() / ".locks"
+            for folder in (blob.parent, locks):
+                folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(locks / f"{etag}.part.lock"):  # another process may do the same
+                _fetch_large(url, blob, size, bar)
         hf_hub_download(name, file, cache_dir=cache_folder(), tqdm_class=bar)
 
 
@@ -228,7 +231,6 @@ def _fetch_large(url: str, blob: Path, size: int, bar: Any) -> None:
 
     if blob.exists():
         return
-    blob.parent.mkdir(parents=True, exist_ok=True)
     part = blob.with_name(f"{blob.name}.part")
     headers = build_hf_headers() | {"Accept-Encoding": "identity"}
     with part.open("ab") as stream:
@@ -247,20 +249,6 @@ def _fetch_large(url: str, blob: Path, size: int, bar: Any) -> None:
             f"the download of {url} is damaged", hint="run the same command to fetch it again"
         )
     part.replace(blob)
-
-
-@contextmanager
-def _hold_download_lock(name: str, etag: str) -> Iterator[None]:
-    """Context manager: lock a download; raises ModelError if another process does it already."""
-    folder = cache_folder() / ".locks" / cached_folder(name).name
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(folder / f"{etag}.part.lock", timeout=0):
-            yield
-    except Timeout:
-        raise ModelError(
-            f"another process is downloading {name!r}", hint="wait until that process has finished"
-        ) from None
 
 
 def _digest(path: Path) -> str:

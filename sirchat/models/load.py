@@ -180,6 +180,9 @@ def _load_parts(name: str, how: LoadOptions) -> tuple[Any, Any]:
     """Load the module and the tokenizer of the model that a name stands for."""
     source, gguf_file = locate(name)
     folder, parts = Path(source), None
+    if gguf_file and how.devices is not None:
+        hint = "give the folder or hub id of its safetensors"
+        raise ModelError(f"the GGUF file {name!r} can't be spread over devices", hint=hint)
     if gguf_file:
         parts = load_gguf_parts(folder / gguf_file, how)
     elif how.stays_packed:
@@ -201,11 +204,11 @@ def load_gguf_parts(path: Path, how: LoadOptions) -> tuple[Any, Any]:
     from sirchat.models.gguf import prepared
     from sirchat.models.gguf.blocks import NativePacking
 
-    may_pack, devices = how.stays_packed is not False and not how.for_hub, how.devices
+    may_pack = how.stays_packed is not False and not how.for_hub
     library = wait_for_library() if how.compiles and may_pack else None
     native = None if library is None else NativePacking(library)
     prepared_file, problem = None, ""
-    if how.device.type == "cpu" and may_pack and devices is None:
+    if how.device.type == "cpu" and may_pack:
         settings = (str(how.dtype), packing_layout(), str(torch.__version__), sys.byteorder)
         # The library alone multiplies blocks: what it packed is of no use without it.
         prepared_file = prepared_path(path, (*settings, *["for the library"] * bool(library)))
@@ -221,10 +224,8 @@ def load_gguf_parts(path: Path, how: LoadOptions) -> tuple[Any, Any]:
     file = parse_gguf(path)
     refuse_unsupported(file)
     keep_packed = has_blocks(file) if how.stays_packed is None else how.stays_packed
-    options = {"keep_packed": keep_packed and devices is None, "native": native}
+    options = {"keep_packed": keep_packed, "native": native}
     module, tokenizer, tokenizer_metadata = _read_gguf(file, how, options)
-    if devices is not None:
-        devices.dispatch(module)
     if prepared_file is not None:
         values = config_values(file)
         prepared.write_prepared(prepared_file, path, values, tokenizer_metadata, module)
@@ -348,8 +349,7 @@ def _load_with_transformers(name: str, source: str, how: LoadOptions) -> tuple[A
             **reports,
         )
     refuse_other_weights(module, info, name)
-    if devices is not None:
-        devices.finish_loading(module)
+    module.device_map = devices  # whose folder, if any, is deleted with the model
     return module, tokenizer
 
 

@@ -139,11 +139,6 @@ def free_memory() -> int | None:
     return None
 
 
-def hides_avx512() -> bool:
-    """Whether ATEN_CPU_CAPABILITY hides AVX-512 from torch."""
-    return not os.environ.get("ATEN_CPU_CAPABILITY", "avx512").startswith("avx512")
-
-
 def compiler() -> list[str]:
     """This machine's C++ compiler as a command: $CXX, or g++, clang++ or zig; [] if none exists."""
     command = shlex.split(os.environ.get("CXX", ""))
@@ -153,26 +148,6 @@ def compiler() -> list[str]:
     if not command and find_spec("ziglang"):
         return [sys.executable, "-m", "ziglang", "c++"]
     return []
-
-
-def uses_native_products(profile: Profile) -> bool:
-    """Whether packed weights are multiplied by `products.cpp`, mostly without unpacking them.
-
-    If compiled without AMX on a processor with AMX, the library leaves many rows to unpacking.
-    """
-    can_compile = profile.compile != "off" and bool(compiler())
-    return can_compile and uses_cpu(profile) and machine_int4_block_rows(profile) > 0
-
-
-def machine_int4_block_rows(profile: Profile) -> int:
-    """Rows packed in four bits together: 1 on a GPU, else `int4_block_rows`; imports no torch."""
-    if not uses_cpu(profile):
-        return 1
-    with suppress(OSError):
-        processors = Path("/proc/cpuinfo").read_text("ascii", "replace")
-        if "avx512f" in processors and not hides_avx512():
-            return 64
-    return 16 if platform.machine().lower() in ("aarch64", "arm64") else 32
 
 
 def _layer_types(config: Mapping[str, Any]) -> list[Any]:

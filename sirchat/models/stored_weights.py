@@ -38,11 +38,6 @@ class StoredTensor:
         return prod(self.shape)
 
     @property
-    def count_at_once(self) -> int:
-        """The number of values packed or unpacked at a time; an expert counts alone."""
-        return prod(self.shape[-2:])
-
-    @property
     def is_head(self) -> bool:
         return self.name.endswith(_HEADS) or self.name == "output.weight"
 
@@ -51,15 +46,10 @@ class StoredTensor:
         return self.name.endswith(_EMBEDDINGS) or self.name == "token_embd.weight"
 
     @property
-    def is_table(self) -> bool:
-        """Whether it has a row for each token: embeddings, also those of Gemma 4's layers."""
-        return self.is_embedding or self.name == "per_layer_token_embd.weight"
-
-    @property
     def is_matrix(self) -> bool:
         """Whether `--quantize` can round the tensor: a linear layer's matrix, but no expert's."""
         is_linear = len(self.shape) == 2 and self.name.endswith(".weight")
-        return is_linear and not self.is_table and ".experts." not in self.name
+        return is_linear and not self.is_embedding and ".experts." not in self.name
 
 
 @dataclass(frozen=True)

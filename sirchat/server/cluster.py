@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -35,15 +33,13 @@ from sirchat.server.pool import Limits
 from sirchat.server.requests import MAX_NAME_CHARS
 
 _SCOPE_KEYS = ("type", "asgi", "http_version", "method", "scheme", "path", "query_string")
-_MAX_ONGOING_REQUESTS = 100_000  # requests: the replica itself says how many may wait
-_LOG = logging.getLogger(__name__)
+_MAX_REQUESTS = 100_000  # under way: the replica itself says how many may wait
 
 
 class ClusterOptions(Limits):
     """What Ray reserves, and where replicas save; other fields are settings of sirchat."""
 
     model_config = ConfigDict(extra="allow")
-
     replicas: int = Field(2, ge=1, le=1000)
     cpus: float = Field(1, gt=0)
     gpus: float = Field(0, ge=0)
@@ -86,63 +82,47 @@ class Replica:
 
 
 class Router:
-    """Sends each request to the replica that has its conversation.
-
-    `replicas` are Ray's handles, always in the same order.
-    """
+    """Sends each request to the replica that has its conversation, by Ray's handles of all."""
 
     def __init__(self, *replicas: Any) -> None:
         self._replicas = replicas
 
     async def __call__(self, request: Request) -> Response:
-        path = request.url.path
-        name = request.headers.get("X-Sirchat-Conversation", "")[:MAX_NAME_CHARS]
+        path, name = request.url.path, request.headers.get("X-Sirchat-Conversation", "")
         try:
             if "/sirchat/" in path:
                 raise RequestError("replicas do not show their conversations", status=404)
             body = await read_body(request)
-            number = replica_of(conversation_key(path, body, name), len(self._replicas))
-            return await self._forward(number, request, body)
+            key = conversation_key(path, body, name[:MAX_NAME_CHARS])
+            replica = self._replicas[replica_of(key, len(self._replicas))].options(stream=True)
+            scope = {one: request.scope[one] for one in _SCOPE_KEYS if one in request.scope}
+            scope |= {"root_path": "", "headers": [*map(tuple, request.scope["headers"])]}
+            messages = replica.answer.remote(scope, body)
+            try:
+                start = await anext(messages)
+            except Exception:  # whatever Ray raises
+                problem = "the replica of this conversation is starting again; try again later"
+                raise RequestError(problem, status=503, headers={"Retry-After": "5"}) from None
         except RequestError as error:
             return await show_error(request, error)
-
-    async def _forward(self, number: int, request: Request, body: bytes) -> Response:
-        """The response of one replica, as a stream; raises RequestError if the replica died."""
-        scope = {name: request.scope[name] for name in _SCOPE_KEYS if name in request.scope}
-        scope |= {"root_path": "", "headers": [tuple(pair) for pair in request.scope["headers"]]}
-        messages = self._replicas[number].options(stream=True).answer.remote(scope, body)
-        try:
-            start = await anext(messages)
-        except Exception as error:  # whatever Ray raises
-            _LOG.warning("replica %d: %s", number, type(error).__name__)
-            problem = "the replica of this conversation is starting again; try again later"
-            raise RequestError(problem, status=503, headers={"Retry-After": "5"}) from None
         pieces = (message.get("body", b"") async for message in messages)
         response = StreamingResponse(pieces, start["status"])
-        response.raw_headers = [tuple(pair) for pair in start["headers"]]
+        response.raw_headers = [*map(tuple, start["headers"])]
         return response
 
 
 def conversation_key(path: str, body: bytes, name: str = "") -> bytes:
-    """Hash (SHA-256) a conversation's name, or else its system prompt and first message.
-
-    `name` comes from a header; a name in the request's `body` has precedence.
-    """
-    endpoint = path if path.startswith("/v1/") else f"/v1{path}"
+    """Hash the name of a request's conversation, or else its system prompt and first message."""
     beginning: Any = None
-    if body:
-        with suppress(RequestError):  # the replica answers with the same error
-            chat = chat_request(endpoint, parse_json_object(body))
-            beginning = chat.sirchat.conversation or name or [chat.system, chat.turns[0]]
+    with suppress(RequestError):  # such as without a body; the replica answers with the same error
+        chat = chat_request(f"/v1{path.removeprefix('/v1')}", parse_json_object(body))
+        beginning = chat.sirchat.conversation or name or [chat.system, chat.turns[0]]
     return sha256(json.dumps(beginning).encode()).digest()
 
 
 def replica_of(key: bytes, count: int) -> int:
-    """Which of `count` replicas has the conversations with this `conversation_key`.
-
-    If a replica is added, each conversation stays or moves to the new one (rendezvous hashing,
-    Thaler and Ravishankar 1998).
-    """
+    """The replica, of `count`, of a key; with one more, a key stays or moves to the new one."""
+    # rendezvous hashing (Thaler and Ravishankar 1998)
     return max(range(count), key=lambda number: sha256(key + number.to_bytes(2)).digest())
 
 
@@ -158,13 +138,10 @@ def app(settings: Mapping[str, Any]) -> Any:
     profile = resolve(options.profile, options.model_extra or {}, os.environ)
     from ray import serve
 
-    folder = options.folder or served_dir()
-    deployment = partial(serve.deployment, max_ongoing_requests=_MAX_ONGOING_REQUESTS)
+    folder, deploy = (options.folder or served_dir()).absolute(), serve.deployment
     actor = {"num_cpus": options.cpus, "num_gpus": options.gpus}
-    deployed = deployment(ray_actor_options=actor)(Replica)
-    names = [f"replica-{number}" for number in range(options.replicas)]
-    replicas = [
-        deployed.options(name=name).bind(profile, options, folder.absolute() / name, key)
-        for name in names
-    ]
-    return deployment(ray_actor_options={"num_cpus": 0})(Router).bind(*replicas)
+    deployed = deploy(ray_actor_options=actor, max_ongoing_requests=_MAX_REQUESTS)(Replica)
+    names = (f"replica-{number}" for number in range(options.replicas))
+    replicas = [deployed.options(name=n).bind(profile, options, folder / n, key) for n in names]
+    routers = deploy(ray_actor_options={"num_cpus": 0}, max_ongoing_requests=_MAX_REQUESTS)
+    return routers(Router).bind(*replicas)

@@ -28,7 +28,6 @@ from sirchat.chat.session import Session
 from sirchat.errors import SirchatError
 from sirchat.models.device_map import DeviceMap
 from sirchat.models.devices import DISK
-from sirchat.models.fit import PROGRAM_BYTES
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import surprisal, surprisal_of_states
 from sirchat.saved.saved_state import model_fingerprint
@@ -47,11 +46,12 @@ _PARTS = (
     *("model.norm", "model.rotary_emb", "lm_head"),
 )
 
-# Where each layer's keys and values are: those of a layer on disk are on the main device.
+# Where each layer's keys and values are: those of layers in main memory or on disk are on the first
+# GPU, if there is one.
 ROWS_AT = {
     "cpu and disk": ["cpu"] * 4,
     "two devices": [SIM_0, SIM_0, SIM_1, SIM_1],
-    "cpu, devices and disk": ["cpu", SIM_0, SIM_0, SIM_1],
+    "cpu, devices and disk": [SIM_0, SIM_0, SIM_0, SIM_1],
 }
 
 
@@ -90,7 +90,8 @@ def load(folder: Path, devices: list[str] | None = None) -> LoadedModel:
         if devices is not None:
             chosen = [one if one in ("cpu", DISK) else torch.device(one) for one in devices]
             placed = dict(zip(_PARTS, chosen, strict=True))
-            patch.setattr(DeviceMap, "choose_devices", lambda *_: placed)
+            options = {"device_map": placed, "offload_folder": str(folder / "offloaded")}
+            patch.setattr(DeviceMap, "options", lambda *_: options)
             how = {"device_map": "auto"}
         model = load_model(str(folder), for_hub=True, dtype="float32", **how)
     # What a CPU alone computes in other ways, which round differently; so does torch for gradients.
@@ -246,11 +247,12 @@ def test_rows_weights_and_archive_are_counted_where_they_are(folder: Path) -> No
         layer = 4 * sum(one.numel() for one in whole.module.model.layers[0].parameters())
         row = 4 * 48 * 3 * 2 * 16  # float32, budget, two keys and a value, heads, dimensions
         assert set(held) == {"cpu", SIM_0, SIM_1, DISK}
-        assert held[DISK].weights == held[SIM_0].weights == layer
+        assert held[DISK].weights == layer
+        assert held[SIM_0].weights == pytest.approx(layer, rel=0.001)  # and where RoPE is
         assert sum(one.weights for one in held.values()) == pytest.approx(
             sum(4 * one.numel() for one in whole.module.parameters()), rel=0.01
         )
-        assert [held[one].cache for one in ("cpu", SIM_0, SIM_1)] == [row, 2 * row, row]
+        assert [held[one].cache for one in ("cpu", SIM_0, SIM_1)] == [0, 3 * row, row]
         assert held["cpu"].archive > 0
 
 
@@ -269,18 +271,6 @@ def test_surprisal_is_computed_where_the_output_head_is(folder: Path, simulation
     assert moved.tolist() == pytest.approx(
         surprisal_of_states(head, hidden, torch.tensor(ids)).tolist()
     )
-
-
-def test_a_gguf_file_is_spread_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = write_gguf(tmp_path / "model.gguf", tiny(), "F32")
-    how: dict[str, Any] = {"dtype": "float32"}
-    whole = load_model(str(file), device="cpu", for_hub=True, **how)
-    monkeypatch.setattr("sirchat.models.device_map.free_memory", lambda: PROGRAM_BYTES + 9_000_000)
-    model, ids = load_model(str(file), device_map="auto", **how), list(range(5, 25))
-    assert DISK in model.module.hf_device_map.values()
-    assert model_fingerprint(model) == model_fingerprint(whole)
-    logits = [one.forward(ids, one.new_cache(20)) for one in (model, whole)]
-    torch.testing.assert_close(*logits)
 
 
 @pytest.mark.parametrize("plan", ["auto", "balanced"])
@@ -313,19 +303,7 @@ def test_a_spread_model_is_on_no_other_device(other: Any, folder: Path) -> None:
         load_model(str(folder), device_map="auto", **other)
 
 
-def test_the_cache_of_layers_on_disk_has_room_on_the_first_device(
-    folder: Path, simulation: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Here the cache of the four layers takes more than both devices and main memory have."""
-    monkeypatch.setattr("sirchat.models.device_map.free_memory", lambda: 0)
-    with pytest.raises(SirchatError, match="does not fit, not even with its layers on disk"):
-        load_model(str(folder), device_map="auto", dtype="float32", cache_rows=2000)
-
-
-def test_a_layer_on_disk_has_room_on_the_first_device(
-    folder: Path, simulation: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sirchat.models.device_map.free_memory", lambda: 0)
-    monkeypatch.setattr("sirchat.models.device_map.free_gpu_bytes", lambda _: 10**9 + 1000)
-    with pytest.raises(SirchatError, match="does not fit, not even with its layers on disk"):
-        load_model(str(folder), device_map="auto", dtype="float32")
+def test_a_gguf_file_is_not_spread(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", tiny(), "F32")
+    with pytest.raises(SirchatError, match="can't be spread over devices"):
+        load_model(str(file), device_map="auto")

@@ -87,7 +87,8 @@ def check_size(path: Path, model: LoadedModel, count: int, compiles: bool) -> No
     tensors = [*model.module.parameters(), *model.module.buffers()]
     tensors += [buffer for one in tables for buffer in one._head[0].buffers()]
     held = {one.data_ptr(): one.numel() * one.element_size() for one in tensors}
-    assert said == pytest.approx(sum(held.values()), rel=0.02)
+    # Without the library, the smallest matrices here have too few rows for four bits.
+    assert said == pytest.approx(sum(held.values()), rel=0.02 if compiles else 0.3)
 
 
 def unpacked(layer: PackedLinear) -> torch.Tensor:
