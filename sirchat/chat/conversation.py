@@ -5,28 +5,28 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 
-from sirchat.chat.event_builder import EventBuilder
 from sirchat.chat.events import Event, Reading
 from sirchat.chat.formats import ModelFormats
-from sirchat.chat.reply import OpenReply
-from sirchat.chat.settings import build_cache_settings, build_engine, build_sampler, check_profile
+from sirchat.chat.settings import build_cache_settings, build_engine, check_profile
 from sirchat.chat.state import (
     ConversationState,
     GeneratedReply,
     SystemPrompt,
     Turn,
     TurnStats,
+    UndoHistory,
+    UndoPoint,
+    undo_depth,
 )
-from sirchat.chat.turn import Interrupted, OpenTurn, never
-from sirchat.chat.undo_history import UndoHistory, UndoPoint, undo_depth
+from sirchat.chat.turn import EventBuilder, Interrupted, OpenReply, OpenTurn, never
 from sirchat.config.profile import Profile
 from sirchat.engine.engine import Generation, PromptLookup
 from sirchat.engine.extra_passes import score_continuations
-from sirchat.engine.sampling import TokenFilter
+from sirchat.engine.sampling import ForcedPrefixSampler, Sampler, Sampling, TokenFilter
 from sirchat.engine.types import ContinuationScore
 from sirchat.memory.key_values import LostTokensError
 from sirchat.models.model import LoadedModel
@@ -239,7 +239,10 @@ class Conversation:
         begun: TurnStats | None = None,
         is_undoable: bool = False,
     ) -> OpenReply:
-        """Begin the reply to the last message, or continue the `begun` one; see `ask`.
+        """Begin the reply to the last message, or continue the `begun` one.
+
+        The ids of `reply`, if given, are chosen first; the reply goes on after them if it has no
+        `finish`. Sampled ids are among those `allowed`.
 
         The caller generates the reply by `OpenReply.events`, or by `step` with other sessions'
         replies. A reply that `is_undoable`, or that is another `attempt`, has a point in `history`.
@@ -251,7 +254,11 @@ class Conversation:
         if (is_undoable or self.state.attempt) and has_archive and history.messages:
             history.before_reply = UndoPoint.in_round(self.state, self.engine)
         turn = self._open_turn(begun or "assistant")
-        sampler, most = build_sampler(profile, reply, self.state.attempt, allowed)
+        given = build_sampling(profile), self.state.attempt, allowed
+        sampler, most = Sampler(*given), profile.max_new_tokens
+        if reply is not None:
+            sampler = ForcedPrefixSampler(reply.ids, *given)
+            most = len(reply.ids) + (most if reply.finish is None else 0)
         generation = Generation(
             self.engine,
             sampler,
@@ -315,3 +322,7 @@ class Conversation:
         point = UndoPoint.now(self.state, self.engine, text, self.profile.pin_system)
         depth = undo_depth(self.profile.archive != "off", self.engine.cache.state_nbytes)
         self.history.messages = [*self.history.messages, point][-depth:]
+
+
+def build_sampling(profile: Profile) -> Sampling:
+    return Sampling(**{field.name: getattr(profile, field.name) for field in fields(Sampling)})

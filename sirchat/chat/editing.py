@@ -14,8 +14,7 @@ import numpy as np
 
 from sirchat.chat.events import Event
 from sirchat.chat.session import Session
-from sirchat.chat.state import SystemPrompt, Turn
-from sirchat.chat.undo_history import UndoHistory
+from sirchat.chat.state import SystemPrompt, Turn, UndoHistory
 from sirchat.memory.key_values import Positions
 
 _ROUND_STARTERS = ("user", "tool")  # roles of the turns that begin a round

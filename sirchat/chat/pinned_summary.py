@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from sirchat.chat.events import Event, Notice, TurnDone
 from sirchat.chat.session import Session
-from sirchat.chat.undo_history import UndoPoint
+from sirchat.chat.state import UndoPoint
 from sirchat.errors import UndoError
 
 PREFIX = "Summary of our conversation so far, by the assistant: "  # begins every summary

@@ -10,10 +10,9 @@ from typing import Any
 from sirchat.chat.events import Delta, Event, Notice, Reading, TurnDone, Undone
 from sirchat.chat.session import Session
 from sirchat.chat.settings import updated_profile
-from sirchat.chat.state import UNFINISHED, GeneratedReply, last_generated_reply
+from sirchat.chat.state import UNFINISHED, GeneratedReply, UndoPoint, last_generated_reply
 from sirchat.chat.tool_loop import reply_format
 from sirchat.chat.turn import Interrupted, never
-from sirchat.chat.undo_history import UndoPoint
 from sirchat.errors import UsageError
 from sirchat.memory.key_values import LostTokensError
 

@@ -16,12 +16,19 @@ import numpy as np
 from sirchat.chat.conversation import Conversation
 from sirchat.chat.events import Ended, Erased, Event, Notice, Pinned, Restored, TokenRow, Undone
 from sirchat.chat.panel_snapshot import Snapshot, take_snapshot
-from sirchat.chat.settings import all_or_nothing, build_cache_settings, updated_profile
+from sirchat.chat.settings import (
+    all_or_nothing,
+    build_cache_settings,
+    started_events,
+    switched_events,
+    updated_profile,
+)
 from sirchat.chat.state import (
     ConversationState,
     GeneratedReply,
     RetriedMessage,
     SystemPrompt,
+    UndoPoint,
 )
 from sirchat.chat.statements import (
     StatedFact,
@@ -41,7 +48,6 @@ from sirchat.chat.targets import (
 )
 from sirchat.chat.tool_loop import ChatTool, Toolbox, answer_with_tools, reply_format
 from sirchat.chat.turn import Interrupted, never
-from sirchat.chat.undo_history import UndoPoint
 from sirchat.chat.why import AttentionPaid, TokenRank, attention_paid, token_ranks
 from sirchat.config.profile import Profile
 from sirchat.engine.sampling import TokenFilter
@@ -103,17 +109,21 @@ class Session(Conversation):
     ) -> Iterator[Event]:
         """Read a user turn and answer it, with calls of `tools` (by default, of `toolbox`).
 
-        `build_sampler` says how the reply's ids are chosen; each `attempt` draws other ids. Raises
+        Of a `reply`, the given ids come first; each `attempt` draws other ids. Raises
         ContextFullError, before reading, if the turn can't fit, and SettingError if the setting
         `json_schema` can't be kept.
         """
         box = self.toolbox if tools is None else Toolbox(tools)
         yield from self._tell_tools(box.tools_json)
-        if allowed is None and (reply is None or reply.finish is None):
+        has_format = self.profile.json_schema != "off"
+        if has_format and allowed is None and (reply is None or reply.finish is None):
             allowed = yield from reply_format(self, box, reply)
         yield from self.read_question(text, interrupted)
         self.state.attempt = attempt
-        yield from answer_with_tools(self, box, text, interrupted, reply, allowed)
+        if box.tools:
+            yield from answer_with_tools(self, box, text, interrupted, reply, allowed)
+        else:
+            yield from self.begin_reply(interrupted, reply, allowed).events()
 
     def read_question(
         self,
@@ -213,7 +223,8 @@ class Session(Conversation):
         if is_replaced:
             self.state.system = SystemPrompt()
         restored = sum(len(event.positions) for event in events if isinstance(event, Restored))
-        events += self._events.switched(self.model, before, profile, restored, new_template)
+        changed = before, profile, restored, new_template
+        events += switched_events(self.engine, self.model, *changed)
         if prompt is not None:
             events += [*self._read_pending(), *self.read_system(prompt, interrupted)]
         return events
@@ -334,10 +345,18 @@ class Session(Conversation):
 
     def opening_events(self) -> list[Event]:
         """The event `Started`, then notices of what does not suit the model, and what it lacks."""
-        return self._events.started(self.model, self.profile, self.template)
+        return started_events(self.engine, self.model, self.profile, self.template)
 
     def closing_event(self) -> Ended:
-        return self._events.ended(self.state)
+        totals = self.state.totals
+        return Ended(
+            turns=len(self.turns),
+            seen=self.seen,
+            resident=self.resident,
+            tokens_out=totals.tokens_out,
+            seconds_prefill=totals.seconds_prefill,
+            seconds_decode=totals.seconds_decode,
+        )
 
     def load(
         self,

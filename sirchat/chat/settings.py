@@ -1,19 +1,21 @@
-"""Checks whether settings suit a model, builds an engine with them, and changes them in a chat."""
+"""Checks whether settings suit a model, builds an engine with them, and tells their changes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from sirchat.chat.state import GeneratedReply
+import torch
+
+from sirchat.chat.events import Event, Notice, Started, Switched
+from sirchat.chat.token_rows import is_measured
 from sirchat.config.profile import FIXED_SETTINGS, Profile, parse_size
 from sirchat.config.profile_files import changed_profile
-from sirchat.config.values import parse_value
+from sirchat.config.values import format_setting, parse_value
 from sirchat.engine.engine import Engine
-from sirchat.engine.sampling import ForcedPrefixSampler, Sampler, Sampling, TokenFilter
 from sirchat.engine.types import CacheSettings, RecallSettings
 from sirchat.errors import SettingError, TranscriptError, did_you_mean
 from sirchat.memory.policies import import_typed, policy_class, refuse_untrusted
@@ -23,9 +25,13 @@ from sirchat.recall.retrievers import retriever
 from sirchat.text.anchors import anchor_detector
 from sirchat.text.detokenizer import word_continuation
 from sirchat.text.json_schema import load_schema
+from sirchat.text.template import Template
 from sirchat.text.transcript import SettingsSwitch, TranscriptItem
+from sirchat.version import __version__
 
 _FOCUS = {"auto": None, "off": 0}
+_MAX_COMPRESSION = 8  # from float32 to 4 bits, the least that a token takes in an archive
+_RECALL_LIMITS = {"policy", "budget", "sinks", "recall", "recall_n"}
 
 
 def build_policy(profile: Profile) -> Policy:
@@ -99,25 +105,6 @@ def build_engine(model: LoadedModel, settings: CacheSettings, seed: int = 0) -> 
         ends_sequence=anchor_detector(model.tokenizer, model.anchors),
         continues_word=word_continuation(model.tokenizer),
     )
-
-
-def build_sampling(profile: Profile) -> Sampling:
-    return Sampling(**{field.name: getattr(profile, field.name) for field in fields(Sampling)})
-
-
-def build_sampler(
-    profile: Profile, reply: GeneratedReply | None, attempt: int, allowed: TokenFilter | None
-) -> tuple[Sampler, int]:
-    """The sampler of a reply, and the most ids that it may choose.
-
-    The ids of `reply`, if given, are chosen first; the reply goes on after them if it has no
-    `finish`. Sampled ids are among those `allowed`.
-    """
-    sampling, most = build_sampling(profile), profile.max_new_tokens
-    if reply is None:
-        return Sampler(sampling, attempt, allowed), most
-    more = most if reply.finish is None else 0
-    return ForcedPrefixSampler(reply.ids, sampling, attempt, allowed), len(reply.ids) + more
 
 
 def check_profile(profile: Profile, model: LoadedModel) -> None:
@@ -255,3 +242,109 @@ def _recall(profile: Profile) -> RecallSettings | None:
         query=profile.recall_query,
         focus=profile.focus if isinstance(profile.focus, int) else _FOCUS[profile.focus],
     )
+
+
+def started_events(
+    engine: Engine, model: LoadedModel, profile: Profile, template: Template
+) -> list[Event]:
+    """The event `Started`, then a notice for each setting that does not suit this model."""
+    started = Started(
+        version=__version__,
+        model=model.name,
+        device=str(model.device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        context_length=model.context_length,
+        profile=profile.model_dump(),
+    )
+    texts = list(getattr(model.tokenizer, "notices", ()))
+    if model.window is not None and engine.budget > model.window:
+        texts.append(
+            f"some layers of this model attend only to the newest {model.window} held tokens, "
+            f"not to all {engine.budget} that the budget allows"
+        )
+    if model.has_state:
+        texts.append(
+            "some layers of this model keep no tokens but a state, which has read every token: "
+            "a token that is evicted still has left its trace there"
+        )
+    if not model.tokenizer.chat_template:
+        texts.append(
+            "this model has no chat template: it reads lines that begin with USER: and "
+            "ASSISTANT:, and its reply ends where it writes the next USER:"
+        )
+    texts += _mismatches(engine, model, profile, {*_RECALL_LIMITS, "reasoning"}, template)
+    return [started, *map(Notice, texts)]
+
+
+def switched_events(
+    engine: Engine,
+    model: LoadedModel,
+    before: Profile,
+    after: Profile,
+    restored: int,
+    template: Template,
+) -> list[Event]:
+    """An event for each changed setting, and notices of those that do not suit model or policy.
+
+    The first event has `restored`, the number of archived tokens that the change restored.
+    """
+    events: list[Event] = []
+    changed = [
+        name for name in type(before).model_fields if getattr(before, name) != getattr(after, name)
+    ]
+    for name in changed:
+        old, new, resident = getattr(before, name), getattr(after, name), engine.resident
+        events.append(Switched(name, old, new, restored=restored, resident=resident))
+        restored = 0
+        if not has_effect(after, name):
+            policy = after.policy
+            if after.policy_options:
+                policy += f" with {format_setting(after.policy_options)}"
+            events.append(Notice(f"{name} has no effect under policy {policy}"))
+    return [*events, *map(Notice, _mismatches(engine, model, after, changed, template))]
+
+
+def _mismatches(
+    engine: Engine,
+    model: LoadedModel,
+    profile: Profile,
+    changed: Collection[str],
+    template: Template,
+) -> Iterator[str]:
+    """Notices of the `changed` settings that do not suit each other or this model."""
+    settings, recall_n = engine.settings, profile.recall_n
+    policy, is_limited = settings.policy, not _RECALL_LIMITS.isdisjoint(changed)
+    if is_limited and settings.recall is not None and policy.bounded:
+        room = engine.evictor.recall_room(0)
+        if not isinstance(recall_n, str) and room < recall_n:
+            yield (
+                f"budget {engine.budget} leaves room to restore only {room} tokens, "
+                f"not recall_n = {recall_n}; raise the budget or lower recall_n"
+            )
+    if "policy" in changed and policy.compacts_at_anchors and model.anchors is None:
+        yield (
+            "this model was not trained to compress text into anchor tokens, but policy anchor "
+            "evicts nearly all others; choose the model tiny-anchor, train a model with "
+            "`sirchat train anchor`, or use /policy anchor lazy=true, which evicts tokens "
+            "only when the cache is full"
+        )
+    if "reasoning" in changed and profile.reasoning != "auto":
+        problem = template.switches.problem(profile.reasoning)
+        yield from [problem] if problem else []
+    held, store = engine.ledger.held_positions, engine.store
+    if "archive_limit" in changed and settings.archive and len(held):
+        size = store.cache.first_written_rows(torch.arange(1), held[:1].copy()).nbytes
+        if settings.archive < size // _MAX_COMPRESSION:
+            yield (
+                f"archive_limit {profile.archive_limit} holds no token: one takes {size:,} "
+                "bytes; of what is evicted, only the text is kept"
+            )
+    lacks_attention = settings.attention_stats is not None and not model.exposes_attention()
+    if "policy" in changed and lacks_attention:
+        name = type(policy).__name__.lower()
+        yield f"{no_attention_reason(model)}; policy {name} works without attention weights"
+    elif "policy" in changed and len(held) and not is_measured(engine, held).any():
+        yield (
+            "attention is recorded from the next message on; until then, policy "
+            f"{profile.policy} keeps the newest tokens"
+        )

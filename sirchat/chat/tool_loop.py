@@ -74,20 +74,19 @@ class Toolbox:
     ) -> None:
         each = [tool if isinstance(tool, ChatTool) else ChatTool.of(tool) for tool in tools]
         self.tools = {tool.name: tool for tool in each}
+        self.tools_json = _tools_json(self.tools.values())
         self.decide = decide
         self.is_template_note_shown = False
 
-    @property
-    def tools_json(self) -> str:
-        """The tools as JSON, as the model reads them; "" if there are none."""
-        if not self.tools:
-            return ""
-        told, said = list[dict[str, Any]](), {""}
-        for tool in self.tools.values():
-            server_text = "" if tool.server_text in said else f"\n\n{tool.server_text}"
-            told.append(replace(tool, description=tool.description + server_text).message)
-            said.add(tool.server_text)
-        return without_surrogates(json.dumps(told, ensure_ascii=False))
+
+def _tools_json(tools: Iterable[ChatTool]) -> str:
+    """The tools as JSON, as the model reads them; "" if there are none."""
+    told, said = list[dict[str, Any]](), {""}
+    for tool in tools:
+        server_text = "" if tool.server_text in said else f"\n\n{tool.server_text}"
+        told.append(replace(tool, description=tool.description + server_text).message)
+        said.add(tool.server_text)
+    return without_surrogates(json.dumps(told, ensure_ascii=False)) if told else ""
 
 
 def tools_prompt_size(chat: Conversation, told: str) -> int:
@@ -134,9 +133,6 @@ def answer_with_tools(
     `reply` and `allowed` are those of `Session.ask`, for the first reply.
     """
     left = MAX_CALLS
-    if not box.tools:
-        yield from chat.begin_reply(interrupted, reply, allowed).events()
-        return
     if not box.is_template_note_shown and (note := _tool_template(chat).note):
         yield Notice(note)
     box.is_template_note_shown = True

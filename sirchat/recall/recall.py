@@ -18,12 +18,11 @@ from torch import Tensor
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import RecallSettings, TurnRef
 from sirchat.memory.key_values import LostTokensError, Positions
-from sirchat.memory.ledger import Flag, Role
+from sirchat.memory.ledger import Flag, Role, State
 from sirchat.models.model import LoadedModel
 from sirchat.recall import RecalledTurn
 from sirchat.recall.candidates import Candidates
-from sirchat.recall.found_passages import FoundPassages, SearchResult, describe_turns
-from sirchat.recall.passage_search import (
+from sirchat.recall.passages import (
     MIN_SCORE,
     PassageQuery,
     PassageSearch,
@@ -31,12 +30,77 @@ from sirchat.recall.passage_search import (
     best_first,
     query_spans,
     rows_of,
+    texts_at,
 )
-from sirchat.recall.passages import texts_at
 from sirchat.recall.retrievers import retriever
 from sirchat.recall.retrievers.base import PassageRetriever
 from sirchat.recall.word_index import DISCOUNT, is_greeting, words_of
-from sirchat.text.detokenizer import QUESTION_MARKS, Texts
+from sirchat.text.detokenizer import QUESTION_MARKS, Texts, text_with_gaps
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """Archived tokens and their scores."""
+
+    positions: Positions  # [n], ascending
+    scores: NDArray[np.float64]  # [n]
+
+
+@dataclass(frozen=True)
+class FoundPassages:
+    """The passages that fit a message, held or archived, and how well they fit."""
+
+    result: SearchResult
+    passages: tuple[int, ...]  # numbers, best first
+    word_scores: tuple[float, ...]  # of each: by the words of the message
+    fits_best: tuple[bool, ...]  # of each: whether it fits the best passage, and not the message
+    query: PassageQuery
+    best_score: float  # the highest of any passage, in standard deviations
+    is_question: bool  # whether the message is answered from these passages alone
+
+    def reason(self, index: int) -> str:
+        """Why passage number `index` of these was found."""
+        if self.fits_best[index]:
+            return "words of the best"
+        if self.word_scores[index] > 0:
+            return "words beside it"
+        return "its meaning" if self.query.vector is not None else ""
+
+
+def describe_turns(
+    engine: Engine,
+    search: PassageSearch,
+    found: FoundPassages | None,
+    restored: Positions,
+    *,
+    with_gaps: bool = False,
+) -> tuple[RecalledTurn, ...]:
+    """The turns of restored tokens, with the text and shared words of each turn's best passage.
+
+    `with_gaps`: with … for what is not held now.
+    """
+    ledger, passages = engine.ledger, search.passages
+    of_tokens = ledger.column("turn")[restored]
+    bits = engine.store.archive.bits(restored)
+    best = dict[int, tuple[tuple[str, ...], str, str]]()
+    for index, number in enumerate(found.passages if found else ()):
+        assert found is not None
+        turn = int(passages.rows["turn"][number])
+        text = passages.texts(ledger, number, number + 1)[0]
+        words = search.index.shared_words(text, found.query.text)
+        reason = "" if words else found.reason(index)
+        rows = passages.shown_tokens(ledger, number)
+        pieces = texts_at(ledger, passages.token_texts, rows)
+        is_held = ledger.column("state")[rows] == State.HELD
+        best.setdefault(turn, (words, text_with_gaps(pieces, is_held | (not with_gaps)), reason))
+    described = list[RecalledTurn]()
+    for turn in np.unique(of_tokens).tolist():
+        own = bits[of_tokens == turn]
+        words, text, reason = best.get(turn, ((), "", ""))
+        fewest = min(set(own.tolist()) - {0}, default=0)
+        described.append(RecalledTurn(turn, len(own), words, text, fewest, reason))
+    return tuple(described)
+
 
 # Most tokens from which a question is answered under `focus: auto`. With SmolLM2 and half of the
 # questions of `facts-in-dialogue`, 64 find less, and 128 nothing more.

@@ -16,7 +16,8 @@ import pytest
 
 from attacking import attack, mutated, odd_text, refuse_odd_display
 from saved_chats import SAYINGS, Chat
-from sirchat.chat.settings import build_cache_settings, build_sampling
+from sirchat.chat.conversation import build_sampling
+from sirchat.chat.settings import build_cache_settings
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile, load_profile, profile_as_yaml
 from sirchat.config.values import format_setting, parse_option, parse_value

@@ -26,7 +26,7 @@ IT = tiny().tokenizer
 
 def says(monkeypatch: pytest.MonkeyPatch, ids: list[int]) -> None:
     monkeypatch.setattr(
-        "sirchat.chat.settings.Sampler", lambda *_: ForcedPrefixSampler(ids, Sampling())
+        "sirchat.chat.conversation.Sampler", lambda *_: ForcedPrefixSampler(ids, Sampling())
     )
 
 

@@ -14,7 +14,7 @@ from random_encoders import random_encoder
 from sirchat.chat.events import Event, Recalled, TurnDone
 from sirchat.chat.session import Session
 from sirchat.models.model import LoadedModel
-from sirchat.recall.passage_search import MIN_SCORE
+from sirchat.recall.passages import MIN_SCORE
 from sirchat.recall.recall import MIN_SHARE_OF_BEST, NewTurn
 from sirchat.recall.word_index import DISCOUNT
 

@@ -12,8 +12,7 @@ from sirchat.chat.events import Delta, Notice, TurnDone, Undone
 from sirchat.chat.plain_reply import PlainReply
 from sirchat.chat.retry import go_on
 from sirchat.chat.session import Session
-from sirchat.chat.state import UNFINISHED
-from sirchat.chat.undo_history import undo_depth
+from sirchat.chat.state import UNFINISHED, undo_depth
 from sirchat.engine.sampling import Sampler
 from sirchat.errors import ContextFullError, UndoError, UsageError
 

@@ -15,8 +15,8 @@ from saved_chats import Chat
 from sirchat.chat.events import Evicted, Notice, Restored, TurnDone
 from sirchat.chat.rereading import reread_session, rewind
 from sirchat.chat.retry import retry_with_settings
-from sirchat.chat.rule_forms import is_rule, preference_in
 from sirchat.chat.session import Session
+from sirchat.chat.statements import is_rule, preference_in
 from sirchat.errors import SettingError
 from sirchat.saved.resume import resume_session
 from sirchat.saved.session_list import find_session

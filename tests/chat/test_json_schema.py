@@ -166,7 +166,7 @@ def test_with_tools_replies_are_calls_or_json(
 
         return Sampler(sampling, attempt, forced)
 
-    monkeypatch.setattr("sirchat.chat.settings.Sampler", sampler)
+    monkeypatch.setattr("sirchat.chat.conversation.Sampler", sampler)
     file = write_schema(tmp_path / "colour.json", COLOUR)
     chat = session(tool_tiny(), json_schema=file, max_new_tokens=300)
     schema = {"properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}

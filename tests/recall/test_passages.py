@@ -17,15 +17,20 @@ from torch import Tensor
 
 from chatting import babbler
 from sirchat.memory.ledger import Flag, Ledger, Role
-from sirchat.recall import passage_search, word_index
-from sirchat.recall.passage_search import (
+from sirchat.recall import word_index
+from sirchat.recall.passages import (
+    CHANCE_SCORE,
     MAX_FULL_SCORE_PASSAGES,
+    MAX_PASSAGE_TOKENS,
+    MIN_PASSAGE_TOKENS,
+    MIN_WORD_DEVIATION,
     PassageQuery,
+    Passages,
     PassageSearch,
     best_first,
+    divided,
     query_spans,
 )
-from sirchat.recall.passages import MAX_PASSAGE_TOKENS, MIN_PASSAGE_TOKENS, Passages, divided
 from sirchat.recall.word_index import DISCOUNT, WordIndex, letter_groups, word_weights, words_of
 from sirchat.text.detokenizer import TokenTexts
 
@@ -315,12 +320,9 @@ def test_a_score_is_z_by_words_and_z_by_meaning() -> None:
 
     fits = [max(0.0, one) for one in z(cosines, sum(cosines) / len(cosines), 0.1)]
     by_meaning = made.index.with_block(np.array(fits))
-    chance = passage_search.CHANCE_SCORE
+    chance = CHANCE_SCORE
     by_words = np.array(
-        [
-            max(0.0, one - chance)
-            for one in z(words.tolist(), 0.0, passage_search.MIN_WORD_DEVIATION)
-        ]
+        [max(0.0, one - chance) for one in z(words.tolist(), 0.0, MIN_WORD_DEVIATION)]
     )
     assert by_words.max() > 0 == by_words.min()
     scores = made.scores(PassageQuery(("walnut",), vector))

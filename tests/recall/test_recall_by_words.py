@@ -13,7 +13,7 @@ from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.errors import SettingError
-from sirchat.recall.passage_search import MIN_SCORE
+from sirchat.recall.passages import MIN_SCORE
 from sirchat.ui.commands import Commands
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen

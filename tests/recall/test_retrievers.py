@@ -25,8 +25,7 @@ from sirchat.errors import SettingError
 from sirchat.lab.studies.retrieval import Retrieval, cells
 from sirchat.memory.registry import BEST_RETRIEVER, RETRIEVERS
 from sirchat.recall import retrievers
-from sirchat.recall.found_passages import SearchResult
-from sirchat.recall.recall import best_tokens, weighted
+from sirchat.recall.recall import SearchResult, best_tokens, weighted
 from sirchat.recall.retrievers import retriever
 
 

@@ -94,7 +94,7 @@ def reply(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = tool_quick().tokenizer
     written = [*ids.encode(REPLY, add_special_tokens=False), ids.eos_token_id]
     monkeypatch.setattr(
-        "sirchat.chat.settings.Sampler", lambda *_: ForcedPrefixSampler(written, Sampling())
+        "sirchat.chat.conversation.Sampler", lambda *_: ForcedPrefixSampler(written, Sampling())
     )
 
 

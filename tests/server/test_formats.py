@@ -223,7 +223,7 @@ def begun(text: str) -> Any:
 def test_a_strict_call_is_by_its_schema_from_its_mark_on(
     text: str, parallel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sirchat.chat.settings.Sampler", begun(f"{text}<tool_call>"))
+    monkeypatch.setattr("sirchat.chat.conversation.Sampler", begun(f"{text}<tool_call>"))
     with served(tool_tiny(), policy="full", max_new_tokens=100) as own:
         for stream in (False, True):
             fields = {"tools": [STRICT], "parallel_tool_calls": parallel, "temperature": 1.5}
@@ -250,7 +250,7 @@ def test_with_strict_tools_a_reply_without_calls_is_what_it_was() -> None:
 def test_a_reply_with_tools_and_a_format_is_calls_or_json(
     begin: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sirchat.chat.settings.Sampler", begun(begin))
+    monkeypatch.setattr("sirchat.chat.conversation.Sampler", begun(begin))
     with served(tool_tiny(), policy="full", max_new_tokens=90) as own:
         (choice,) = own.ask(ASKED, tools=[STRICT], response_format=by_schema(PERSON))["choices"]
         for call in choice["message"].get("tool_calls", ()):

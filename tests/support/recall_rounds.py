@@ -16,8 +16,7 @@ from sirchat.memory.ledger import Role
 from sirchat.memory.policies import policy_class
 from sirchat.memory.rope import Rotation
 from sirchat.models.model import LoadedModel
-from sirchat.recall.found_passages import SearchResult
-from sirchat.recall.recall import best_tokens, search
+from sirchat.recall.recall import SearchResult, best_tokens, search
 
 
 def memory(policy: str = "sink", budget: int = 66, **options: object) -> CacheSettings:

@@ -182,5 +182,5 @@ def script(monkeypatch: pytest.MonkeyPatch, replies: Sequence[str]) -> None:
     ids = tool_tiny().tokenizer
     left = [[*ids.encode(text, add_special_tokens=False), ids.eos_token_id] for text in replies]
     monkeypatch.setattr(
-        "sirchat.chat.settings.Sampler", lambda *_: ForcedPrefixSampler(left.pop(0), Sampling())
+        "sirchat.chat.conversation.Sampler", lambda *_: ForcedPrefixSampler(left.pop(0), Sampling())
     )
