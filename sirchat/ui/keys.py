@@ -23,15 +23,12 @@ from sirchat.text.text_file import without_surrogates
 ESCAPE_SECONDS = 0.05
 
 _PASTE, _PASTE_END, _CTRL_C = "\x1b[200~", "\x1b[201~", "\x03"
-# OSC, DCS, APC and PM, by which a terminal answers programs; and the beginning of such an answer,
-# unlike what is typed after Esc.
-_ANSWER = r"\x1b[]P_^][^\x00-\x1f]*(?:\x07|\x1b\\)"
-_PARTIAL_ANSWER = re.compile(r"\x1b(?:\]\d+;|P[\d>!$+]|_G)[^\x00-\x1f]*\x1b?\Z")
-_SEQUENCE = re.compile(rf"\x1b\[(?:\[[A-E]|[0-?]*[ -/]*[@-~])|{_ANSWER}")
+# CSI; or OSC, DCS, APC and PM, by which a terminal answers programs.
+_SEQUENCE = re.compile(
+    r"\x1b\[(?:\[[A-E]|[0-?]*[ -/]*[@-~])|\x1b[]P_^][^\x00-\x1f]*(?:\x07|\x1b\\)"
+)
 # Shift-Enter and Ctrl-Enter, by CSI u and modifyOtherKeys.
 _NEW_LINES = ("\x1b[13;2u", "\x1b[13;5u", "\x1b[27;2;13~", "\x1b[27;5;13~")
-_ASK_BACKGROUND = "\x1b]11;?\x1b\\"
-_BACKGROUND = re.compile(r"\x1b]11;rgba?:([\da-fA-F]+)/([\da-fA-F]+)/([\da-fA-F]+)")
 _POSITION_REPORT = re.compile(r"\x1b\[(?:\d+;\d+R|<?[\d;]*[mM])")  # where cursor or mouse are
 
 
@@ -41,9 +38,7 @@ class KeyParser(Vt100Parser):
     def __init__(self, feed_key_callback: Callable[[KeyPress], None]) -> None:
         super().__init__(feed_key_callback)
         self._last_feed = 0.0  # time of the last data, in seconds
-        self._partial_answer = ""  # at the end of the data so far
         self.ends_in_escape = False  # the data so far: Esc alone, or the beginning of a sequence
-        self.on_background: Callable[[bool], object] = lambda is_light: None
 
     def feed(self, data: str) -> None:
         if not data:  # nothing could be read
@@ -52,11 +47,8 @@ class KeyParser(Vt100Parser):
         if self._in_bracketed_paste:  # Ctrl-C alone ends a paste whose end is lost
             super().feed(_PASTE_END if data == _CTRL_C else without_surrogates(data))
             return
-        data = self._partial_answer + without_surrogates(data)
-        typed, paste, pasted = data.partition(_PASTE)
-        typed = _SEQUENCE.sub(self._key_sequence, typed)
-        self._partial_answer = match[0] if (match := _PARTIAL_ANSWER.search(typed)) else ""
-        super().feed(typed.removesuffix(self._partial_answer) + paste)
+        typed, paste, pasted = without_surrogates(data).partition(_PASTE)
+        super().feed(_SEQUENCE.sub(_key_sequence, typed) + paste)
         if pasted:
             self.feed(pasted)
 
@@ -66,43 +58,24 @@ class KeyParser(Vt100Parser):
             self.ends_in_escape = False
             super().flush()
 
-    def _key_sequence(self, match: re.Match[str]) -> str:
-        """The sequence that prompt_toolkit knows for a whole one; "" if no key sends it."""
-        sequence = match[0]
-        if sequence in _NEW_LINES:
-            return "\n"
-        if answer := _BACKGROUND.match(sequence):
-            # Shares of red, green and blue, each with as many digits as the terminal likes.
-            red, green, blue = (
-                int(share, 16) / (16 ** len(share) - 1) for share in answer.groups()
-            )
-            self.on_background(0.3 * red + 0.6 * green + 0.1 * blue > 0.5)
-        is_known = sequence in ANSI_SEQUENCES or _POSITION_REPORT.fullmatch(sequence)
-        return sequence if is_known else ""
+
+def _key_sequence(match: re.Match[str]) -> str:
+    """The sequence that prompt_toolkit knows for a whole one; "" if no key sends it."""
+    sequence = match[0]
+    if sequence in _NEW_LINES:
+        return "\n"
+    is_known = sequence in ANSI_SEQUENCES or _POSITION_REPORT.fullmatch(sequence)
+    return sequence if is_known else ""
 
 
 if sys.platform != "win32":
     from prompt_toolkit.input.vt100 import Vt100Input
 
     class TerminalKeys(Vt100Input):
-        """The keys of a terminal, which can be asked for its background."""
-
         def __init__(self, stdin: TextIO) -> None:
             super().__init__(stdin)
             self.parser = KeyParser(lambda press: self._buffer.append(press))
             self.vt100_parser = self.parser
-            self.is_answer_pending = False  # the terminal was asked for its background
-
-        def ask_background(self, out: TextIO, on_answer: Callable[[bool], object]) -> None:
-            """Ask for the terminal's background; `on_answer` is told if it is light, once known."""
-
-            def take_answer(is_light: bool) -> None:
-                self.is_answer_pending = False
-                on_answer(is_light)
-
-            self.parser.on_background, self.is_answer_pending = take_answer, True
-            out.write(_ASK_BACKGROUND)
-            out.flush()
 
 
 def terminal_keys() -> Input:

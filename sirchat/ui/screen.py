@@ -7,7 +7,6 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TextIO
 
@@ -49,19 +48,11 @@ class Screen:
         self.notes_console = make_console(err, force_terminal=is_terminal)
         self.notes_console.soft_wrap = not is_terminal  # elsewhere a note stays one line
         self._filter = DisplayFilter()
-        self._is_light = False
-        self.before_pager: Callable[[], object] = lambda: None
         self.use_theme(theme)
 
     def use_theme(self, name: str) -> None:
-        self.theme_name = name
-        self.theme: Theme = find_theme(name, os.environ, is_light=self._is_light)
+        self.theme: Theme = find_theme(name, os.environ)
         self._error_style = "red" if self.has_colours else "bold"
-
-    def use_background(self, is_light: bool) -> None:
-        """Let "auto" choose the theme for this background, unless a variable says another."""
-        self._is_light = is_light
-        self.use_theme(self.theme_name)
 
     @property
     def has_colours(self) -> bool:
@@ -121,8 +112,6 @@ class Screen:
         text = captured.get()
         is_tall = text.count("\n") >= self.console.size.height
         has_reader = self.terminal is not None and sys.stdin is not None and sys.stdin.isatty()
-        if is_tall and has_reader:
-            self.before_pager()
         if not (is_tall and has_reader and _show_in_pager(text)):
             self._write(text)
 

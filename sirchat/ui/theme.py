@@ -78,15 +78,14 @@ def decay_intensity(surprisal: float, decayed: float) -> int:
     return sum(share_left < limit for limit in INTENSITY_LIMITS)
 
 
-def find_theme(name: str, environ: Mapping[str, str], *, is_light: bool = False) -> Theme:
-    """The theme "dark", "light" or "none"; "auto" follows COLORFGBG, or else `is_light`.
+def find_theme(name: str, environ: Mapping[str, str]) -> Theme:
+    """The theme "dark", "light" or "none"; "auto" follows COLORFGBG, or else is dark.
 
     Raises ValueError for any other name.
     """
     if name == "auto":
-        background = environ.get("COLORFGBG", "")
-        is_light = background.rpartition(";")[2] in ("7", "15") or (is_light and not background)
-        name = "light" if is_light else "dark"
+        background = environ.get("COLORFGBG", "").rpartition(";")[2]
+        name = "light" if background in ("7", "15") else "dark"
     themes = _themes()
     if name not in themes:
         raise ValueError(f"no theme {name!r}; there are auto, {', '.join(themes)}")

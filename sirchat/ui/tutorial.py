@@ -29,7 +29,6 @@ from sirchat.ui.status import loading_bar
 from sirchat.ui.typed_input import (
     Keyboard,
     MemoryHistory,
-    ask_background,
     create_prompt_output,
 )
 from sirchat.ui.typed_line import InputLine
@@ -96,8 +95,6 @@ def run_tutorial(open_session: OpenSession, screen: Screen, *, waits: bool) -> b
     """
     keys = terminal_keys() if waits else None
     with Keyboard(keys, screen.terminal) if keys else nullcontext() as keyboard:
-        if keys:
-            ask_background(keys, screen)
         with loading_bar(screen, "tiny") as report:
             session = open_session(report)
         if keys is None or keyboard is None:

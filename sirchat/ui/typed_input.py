@@ -53,22 +53,10 @@ def open_terminal_input(screen: Screen, *, is_persistent: bool = True) -> Iterat
     """Context manager: the terminal echoes no keys; `is_persistent` saves typed lines."""
     keys = terminal_keys()
     with CtrlCGuard() as ctrl_c, Keyboard(keys, screen.terminal) as keyboard:
-        ask_background(keys, screen)
-        screen.before_pager = keyboard.wait_for_background
         history = open_history(screen.note, is_persistent=is_persistent)
         output = create_prompt_output(screen)
         prompt = Prompt(keys, output, history=history, has_colours=lambda: screen.has_colours)
         yield TerminalInput(ctrl_c, keyboard, history, prompt)
-
-
-def ask_background(keys: Input, screen: Screen) -> None:
-    """Ask the terminal whether its background is light, if that is unknown; inside `Keyboard`."""
-    is_known = os.environ.get("COLORFGBG") or screen.console.no_color or screen.theme_name != "auto"
-    # Old consoles of Linux print the question.
-    if is_known or screen.terminal is None or os.environ.get("TERM") == "linux":
-        return
-    if sys.platform != "win32" and isinstance(keys, TerminalKeys):
-        keys.ask_background(screen.terminal, screen.use_background)
 
 
 def create_prompt_output(screen: Screen) -> Output:
@@ -150,7 +138,6 @@ class Keyboard:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if sys.platform != "win32":
             signal.signal(signal.SIGTSTP, self._suspend_handler)
-        self.wait_for_background()
         self._restore_mode()
         if kind is not None:  # a signal may have come while a prompt was being drawn
             with suppress(OSError):
@@ -159,24 +146,11 @@ class Keyboard:
     @contextmanager
     def lend_terminal(self) -> Iterator[None]:
         """Context manager: the terminal has its former mode, for a program such as an editor."""
-        self.wait_for_background()
         self._restore_mode()
         try:
             yield
         finally:
             self._disable_echo()
-
-    def wait_for_background(self) -> None:
-        """Wait briefly for the answer to `ask_background`; else another program would read it."""
-        keys = self._keys
-        if sys.platform != "win32" and isinstance(keys, TerminalKeys) and keys.is_answer_pending:
-            self._disable_echo()  # a prompt that is left shows what comes
-            end = time.monotonic() + _SILENCE_SECONDS
-            with suppress(ValueError):  # Ctrl-Z came while keys were read
-                while keys.is_answer_pending and time.monotonic() < end:
-                    self._pressed_keys += keys.read_keys()
-                    time.sleep(_SILENCE_SECONDS / 20)
-            keys.is_answer_pending = False
 
     def set_bracketed_paste(self, is_on: bool) -> None:
         """Turn bracketed paste on, so that pasted text is one message, or off."""
@@ -249,7 +223,6 @@ class Keyboard:
         """Handle Ctrl-Z: erase the panel, restore the terminal, stop; afterwards, echo no keys."""
         if sys.platform == "win32":  # which has no such key
             return
-        self.wait_for_background()
         self._restore_mode()
         self._write_unbuffered(_PASTE_OFF + _CURSOR_ON + _ERASE_BELOW)
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)

@@ -60,7 +60,6 @@ def pressed(clock: Clock, *sent: str | float) -> list[str]:
         (["\x1b[1;99Zx\x1b[?62;c\x1b[I"], ["x"]),
         (["\x1b[12;40R"], ["<cursor-position-response>"]),
         (["a\x1b]11;rgb:1111/2222/3333\x07b\x1bP>|xterm(390)\x1b\\c"], ["a", "b", "c"]),
-        (["\x1b]11;rgb:11", "11/2222", 0.2, "/3333", "\x07x"], ["x"]),
         (["\x1b_Gi=1;OK\x1b\\\x1b^é\x07\x1b]\x07x"], ["x"]),
         (["\x1b]"], ["Esc", "]"]),
         (["\x1bPlease"], ["Esc", *"Please"]),

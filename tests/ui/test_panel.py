@@ -375,9 +375,6 @@ def _luminance(style: Style) -> float:
 )
 def test_auto_reads_colorfgbg(environ: dict[str, str], name: str) -> None:
     assert find_theme("auto", environ).name == name
-    for is_light in (False, True):  # as the terminal has answered, which is asked if nothing is set
-        asked = find_theme("auto", environ, is_light=is_light).name
-        assert asked == (name if environ.get("COLORFGBG") else "light" if is_light else "dark")
 
 
 def test_buckets_and_intensities() -> None:

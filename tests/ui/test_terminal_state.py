@@ -80,62 +80,10 @@ def warm_shell(tmp_path: Path, endless: str, has_shell: None) -> Iterator[_Shell
         yield shell
 
 
-_ASKS = b"\x1b]11;?\x1b\\"  # what the background is
-_ANSWERS = "\x1b]11;rgb:ffff/ffff/dddd\x1b\\\x1bP>|xterm(390)\x1b\\\x1b_Gi=1;OK\x1b\\\x1b^what\x07"
-
-
-def test_what_a_terminal_answers_is_no_typing_and_its_background_chooses_the_colours(
-    tmp_path: Path, endless: str
-) -> None:
-    flags = ("--model", endless, "--max-new-tokens", "100000")
-    with Terminal(*flags, home=tmp_path, environ={"COLORFGBG": ""}) as chat:
-        chat.wait_prompt()
-        assert chat.raw.count(_ASKS) == 1
-        chat.send(_ANSWERS[:12])
-        chat.send(_ANSWERS[12:])
-        chat.begin_reply()
-        chat.send(_ANSWERS)
-        chat.until(lambda: b"\x1b[38;5;23m" in chat.raw)  # a full bar of the light theme
-        chat.send("\x1b")
-        chat.wait_prompt()
-        chat.submit("a" + _ANSWERS + "b\r")
-        chat.wait_screen("(?m)^> ab$")
-
-
-def test_an_answer_that_comes_while_the_chat_ends_is_not_left_to_the_shell(
-    tmp_path: Path, endless: str, has_shell: None
-) -> None:
-    with _Shell(tmp_path, endless, "COLORFGBG=", *warm_python()) as shell:
-        shell.wait_prompt()
-        shell.send("\x04")
-        time.sleep(0.15)
-        shell.send("\x1b]11;rgb:ffff/ffff/ffff\x07")
-        assert shell.code() == 0
-        assert "rgb" not in shell.everything
-
-
-def test_an_answer_that_comes_while_a_pager_starts_is_not_left_to_the_pager(
-    tmp_path: Path, endless: str, has_shell: None
-) -> None:
-    typed = tmp_path / "typed"
-    reads = f"cat >/dev/null; stty -icanon min 0 time 10 </dev/tty; cat </dev/tty >{typed}"
-    pager = program(tmp_path / "pager", f"{reads}; stty icanon </dev/tty")
-    environ = {"COLORFGBG": "", "PAGER": pager}
-    with Terminal("--model", endless, home=tmp_path, environ=environ, rows=20) as chat:
-        chat.wait_prompt()
-        chat.send("/help all\r")
-        time.sleep(0.15)
-        chat.send("\x1b]11;rgb:ffff/ffff/ffff\x07")
-        chat.until(typed.exists)
-        chat.wait_prompt()
-        assert typed.read_text() == ""
-
-
 def test_the_first_message_is_edited_by_the_keys_that_are_set(tmp_path: Path, endless: str) -> None:
-    flags = ("--model", endless, "--max-new-tokens", "3", "--editing", "vi", "--theme", "dark")
-    with Terminal(*flags, home=tmp_path, environ={"COLORFGBG": ""}) as chat:
+    flags = ("--model", endless, "--max-new-tokens", "3", "--editing", "vi")
+    with Terminal(*flags, home=tmp_path) as chat:
         chat.wait_prompt()
-        assert _ASKS not in chat.raw, "the theme is known"
         for keys in ("xhello", "\x1b", "0x\r"):
             chat.send(keys)
             time.sleep(0.1)
@@ -145,23 +93,18 @@ def test_the_first_message_is_edited_by_the_keys_that_are_set(tmp_path: Path, en
 def test_ctrl_z_gives_the_terminal_back_and_takes_it_again(
     tmp_path: Path, endless: str, has_shell: None
 ) -> None:
-    with _Shell(tmp_path, endless, "COLORFGBG=", sys.executable) as shell:
+    with _Shell(tmp_path, endless, sys.executable) as shell:
         _suspend_at_the_prompt(shell)
         _suspend_a_reply(shell)
         shell.send(CTRL_D)
         assert shell.code() == 0
-        assert "rgb" not in shell.everything
 
 
 def _suspend_at_the_prompt(shell: _Shell) -> None:
-    """The terminal answers meanwhile what its background is: the shell does not get it."""
     shell.wait_prompt()
     shell.send("some words" + CTRL_Z)
-    time.sleep(0.15)
-    shell.send("\x1b]11;rgb:ffff/ffff/ffff\x07")
     shell.command("stty -a | diff - before && echo no difference")
     shell.wait_screen("no difference")
-    assert "rgb" not in shell.everything
     shell.command("fg")
     shell.wait_screen("(?m)^> some words$")
     shell.send(CTRL_C)
@@ -217,7 +160,6 @@ def test_ctrl_c_in_the_pager_goes_to_the_pager(tmp_path: Path) -> None:
         chat.send(CTRL_C)
         chat.wait("caught")
         assert chat.leave() == 0
-        assert _ASKS not in chat.raw, "the variable COLORFGBG says it"
 
 
 @pytest.mark.usefixtures("has_shell")
