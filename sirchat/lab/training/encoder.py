@@ -374,6 +374,7 @@ def open_trainer(options: EncoderOptions) -> EncoderTrainer:
     teacher = Lesson.load() if name == "lesson" else SentenceEncoder(name)
     while background.is_running():  # it writes a file, maybe one that spares memory here
         time.sleep(1)
-    trust = options.trust_remote_code
-    model = load_model(options.model, device=options.device, trust_remote_code=trust, compile="off")
+    model = load_model(
+        options.model, device=options.device, trust_remote_code=options.trust_remote_code
+    )
     return EncoderTrainer(model, options, teacher)
