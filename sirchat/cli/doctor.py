@@ -22,7 +22,7 @@ _SHELLS = ("bash", "zsh", "fish")
 def doctor(
     model: str | None = None, device_map: Literal["off", "auto", "balanced"] = "off"
 ) -> None:
-    """Check versions, machine, folders and a model, and print the results for a bug report.
+    """Check versions, machine and a model, and print the results for a bug report.
 
     The results contain nothing of your chats. The exit code is 1 if there is a problem.
     """

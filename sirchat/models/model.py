@@ -39,7 +39,7 @@ from sirchat.models.hidden_states import concat_states, record_states
 from sirchat.models.hub_step import HubStep
 from sirchat.models.learning import why_no_encoder
 from sirchat.models.llama_step import LlamaStep
-from sirchat.models.model_config import context_length, refuse_invalid_numbers, sliding_window
+from sirchat.models.model_config import context_length, refuse_invalid_sizes, sliding_window
 from sirchat.models.native_step import NativeStep
 from sirchat.models.packed import packed_buffers
 from sirchat.models.probe import (
@@ -478,7 +478,7 @@ def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
     """
     config = module.config.get_text_config(decoder=True)
     kinds, reads_singly = None, False
-    refuse_invalid_numbers(config, name)
+    refuse_invalid_sizes(config, name)
     if isinstance(module, Decoder):
         rotations = module.rotations
     else:

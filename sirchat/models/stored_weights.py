@@ -14,7 +14,7 @@ from typing import Any
 from sirchat.errors import ModelError
 from sirchat.models.file_checks import TensorSpan, read_tensor_spans
 from sirchat.models.gguf.header import parse_gguf
-from sirchat.models.model_config import ConfigValues, load_config, refuse_invalid_numbers
+from sirchat.models.model_config import ConfigValues, load_config, refuse_invalid_sizes
 from sirchat.models.names import part_names
 
 _EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight")
@@ -96,7 +96,7 @@ def weights_in_folder(folder: Path) -> dict[str, tuple[Path, TensorSpan]]:
     found = {name: (file, span) for file, named in spans for name, span in named.items()}
     _refuse_larger_config(folder, config, found)
     text = config.get("text_config")
-    refuse_invalid_numbers(ConfigValues(text if isinstance(text, dict) else config), str(folder))
+    refuse_invalid_sizes(ConfigValues(text if isinstance(text, dict) else config), str(folder))
     return found
 
 

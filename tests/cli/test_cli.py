@@ -146,27 +146,23 @@ def test_a_healthy_installation_has_no_problem_and_no_private_word_in_its_report
     done = run("doctor", SIRCHAT_HOME=str(tmp_path / "all"))
     assert done.returncode == 0, done.stdout
     assert "<-" not in done.stdout
-    for word in ("torch", "Python", "cores", "tiny: float32 on", "tokens a second", "~/all/data"):
+    for word in ("torch", "Python", "cores", "tiny: float32 on"):
         assert word in done.stdout
     assert str(tmp_path) not in done.stdout
     chosen = {"SIRCHAT_HOME": str(tmp_path), "SIRCHAT_MODEL": "tiny-anchor"}
     found = run("doctor", **chosen).stdout
     assert "<-" not in found
-    assert all(f"\n{name}" in found for name in ("memory", "compiled step", "speed"))
+    assert all(f"\n{name}" in found for name in ("memory", "compiled step"))
     assert "tiny-anchor: float32 on" in found
 
 
 def test_problems_are_named_and_end_with_1(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir(mode=0o755)
-    (tmp_path / "data").chmod(0o755)
-    (tmp_path / "state").touch()
     broken = tmp_path / "model.gguf"
     broken.write_bytes(b"GGUF" + bytes(100))
     done = run("doctor", "-m", str(broken), SIRCHAT_HOME=str(tmp_path))
     assert done.returncode == 1
     problems = [line for line in done.stdout.splitlines() if "<-" in line]
-    assert [line.split()[0] for line in problems] == ["data", "state", "model"]
-    assert "chmod 700" in problems[0]
+    assert [line.split()[0] for line in problems] == ["model"]
 
 
 def seconds_of(*arguments: str) -> float:
