@@ -16,7 +16,7 @@ from torch import Tensor
 from sirchat.errors import ModelError
 from sirchat.memory.archive import Archive
 from sirchat.memory.cache import BoundedCache
-from sirchat.models import background
+from sirchat.models.learning import is_learning
 from sirchat.models.shape import free_memory
 
 DeviceName = Literal["auto", "cuda", "mps", "cpu"]
@@ -177,11 +177,8 @@ def load_of_others(loadavg: Path = Path("/proc/loadavg")) -> float:
         now = int(loadavg.read_text("ascii").split()[3].partition("/")[0]) - 1
     except (OSError, ValueError, LookupError):  # not Linux
         return load
-    # What works in the background has the lowest priority, and gives way; what learns keeps all
-    # cores busy.
-    if background.is_running("learning"):
-        return 0.0
-    return max(0.0, min(load, now) - background.is_running())
+    # What learns an encoder keeps all cores busy, and gives way, with the lowest priority.
+    return 0.0 if is_learning() else max(0.0, min(load, now))
 
 
 def thread_count(cores: int, allowed: int, quota: float | None, load: float) -> int:

@@ -1,7 +1,8 @@
 """Starts a background process that learns a sentence encoder for a model that has none.
 
-The process is `sirchat train encoder`, which writes the whole file or nothing. A log file of each
-model has sirchat's version, a line for each start, and progress or an error after it.
+The process is `sirchat train encoder`, which writes the whole file or nothing. While it runs, it
+locks a file, which all homes of a user share: it takes whole processors. A log file of each model
+has sirchat's version, a line for each start, and progress or an error after it.
 """
 
 from __future__ import annotations
@@ -15,17 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from sirchat import paths
-from sirchat.models import background
 from sirchat.models.hidden_states import layer_count
 from sirchat.models.shape import free_memory
 from sirchat.version import __version__
+
+if sys.platform != "win32":
+    import fcntl
 
 # Of a smaller model, such as tiny, states know too little of what words mean: one or the other.
 _MIN_HIDDEN_SIZE, _MIN_LAYERS = 512, 24
 _BYTES_PER_MINUTE = 75 << 20  # bytes of weights in a minute of processor time
 _SPARE_BYTES = 2 << 30  # bytes that must be free beside those of a second load
 _MAX_STARTS = 3  # a process that was killed, maybe for want of memory, is not started for ever
-_LOCK_NAME = "learning"
+_LOWEST_PRIORITY = 19  # niceness
+# Whatever the environment says: `XDG_RUNTIME_DIR` differs between a session, cron and ssh.
+_SHARED_FOLDER = Path("/dev/shm")
 _PACKAGE = Path(__file__).parents[1]
 _STARTED, _ERROR_PREFIX = "start", "sirchat: "
 # In errors that may not recur at a later start.
@@ -50,7 +55,7 @@ def learn_in_background(name: str, module: Any, *, trust_remote_code: bool = Fal
         return ""
     if paths.encoder_files(name)[0].is_file():  # learned while the model was loaded
         return ""
-    if (lock := background.lock(_LOCK_NAME)) is None:
+    if (lock := _lock()) is None:
         return ""
     try:
         file = paths.encoder_attempts_file(name)
@@ -89,7 +94,7 @@ def _start(name: str, trust_remote_code: bool, file: Path, lock: int) -> None:
             start_new_session=True,  # it outlives the chat
             pass_fds=[lock],
         )
-    background.lower_priority(process.pid)
+    _lower_priority(process.pid)
     threading.Thread(target=process.wait, name="learning", daemon=True).start()
 
 
@@ -97,9 +102,9 @@ def why_no_encoder(name: str) -> str:
     """Why a model has no encoder: it is being learned, learning failed, or was never started."""
     log, by_hand = _read_log(name), f"sirchat train encoder --model {name}"
     last = log[-1] if log else ""
-    if background.is_running(_LOCK_NAME):
+    if is_learning():
         with suppress(OSError):
-            file = background.lock_file(_LOCK_NAME).read_bytes()
+            file = _lock_file().read_bytes()
             if file == os.fsencode(paths.encoder_attempts_file(name)):
                 done = f": {last}" if last != _STARTED else ""
                 return f"none yet, it is learned in the background{done}"
@@ -108,6 +113,46 @@ def why_no_encoder(name: str) -> str:
         return f"none, it can't be learned: {problem}; {by_hand} tries again"
     stopped = "learning was stopped; " if log else ""
     return f"none; {stopped}{by_hand} makes one"
+
+
+def is_learning() -> bool:
+    if (descriptor := _lock()) is not None:
+        os.close(descriptor)
+    return descriptor is None
+
+
+def _lock_file() -> Path:
+    """The file that the process locks while it works; its text names the log."""
+    if sys.platform != "win32" and os.access(_SHARED_FOLDER, os.W_OK | os.X_OK):
+        shared = _SHARED_FOLDER / f"sirchat-{os.getuid()}-learning.lock"
+        if not os.path.lexists(shared) or shared.lstat().st_uid == os.getuid():
+            return shared  # others may write into that folder, too
+    return paths.state_dir() / "learning.lock"
+
+
+def _lock() -> int | None:
+    """A descriptor of the locked file; None if another process holds it, or if that fails."""
+    with suppress(OSError):
+        paths.make_private_dir(_lock_file().parent)
+        no_link = getattr(os, "O_NOFOLLOW", 0)  # others may put one into a folder in memory
+        descriptor = os.open(_lock_file(), os.O_CREAT | os.O_RDWR | no_link, 0o600)
+        try:
+            if sys.platform != "win32":
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except OSError:
+            os.close(descriptor)
+    return None
+
+
+def _lower_priority(process: int) -> None:
+    if sys.platform == "win32":
+        return
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, process, _LOWEST_PRIORITY)
+    # Linux shares processors among sessions first, each with a priority of its own.
+    with suppress(OSError):
+        Path(f"/proc/{process}/autogroup").write_text(str(_LOWEST_PRIORITY), encoding="ascii")
 
 
 def _is_final(line: str) -> bool:

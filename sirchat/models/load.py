@@ -48,7 +48,6 @@ from sirchat.models.model_config import ConfigValues, DecoderConfig, load_config
 from sirchat.models.names import loading_error, locate
 from sirchat.models.packed import int4_block_rows, packing_layout
 from sirchat.models.packing import pack_module
-from sirchat.models.prepared import prepared_path
 from sirchat.models.probe import (
     refuse_broken_template,
     refuse_other_weights,
@@ -209,9 +208,10 @@ def load_gguf_parts(path: Path, how: LoadOptions) -> tuple[Any, Any]:
     native = None if library is None else NativePacking(library)
     prepared_file, problem = None, ""
     if how.device.type == "cpu" and may_pack:
-        settings = (str(how.dtype), packing_layout(), str(torch.__version__), sys.byteorder)
+        settings = [str(how.dtype), packing_layout(), str(torch.__version__), sys.byteorder]
         # The library alone multiplies blocks: what it packed is of no use without it.
-        prepared_file = prepared_path(path, (*settings, *["for the library"] * bool(library)))
+        settings += ["for the library"] * bool(library)
+        prepared_file = prepared.prepared_path(path, tuple(settings))
     if prepared_file is not None and prepared_file.is_file():
         try:
             if (changeable := find_changeable_by_others(prepared_file)) is None:

@@ -26,8 +26,8 @@ from gguf_models import few_bits, random_model, write_model
 from native_library import copying_compiler, has_library
 from random_encoders import random_encoder
 from sirchat.config.profile import Profile
-from sirchat.models import background, prepared
 from sirchat.models.compiling import CompileMode
+from sirchat.models.gguf import prepared
 from sirchat.models.gguf.prepared import WRITER_THREAD
 from sirchat.models.load import load_model_of
 from sirchat.models.model import LoadedModel
@@ -166,7 +166,6 @@ class Kept:
         self.model = write_model(folder / "model.gguf", random_model("llama3"), "llama3", few_bits)
         patch.setenv("CXX", str(copying_compiler(folder / "bin")))
         patch.setenv("SIRCHAT_HOME", str(self.home))
-        patch.setattr(background, "_SHARED_FOLDER", folder)
         attack(apart(self._compute, 60), 1, 60)  # this process must not load the machine code
         assert len(kept_files()) == 3
         self.wanted = torch.load(self.folder / "wanted")

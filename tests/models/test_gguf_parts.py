@@ -24,8 +24,9 @@ from gguf_models import add_settings, few_bits, floats_only, random_model, write
 from plain_model import load_model  # noqa: E402
 from sirchat.config.profile import Profile  # noqa: E402
 from sirchat.errors import ModelError  # noqa: E402
-from sirchat.models import hub, prepared  # noqa: E402
+from sirchat.models import hub  # noqa: E402
 from sirchat.models.fit import compute_fit  # noqa: E402
+from sirchat.models.gguf import prepared  # noqa: E402
 from sirchat.models.gguf.header import parse_gguf  # noqa: E402
 from sirchat.models.gguf.prepared import WRITER_THREAD  # noqa: E402
 from sirchat.models.listing import find_model, find_models  # noqa: E402

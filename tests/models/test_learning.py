@@ -15,7 +15,7 @@ import pytest
 from chatting import tiny
 from sirchat.cli.flags import open_session
 from sirchat.config.profile import Profile
-from sirchat.models import background, learning
+from sirchat.models import learning
 from sirchat.models.learning import learn_in_background, why_no_encoder
 from sirchat.paths import encoder_files
 
@@ -30,7 +30,7 @@ def learns(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Learns:
 
     Returns the file into which each process writes its id.
     """
-    monkeypatch.setattr(background, "_SHARED_FOLDER", own_home)
+    monkeypatch.setattr(learning, "_SHARED_FOLDER", own_home)
     monkeypatch.setattr(learning, "_MIN_LAYERS", 1)
     python, ids = own_home / "python", own_home / "ids"
 
@@ -55,7 +55,7 @@ def wait(until: Callable[[], object]) -> None:
 
 
 def has_ended() -> bool:
-    return not background.is_running("learning")
+    return not learning.is_learning()
 
 
 def started(ids: Path) -> list[str]:

@@ -17,8 +17,9 @@ from gguf_models import random_blocks, random_model, write_model
 from native_library import built_library, has_library
 from plain_model import load_model
 from sirchat.config.profile import Profile
-from sirchat.models import load, packed, prepared, products
+from sirchat.models import load, packed, products
 from sirchat.models.fit import compute_fit
+from sirchat.models.gguf import prepared
 from sirchat.models.gguf.blocks import NativePacking, unpack_floats
 from sirchat.models.gguf.header import BLOCK_LAYOUTS
 from sirchat.models.gguf.prepared import WRITER_THREAD

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sirchat.models import background
+from sirchat.models import devices
 from sirchat.models.devices import (
     cpu_quota,
     describe_threads,
@@ -43,31 +43,24 @@ def test_threads_are_the_cores_that_are_allowed_and_free(
 
 
 @pytest.mark.parametrize(
-    ("last_minute", "now", "compiles", "load"),
+    ("last_minute", "now", "load"),
     [
-        (3.2, 9, False, 3.2),  # they still run
-        (3.2, 1, False, 0.0),  # just this program: the others have ended
-        (0.1, 9, False, 0.1),  # they have just begun, and may end soon
-        (2.0, 3, True, 1.0),  # one of them gives way
-        (0.3, 2, True, 0.0),
-        (0.3, 0, False, 0.0),
+        (3.2, 9, 3.2),  # they still run
+        (3.2, 1, 0.0),  # just this program: the others have ended
+        (0.1, 9, 0.1),  # they have just begun, and may end soon
+        (0.3, 0, 0.0),
     ],
 )
 def test_the_load_is_what_still_runs_and_does_not_give_way(
-    last_minute: float,
-    now: int,
-    compiles: bool,
-    load: float,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    last_minute: float, now: int, load: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "loadavg").write_text(f"{last_minute} 1.00 1.00 {now}/300 12345\n")
     monkeypatch.setattr("os.getloadavg", lambda: (last_minute, 1.0, 1.0))
-    running = {"background": compiles, "learning": False}
-    monkeypatch.setattr(background, "is_running", lambda name="background": running[name])
+    running = [False]
+    monkeypatch.setattr(devices, "is_learning", lambda: running[0])
     assert load_of_others(tmp_path / "loadavg") == load
     assert load_of_others(tmp_path / "none") == last_minute
-    running["learning"] = True  # with all cores, of which it gives each away
+    running[0] = True  # with all cores, of which it gives each away
     assert load_of_others(tmp_path / "loadavg") == 0
 
 

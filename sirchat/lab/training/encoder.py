@@ -7,7 +7,6 @@ teacher's vector of the sentence.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -38,7 +37,6 @@ from sirchat.lab.training.statements import (
     statement_rounds,
 )
 from sirchat.memory.ledger import Role
-from sirchat.models import background
 from sirchat.models.devices import DeviceName
 from sirchat.models.encoder import Encoder
 from sirchat.models.hidden_states import concat_states, layer_count, record_states
@@ -372,8 +370,6 @@ def open_trainer(options: EncoderOptions) -> EncoderTrainer:
     if name == "auto":
         name = TEACHER if cached_folder(TEACHER).is_dir() else "lesson"
     teacher = Lesson.load() if name == "lesson" else SentenceEncoder(name)
-    while background.is_running():  # it writes a file, maybe one that spares memory here
-        time.sleep(1)
     model = load_model(
         options.model, device=options.device, trust_remote_code=options.trust_remote_code
     )

@@ -1,6 +1,7 @@
 """Writes the loaded form of a GGUF file into a prepared file, and makes the model from it again.
 
-Weights are mapped as they were in memory, so that logits are the same to the last bit.
+Weights are mapped as they were in memory, so that logits are the same to the last bit. Each file is
+a safetensors file of bytes. If the folder is too large, the longest unused file is deleted.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 import sys
-import warnings
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,18 +23,70 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sirchat.models import background, packed
+from sirchat.models import packed
 from sirchat.models.gguf.model import empty_module, finish_module, set_weight
+from sirchat.models.names import part_names
 from sirchat.models.packed import PackedLinear, RowLinear, SharedEmbedding
 from sirchat.models.packing import PackedExperts
-from sirchat.models.prepared import ALIGNMENT, UNFINISHED_SUFFIX, Header, make_room, read_header
-from sirchat.paths import open_private
+from sirchat.paths import make_private_dir, open_private, prepared_dir
+from sirchat.version import __version__
+
+MIN_GGUF_BYTES = 1 << 25  # bytes; a smaller GGUF file loads about as fast as it is mapped
+_ALIGNMENT = 4096  # bytes, of the parts of a file
+_FORMAT_VERSION = 3  # of the files; others are not found
+_MAX_FOLDER_BYTES = 20 * 10**9  # bytes in the folder, and no more than this part of the free disk:
+_DISK_DIVISOR = 4
+_HASHED_START = 1 << 22  # bytes; of the rest, so many samples of so many bytes:
+_SAMPLE_COUNT, _SAMPLE_BYTES = 64, 4096
+_SUFFIX, _UNFINISHED_SUFFIX = ".safetensors", ".unfinished"
+_ABANDONED_SECONDS = 60  # seconds without a write, after which the writer of a file has ended
+_LENGTH_BYTES = 8  # with which a safetensors file begins
+_MAX_HEADER_BYTES = 1 << 16  # bytes
 
 _WORDS_PER_SUM = 64  # words of eight bytes that are summed for the checksum
 _WORDS_AT_ONCE = 1 << 23  # that are summed at a time
 _BYTES_PER_WRITE = 1 << 24  # bytes that are written at a time
-_JOIN_SECONDS = 5.0  # seconds within which a piece is written, or the disk hangs
+_END_SECONDS = 2.0  # for which the end of the process waits until the file is whole
+_PIECE_SECONDS = 5.0  # seconds within which a piece is written, or the disk hangs
 WRITER_THREAD = "writer of a prepared file"  # name of a thread
+
+
+class Header(NamedTuple):
+    model: str
+    manifest_bytes: int
+    weights_bytes: int
+    checksum: str
+
+    def encode(self) -> bytes:
+        """The header's bytes, padded to a multiple of `_ALIGNMENT`."""
+        start, end = self.manifest_bytes, self.manifest_bytes + self.weights_bytes
+        values = {
+            "__metadata__": {"model": self.model, "checksum": self.checksum},
+            "manifest": {"dtype": "U8", "shape": [start], "data_offsets": [0, start]},
+            "weights": {"dtype": "U8", "shape": [self.weights_bytes], "data_offsets": [start, end]},
+        }
+        text = json.dumps(values).encode()
+        size = -(-(len(text) + _LENGTH_BYTES) // _ALIGNMENT) * _ALIGNMENT - _LENGTH_BYTES
+        return size.to_bytes(_LENGTH_BYTES, "little") + text.ljust(size)
+
+
+def read_header(path: Path) -> Header:
+    """Read a prepared file's header; raises ValueError or OSError if it is missing or damaged."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        text = file.read(min(size, _MAX_HEADER_BYTES))
+        length = os.fstat(file.fileno()).st_size
+    try:
+        values = json.loads(text)
+        metadata = values["__metadata__"]
+        manifest, weights = (int(values[name]["shape"][0]) for name in ("manifest", "weights"))
+        header = Header(str(metadata["model"]), manifest, weights, str(metadata["checksum"]))
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path.name} has no header") from error
+    encoded = header.encode()
+    if encoded[_LENGTH_BYTES:] != text or length != len(encoded) + manifest + weights:
+        raise ValueError(f"{path.name} is not as long as its header says")
+    return header
 
 
 class PreparedModel(NamedTuple):
@@ -40,6 +94,58 @@ class PreparedModel(NamedTuple):
 
     module: Any
     tokenizer: dict[str, Any]
+
+
+def prepared_path(model: Path, variant: tuple[str, ...]) -> Path | None:
+    """The path of a GGUF file's prepared file, which may not exist; None if small or unreadable.
+
+    Any change of the GGUF file changes the path; so do other loading settings (`variant`).
+    """
+    digest, size = hashlib.sha256(), 0
+    try:
+        model = model.resolve()
+        for name in part_names(model.name):
+            with model.with_name(name).open("rb") as file:
+                stat = os.fstat(file.fileno())
+                identity = (stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)
+                digest.update(repr(identity).encode())
+                digest.update(file.read(_HASHED_START))
+                last = max(0, stat.st_size - _SAMPLE_BYTES)
+                for index in range(_SAMPLE_COUNT):  # times can be set back, files overwritten
+                    file.seek(last * index // (_SAMPLE_COUNT - 1))
+                    digest.update(file.read(_SAMPLE_BYTES))
+                size += stat.st_size
+    except (OSError, ValueError):
+        return None
+    settings = repr((_FORMAT_VERSION, __version__, *variant)).encode()
+    settings_hash = hashlib.sha256(settings).hexdigest()[:16]
+    name = f"{_path_hash(model)}-{digest.hexdigest()[:24]}-{settings_hash}{_SUFFIX}"
+    return prepared_dir() / name if size >= MIN_GGUF_BYTES else None
+
+
+def _make_room(path: Path, size: int) -> bool:
+    """Delete old files for one of `size` bytes at `path`; False if that would be too large."""
+    folder, now = make_private_dir(path.parent), time.time()
+    for unfinished in folder.glob(f"*{_UNFINISHED_SUFFIX}"):
+        if now - unfinished.stat().st_mtime > _ABANDONED_SECONDS:
+            unfinished.unlink(missing_ok=True)
+    path_hash, content_hash, _ = path.name.split("-")
+    for file in folder.glob(f"{path_hash}-*{_SUFFIX}"):
+        if not file.name.startswith(f"{path_hash}-{content_hash}"):  # the model was changed
+            file.unlink(missing_ok=True)
+    by_age = sorted(folder.glob(f"*{_SUFFIX}"), key=lambda file: file.stat().st_mtime)
+    sizes = {file: file.stat().st_size for file in by_age}
+    total = sum(sizes.values())
+    limit = min(_MAX_FOLDER_BYTES, (shutil.disk_usage(folder).free + total) // _DISK_DIVISOR)
+    while total + size > limit and by_age and size <= limit:
+        oldest = by_age.pop(0)
+        oldest.unlink(missing_ok=True)
+        total -= sizes[oldest]
+    return total + size <= limit
+
+
+def _path_hash(model: Path) -> str:
+    return hashlib.sha256(os.fsencode(model)).hexdigest()[:16]
 
 
 def map_prepared(path: Path, dtype: torch.dtype) -> PreparedModel:
@@ -64,93 +170,55 @@ def map_prepared(path: Path, dtype: torch.dtype) -> PreparedModel:
 
 def write_prepared(
     path: Path, model: Path, values: Mapping[str, Any], tokenizer: Mapping[str, Any], module: Any
-) -> Thread | None:
-    """Begin to write a prepared file in a thread; None if the file would be of no use."""
+) -> None:
+    """Begin to write a prepared file in a thread, unless the file would be of no use."""
     stored = _StoredModule(module)
     manifest = {"values": values, "tokenizer": tokenizer, **stored.manifest}
     if not stored.manifest["layers"]:
-        return None
-    writer = _PreparedWriter(path, model, manifest, stored.parts)
-    thread = Thread(target=writer.run, daemon=True, name=WRITER_THREAD)
+        return
+    stopping = Event()
+    what = path, str(model), manifest, stored.parts, stopping
+    thread = Thread(target=_write, args=what, daemon=True, name=WRITER_THREAD)
 
-    # The end of the process waits for no more than a piece. A daemon that is left to the end of
-    # Python can abort it: "terminate called without an active exception".
+    # A daemon that is left to the end of Python can abort it: "terminate called without an active
+    # exception".
     def end() -> None:
-        writer.stopping.set()
-        thread.join(_JOIN_SECONDS)
-        if not thread.is_alive():
-            writer.go_on_in_background()
+        thread.join(_END_SECONDS)
+        stopping.set()
+        thread.join(_PIECE_SECONDS)
 
     atexit.register(end)
     thread.start()
-    return thread
 
 
-class _PreparedWriter:
-    """Writes a prepared file in a thread until `stopping` is set, then perhaps in a process."""
-
-    def __init__(
-        self, path: Path, model: Path, manifest: Mapping[str, Any], weights: Sequence[Tensor]
-    ) -> None:
-        self._path, self._model, self._manifest, self._weights = path, model, manifest, weights
-        self.stopping, self._lock = Event(), -1
-
-    def run(self) -> None:
-        while (lock := background.lock()) is None:
-            if self.stopping.wait(1):
-                return
-        self._lock = lock
-        if self._write():
-            os.close(lock)
-            self._lock = -1
-
-    def go_on_in_background(self) -> None:
-        """Finish the file in a process that outlives this one, where a fork is possible."""
-        if self._lock < 0 or sys.platform != "linux":
+def _write(
+    path: Path, model: str, manifest: Mapping[str, Any], weights: Sequence[Tensor], stopping: Event
+) -> None:
+    """Write a file, wholly or not at all, unless `stopping` is set before its end."""
+    text = json.dumps(manifest).encode()
+    if json.loads(text) != manifest:
+        return
+    text = text.ljust(-(-len(text) // _ALIGNMENT) * _ALIGNMENT)
+    parts = [torch.frombuffer(bytearray(text), dtype=torch.uint8), *weights]
+    size = sum(map(len, weights))
+    new = path.with_name(f"{secrets.token_hex(4)}{_UNFINISHED_SUFFIX}")
+    with suppress(OSError):  # full or read-only: then the next start loads as this one did
+        if not _make_room(path, len(text) + size):
             return
-        with warnings.catch_warnings(), suppress(OSError):
-            warnings.simplefilter("ignore")  # of a fork beside threads, which this needs none of
-            if os.fork():
-                os.close(self._lock)
-                return
-            try:
-                background.detach_from_parent(self._lock)
-                torch.set_num_threads(1)  # the others are not there
-                self.stopping.clear()
-                self._write()
-            finally:
-                os._exit(0)
-
-    def _write(self) -> bool:
-        """Write the file; returns False if `stopping` was set before the end."""
-        path, text = self._path, json.dumps(self._manifest).encode()
-        if json.loads(text) != self._manifest:
-            return True
-        text = text.ljust(-(-len(text) // ALIGNMENT) * ALIGNMENT)
-        parts = [torch.frombuffer(bytearray(text), dtype=torch.uint8), *self._weights]
-        size = sum(map(len, self._weights))
-        new = path.with_name(f"{secrets.token_hex(4)}{UNFINISHED_SUFFIX}")
-        with suppress(OSError):  # full or read-only: then the next start loads as this one did
-            if self.stopping.is_set():
-                return False
-            if not make_room(path, len(text) + size):
-                return True
-            header = Header(str(self._model), len(text), size, _checksum(path, parts))
-            try:
-                with open_private(new, "xb") as file:
-                    file.write(header.encode())
-                    for part in (tensor.numpy() for tensor in parts):
-                        for start in range(0, len(part), _BYTES_PER_WRITE):
-                            if self.stopping.is_set():
-                                raise InterruptedError  # an OSError
-                            file.write(part[start : start + _BYTES_PER_WRITE])
-                if sys.platform != "win32":  # there it could not be deleted
-                    new.chmod(0o400)  # what shortens a mapped file ends the chats that use it
-                os.replace(new, path)
-            except OSError as error:
-                new.unlink(missing_ok=True)
-                return not isinstance(error, InterruptedError)
-        return True
+        header = Header(model, len(text), size, _checksum(path, parts))
+        try:
+            with open_private(new, "xb") as file:
+                file.write(header.encode())
+                for part in (tensor.numpy() for tensor in parts):
+                    for start in range(0, len(part), _BYTES_PER_WRITE):
+                        if stopping.is_set():
+                            raise InterruptedError  # an OSError
+                        file.write(part[start : start + _BYTES_PER_WRITE])
+            if sys.platform != "win32":  # there it could not be deleted
+                new.chmod(0o400)  # what shortens a mapped file ends the chats that use it
+            os.replace(new, path)
+        finally:
+            new.unlink(missing_ok=True)
 
 
 def _checksum(path: Path, parts: Iterable[Tensor]) -> str:
