@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import secrets
 from functools import cache
-from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import quote
@@ -47,12 +46,6 @@ def sessions_dir() -> Path:
 def served_dir() -> Path:
     """The folder of the conversations that `sirchat serve` saves."""
     return data_dir() / "served"
-
-
-def server_port_file(model: str) -> Path:
-    """The file with the port of the user's server for a model, given by name or path."""
-    name = sha256(_name_or_absolute_path(model).encode()).hexdigest()[:12]
-    return state_dir() / "servers" / f"{name}.port"
 
 
 def models_dir() -> Path:

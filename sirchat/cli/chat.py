@@ -23,7 +23,7 @@ from sirchat.cli.question import read_question
 from sirchat.config.profile import FIXED_SETTINGS, Profile
 from sirchat.config.profile_files import changed_profile, load_profile, resolve, trust_named
 from sirchat.config.values import parse_value
-from sirchat.errors import SirchatError, TranscriptError, UsageError, is_output_closed
+from sirchat.errors import SirchatError, TranscriptError, is_output_closed
 from sirchat.paths import read_yaml, sessions_dir
 from sirchat.text.json_schema import load_schema
 from sirchat.ui.interrupt import interruptible_imports
@@ -122,7 +122,6 @@ def ask(
     resume: str | None = None,
     is_last: bool = False,
     json: bool = False,
-    server: str = "auto",
     tools: str | None = None,
     tools_allow: list[str] | None = None,
     trust_remote_code: Trust = False,
@@ -137,8 +136,6 @@ def ask(
     resume = "last" if is_last and resume is None else resume
     asked = read_question(question or [], file or [], has_input=not no_input, note=_print_remark)
     tool_flags = ToolFlags.of(tools, tools_allow)
-    local: dict[str, object] = {"--resume": resume, "--json": json, "--tools": tool_flags.servers}
-    may_use_server = _may_use_server(server, {**local, "--trust-remote-code": trust_remote_code})
     opening = _open_for_question(resume, flags, about_text=asked.source_chars > 0)
     profile = opening.profile
     with without_garbage_collection(), interruptible_imports():
@@ -150,19 +147,17 @@ def ask(
 
         explain_toy_model(screen)
     needs_room = asked.has_files or bool(tool_flags.allow)
-    options: dict[str, Any] = {
-        "holds_all": resume is None and needs_room and "budget" not in is_set,
-        "source": asked.source_chars if profile.json_schema == "off" else 0,  # JSON has no quotes
-    }
-    if may_use_server:
-        from sirchat.cli.ask_client import ask_server
-
-        if ask_server(server, profile, asked.text, screen, **options):
-            return
     with _session_for_question(opening, tool_flags, screen, trust_remote_code) as session:
         from sirchat.ui.replay import print_reply
 
-        print_reply(session, asked.text, screen, as_json=json, **options)
+        print_reply(
+            session,
+            asked.text,
+            screen,
+            as_json=json,
+            holds_all=resume is None and needs_room and "budget" not in is_set,
+            source=asked.source_chars if profile.json_schema == "off" else 0,  # JSON has no quotes
+        )
 
 
 @contextmanager
@@ -179,14 +174,6 @@ def _session_for_question(
         session = _load_session(opening._replace(later={}), trust, report)
     with use_tools(tools, session, screen), _within_saved_chat(session, screen, opening):
         yield session
-
-
-def _may_use_server(server: str, local_flags: Mapping[str, object]) -> bool:
-    """Whether a server may answer: not with one of these flags, which it can't do."""
-    flag = next((flag for flag, is_given in local_flags.items() if is_given), None)
-    if flag is not None and server not in ("auto", "off"):
-        raise UsageError(f"--server has no effect with {flag}", hint="give one of the two")
-    return flag is None and server != "off"
 
 
 def _open_for_question(resume: str | None, flags: dict[str, Any], *, about_text: bool) -> _Opening:

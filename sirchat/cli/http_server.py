@@ -37,11 +37,11 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Serves an ASGI app; a signal ends the replies under way, and then the server."""
+    """Serves HTTP; a signal ends the replies under way, and then the server."""
 
-    def __init__(self, app: Any, chats: ChatServer) -> None:
+    def __init__(self, chats: ChatServer) -> None:
         config = uvicorn.Config(
-            app,
+            chats.app,
             http=Connection,
             backlog=_BACKLOG // 8,
             log_level="debug" if shows_tracebacks() else "warning",

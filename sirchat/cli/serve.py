@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 import typer
 
 from sirchat import paths
-from sirchat.cli.ask_port import tell_ask_port
 from sirchat.cli.flags import (
     Trust,
     load_profile_model,
@@ -69,14 +68,10 @@ def serve(
         )
     origins = [_parse_origin(url) for url in cors or ()]
     profile = profile_from_flags(flags)
-    with (
-        _bind_tcp_socket(host, port) as listener,
-        tell_ask_port(profile.model, listener.getsockname()[1]) as ask_port,
-    ):
+    with _bind_tcp_socket(host, port) as listener:
         limits = {"conversations": conversations, "saved": saved, "queue": queue, "reuse": reuse}
         server = load_server(profile, trust_remote_code, limits, host, api_key, origins)
-        app = server.app if ask_port is None else ask_port.with_access(server.app)
-        _run(server, app, listener, host)
+        _run(server, listener, host)
 
 
 def load_server(
@@ -143,8 +138,8 @@ def _bind_tcp_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _run(server: "ChatServer", app: Any, listener: socket.socket, host: str) -> None:
-    """Serve `app` until a signal; SIGTERM exits with 0."""
+def _run(server: "ChatServer", listener: socket.socket, host: str) -> None:
+    """Serve until a signal; SIGTERM exits with 0."""
     from sirchat.cli.http_server import Server
 
     logging.getLogger("sirchat").setLevel(logging.DEBUG if shows_tracebacks() else logging.WARNING)
@@ -154,7 +149,7 @@ def _run(server: "ChatServer", app: Any, listener: socket.socket, host: str) -> 
     typer.echo(displayable_line(f"sirchat serves {server.model} at {url} (Ctrl-C ends it)"))
     typer.echo(f"chat with it, and see its memory, in a browser: {url.removesuffix('v1')}")
     try:
-        Server(app, server).run(sockets=[listener])
+        Server(server).run(sockets=[listener])
     except SystemExit as leaving:
         if leaving.code != 128 + signal.SIGTERM:
             raise

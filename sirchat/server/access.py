@@ -79,9 +79,7 @@ class Access:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                # No port: a program of the server's user asks, see `cli/ask_port.py`.
-                _, port = scope.get("server") or ("", 0)
-                needs_key = scope["path"] not in ("/", "/health") and port is not None
+                needs_key = scope["path"] not in ("/", "/health")
                 self._check(Headers(scope=scope), needs_key=needs_key)
             except RequestError as error:
                 answer = await show_error(Request(scope), error)

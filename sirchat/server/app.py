@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -25,12 +24,10 @@ from starlette.routing import Route
 from sirchat.chat.formats import ModelFormats
 from sirchat.chat.model_defaults import with_model_defaults
 from sirchat.chat.settings import check_profile
-from sirchat.config.profile import FIXED_SETTINGS, Profile
+from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.errors import SettingError, format_value, on_one_line
-from sirchat.memory.policies import is_path
 from sirchat.models.model import LoadedModel
-from sirchat.paths import server_port_file
 from sirchat.server import anthropic, responses
 from sirchat.server.access import Access, read_body, show_error
 from sirchat.server.anthropic import MessageSerializer
@@ -49,7 +46,6 @@ from sirchat.server.replies import reply_format
 from sirchat.server.reply_thread import ReplyThread
 from sirchat.server.requests import (
     MAX_NAME_CHARS,
-    AskFields,
     ChatRequest,
     clamped_setting,
     ignored_fields_notes,
@@ -85,12 +81,6 @@ _MAX_LOGGED_NOTES = 1000  # different ones, each of which the log has once
 _MAX_HEADER_CHARS = 1000  # of the notes of one request
 _HEADERS_SECONDS = 0.5  # after which a stream begins, not counting the parsing of its request
 _CHARS_PER_ENCODING = 50_000  # characters of a text that are counted at once
-# Settings that are fixed when a model is loaded, so that a request can't have others.
-_MODEL_SETTINGS = tuple(
-    name
-    for name in FIXED_SETTINGS
-    if name not in ("description", "model", "seed", "save", "learn_encoder")
-)
 
 
 class ChatServer:
@@ -223,9 +213,6 @@ class ChatServer:
 
     def _history(self, chat: ChatRequest, name: str = "") -> History:
         """The messages of a request, for the conversation `name` unless the request names one."""
-        if chat.sirchat_ask is not None:
-            profile = self._profile_for_ask(chat.sirchat_ask)
-            return History.of_single_message(chat.messages[-1].text, profile)
         name = chat.sirchat.conversation or name
         # A name stands for what was sent before, also a system prompt.
         uses_default = chat.system is None and not name
@@ -234,27 +221,10 @@ class ChatServer:
         tools_json = json.dumps(tools, ensure_ascii=False) if tools else ""
         return History.of(system, chat.turns, tools_json, name)
 
-    def _profile_for_ask(self, ask: AskFields) -> Profile:
-        """The settings of `sirchat ask`; raises RequestError if they need another loaded model."""
-        try:
-            profile = Profile(**ask.settings)
-        except ValidationError:
-            raise RequestError("the settings are not those of this version of sirchat") from None
-        if is_path(profile.policy):
-            raise RequestError("a question can't name a policy of your own")
-        is_other_model = server_port_file(profile.model) != server_port_file(self._profile.model)
-        for name in (*(("model",) if is_other_model else ()), *_MODEL_SETTINGS):
-            if (value := getattr(self._profile, name)) != getattr(profile, name):
-                raise RequestError(f"the server has a different {name}: {value}", status=409)
-        return with_model_defaults(profile, self._model)
-
     def _options(self, chat: ChatRequest) -> ReplyOptions:
         """How to generate the reply; raises RequestError if a setting can't have this value."""
         settings, notes = chat.settings(), list[str]()
         make_format = partial(reply_format, self._formats, chat, notes)
-        if chat.sirchat_ask is not None:
-            fields = chat.sirchat_ask.model_dump(exclude={"settings"})
-            return ReplyOptions(is_for_ask=True, format=make_format, notes=notes, **fields)
         last = chat.messages[-1]
         if last.role == "assistant" and last.text.strip() and chat.turns[-1][0] == "user":
             notes.append("the last message is the assistant's: the reply is another one after it")

@@ -19,7 +19,6 @@ from sirchat.chat.editing import can_edit
 from sirchat.chat.rereading import copy_session
 from sirchat.chat.session import Session
 from sirchat.chat.state import Turn
-from sirchat.config.profile import Profile
 from sirchat.errors import UndoError
 from sirchat.memory.key_values import LostTokensError
 from sirchat.saved.autosave import AUTO_KV_BYTES, Autosave
@@ -39,7 +38,6 @@ class History:
     prompt_mark: bytes  # the hash of system prompt and tools
     marks: tuple[bytes, ...]  # marks[n]: the hash of message n
     tools: str = ""  # JSON
-    profile: Profile | None = None  # of a session that answers this alone; None: the server's
     name: str = ""  # of the conversation which the client continues, if it says one
 
     @classmethod
@@ -60,12 +58,6 @@ class History:
     def may_use(self, name: str) -> bool:
         """Whether a conversation named `name` may continue with this; "" means no name."""
         return name in ("", self.name)
-
-    @classmethod
-    def of_single_message(cls, text: str, profile: Profile) -> History:
-        """A history of one message without a conversation; its random mark matches no others."""
-        history = cls.of(None, [("user", text)])
-        return replace(history, prompt_mark=secrets.token_bytes(), profile=profile)
 
 
 def mark_of(role: str, text: str) -> bytes:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sirchat.chat.events import Delta, Event
-from sirchat.chat.plain_reply import PlainReply
 from sirchat.chat.session import Session
 from sirchat.engine.sampling import TokenFilter
 from sirchat.text.tool_calls import CallParser, ToolCall
@@ -39,9 +38,6 @@ class ReplyOptions:
     stop: Sequence[str] = ()
     calls: CallParser | None = None  # None if the reply must not call tools
     format: Callable[[Session], TokenFilter | None] | None = None
-    is_for_ask: bool = False  # whether it is for `sirchat ask`: text and notes as in `PlainReply`,
-    holds_all: bool = False  # whether the budget is then raised to hold all of the message,
-    source: int = 0  # and how many characters of that are a text that it asks about
     must_call: bool = False  # a tool; else a model that takes none goes without
     # What is not quite as the request asked, and headers; complete when the reply begins.
     notes: list[str] = field(default_factory=list)
@@ -86,15 +82,12 @@ class ReplySplitter:
     `answer` is the answer so far, without complete `calls`.
     """
 
-    def __init__(
-        self, session: Session, options: ReplyOptions, plain: PlainReply | None = None
-    ) -> None:
-        self._session, self._options, self._plain = session, options, plain
+    def __init__(self, session: Session, options: ReplyOptions) -> None:
+        self._session, self._options = session, options
         self._calls = deepcopy(options.calls)  # each reply has its own
         self.stops = StopStrings(options.stop)
         self.answer = ""
         self.calls: list[ToolCall] = []
-        self.notes = list[str]()  # of `sirchat ask`
 
     @property
     def has_unsent_text(self) -> bool:
@@ -110,11 +103,7 @@ class ReplySplitter:
 
     def push(self, event: Event) -> ReplyText | None:
         """Add an event; if it is generated text, returns the next part, if there is one."""
-        delta = event if isinstance(event, Delta) else Delta("")
-        if self._plain is not None:
-            text, notes = self._plain.push(event)
-            delta, self.notes = Delta(text), self.notes + notes
-        return self._add_text(delta) if delta.text else None
+        return self._add_text(event) if isinstance(event, Delta) and event.text else None
 
     def _add_text(self, delta: Delta) -> ReplyText | None:
         if delta.part == "thinking":

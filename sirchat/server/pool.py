@@ -274,9 +274,9 @@ class ConversationPool:
         read = (each for each in exact if each.roles)
         source = next((each for each in read if each.prompt_mark == history.prompt_mark), None)
         source = source or self._load_same_prompt(history)
-        session = Session(self.model, history.profile or profile)
+        session = Session(self.model, profile)
         new = ServedConversation(session=session, prompt_mark=history.prompt_mark)
-        if source is not None and history.profile is None:  # it begins with the same
+        if source is not None:  # it begins with the same
             new.least_budget, is_pinned = source.least_budget, source.settings.get("pin_system")
             new.settings = {} if is_pinned is None else {"pin_system": is_pinned}
             changes = {"budget": max(profile.budget, new.least_budget), **new.settings}

@@ -11,9 +11,8 @@ from itertools import pairwise
 import numpy as np
 
 from sirchat.chat.editing import KeptTurn, edit
-from sirchat.chat.events import Event, Notice, TurnDone
+from sirchat.chat.events import Event, TurnDone
 from sirchat.chat.formats import MAX_CALLS_PER_REPLY, ModelFormats
-from sirchat.chat.plain_reply import PlainReply, raise_budget_for
 from sirchat.chat.session import Session
 from sirchat.chat.turn import Interrupted, never
 from sirchat.engine.engine import Generation, StepResult
@@ -76,10 +75,9 @@ class ReplyGenerator:
             try:
                 _set_template(session, self._history, options)
                 options.notes.extend(_reasoning_notes(session, options))
-                is_chat = not options.is_for_ask
-                if is_chat and (self._reused or not conversation.roles):
+                if self._reused or not conversation.roles:
                     _raise_budget(conversation, self._history)
-                if is_chat and conversation.least_budget == session.budget:
+                if conversation.least_budget == session.budget:
                     pinning = "" if session.profile.pin_system else ", which are not pinned"
                     note = f"budget is {session.budget}, for the system prompt and tools{pinning}"
                     options.notes.append(note)
@@ -147,17 +145,10 @@ class ReplyGenerator:
 
     def _reply(self, cached: int, allowed: TokenFilter | None, *, is_retry: bool) -> Parts:
         """Read the last message, unless it `is_retry`, and reply; `cached`: tokens read before."""
-        conversation, session, options = self._conversation, self._session, self._options
+        conversation, session = self._conversation, self._session
         role, question = self._history.messages[-1]
         text, ids = _stored_text_and_ids(session, role, question)
-        notes = list[str]()
-        plain = None
-        if options.is_for_ask:
-            plain = PlainReply(session, question, options.source)
-            if options.holds_all:
-                raise_budget_for(session, question)
-            notes = [event.text for event in session.opening_events() if isinstance(event, Notice)]
-        splitter = ReplySplitter(session, options, plain)
+        splitter = ReplySplitter(session, self._options)
         is_read = True
         if not is_retry:
             for event in session.read_question(text, self._is_cancelled, given=ids):
@@ -175,13 +166,10 @@ class ReplyGenerator:
             conversation.add("calls", calls_key(splitter.answer, calls))
         else:
             conversation.add("assistant", done.text)
-        conversation.is_exact = not (options.is_for_ask or splitter.has_unsent_text)
+        conversation.is_exact = not splitter.has_unsent_text
         end = _reply_end(conversation, start, done, cached)
         if not is_read:
             conversation.undo_last_question()
-        if plain is not None:
-            end.memory["quote"] = plain.quote
-            end.memory["notes"] = [*notes, *options.notes, *splitter.notes]
         stop = splitter.stops.complete_stop
         return replace(end, stopped_by=stop, finish=_finish_reason(done, calls))
 

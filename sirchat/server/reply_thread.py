@@ -197,14 +197,10 @@ class ReplyThread:
             self._advance(reply)
             read += max(0, session.seen - seen) if session is not None else 0
         generating = [reply for reply in self._running if reply.next is not None]
-        # The rounding of plain replies is that of a program on its own.
-        batch = [reply for reply in generating if not reply.options.is_for_ask]
-        single_replies = [[reply] for reply in generating if reply.options.is_for_ask]
-        for replies in (batch, *single_replies) if batch else single_replies:
-            steps = step([reply.next for reply in replies if reply.next is not None])
-            for reply, result in zip(replies, steps, strict=True):
-                reply.next = None
-                self._advance(reply, result)
+        steps = step([reply.next for reply in generating if reply.next is not None])
+        for reply, result in zip(generating, steps, strict=True):
+            reply.next = None
+            self._advance(reply, result)
 
     def _advance(self, reply: WaitingReply, result: StepResult | None = None) -> None:
         """Continue a reply with a step's `result`, up to its next step or message chunk."""

@@ -226,19 +226,6 @@ class ConversationFields(RequestObject):
     conversation: ConversationName | None = None
 
 
-class AskFields(RequestObject):
-    """The field `sirchat_ask`: `sirchat ask` gets the reply that it would generate itself.
-
-    The reply comes from a separate session, with these `settings` and sirchat's defaults instead of
-    the server's; nothing of it is kept. `holds_all` raises the budget to hold the whole message,
-    whose first `source` characters are a text that it asks about.
-    """
-
-    settings: dict[str, Any]
-    holds_all: bool = False
-    source: int = Field(default=0, ge=0, le=MAX_TOKEN_LIMIT)
-
-
 class ChatRequest(RequestBody):
     """A request for a reply in a chat, with the fields of OpenAI's chat completions.
 
@@ -269,7 +256,6 @@ class ChatRequest(RequestBody):
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     response_format: ResponseFormat = ResponseFormat()
-    sirchat_ask: AskFields | None = None
     reasoning_effort: Effort | None = None
     chat_template_kwargs: TemplateOptions = TemplateOptions()
 
@@ -327,10 +313,6 @@ class ChatRequest(RequestBody):
         """Raise RequestError if fields contradict each other."""
         if self.tool_choice not in ("none", "auto") and not self.required_tools:
             raise RequestError("tool_choice names no tool of the request", param="tool_choice")
-        ask_fields = {"messages", "stream", "response_format", "sirchat_ask"}
-        has_others = self.model_fields_set - ask_fields or len(self.messages) > 1
-        if self.sirchat_ask is not None and has_others:
-            raise RequestError("sirchat_ask takes one message alone", param="sirchat_ask")
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             raise RequestError(
                 "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens"

@@ -57,7 +57,7 @@ def test_a_reply_that_is_all_reasoning_says_what_cut_it(monkeypatch: pytest.Monk
     assert why == (
         "the reply has no answer: all of the 6 tokens that --max-new-tokens allows were reasoning"
     )
-    done = run("ask", "Hi.", "--max-new-tokens", "6", "--thinking", "hide", "--server", "off")
+    done = run("ask", "Hi.", "--max-new-tokens", "6", "--thinking", "hide")
     assert done.stdout.strip() == ""
     assert why in done.stderr
 

@@ -1,42 +1,23 @@
-"""`sirchat ask`: one question from the shell, answered here or by a server; only the reply."""
+"""`sirchat ask`: one question from the shell, only the reply is printed."""
 
 from __future__ import annotations
 
-import hmac
 import json
-import os
 import re
 import signal
-import socket
-import stat
-import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from http.client import HTTPConnection
-from io import BytesIO, StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
-import uvicorn
 
-from chatting import babbler, save_babbler, tiny
-from command import Done, refused, run
+from chatting import save_babbler, tiny
+from command import refused, run
 from json_replies import PERSON, check_person, write_schema
 from saved_chats import Chat
-from serving import Served, served
 from sirchat.chat.why import supporting_sentence
-from sirchat.cli.ask_client import _events, _print_reply
-from sirchat.cli.ask_port import tell_ask_port
 from sirchat.engine.sampling import Sampler
-from sirchat.errors import SirchatError
-from sirchat.paths import server_port_file
 from sirchat.ui.screen import Screen
 from speaking import saying
-from tool_server import servers_file
 
 
 @pytest.fixture(autouse=True)
@@ -146,66 +127,6 @@ def test_input_that_is_no_question_is_refused(text: str, problem: str) -> None:
 
 
 JOKE = "Tell me a joke."
-ANSWERED = ["POST /v1/chat/completions 200"]
-
-
-@pytest.fixture
-def asked(home: Path) -> Iterator[list[str]]:
-    """What a running server for `tiny`, with a key and with other settings, was asked for."""
-    with listening("tiny", tiny(), policy="sink", budget=64, max_new_tokens=5) as (asked, _):
-        yield asked
-
-
-@contextmanager
-def listening(name: str, model: Any, **settings: Any) -> Iterator[tuple[list[str], Served]]:
-    asked: list[str] = []
-    with (
-        served(model, key="secret", name=name, compile="off", **settings) as server,
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        tell_ask_port(name, listener.getsockname()[1]) as own,
-    ):
-        assert own is not None
-
-        async def app(scope: Any, receive: Any, send: Any) -> None:
-            async def noting(message: Any) -> None:
-                if message["type"] == "http.response.start":
-                    asked.append(f"{scope['method']} {scope['path']} {message['status']}")
-                await send(message)
-
-            await server.server.app(scope, receive, noting)
-
-        running = uvicorn.Server(uvicorn.Config(own.with_access(app), log_level="error"))
-        thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            yield asked, server
-        finally:
-            running.should_exit = True
-            thread.join()
-
-
-def both(*arguments: str, text: str = "") -> tuple[Done, Done]:
-    """What `ask` does by a server, and without one."""
-    return tuple(run("ask", *arguments, "--server", how, text=text) for how in ("auto", "off"))  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ([JOKE], ""),
-        ([JOKE, "--max-new-tokens", "3", "--policy", "sink"], ""),
-        ([JOKE, "--temperature", "2", "--seed", "7", "--system", "Be kind."], ""),
-        (["Who has it?"], "Anna has a red bicycle. " * 100),
-        (["Who has it?", "--budget", "64"], "Anna has a red bicycle. " * 20),
-        ([JOKE, "--policy", "sink", "--budget", "3"], ""),
-    ],
-)
-def test_output_errors_and_exit_code_are_those_without_a_server(
-    asked: list[str], arguments: list[str], text: str
-) -> None:
-    by_server, without = both(*arguments, text=text)
-    assert by_server == without
-    assert asked == ANSWERED or without.returncode == 2
 
 
 @pytest.mark.parametrize(
@@ -216,27 +137,20 @@ def test_output_errors_and_exit_code_are_those_without_a_server(
         ("hide", "Hello.\n", ""),
     ],
 )
-def test_reasoning_is_left_out_if_asked_for_with_and_without_a_server(
-    asked: list[str], thinking: str, printed: str, noted: str, monkeypatch: pytest.MonkeyPatch
+def test_reasoning_is_left_out_if_asked_for(
+    thinking: str, printed: str, noted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for server in ("auto", "off"):
-        monkeypatch.setattr(Sampler, "pick", saying("<think>Anna?</think>\n\nHello."))
-        done = run("ask", JOKE, "--thinking", thinking, "--server", server)
-        assert (done.stdout, done.stderr) == (printed, noted)
-    assert asked == ANSWERED
+    monkeypatch.setattr(Sampler, "pick", saying("<think>Anna?</think>\n\nHello."))
+    done = run("ask", JOKE, "--thinking", thinking)
+    assert (done.stdout, done.stderr) == (printed, noted)
 
 
 @pytest.mark.parametrize("more", [[], ["--temperature", "2", "--seed", "7"]])
-def test_a_reply_is_json_by_a_schema_with_and_without_a_server(
-    asked: list[str], tmp_path: Path, more: list[str]
-) -> None:
+def test_a_reply_is_json_by_a_schema(tmp_path: Path, more: list[str]) -> None:
     file = write_schema(tmp_path / "person.json", {**PERSON, "uniqueItems": True})
-    by_server, without = both("I have 2 dogs.", "--json-schema", file, *more)
-    assert by_server == without
-    assert asked == ANSWERED
-    check_person(without.stdout.removesuffix("\n"))
-    told = 'a part of the schema is not kept: Unimplemented keys: ["uniqueItems"]\n'
-    assert without.stderr == told
+    done = run("ask", "I have 2 dogs.", "--json-schema", file, *more)
+    check_person(done.stdout.removesuffix("\n"))
+    assert done.stderr == 'a part of the schema is not kept: Unimplemented keys: ["uniqueItems"]\n'
 
 
 @pytest.mark.parametrize(
@@ -266,22 +180,6 @@ def test_without_the_package_for_formats_a_line_says_how_to_get_it(
     monkeypatch.setitem(sys.modules, "llguidance", None)
     code, error = refused("ask", "--json-schema", write_schema(tmp_path / "person.json"), JOKE)
     assert (code, "pip install 'sirchat[server]'" in error) == (2, True)
-
-
-def test_what_the_server_can_not_answer_is_answered_without_it(
-    asked: list[str], tmp_path: Path
-) -> None:
-    assert run("ask", JOKE, "--model", "tiny-anchor").stdout
-    assert run("ask", JOKE, "--policy", "sirchat.memory.policies.sink:Sink").returncode in (0, 1, 2)
-    assert run("ask", JOKE, "--json").stdout.startswith("{")
-    tools = ("--tools", str(servers_file(tmp_path)))
-    by_server, without = both(JOKE, *tools)
-    assert by_server == without
-    assert not asked
-    assert run("ask", JOKE, "--dtype", "float32").stdout
-    by_server, without = both("Go.", "--policy", "full", text="one two three " * 3000)
-    assert by_server == without
-    assert asked == [f"POST /v1/chat/completions {status}" for status in (409, 400)]
 
 
 NONE = "the text may not say so: none of the answer's own words is in its statements"
@@ -353,14 +251,6 @@ def test_the_sentence_is_whole_and_the_one_that_the_answer_stands_on(
     assert supporting_sentence(answer, question, text) == (sentence.replace("\n", " "), True)
 
 
-def test_it_stands_there_too_if_a_server_answers(
-    asked: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for answer in [*ANSWERS][:2]:
-        check_answer(answer, monkeypatch)
-    assert asked == ANSWERED * 2
-
-
 def test_what_a_text_does_not_say_is_told_only_of_answers_to_questions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -407,188 +297,18 @@ def test_about_a_file_the_likeliest_tokens_are_taken_unless_the_user_set_another
     assert temperature(*about, "--profile", str(home / "mine.yaml")) == 0.6
 
 
-def test_only_the_user_can_read_the_token_and_others_need_the_key(asked: list[str]) -> None:
-    path = server_port_file("tiny")
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    port, token = path.read_text("ascii").split()
-    for given, status in (("", 401), (token[:-1], 401), ("é" * 32, 401), (token, 200)):
-        client = HTTPConnection("127.0.0.1", int(port))
-        client.request("GET", "/v1/models", headers={"Sirchat-Token": given.encode()})
-        assert client.getresponse().status == status
-        client.close()
-    asked.clear()
-    with tell_ask_port("tiny", 1) as second:  # a server that listens keeps its file
-        assert second is None
-    assert run("ask", JOKE).stdout
-    assert asked == ANSWERED
-    path.chmod(0o620)  # another user may have named it
-    assert run("ask", JOKE).stdout
-    assert asked == ANSWERED
-
-
-def test_nothing_of_a_question_is_kept(tmp_path: Path) -> None:
-    with listening("tiny", tiny(), folder=tmp_path) as (asked, server):
-        assert run("ask", JOKE).stdout
-        assert asked == ANSWERED
-        key = {"Authorization": "Bearer secret"}
-        assert server.client.get("/v1/sirchat/sessions", headers=key).json()["data"] == []
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_a_killed_server_left_is_no_obstacle() -> None:
-    path = server_port_file("tiny")
-    path.parent.mkdir(parents=True)
-    for left in ("", "no port", "1 token", "99999999 token"):
-        path.write_text(left, encoding="ascii")
-        assert run("ask", JOKE).returncode == 0
-    with tell_ask_port("tiny", 1) as mine, tell_ask_port("tiny", 2) as next_one:
-        assert mine is not None
-        assert next_one is not None  # as the first does not listen yet
-    assert not path.exists()
-
-
-@contextmanager
-def answering(listener: socket.socket, *answers: Callable[[bytes], bytes]) -> Iterator[list[bytes]]:
-    """A program that answers one client's requests; yields what it was sent."""
-    sent: list[bytes] = []
-
-    def answer() -> None:
-        client, _ = listener.accept()
-        for reply in answers:
-            sent.append(client.recv(65536))
-            end = b"\r\n\r\n" if sent[-1].startswith(b"GET") else b"}"
-            while not sent[-1].endswith(end):  # what is unread would reset the connection
-                sent[-1] += client.recv(65536)
-            client.sendall(b"HTTP/1.1 200 OK\r\n" + reply(sent[-1]))
-        client.shutdown(socket.SHUT_WR)
-        sent.append(client.recv(65536))
-        client.close()
-
-    thread = threading.Thread(target=answer)
-    thread.start()
-    yield sent
-    thread.join()
-
-
-@pytest.mark.parametrize("proof", [b"", b"a" * 64, "\u00e9".encode() * 32])
-def test_a_program_at_the_port_of_a_killed_server_learns_nothing(proof: bytes) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        number = gone.getsockname()[1]
-    with tell_ask_port("tiny", number) as left:
-        assert left is not None
-        port, old = server_port_file("tiny"), server_port_file("tiny").read_text("ascii")
-    port.write_text(old, encoding="ascii")
-    empty = b"Content-Length: 0\r\nSirchat-Proof: " + proof + b"\r\n\r\n"
-    with (
-        socket.create_server(("127.0.0.1", number)) as taken,
-        answering(taken, lambda _: empty) as sent,
-    ):
-        done = run("ask", JOKE)
-    assert done == run("ask", JOKE, "--server", "off")
-    assert b"joke" not in sent[0]
-    assert left.token.encode() not in sent[0]
-    assert sent[1:] == [b""]
-
-
-def test_a_server_that_ends_in_mid_reply_is_said_and_the_reply_not_repeated() -> None:
-    said = b'data: {"choices": [{"delta": {"content": "Half a"}}]}\n\n'
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        tell_ask_port("tiny", listener.getsockname()[1]) as own,
-    ):
-        assert own is not None
-
-        def prove(request: bytes) -> bytes:
-            (challenge,) = re.findall(rb"sirchat-challenge: (\w+)", request)
-            proof = hmac.new(own.token.encode(), challenge, "sha256").hexdigest()
-            return f"Content-Length: 0\r\nSirchat-Proof: {proof}\r\n\r\n".encode()
-
-        with answering(listener, prove, lambda _: b"Content-Length: 1000\r\n\r\n" + said) as sent:
-            done = run("ask", JOKE)
-    assert (done.returncode, done.stdout) == (1, "Half a")
-    assert done.stderr == "sirchat: the server ended before the reply was complete\n"
-    assert b"joke" in sent[1]
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        {}, [1], {"error": 5}, {"choices": []}, {"choices": [{"delta": None}]},
-        {"choices": [{"delta": {"content": 5}}]}, {"choices": [{"delta": {}}], "sirchat": 5},
-    ],
-)  # fmt: skip
-def test_what_is_no_answer_of_a_server_is_said_in_one_line(event: Any) -> None:
-    with pytest.raises(SirchatError, match="is not one of sirchat serve"):
-        _print_reply(iter([event]), Screen(StringIO(), StringIO()), ExitStack())
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        (b"data: " + b"[" * 200_000 + b"\n", "ended before"),
-        (b"data: " + b"0" * 2**25 + b"\n", "is not one of sirchat serve"),
-        (b"x" * 2**25, "is not one of sirchat serve"),
-    ],
-    ids=["nested", "long", "without an event"],
-)
-def test_an_answer_nested_or_long_beyond_measure_is_the_end_of_it(line: bytes, said: str) -> None:
-    response = BytesIO(line)
-    with pytest.raises(SirchatError, match=said):
-        list(_events(response))  # type: ignore[arg-type]
-    assert response.tell() < 2**22
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        (["ask", "--server", "nonsense", JOKE], 2, 'be "nonsense"; allowed: auto, off, or a URL'),
-        (["ask", "--server", "http://[::1x", JOKE], 2, '--server can\'t be "http://[::1x"; '),
-        (["ask", "--server", "http://h:x", JOKE], 2, '--server can\'t be "http://h:x"; allowed'),
-        (["ask", "--server", "http://127.0.0.1:9", JOKE], 1, "can't be asked: "),
-        (["ask", "--server", "http://h", "--resume", "last", JOKE], 2, "no effect with --resume"),
-        (["ask", "--server", "http://h", "--json", JOKE], 2, "--server has no effect with --json"),
-    ],
-)
-def test_a_wrong_server_is_refused_in_one_line(words: list[str], code: int, message: str) -> None:
-    ended, error = refused(*words)
-    assert ended == code
-    assert message in error
-
-
-def test_ctrl_c_ends_the_reply_here_and_on_the_server(
-    monkeypatch: pytest.MonkeyPatch, endless: str
-) -> None:
+def test_ctrl_c_ends_the_reply(monkeypatch: pytest.MonkeyPatch, endless: str) -> None:
     monkeypatch.setenv("SIRCHAT_MODEL", endless)
-    flags = ("ask", "--max-new-tokens", "1000000", "--temperature", "0", "Hello.")
-    with listening(endless, babbler()) as (asked, server):
-        killing = threading.Thread(target=_interrupt_once, args=(asked,))
-        killing.start()
-        done = run(*flags)
-        killing.join()
-        key = {"Authorization": "Bearer secret"}
-        while server.client.get("/v1/sirchat/sessions", headers=key).json()["data"]:
-            time.sleep(0.01)
-    assert (done.returncode, done.stderr) == (130, "")
+    stream, said = Screen.stream, list[str]()
+
+    def press(screen: Screen, text: str) -> None:
+        stream(screen, text)
+        said.append(text)
+        if len(said) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Screen, "stream", press)
+    done = run("ask", "--max-new-tokens", "1000000", "--temperature", "0", "Hello.")
+    assert done.returncode == 130
     assert len(done.stdout.split()) > 1
     assert done.stdout.endswith("\n")
-
-
-def _interrupt_once(asked: list[str]) -> None:
-    while not asked:
-        time.sleep(0.01)
-    time.sleep(0.3)
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_the_client_imports_no_heavy_library(asked: list[str]) -> None:
-    code = (
-        "import sys; sys.argv = ['sirchat', 'ask', 'Tell me a joke.']\n"
-        "from sirchat.cli import main\n"
-        "try: main()\n"
-        "finally: print([n for n in ('torch', 'transformers', 'openai', 'numpy', 'prompt_toolkit')"
-        " if n in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "[]"
-    assert done.stdout.startswith(run("ask", JOKE, "--server", "off").stdout)

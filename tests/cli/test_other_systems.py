@@ -13,7 +13,6 @@ import as_on_windows
 from chatting import tiny
 from command import Done, run
 from gguf_file import write_gguf
-from sirchat.cli.ask_port import connect_to_user_server
 from warm_python import warm_python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -53,19 +52,6 @@ def test_a_gguf_file_chats_evicts_and_recalls(home: Path) -> None:
     assert found.returncode == 0
     assert found.stdout.count("ASSISTANT: ") == 3
     assert "evicted" in found.stderr
-
-
-def test_ask_is_answered_by_a_server_of_the_same_user() -> None:
-    serving = [*warm_python(), _PROGRAM, "serve", "--port", "0"]
-    with subprocess.Popen(serving, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        assert server.stdout.readline().startswith("sirchat serves tiny at http://127.0.0.1:")
-        found = on_windows("ask", JOKE, LACKING="torch")  # it loads no model itself
-        server.terminate()
-    assert found == run("ask", JOKE, "--server", "off")
-    assert found.stdout
-    assert server.returncode == 0
-    assert connect_to_user_server("tiny") is None
 
 
 def test_models_are_listed() -> None:

@@ -65,7 +65,7 @@ def loaded(models: Path) -> dict[str, LoadedModel]:
 
 def ask(path: Path, text: str, *flags: str) -> Done:
     settings = ("--device", "cpu", "--temperature", "0", "--max-new-tokens", "60")
-    return run("ask", "-m", str(path), "--server", "off", *settings, *flags, text)
+    return run("ask", "-m", str(path), *settings, *flags, text)
 
 
 @pytest.mark.parametrize("file", _FILES)

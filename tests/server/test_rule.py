@@ -270,16 +270,6 @@ def refused(server: Served, path: str, fields: dict[str, Any], status: int = 400
     [
         *((path, {field: value}, field) for path, field, value in REFUSED),
         (CHAT, {"sirchat": {"policy": "sink"}}, "sirchat.policy is not supported"),
-        *(
-            (CHAT, {"sirchat_ask": {"settings": settings}, **more}, words)
-            for settings, more, words in (
-                ({}, {"messages": [user("a"), user("b")]}, "takes one message alone"),
-                ({}, {"temperature": 1.0}, "takes one message alone"),
-                ({"nosuch": 1}, {}, "are not those of this version of sirchat"),
-                ({"policy": "os:system"}, {}, "can't name a policy of your own"),
-                ({"budget": 10**6}, {}, "above the context length of"),
-            )
-        ),
         (CHAT, {"tools": [WEATHER], "tool_choice": named("days")}, "tool_choice names no tool"),
         (CHAT, {"tools": [WEATHER], "tool_choice": "any"}, "tool_choice"),
         (

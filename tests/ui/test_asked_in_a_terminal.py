@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import io
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from chatting import session, tiny
 from fake_terminal import FakeTerminal, fake_terminal
-from sirchat.cli.ask_client import _print_reply
 from sirchat.engine.sampling import Sampler
 from sirchat.ui.replay import print_reply
 from sirchat.ui.screen import Screen
@@ -27,28 +25,18 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> FakeTerminal:
     return window
 
 
-def parts(text: str, size: int) -> list[str]:
-    return [text[at : at + size] for at in range(0, len(text), size)]
-
-
-@pytest.mark.parametrize("is_served", [True, False])
-def test_both_ways_to_ask_print_the_text_itself(
-    terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch, is_served: bool
+def test_the_text_itself_is_printed(
+    terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = PROSE.strip()
-    monkeypatch.setattr(Sampler, "pick", saying(said))
 
     def printed(out: Any) -> None:
-        screen = Screen(out, io.StringIO())
-        if is_served:
-            choices = [{"choices": [{"delta": {"content": part}}]} for part in parts(said, 5)]
-            _print_reply(iter(choices), screen, ExitStack())
-        else:
-            chat = session(tiny(), policy="full", max_new_tokens=400)
-            print_reply(chat, "Tell me.", screen, as_json=False)
+        monkeypatch.setattr(Sampler, "pick", saying(said))
+        chat = session(tiny(), policy="full", max_new_tokens=400)
+        print_reply(chat, "Tell me.", Screen(out, io.StringIO()), as_json=False)
 
     printed(terminal)
     rows = [row.rstrip() for row in everything_on(terminal.screen).split("\n")]
-    assert rows == [row.rstrip() for row in parts(said, 60)]
+    assert rows == [PROSE.strip()[at : at + 60].rstrip() for at in range(0, len(said), 60)]
     printed(pipe := io.StringIO())
     assert pipe.getvalue().rstrip("\n") == said
