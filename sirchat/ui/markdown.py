@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Literal, cast
 
 from markdown_it import MarkdownIt
+from markdown_it.rules_inline import StateInline
 from markdown_it.token import Token
 from rich.console import COLOR_SYSTEMS, Console, ConsoleOptions, RenderableType, RenderResult
 from rich.markdown import CodeBlock, Heading, Markdown, TableElement
@@ -20,11 +23,9 @@ from rich.theme import Theme
 from sirchat.ui.text import displayable
 
 _MAX_LEVEL = 16  # of the deepest list, quote or emphasis; what is deeper stays as written
+# Marks that are text, as in `2*3*4` and `__init__.py`
+_TEXT_MARKS = re.compile(r"(?<=[A-Za-z0-9])\*+(?=[A-Za-z0-9])|__+")
 _UNWRAPPED_COLUMNS = 100_000  # more than a line of code has
-# HTML, character references and definitions of links are text: they would be hidden, or decoded.
-_PARSER = MarkdownIt("commonmark", {"html": False, "maxNesting": 1000})
-_PARSER.enable(["strikethrough", "table"])
-_PARSER.disable(["entity", "autolink", "image", "reference", "lheading"])
 _STYLES = Theme(
     {
         "markdown.code": "cyan",
@@ -136,15 +137,36 @@ class MarkdownLayout:
         )
 
 
+@cache
+def _parser() -> MarkdownIt:
+    # HTML, character references and definitions of links are text: else hidden, or decoded.
+    parser = MarkdownIt("commonmark", {"html": False, "maxNesting": 1000})
+    parser.enable(["strikethrough", "table"])
+    parser.disable(["entity", "autolink", "image", "reference", "lheading"])
+    parser.inline.ruler.before("emphasis", "text_marks", _text_marks)
+    return parser
+
+
+def _text_marks(state: StateInline, silent: bool) -> bool:
+    """Take marks within words for text, where they would be hidden."""
+    marks = _TEXT_MARKS.match(state.src, state.pos)
+    if marks is None:
+        return False
+    if not silent:
+        state.pending += marks[0]
+    state.pos = marks.end()
+    return True
+
+
 def code_blocks(text: str) -> list[str]:
     """The code in a Markdown text, by blocks."""
-    tokens = _PARSER.parse(text)
+    tokens = _parser().parse(text)
     return [token.content for token in tokens if token.type in ("fence", "code_block")]
 
 
 def _blocks(text: str) -> list[list[Token]]:
     """The tokens of each block: paragraph, list, table; `map` of the first is its lines' range."""
-    blocks, tokens = list[list[Token]](), _PARSER.parse(text)
+    blocks, tokens = list[list[Token]](), _parser().parse(text)
     for token in _with_children(tokens):
         if token.type == "softbreak":  # which rich would draw as a blank
             token.type = "hardbreak"

@@ -272,3 +272,10 @@ def test_a_chat_shows_markdown(
         assert chat.ask("/set markdown off") == "markdown: on -> off"
         chat.ask("Go on.")
         assert _SAID in terminal.getvalue()
+
+
+@pytest.mark.parametrize(
+    "text", ["2*3*4 = 24", "a**b**c", "__init__.py", "&amp; <b>", "x_1 and y_1"]
+)
+def test_signs_that_are_no_formatting_are_shown(text: str) -> None:
+    assert MarkdownLayout("none", None).rows(text, 80) == [text]
