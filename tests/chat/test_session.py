@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import replace
+from inspect import CO_GENERATOR
+from traceback import walk_stack
 from typing import Any
 
 import pytest
@@ -22,8 +24,15 @@ from sirchat.chat.events import (
     to_json,
 )
 from sirchat.chat.rereading import copy_session
+from sirchat.engine.engine import Generation
 from sirchat.engine.reader import Reader
 from sirchat.errors import ContextFullError, SettingError
+from template_shapes import tool_quick
+
+
+def weather(city: str) -> str:
+    """The weather in a city."""
+    return f"It snows in {city}."
 
 
 def _turns(events: list[Event]) -> list[TurnDone]:
@@ -255,3 +264,25 @@ def test_a_copy_of_a_session_goes_on_alike_even_if_nothing_was_read() -> None:
         for each in (chat, copy):
             list(each.ask(text))
         assert chat.snapshot().rows == copy.snapshot().rows
+
+
+@pytest.mark.parametrize(("with_tools", "most"), [(False, 2), (True, 3)])
+def test_a_token_rises_through_few_generators(
+    with_tools: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, counts = Generation.read_chosen, set[int]()
+
+    def running() -> int:
+        frames = [frame for frame, _ in walk_stack(None)]
+        return sum(bool(frame.f_code.co_flags & CO_GENERATOR) for frame in frames)
+
+    def counting(self: Generation) -> None:
+        counts.add(running() - before)
+        read(self)
+
+    before = running()
+    monkeypatch.setattr(Generation, "read_chosen", counting)
+    chat = session(tool_quick() if with_tools else tiny(), policy="full", max_new_tokens=6)
+    events = list(chat.ask("Hello there.", tools=[weather] if with_tools else []))
+    assert any(isinstance(event, Delta) for event in events)
+    assert counts == {most}
