@@ -103,7 +103,6 @@ def test_in_memory_only_the_cache_for_the_hubs_models_knows_transformers(module:
 def test_policies_see_nothing_but_ledger_rows(module: str) -> None:
     allowed = (
         "attention",
-        "key_value_stats",
         "ledger",
         "random_numbers",
         "policies",

@@ -299,7 +299,7 @@ class Conversation:
         self.state = point.restored_state(self.state, to_ask_again=to_ask_again)
         if point.vectors is not None:
             self.ledger.token_vectors = point.vectors
-        round_start = history.messages[-1].checkpoint.cache.seen
+        round_start = history.messages[-1].checkpoint.seen
         self.recall.passage_search.truncate(round_start)
         self.ledger.saved = min(self.ledger.saved, round_start)  # whose passages become others
 

@@ -182,9 +182,9 @@ class Session(Conversation):
         torn = [text for index in later for text in turns[index].torn]
         if turns[turn].is_summary:  # those that the summary replaced are pinned again
             former = [index for index, one in enumerate(turns[:turn]) if one.is_summary]
-            replaced = np.isin(self.ledger.column("turn")[point.checkpoint.cache.pinned], former)
+            replaced = np.isin(self.ledger.column("turn")[point.checkpoint.pinned], former)
             with suppress(SettingError):  # other pins take the room
-                self.engine.switcher.pin_held(point.checkpoint.cache.pinned[replaced])
+                self.engine.switcher.pin_held(point.checkpoint.pinned[replaced])
         # Set in both cases: the state at the point may be that of an answer given again.
         kept = RetriedMessage(text, tuple(own.tolist()), tuple(torn))
         self.state.retried = kept if to_ask_again else RetriedMessage()

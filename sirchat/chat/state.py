@@ -11,7 +11,7 @@ from typing import Final
 
 from sirchat.chat.events import Finish
 from sirchat.engine.engine import Engine
-from sirchat.engine.types import EngineCheckpoint
+from sirchat.memory.key_value_store import Checkpoint
 from sirchat.memory.ledger import Ledger, Placement, Role, TokenVectors
 
 UNFINISHED: Final = ("length", "loop", "interrupt")  # how a reply ends that can go on
@@ -173,7 +173,7 @@ def undo_depth(has_archive: bool, state_bytes: int) -> int:
 class UndoPoint:
     """The state of a chat at one moment, such as just before a user turn."""
 
-    checkpoint: EngineCheckpoint
+    checkpoint: Checkpoint
     state: ConversationState  # without turns: their text never changes, so it is not copied
     turns: int  # number of earlier turns
     text: str = ""  # the message of the user turn that is read next
@@ -201,7 +201,7 @@ class UndoPoint:
         Tokens that the user has restored since then stay requested, and sentences that the user
         unpinned stay unpinned; those of later turns only `to_ask_again`.
         """
-        seen, unpinned = self.checkpoint.cache.seen, now.unpinned_sentences
+        seen, unpinned = self.checkpoint.seen, now.unpinned_sentences
         if not to_ask_again:
             unpinned = frozenset(one for one in unpinned if one[0] < self.turns)
         restored = {position for position in now.restored_by_user if position < seen}

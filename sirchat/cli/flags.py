@@ -164,7 +164,7 @@ def load_profile_model(
 ) -> "LoadedModel":
     """Load a profile's model; `for_hub` uses transformers' classes for all of it."""
     with interruptible_imports():
-        from sirchat.memory.archive_folder import remove_stale_folders
+        from sirchat.memory.archive import remove_stale_folders
         from sirchat.models.load import load_model_of
 
     remove_stale_folders(archives_dir())

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,6 @@ from sirchat.engine.sampling import Sampler
 from sirchat.engine.switching import Switcher
 from sirchat.engine.types import (
     CacheSettings,
-    EngineCheckpoint,
     EngineState,
     GeneratedToken,
     NewTokens,
@@ -35,7 +35,7 @@ from sirchat.engine.types import (
 )
 from sirchat.errors import ContextFullError
 from sirchat.memory.attention import AttentionCheckpoint
-from sirchat.memory.key_value_store import KeyValueStore
+from sirchat.memory.key_value_store import Checkpoint, KeyValueStore
 from sirchat.memory.key_values import KeyValues, Positions
 from sirchat.memory.ledger import EvictedRows, Flag, Ledger, Moves, Role
 from sirchat.models.captured_step import ChosenToken
@@ -134,19 +134,19 @@ class Engine:
     def decay_at_round_end(self) -> None:
         self.ledger.apply_decay(self.settings.decay)
 
-    def checkpoint(self) -> EngineCheckpoint:
+    def checkpoint(self) -> Checkpoint:
         """The state at the beginning of a turn, to which `undo` can return."""
-        return EngineCheckpoint(self.store.checkpoint(), self.logits, self.choice.round)
+        return replace(self.store.checkpoint(), logits=self.logits, round=self.choice.round)
 
-    def undo(self, to: EngineCheckpoint, *, keep_pins: bool = False) -> Moves:
+    def undo(self, to: Checkpoint, *, keep_pins: bool = False) -> Moves:
         """Undo all reading and pinning since the checkpoint `to`; the current settings stay.
 
         Returns the tokens moved because settings, or pins kept by `keep_pins`, have changed since.
         Raises LostTokensError, changing nothing, if a token of the checkpoint is lost.
         """
-        ledger, pinned = self.ledger, to.cache.pinned
-        self.cache.grow_to(len(to.cache.placement.held))
-        self.store.undo(to.cache)
+        ledger, pinned = self.ledger, to.pinned
+        self.cache.grow_to(len(to.placement.held))
+        self.store.undo(to)
         self.choice.round, self.reader.logits = to.round, to.logits
         if not ledger.seen:
             ledger.unknown_surprisal = self._uniform_surprisal
@@ -154,7 +154,7 @@ class Engine:
             ledger.pin(pinned[ledger.column("flags")[pinned] & np.uint8(Flag.RULE) != 0], True)
         else:
             ledger.pin_only(pinned)
-            for rule in to.cache.rules:
+            for rule in to.rules:
                 ledger.flag(Flag.RULE, rule, True)
         return self.switcher.choose_unless_valid()
 

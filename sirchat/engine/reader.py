@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
 
 import numpy as np
 import torch
@@ -31,6 +30,16 @@ from sirchat.models.model import LoadedModel
 from sirchat.models.packed import matmul_method_of
 from sirchat.models.surprisal import PassResult
 
+# Most bytes of the float32 logits of one forward pass, and of one layer's attention weights in it.
+PASS_BYTES = 256 * 2**20
+_MAX_PASS_IDS = 2048  # ids in a pass that does not compute all their logits
+_MAX_NATIVE_PASS_IDS = 384  # ids in a pass whose products take no longer than those of more
+
+_MAX_CANDIDATES = 1024  # likeliest ids from which a GPU draws, which usually are all that are left
+_LIMIT_MARGIN = 1e-4  # where a limit is so near, sums in float32 may be on its other side
+
+_ANCHOR = int(Flag.ANCHOR)
+
 
 # Not a `PassWeights`: a step that computes weights itself gives only sums over heads.
 class HeadWeights:
@@ -51,59 +60,6 @@ class HeadWeights:
         if record:
             record = record._replace(newest=torch.stack(self._newest)[..., :length].numpy())
         return record
-
-
-class AttentionTracker:
-    """Context manager: records attention weights while ids are read in one or more passes.
-
-    The ledger gets the weights when the block ends, so that the number of passes makes no
-    difference. With `config` None, nothing is recorded.
-    """
-
-    def __init__(
-        self,
-        config: AttentionStatsConfig | None,
-        model: LoadedModel,
-        cache: BoundedCache,
-        ledger: Ledger,
-    ) -> None:
-        self._config, self._model = config, model
-        self._cache, self._ledger = cache, ledger
-        self._passes: list[PassAttention] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._config is None:
-            return
-        held = self._ledger.held_positions[: self._cache.length]
-        self._ledger.attention.add(held, self._passes, self._ledger.log_decay, self._config.window)
-
-    def observer(self) -> PassWeights | HeadWeights | None:
-        config = self._config
-        if config is None:
-            return None
-        layers = config.recorded_layers(len(self._cache.row_layers), self._model.sliding_layers)
-        return HeadWeights(layers, config.window) if config.per_head else PassWeights(layers)
-
-    def add(self, observer: PassWeights | HeadWeights | None) -> None:
-        """Add the weights of a pass. The rows of the pass must have been committed to the cache."""
-        if self._config is None or observer is None:
-            return
-        if record := observer.record(self._cache.length, self._config.window):
-            self._passes.append(record)
-
-
-# Most bytes of the float32 logits of one forward pass, and of one layer's attention weights in it.
-PASS_BYTES = 256 * 2**20
-_MAX_PASS_IDS = 2048  # ids in a pass that does not compute all their logits
-_MAX_NATIVE_PASS_IDS = 384  # ids in a pass whose products take no longer than those of more
-
-_MAX_CANDIDATES = 1024  # likeliest ids from which a GPU draws, which usually are all that are left
-_LIMIT_MARGIN = 1e-4  # where a limit is so near, sums in float32 may be on its other side
-
-_ANCHOR = int(Flag.ANCHOR)
 
 
 @dataclass(eq=False)
@@ -218,13 +174,13 @@ class Reader:
         if run is not None and chosen is not None and not self.is_precomputed(chunk.ids[0]):
             return [self._read_chosen(chunk, run, chosen)]
         start, count = 0, len(chunk.ids)
-        surprisals = list[float]()
-        with self._tracker(stats) as tracker:
+        surprisals, passes = list[float](), list[PassAttention]()
+        try:
             while start < count:
                 size = self.pass_size(count - start, is_observed=stats is not None)
                 part = chunk if size == count else chunk.part(start, start + size)
                 encoder_output = EncoderOutput(self.ledger.token_vectors.wanted)
-                observer, mask = tracker.observer(), None
+                observer, mask = self._observer(stats), None
                 try:
                     if anchor_sinks is not None and part.flags[-1] & _ANCHOR:
                         mask = self._anchor_mask(size, anchor_sinks)
@@ -235,8 +191,10 @@ class Reader:
                     self.max_pass_ids = size // 2
                     continue
                 surprisals += self._record(part, result, encoder_output)
-                tracker.add(observer)
+                passes += self._weights(observer, stats)
                 start += size
+        finally:
+            self._add_attention(passes, stats)
         return surprisals
 
     def read_again(
@@ -250,22 +208,16 @@ class Reader:
         The ledger already has rows for the tokens, at stream `positions` [n].
         """
         self.cache.grow_to(len(ids))
-        start = 0
-        is_absolute = self.cache.absolute_positions
-        with self._tracker(stats) as tracker:
-            while start < len(ids):
-                size = self.pass_size(len(ids) - start, is_observed=stats is not None)
-                observer = tracker.observer()
-                part = positions[start : start + size]
-                self.model.read(
-                    ids[start : start + size],
-                    self.cache,
-                    positions=part.tolist() if is_absolute else None,
-                    observer=observer,
-                )
-                self.cache.commit(size, part)
-                tracker.add(observer)
-                start += size
+        start, is_absolute, passes = 0, self.cache.absolute_positions, list[PassAttention]()
+        while start < len(ids):
+            size = self.pass_size(len(ids) - start, is_observed=stats is not None)
+            part, given = positions[start : start + size], ids[start : start + size]
+            at, observer = part.tolist() if is_absolute else None, self._observer(stats)
+            self.model.read(given, self.cache, positions=at, observer=observer)
+            self.cache.commit(size, part)
+            passes += self._weights(observer, stats)
+            start += size
+        self._add_attention(passes, stats)
 
     def read_last_again(self) -> None:
         """Compute the logits for the next token again from the last one, if it is held."""
@@ -404,8 +356,28 @@ class Reader:
         mask[-1, visible] = True
         return mask
 
-    def _tracker(self, stats: AttentionStatsConfig | None) -> AttentionTracker:
-        return AttentionTracker(stats, self.model, self.cache, self.ledger)
+    def _observer(self, stats: AttentionStatsConfig | None) -> PassWeights | HeadWeights | None:
+        if stats is None:
+            return None
+        layers = stats.recorded_layers(len(self.cache.row_layers), self.model.sliding_layers)
+        return HeadWeights(layers, stats.window) if stats.per_head else PassWeights(layers)
+
+    def _weights(
+        self, observer: PassWeights | HeadWeights | None, stats: AttentionStatsConfig | None
+    ) -> list[PassAttention]:
+        """The weights of a pass, whose rows have been committed to the cache; [] without any."""
+        if stats is None or observer is None:
+            return []
+        record = observer.record(self.cache.length, stats.window)
+        return [] if record is None else [record]
+
+    def _add_attention(
+        self, passes: list[PassAttention], stats: AttentionStatsConfig | None
+    ) -> None:
+        """Add the weights of all passes to the ledger at once: their number makes no difference."""
+        if stats is not None:
+            held, ledger = self.ledger.held_positions[: self.cache.length], self.ledger
+            ledger.attention.add(held, passes, ledger.log_decay, stats.window)
 
     def _record(
         self, chunk: NewTokens, result: PassResult, encoder_output: EncoderOutput

@@ -9,10 +9,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from sirchat.memory.attention import AttentionStatsConfig
-from sirchat.memory.key_value_store import CacheCheckpoint
 from sirchat.memory.key_values import CacheState, Positions
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.base import Policy
@@ -118,15 +116,6 @@ class ContinuationScore:
     ids: tuple[int, ...]
     log_probabilities: tuple[float, ...]  # nats
     greedy: bool  # whether every id is the most likely one at its place
-
-
-@dataclass(frozen=True)
-class EngineCheckpoint:
-    """The engine's state at the beginning of a turn; `Engine.undo` returns to it."""
-
-    cache: CacheCheckpoint
-    logits: Tensor | None  # [V], raw, for the next token
-    round: int
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from sirchat.errors import UsageError
 from sirchat.memory.archive import Archive
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.cache import BoundedCache
-from sirchat.memory.key_value_stats import Block, key_value_stats
 from sirchat.memory.key_values import (
     CacheState,
     KeyValues,
@@ -47,6 +46,14 @@ UNDO_BYTES = 256 * 2**20
 _MAX_UNWRITTEN_BYTES = 2**30  # that an archive on disk may grow in RAM after a failed write
 _NONE = np.zeros(0, np.int64)
 _MAX_FETCHED_TOKENS = 4_096  # archived tokens of which statistics are computed
+_TINY = 1e-12  # least length to divide by, so that the cosine of a zero vector is 0
+
+
+class Block(NamedTuple):
+    """Keys and values of k of the n tokens that a policy ranks."""
+
+    rows: Tensor  # [k], their indices among the n tokens
+    tensors: list[Tensor]  # two for each layer, keys then values, each [H, k, D]
 
 
 class HeldKeysValues(NamedTuple):
@@ -59,7 +66,7 @@ class HeldKeysValues(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CacheCheckpoint:
+class Checkpoint:
     """Where the tokens are at one moment, to which `undo` can return."""
 
     seen: int  # tokens read by this moment
@@ -70,6 +77,8 @@ class CacheCheckpoint:
     attention: AttentionCheckpoint  # that the held tokens have received
     state: CacheState = ()  # of the model's recurrent and convolution layers
     reread: Positions = field(default_factory=lambda: _NONE)  # see `add_reread`
+    logits: Tensor | None = None  # [V], raw, for the next token; this and `round` are the engine's
+    round: int = 0
 
 
 class KeyValueStore:
@@ -207,7 +216,7 @@ class KeyValueStore:
         finally:
             self.archive.limit = limit
 
-    def checkpoint(self) -> CacheCheckpoint:
+    def checkpoint(self) -> Checkpoint:
         """The state at the beginning of a turn, to which `undo` can return.
 
         If the archive is off, the tokens that the previous turn evicted are deleted.
@@ -216,7 +225,7 @@ class KeyValueStore:
             self.archive.clear()
             self._forget_rounding()
         ledger, placement = self.ledger, self.placement
-        return CacheCheckpoint(
+        return Checkpoint(
             ledger.seen,
             placement,
             ledger.pinned_positions,
@@ -232,7 +241,7 @@ class KeyValueStore:
         missing = np.setdiff1d(positions, self.ledger.held_positions, assume_unique=True)
         return bool(self.archive.has(missing).all())
 
-    def undo(self, checkpoint: CacheCheckpoint) -> None:
+    def undo(self, checkpoint: Checkpoint) -> None:
         """Return to the checkpoint, and delete all tokens that were read after it.
 
         Raises LostTokensError, changing nothing, if a token of the checkpoint is no longer stored.
@@ -252,15 +261,36 @@ class KeyValueStore:
         self.ledger.attention.undo(checkpoint.attention, checkpoint.seen)
         self.cache.state = checkpoint.state
 
+    @torch.inference_mode()
     def statistics(
         self, positions: Positions, wanted: Collection[KeyValueStat]
     ) -> dict[KeyValueStat, Tensor]:
-        """Statistics [n], by name, at `positions` [n], ascending; lost tokens get the median."""
+        """Statistics [n], by name, at `positions` [n], ascending; lost tokens get the median.
 
-        def blocks(as_read: bool) -> Iterator[Block]:
-            return self._blocks(positions, as_read)
-
-        stats = key_value_stats(wanted, len(positions), blocks)
+        Each is a mean over a layer's key/value heads, then over layers. They are computed from the
+        stored keys and values, so they are the same after a switch, an undo or a resume.
+        """
+        shape = (len(positions),)
+        stats = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name in wanted}
+        for rows, tensors in (
+            self._blocks(positions, False) if stats.keys() - {"key_similarity"} else ()
+        ):
+            keys, values = tensors[::2], tensors[1::2]
+            if "key_norm" in stats:
+                stats["key_norm"][rows] = _mean([_norm(key, 2) for key in keys])
+            if "value_norm" in stats:
+                stats["value_norm"][rows] = _mean([_norm(value, 1) for value in values])
+        if "key_similarity" in stats:
+            # The cosine with the mean of the keys, each of length 1, equals that with their sum.
+            sums = list[Tensor]()
+            for _, tensors in self._blocks(positions, True):
+                parts = [_sum_of_units(key) for key in tensors[::2]]  # [H, 1, D]
+                pairs = zip(sums, parts, strict=bool(sums))
+                sums = [total + part.to(total.device) for total, part in pairs] or parts
+            for rows, tensors in self._blocks(positions, True):
+                pairs = zip(tensors[::2], sums, strict=True)
+                cosines = [_cosines(key, total.to(key.device)) for key, total in pairs]
+                stats["key_similarity"][rows] = _mean(cosines)
         return {name: fill_nan_with_median(values) for name, values in stats.items()}
 
     def as_read(self, positions: Positions) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -427,3 +457,24 @@ class KeyValueStore:
                 "then in 4, and then deleted (/set archive_limit raises the limit)"
             )
         archive.shrink(self.ledger.held_positions, self.ledger.mark_not_stored)
+
+
+def _sum_of_units(keys: Tensor) -> Tensor:
+    return (1 / _norm(keys, 2).clamp_min(_TINY))[:, None] @ keys.float()  # [H, 1, D]
+
+
+def _cosines(keys: Tensor, anchor: Tensor) -> Tensor:
+    products = (keys.float() @ anchor.mT)[..., 0]  # [H, k] of [H, k, D] and [H, 1, D]
+    return products / (_norm(keys, 2) * _norm(anchor, 2)).clamp_min(_TINY)
+
+
+def _mean(layers: list[Tensor]) -> Tensor:
+    total = torch.zeros(layers[0].shape[1], dtype=torch.float64, device=layers[0].device)
+    for layer in layers:  # [H, k]
+        total += layer.double().mean(0).to(total.device)
+    return (total / len(layers)).cpu()
+
+
+def _norm(x: Tensor, p: int) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(x, p, dim=-1, dtype=torch.float32)
+    return norm

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from sirchat.errors import ModelError
-from sirchat.memory.archive_folder import ArchiveFolder
+from sirchat.memory.archive import ArchiveFolder
 from sirchat.memory.free_memory import free_large_blocks_at_once
 from sirchat.models.devices import (
     CPU,

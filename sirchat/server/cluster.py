@@ -22,7 +22,7 @@ from starlette.responses import Response, StreamingResponse
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve
 from sirchat.errors import UsageError
-from sirchat.memory.archive_folder import remove_stale_folders
+from sirchat.memory.archive import remove_stale_folders
 from sirchat.models.load import load_model_of
 from sirchat.models.new_thread import call_in_new_thread
 from sirchat.paths import archives_dir, served_dir

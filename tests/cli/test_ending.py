@@ -17,7 +17,7 @@ import pytest
 
 from command import run
 from sirchat.cli import main
-from sirchat.memory.archive_folder import ArchiveFolder, remove_stale_folders
+from sirchat.memory.archive import ArchiveFolder, remove_stale_folders
 from warm_python import warm_python
 
 

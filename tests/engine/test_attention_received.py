@@ -227,7 +227,7 @@ def test_undo_restores_the_tracked_attention() -> None:
     for number in range(4, 8):
         list(prefill(engine, 23, number))
     # archived rows come back, receive attention, and leave again
-    archived = np.setdiff1d(np.arange(92), checkpoint.cache.placement.held)[:5]
+    archived = np.setdiff1d(np.arange(92), checkpoint.placement.held)[:5]
     engine.switcher.pin(archived, True)
     list(prefill(engine, 23, 8))
     engine.switcher.pin(archived, False)

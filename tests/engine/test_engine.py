@@ -30,13 +30,13 @@ from sirchat.engine.extra_passes import score_continuations
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import (
     CacheSettings,
-    EngineCheckpoint,
     GeneratedToken,
     ReadProgress,
     Stopped,
     TurnRef,
 )
 from sirchat.errors import ContextFullError, SettingError
+from sirchat.memory.key_value_store import Checkpoint
 from sirchat.memory.ledger import EvictedRows, Flag, HeldRows, Role
 from sirchat.memory.policies import policy_class, policy_names
 from sirchat.memory.policies.base import Policy
@@ -84,7 +84,7 @@ def test_no_conversation_ever_exceeds_its_budget(
     model = BigramModel()
     engine = Engine(model, CacheSettings(**first))
     round_number = 0
-    checkpoints: list[tuple[EngineCheckpoint, tuple[Any, ...]]] = []
+    checkpoints: list[tuple[Checkpoint, tuple[Any, ...]]] = []
     for step, what in plan:
         if step == "checkpoint":
             checkpoints.append((engine.checkpoint(), whole_of(engine)))
@@ -138,7 +138,7 @@ def records_of(
         assert step == "generate" or state_of(engine) == before
 
 
-def undo(engine: Engine, to: EngineCheckpoint, then: tuple[Any, ...]) -> None:
+def undo(engine: Engine, to: Checkpoint, then: tuple[Any, ...]) -> None:
     """Go back to a checkpoint, or find that rows are lost and change nothing."""
     before = whole_of(engine)
     try:
@@ -147,7 +147,7 @@ def undo(engine: Engine, to: EngineCheckpoint, then: tuple[Any, ...]) -> None:
         assert whole_of(engine) == before
         return
     check_whole(engine)
-    if len(to.cache.placement.held) <= engine.budget:
+    if len(to.placement.held) <= engine.budget:
         assert whole_of(engine) == then
 
 

@@ -65,7 +65,7 @@ def test_values_have_their_norms_archived_or_not_and_what_is_gone_has_the_median
 
 
 def test_other_policies_have_no_statistics_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sirchat.memory.key_value_store.key_value_stats", None)
+    monkeypatch.setattr("sirchat.memory.key_value_store.KeyValueStore.statistics", None)
     assert talked(bounded(Sink(), budget=32)).resident <= 32
 
 

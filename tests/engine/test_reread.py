@@ -134,7 +134,7 @@ def test_a_message_before_which_a_token_was_held_that_is_lost_is_not_undone_with
 ):
     chat = told(archive_limit="40KiB")
     point = chat.history.messages[-1].checkpoint
-    lost = np.intersect1d(lost_of(chat), point.cache.placement.held)
+    lost = np.intersect1d(lost_of(chat), point.placement.held)
     assert len(lost)
     chat.engine.evictor.reread(lost)
     with pytest.raises(UndoError, match="no longer archived"):

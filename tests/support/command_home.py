@@ -11,7 +11,7 @@ from pathlib import Path
 from chatting import tiny
 from forked_command import ForkedCommand
 from sirchat.chat.session import Session
-from sirchat.memory.archive_folder import remove_stale_folders
+from sirchat.memory.archive import remove_stale_folders
 from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import list_sessions

@@ -16,7 +16,7 @@ class Knorm(RecentScorePolicy):
     """Keeps the sinks, the tokens whose keys have the smallest norm, and the `recent` newest.
 
     L2 norm (Devoto et al. 2024, arXiv:2406.11430): -|k|, because a short key usually gets much
-    attention; `memory/key_value_stats.py` computes it. Known deviations: one choice for all heads
+    attention; `KeyValueStore.statistics` has it. Known deviations: one choice for all heads
     and layers; the newest tokens always stay.
     """
 
