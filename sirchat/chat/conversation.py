@@ -241,11 +241,9 @@ class Conversation:
     ) -> OpenReply:
         """Begin the reply to the last message, or continue the `begun` one.
 
-        The ids of `reply`, if given, are chosen first; the reply goes on after them if it has no
-        `finish`. Sampled ids are among those `allowed`.
-
-        The caller generates the reply by `OpenReply.events`, or by `step` with other sessions'
-        replies. A reply that `is_undoable`, or that is another `attempt`, has a point in `history`.
+        The ids of `reply`, if given, come first; the reply goes on after them if it has no `finish`.
+        Sampled ids are `allowed` ones. The caller generates by `OpenReply.events`, or by `step` with
+        other sessions. A reply that `is_undoable`, or another `attempt`, has a point in `history`.
         """
         profile, closing = self.profile, self.template.closing
         # Without an archive, a new checkpoint deletes what an undo needs.
@@ -254,14 +252,12 @@ class Conversation:
         if (is_undoable or self.state.attempt) and has_archive and history.messages:
             history.before_reply = UndoPoint.in_round(self.state, self.engine)
         turn = self._open_turn(begun or "assistant")
-        given = build_sampling(profile), self.state.attempt, allowed
-        sampler, most = Sampler(*given), profile.max_new_tokens
+        given, most = (build_sampling(profile), self.state.attempt, allowed), profile.max_new_tokens
         if reply is not None:
-            sampler = ForcedPrefixSampler(reply.ids, *given)
             most = len(reply.ids) + (most if reply.finish is None else 0)
         generation = Generation(
             self.engine,
-            sampler,
+            ForcedPrefixSampler(reply.ids, *given) if reply else Sampler(*given),
             turn.ref,
             stop_ids=self.stop_ids,
             max_new_tokens=most,
@@ -275,7 +271,6 @@ class Conversation:
             closing,
             self._end_ids,
             stops=interrupted,
-            # A format may want repetitions.
             loops=LoopCheck() if profile.stop_loops and not (reply or allowed) else None,
             finish=reply.finish if reply else None,
             history=history,

@@ -37,6 +37,15 @@ from sirchat.recall.retrievers.base import PassageRetriever
 from sirchat.recall.word_index import DISCOUNT, is_greeting, words_of
 from sirchat.text.detokenizer import QUESTION_MARKS, Texts, text_with_gaps
 
+# Most tokens from which a question is answered under `focus: auto`. With SmolLM2 and half of the
+# questions of `facts-in-dialogue`, 64 find less, and 128 nothing more.
+MAX_FOCUS_TOKENS = 96
+# Passages with less than this share of a search's best score are left out of them. Chosen on that
+# half, too: beside others, the model says the fact that was asked for less often.
+MIN_SHARE_OF_BEST = 0.4
+
+_NO_POSITIONS = np.zeros(0, np.int64)
+
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -47,69 +56,14 @@ class SearchResult:
 
 
 @dataclass(frozen=True)
-class FoundPassages:
+class FoundPassages(SearchResult):
     """The passages that fit a message, held or archived, and how well they fit."""
 
-    result: SearchResult
     passages: tuple[int, ...]  # numbers, best first
-    word_scores: tuple[float, ...]  # of each: by the words of the message
-    fits_best: tuple[bool, ...]  # of each: whether it fits the best passage, and not the message
+    reasons: tuple[str, ...]  # why each was found, if it shares no word with the message
     query: PassageQuery
     best_score: float  # the highest of any passage, in standard deviations
     is_question: bool  # whether the message is answered from these passages alone
-
-    def reason(self, index: int) -> str:
-        """Why passage number `index` of these was found."""
-        if self.fits_best[index]:
-            return "words of the best"
-        if self.word_scores[index] > 0:
-            return "words beside it"
-        return "its meaning" if self.query.vector is not None else ""
-
-
-def describe_turns(
-    engine: Engine,
-    search: PassageSearch,
-    found: FoundPassages | None,
-    restored: Positions,
-    *,
-    with_gaps: bool = False,
-) -> tuple[RecalledTurn, ...]:
-    """The turns of restored tokens, with the text and shared words of each turn's best passage.
-
-    `with_gaps`: with … for what is not held now.
-    """
-    ledger, passages = engine.ledger, search.passages
-    of_tokens = ledger.column("turn")[restored]
-    bits = engine.store.archive.bits(restored)
-    best = dict[int, tuple[tuple[str, ...], str, str]]()
-    for index, number in enumerate(found.passages if found else ()):
-        assert found is not None
-        turn = int(passages.rows["turn"][number])
-        text = passages.texts(ledger, number, number + 1)[0]
-        words = search.index.shared_words(text, found.query.text)
-        reason = "" if words else found.reason(index)
-        rows = passages.shown_tokens(ledger, number)
-        pieces = texts_at(ledger, passages.token_texts, rows)
-        is_held = ledger.column("state")[rows] == State.HELD
-        best.setdefault(turn, (words, text_with_gaps(pieces, is_held | (not with_gaps)), reason))
-    described = list[RecalledTurn]()
-    for turn in np.unique(of_tokens).tolist():
-        own = bits[of_tokens == turn]
-        words, text, reason = best.get(turn, ((), "", ""))
-        fewest = min(set(own.tolist()) - {0}, default=0)
-        described.append(RecalledTurn(turn, len(own), words, text, fewest, reason))
-    return tuple(described)
-
-
-# Most tokens from which a question is answered under `focus: auto`. With SmolLM2 and half of the
-# questions of `facts-in-dialogue`, 64 find less, and 128 nothing more.
-MAX_FOCUS_TOKENS = 96
-# Passages with less than this share of a search's best score are left out of them. Chosen on that
-# half, too: beside others, the model says the fact that was asked for less often.
-MIN_SHARE_OF_BEST = 0.4
-
-_NO_POSITIONS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -196,17 +150,19 @@ class Recall:
         if recall is None and not len(requested):
             self.undo()
             return None
-        start, problem, result, restored = time.perf_counter(), "", None, _NO_POSITIONS
-        scores = np.zeros(0)
+        start, problem, restored, scores = time.perf_counter(), "", _NO_POSITIONS, np.zeros(0)
         released = np.fromiter(self.scores, np.int64)
         is_all_held = engine.resident == engine.ledger.seen
         has_room = engine.evictor.recall_room(len(turn.ids)) > 0
+        result, self.found = None, None
         try:
-            result = self._search(turn, ref, requested)
+            result = self._search(turn, ref, len(requested))
         except LostTokensError as error:
             problem = str(error)
         if len(requested):
             result = with_requested(result, requested)
+        elif isinstance(result, FoundPassages):
+            self.found = result
         is_focused = self.found is not None and self.found.is_question
         if result is not None:
             engine.evictor.begin_recall(
@@ -215,12 +171,10 @@ class Recall:
             restored = result.positions if is_focused else engine.store.placement.recalled
             scores = result.scores[np.searchsorted(result.positions, restored)]
         self.scores = dict(zip(restored.tolist(), scores.tolist(), strict=True))
-        search = self.passage_search
-        self.turns = describe_turns(engine, search, self.found, restored, with_gaps=True)
+        self.turns = self._described(restored, with_gaps=True)
         if turn.tool_result_turn < 0:  # a reason is kept for the user's messages alone
             unfit = "nothing evicted fits it" if has_room else "there was no room beside it"
-            reason = problem or unfit
-            reason = "all was held" if is_all_held else reason
+            reason = "all was held" if is_all_held else problem or unfit
             self.nothing_restored_reason = reason if recall and not len(restored) else ""
         seconds = time.perf_counter() - start
         return RecallResult(restored, released, seconds, problem, focused=is_focused)
@@ -233,23 +187,19 @@ class Recall:
         room = self._engine.choice.free_budget(incoming) // 2
         return positions[max(0, len(positions) - room) :]
 
-    def _search(self, turn: NewTurn, ref: TurnRef, requested: Positions) -> SearchResult | None:
-        """The tokens that fit a turn, beside `requested`; sets `found` after a passage search."""
-        engine, recall, result = self._engine, self._engine.settings.recall, None
-        is_all_held = engine.resident == engine.ledger.seen
-        self.found = None
+    def _search(self, turn: NewTurn, ref: TurnRef, requested: int) -> SearchResult | None:
+        """The tokens that fit a turn, beside so many that the user has `requested`."""
+        engine, recall = self._engine, self._engine.settings.recall
+        passages = self.passage_search.passages
         if recall and not isinstance(retriever(recall.retriever), PassageRetriever):
             # This reads the turn first, which may evict tokens, so the room is known after it.
             result = search(engine, self._model, turn.ids, turn.roles, ref)
-            if result is not None:
-                room = engine.evictor.recall_room(len(turn.ids)) - len(requested)
-                result = best_tokens(result, room, self.passage_search.passages.torn)
-        elif recall and len(self.passage_search.passages) and (self._focus() or not is_all_held):
-            room = engine.evictor.recall_room(len(turn.ids)) - len(requested)
-            found = self.find(turn, max(0, room))
-            self.found = None if len(requested) else found
-            result = found.result
-        return result
+            room = engine.evictor.recall_room(len(turn.ids)) - requested
+            return None if result is None else best_tokens(result, room, passages.torn)
+        is_all_held = engine.resident == engine.ledger.seen
+        if recall and len(passages) and (self._focus() or not is_all_held):
+            return self.find(turn, max(0, engine.evictor.recall_room(len(turn.ids)) - requested))
+        return None
 
     def find(self, turn: NewTurn, room: int) -> FoundPassages:
         """Find the passages that fit a new turn, of at most `room` tokens together.
@@ -288,17 +238,17 @@ class Recall:
             further[list(chosen)] = -np.inf
             left = room - sum(len(rows) for rows, _ in chosen.values())
             chosen |= self._take(further, DISCOUNT * MIN_SCORE, left, whole=bool(chosen))
-        numbers = list(chosen)
-        fits_best = is_auto & (scores[numbers] < DISCOUNT * MIN_SCORE)
-        return FoundPassages(
-            result=_result_of(chosen),
-            passages=tuple(numbers),
-            word_scores=tuple(by_words[numbers].tolist()),
-            fits_best=tuple(fits_best.tolist()),
-            query=query,
-            best_score=best,
-            is_question=is_question,
+        other = "its meaning" if query.vector is not None else ""
+        reasons = (
+            "words of the best"
+            if is_auto and scores[number] < DISCOUNT * MIN_SCORE
+            else "words beside it"
+            if by_words[number] > 0
+            else other
+            for number in chosen
         )
+        about = tuple(chosen), tuple(reasons), query, best, is_question
+        return FoundPassages(*_tokens_of(chosen), *about)
 
     def passages_containing(self, text: str) -> list[Positions]:
         """Tokens of each passage with all informative words of a text; [] if the chat lacks one.
@@ -321,11 +271,38 @@ class Recall:
         """Scores by position of the found tokens that were held already, and their turns."""
         if self.found is None:
             return {}, ()
-        positions, scores = self.found.result.positions, self.found.result.scores
+        positions, scores = self.found.positions, self.found.scores
         is_held = ~np.isin(positions, list(self.scores))
         held = positions[is_held]
-        turns = describe_turns(self._engine, self.passage_search, self.found, held)
-        return dict(zip(held.tolist(), scores[is_held].tolist(), strict=True)), turns
+        scores_held = dict(zip(held.tolist(), scores[is_held].tolist(), strict=True))
+        return scores_held, self._described(held)
+
+    def _described(
+        self, restored: Positions, *, with_gaps: bool = False
+    ) -> tuple[RecalledTurn, ...]:
+        """The turns of these tokens, with the text and shared words of each one's best passage.
+
+        `with_gaps`: with … for what is not held now.
+        """
+        ledger, search, found = self._engine.ledger, self.passage_search, self.found
+        best = dict[int, tuple[tuple[str, ...], str, str]]()
+        for number, reason in zip(found.passages, found.reasons, strict=True) if found else ():
+            text = search.passages.texts(ledger, number, number + 1)[0]
+            words = search.index.shared_words(text, found.query.text)
+            rows = search.passages.shown_tokens(ledger, number)
+            pieces = texts_at(ledger, self._texts, rows)
+            is_held = ledger.column("state")[rows] == State.HELD
+            shown = text_with_gaps(pieces, is_held | (not with_gaps))
+            turn = int(search.passages.rows["turn"][number])
+            best.setdefault(turn, (words, shown, "" if words else reason))
+        described, of_tokens = list[RecalledTurn](), ledger.column("turn")[restored]
+        bits = self._engine.store.archive.bits(restored)
+        for turn in np.unique(of_tokens).tolist():
+            own = bits[of_tokens == turn]
+            words, shown, reason = best.get(turn, ((), "", ""))
+            fewest = min(set(own.tolist()) - {0}, default=0)
+            described.append(RecalledTurn(turn, len(own), words, shown, fewest, reason))
+        return tuple(described)
 
     def _focus(self) -> int:
         """Most tokens from which a question is answered; 0 to answer from all held tokens."""
@@ -426,12 +403,14 @@ def weighted(scores: Tensor, surprisal: NDArray[np.float64]) -> Tensor:
     return (scores - lowest) * torch.from_numpy(surprisal).to(scores.dtype)
 
 
-def _result_of(chosen: dict[int, tuple[Positions, float]]) -> SearchResult:
-    """The tokens of the passages, each with its passage's score."""
+def _tokens_of(
+    chosen: dict[int, tuple[Positions, float]],
+) -> tuple[Positions, NDArray[np.float64]]:
+    """The positions of the passages' tokens, ascending, and the score of each one's passage."""
     positions = np.concatenate([_NO_POSITIONS, *(rows for rows, _ in chosen.values())])
     scores = [np.full(len(rows), score) for rows, score in chosen.values()]
     order = np.argsort(positions)
-    return SearchResult(positions[order], np.concatenate([np.zeros(0), *scores])[order])
+    return positions[order], np.concatenate([np.zeros(0), *scores])[order]
 
 
 def best_tokens(result: SearchResult, n: int, but: NDArray[np.bool_]) -> SearchResult:

@@ -192,7 +192,7 @@ class ReadChat:
                 for count in counts if question.sources else ():
                     room = max(0, count - len(pinned))
                     new = NewTurn(turn.ids, turn.roles, session.state.generated)
-                    chosen = recall.find(new, room).result.positions
+                    chosen = recall.find(new, room).positions
                     at = np.union1d(pinned, chosen)
                     have = self.found(question, at) | {"keys": self._keys_found(question, at)}
                     found.setdefault(question.number, {})[str(count)] = have

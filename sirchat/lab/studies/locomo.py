@@ -139,7 +139,7 @@ def recalled_positions(session: Session, text: str, counts: Sequence[int]) -> di
     if retriever(session.profile.recall).finds_passages:  # which fill the room: no rank says how
         turn = session.template.user_turn(text)
         recall.update()
-        return {n: recall.find(NewTurn(turn.ids, turn.roles), n).result.positions for n in counts}
+        return {n: recall.find(NewTurn(turn.ids, turn.roles), n).positions for n in counts}
     list(session.read_user(text))
     scores = recall.scores
     session.undo()

@@ -148,8 +148,8 @@ def test_passages_that_come_back_are_those_that_a_session_finds_with_so_much_roo
             list(chat.read_user(question_and_options(question)[0]))
             found = chat.recall.found
             assert found is not None
-            assert len(found.result.positions) <= n
-            share = np.isin(np.concatenate(missing), found.result.positions).mean()
+            assert len(found.positions) <= n
+            share = np.isin(np.concatenate(missing), found.positions).mean()
             assert back[question.number]["words"][str(n)]["share"] == pytest.approx(share)
             shares.add(float(share))
             chat.undo()
