@@ -241,9 +241,9 @@ class Conversation:
     ) -> OpenReply:
         """Begin the reply to the last message, or continue the `begun` one.
 
-        The ids of `reply`, if given, come first; the reply goes on after them if it has no `finish`.
-        Sampled ids are `allowed` ones. The caller generates by `OpenReply.events`, or by `step` with
-        other sessions. A reply that `is_undoable`, or another `attempt`, has a point in `history`.
+        The ids of `reply`, if given, come first; without `finish`, others follow, all `allowed`.
+        The caller generates by `OpenReply.events`, or by `step` with other sessions. A reply that
+        `is_undoable`, or that is another `attempt`, has a point in `history`.
         """
         profile, closing = self.profile, self.template.closing
         # Without an archive, a new checkpoint deletes what an undo needs.

@@ -9,7 +9,7 @@ from heapq import nlargest
 
 from sirchat.chat.events import TokenRow
 from sirchat.chat.session import Session
-from sirchat.chat.words import (
+from sirchat.chat.token_rows import (
     PUNCTUATION,
     is_punctuation,
     near_positions,

@@ -10,8 +10,16 @@ import numpy as np
 from sirchat.chat.conversation import Conversation
 from sirchat.chat.events import TokenRow
 from sirchat.chat.targets import template_prompt
-from sirchat.chat.token_rows import Floats, policy_scores, shown_scores, token_rows
-from sirchat.chat.words import is_punctuation, near_positions, without_template, words_at
+from sirchat.chat.token_rows import (
+    Floats,
+    is_punctuation,
+    near_positions,
+    policy_scores,
+    shown_scores,
+    token_rows,
+    without_template,
+    words_at,
+)
 from sirchat.engine.engine import Engine
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger, Role

@@ -15,8 +15,8 @@ import torch
 
 from sirchat.chat.session import Session
 from sirchat.chat.state import ConversationState, Turn
+from sirchat.chat.token_rows import without_template
 from sirchat.chat.tool_loop import calls_in, read_result
-from sirchat.chat.words import without_template
 from sirchat.config.profile import Profile
 from sirchat.errors import ContextFullError, SettingError, UndoError
 from sirchat.memory.key_values import Positions

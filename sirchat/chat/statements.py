@@ -33,7 +33,7 @@ from sirchat.chat.corrections import (
 )
 from sirchat.chat.events import Event, Notice, Pinned
 from sirchat.chat.state import RetriedMessage
-from sirchat.chat.words import is_punctuation, words_missing
+from sirchat.chat.token_rows import is_punctuation, words_missing
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import CacheSettings
 from sirchat.errors import SettingError, format_value

@@ -248,7 +248,8 @@ class Recall:
             for number in chosen
         )
         about = tuple(chosen), tuple(reasons), query, best, is_question
-        return FoundPassages(*_tokens_of(chosen), *about)
+        positions, fits = _tokens_of(chosen)
+        return FoundPassages(positions, fits, *about)
 
     def passages_containing(self, text: str) -> list[Positions]:
         """Tokens of each passage with all informative words of a text; [] if the chat lacks one.
@@ -287,6 +288,7 @@ class Recall:
         ledger, search, found = self._engine.ledger, self.passage_search, self.found
         best = dict[int, tuple[tuple[str, ...], str, str]]()
         for number, reason in zip(found.passages, found.reasons, strict=True) if found else ():
+            assert found is not None
             text = search.passages.texts(ledger, number, number + 1)[0]
             words = search.index.shared_words(text, found.query.text)
             rows = search.passages.shown_tokens(ledger, number)

@@ -13,7 +13,7 @@ from prompt_toolkit.document import Document
 
 from sirchat.chat.session import Session
 from sirchat.chat.settings import options_of
-from sirchat.chat.words import without_template
+from sirchat.chat.token_rows import without_template
 from sirchat.config.profile import FIXED_SETTINGS, Profile
 from sirchat.config.values import allowed_values, policy_choices
 from sirchat.errors import SirchatError

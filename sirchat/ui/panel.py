@@ -20,7 +20,7 @@ from rich.text import Text
 from sirchat.chat.events import TokenRow
 from sirchat.chat.panel_snapshot import HeldShare, Snapshot
 from sirchat.chat.statements import StatedFact
-from sirchat.chat.words import is_punctuation, split_words, without_template
+from sirchat.chat.token_rows import is_punctuation, split_words, without_template
 from sirchat.ui.cells import StyledRun, cut, join_runs, token_line, wrap_runs
 from sirchat.ui.tables import (
     NOTHING_HELD,

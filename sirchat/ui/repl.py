@@ -7,15 +7,16 @@ from dataclasses import replace
 from time import monotonic
 
 from sirchat.chat.events import Delta, Event, TurnDone
-from sirchat.chat.pinned_summary import (
+from sirchat.chat.retry import go_on
+from sirchat.chat.session import Interrupted, Session
+from sirchat.chat.summary import (
     last_user_message,
+    make_summary,
+    omitted_facts,
     pin_summary,
     summary_cost,
     undo_summaries,
 )
-from sirchat.chat.retry import go_on
-from sirchat.chat.session import Interrupted, Session
-from sirchat.chat.summary import make_summary, omitted_facts
 from sirchat.errors import SirchatError, is_output_closed, shows_tracebacks
 from sirchat.memory.free_memory import trim_memory
 from sirchat.models.devices import describe_threads

@@ -16,7 +16,7 @@ from sirchat.chat.rereading import pinned_text, read_again, repinned_note
 from sirchat.chat.session import Session
 from sirchat.chat.settings import options_of
 from sirchat.chat.targets import Target
-from sirchat.chat.words import without_template
+from sirchat.chat.token_rows import without_template
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve
 from sirchat.config.values import describe_allowed, format_setting, parse_option, parse_value

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from sirchat.chat.events import Event, Notice, Undone
-from sirchat.chat.pinned_summary import undo_summaries
 from sirchat.chat.rereading import repinned_note, reread_before_last_message, reread_session
 from sirchat.chat.retry import retry_as_usual, retry_with_settings, settings_for_full
 from sirchat.chat.session import Interrupted, Session
+from sirchat.chat.summary import undo_summaries
 from sirchat.config.profile import Profile
 from sirchat.errors import UndoError, UsageError, format_value
 from sirchat.models.progress import Progress

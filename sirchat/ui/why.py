@@ -14,8 +14,8 @@ from sirchat.chat.events import TokenRow
 from sirchat.chat.retry import settings_for_full
 from sirchat.chat.session import Session
 from sirchat.chat.targets import turn_of_target, without_quotes
+from sirchat.chat.token_rows import is_punctuation
 from sirchat.chat.why import AttentionPaid, TokenRank, last_round, related_turn
-from sirchat.chat.words import is_punctuation
 from sirchat.errors import UsageError
 from sirchat.recall import RecalledTurn
 from sirchat.text.detokenizer import sentence_bounds

@@ -11,7 +11,7 @@ from chatting import session, tiny
 from sirchat.chat.events import Evicted, TokenRow
 from sirchat.chat.evicted_text import evicted_turns, evicted_words, surprising_words
 from sirchat.chat.session import Session
-from sirchat.chat.words import near_positions, split_words, word_text, words_at
+from sirchat.chat.token_rows import near_positions, split_words, word_text, words_at
 
 SINK: dict[str, Any] = {"policy": "sink", "sinks": 2, "budget": 64, "recent": 16}
 TOLD = ("My name is Anna.", "I live in Rome.", "My brother Paul is a baker.", "Tell me a story.")

@@ -20,7 +20,7 @@ from sirchat.chat import statements
 from sirchat.chat.session import Session
 from sirchat.chat.statements import StatedFact
 from sirchat.chat.summary import omitted_facts
-from sirchat.chat.words import words_missing
+from sirchat.chat.token_rows import words_missing
 from sirchat.ui.commands import Commands
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen

@@ -10,18 +10,19 @@ import pytest
 
 from chatting import babbler, notices, session, tiny
 from sirchat.chat.events import Notice
-from sirchat.chat.pinned_summary import (
-    PREFIX,
-    last_user_message,
-    pin_summary,
-    summary_cost,
-    undo_summaries,
-)
 from sirchat.chat.rereading import reread_session
 from sirchat.chat.session import Session
 from sirchat.chat.state import last_generated_reply
 from sirchat.chat.statements import StatedFact
-from sirchat.chat.summary import make_summary, omitted_facts
+from sirchat.chat.summary import (
+    PREFIX,
+    last_user_message,
+    make_summary,
+    omitted_facts,
+    pin_summary,
+    summary_cost,
+    undo_summaries,
+)
 from sirchat.errors import SettingError, UsageError
 from sirchat.models.model import LoadedModel
 from sirchat.recall.word_index import words_of

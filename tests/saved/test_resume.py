@@ -11,7 +11,7 @@ import pytest
 from chatting import tiny
 from command import run
 from saved_chats import SAYINGS, Chat, saved
-from sirchat.chat.pinned_summary import pin_summary
+from sirchat.chat.summary import pin_summary
 from sirchat.cli.app import _complete_resume_flag
 from sirchat.paths import sessions_dir
 from sirchat.saved.session_list import list_sessions

@@ -11,8 +11,8 @@ import torch
 
 from attacking import MANY
 from chatting import babbler, random_model, session, tiny
-from sirchat.chat.pinned_summary import PREFIX, pin_summary
 from sirchat.chat.session import Session
+from sirchat.chat.summary import PREFIX, pin_summary
 from sirchat.config.profile import Profile
 from sirchat.errors import SessionError
 from sirchat.memory.key_values import KeyValues

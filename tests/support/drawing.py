@@ -13,7 +13,7 @@ from rich.style import Style
 
 from sirchat.chat.events import TokenRow
 from sirchat.chat.panel_snapshot import HeldShare, Snapshot
-from sirchat.chat.words import without_template, words_at
+from sirchat.chat.token_rows import without_template, words_at
 from sirchat.ui.theme import find_theme
 
 DARK, LIGHT, NONE = (find_theme(name, {}) for name in ("dark", "light", "none"))

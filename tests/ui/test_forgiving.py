@@ -13,7 +13,7 @@ from fake_terminal import FakeTerminal
 from saved_chats import Chat, refusal
 from sirchat.chat.events import Delta
 from sirchat.chat.evicted_text import evicted_words
-from sirchat.chat.pinned_summary import last_user_message, pin_summary, undo_summaries
+from sirchat.chat.summary import last_user_message, pin_summary, undo_summaries
 from sirchat.chat.targets import positions_of
 from sirchat.ui.commands import Edit
 from template_shapes import HEADERS, with_template

@@ -17,8 +17,8 @@ from fake_terminal import FakeTerminal
 from saved_chats import Chat
 from sirchat.chat.events import TurnDone
 from sirchat.chat.evicted_text import EvictedTurn
-from sirchat.chat.pinned_summary import pin_summary
 from sirchat.chat.session import Session
+from sirchat.chat.summary import pin_summary
 from sirchat.chat.tool_loop import read_result
 from sirchat.recall import RecalledTurn
 from sirchat.text.tool_calls import ToolCall

@@ -14,8 +14,8 @@ from fake_terminal import FakeTerminal
 from saved_chats import Chat
 from sirchat.chat.events import Switched
 from sirchat.chat.panel_snapshot import HeldShare
-from sirchat.chat.pinned_summary import pin_summary
 from sirchat.chat.statements import StatedFact
+from sirchat.chat.summary import pin_summary
 from sirchat.errors import UsageError
 from sirchat.models.model import LoadedModel
 from sirchat.recall import RecalledTurn

@@ -15,11 +15,10 @@ import pytest
 from chatting import random_model
 from plain_model import load_model
 from saved_chats import SAYINGS, Chat
-from sirchat.chat.pinned_summary import pin_summary
 from sirchat.chat.rereading import PinnedText, copy_session, read_again
 from sirchat.chat.session import Session
 from sirchat.chat.state import Turn
-from sirchat.chat.summary import make_summary
+from sirchat.chat.summary import make_summary, pin_summary
 from sirchat.config.profile import Profile
 from sirchat.models.model import wrap_model
 from sirchat.saved.resume import resume_session
