@@ -405,9 +405,7 @@ def weighted(scores: Tensor, surprisal: NDArray[np.float64]) -> Tensor:
     return (scores - lowest) * torch.from_numpy(surprisal).to(scores.dtype)
 
 
-def _tokens_of(
-    chosen: dict[int, tuple[Positions, float]],
-) -> tuple[Positions, NDArray[np.float64]]:
+def _tokens_of(chosen: dict[int, tuple[Positions, float]]) -> tuple[Positions, NDArray[np.float64]]:
     """The positions of the passages' tokens, ascending, and the score of each one's passage."""
     positions = np.concatenate([_NO_POSITIONS, *(rows for rows, _ in chosen.values())])
     scores = [np.full(len(rows), score) for rows, score in chosen.values()]
