@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
@@ -10,7 +9,6 @@ from heapq import nlargest
 from sirchat.chat.events import TokenRow
 from sirchat.chat.session import Session
 from sirchat.chat.token_rows import (
-    PUNCTUATION,
     is_punctuation,
     near_positions,
     without_template,
@@ -20,8 +18,6 @@ from sirchat.chat.token_rows import (
 from sirchat.recall.word_index import STOP_WORDS
 
 _MAX_TOKENS = 8  # tokens whose words `surprising_words` finds
-# User messages that `_common_words` needs, and the most that it searches
-_MIN_MESSAGES, _MAX_MESSAGES = 4, 64
 
 
 @dataclass(frozen=True)
@@ -55,8 +51,7 @@ def evicted_turns(session: Session) -> Iterator[EvictedTurn]:
 def evicted_words(session: Session, positions: Collection[int]) -> tuple[str, ...]:
     """The user's words with evicted tokens at these positions, most surprising first.
 
-    Left out are words that are held at another place, English stop words, and words that most of
-    the user's messages have.
+    Left out are words that are held at another place, and English stop words.
     """
     roles = session.state.roles  # a summary is not what the user said
     rows = [row for row in session.tokens(sorted(positions)) if row.role == roles[row.turn]]
@@ -69,7 +64,7 @@ def evicted_words(session: Session, positions: Collection[int]) -> tuple[str, ..
     # Whole words: the rest of a word may have been evicted before.
     near = session.tokens(near_positions(evicted, session.seen))
     near_user = [row for row in near if row.role == "user"]
-    return words_at(evicted, near_user, words_in(held) | STOP_WORDS | _common_words(session))
+    return words_at(evicted, near_user, words_in(held) | STOP_WORDS)
 
 
 def surprising_words(
@@ -85,16 +80,3 @@ def surprising_words(
     positions = [row.position for row in best]
     near = without_template(session.tokens(near_positions(positions, session.seen)))
     return words_at(positions, near, words_in(held))
-
-
-def _common_words(session: Session) -> set[str]:
-    """The words, in lower case, that more than half of the user's last messages have."""
-    texts = [turn.text for turn in session.turns if turn.role == "user"][-_MAX_MESSAGES:]
-    if len(texts) < _MIN_MESSAGES:
-        return set()
-    counts = Counter(
-        word
-        for text in texts
-        for word in {spelling.strip(PUNCTUATION).casefold() for spelling in text.split()}
-    )
-    return {word for word, count in counts.items() if 2 * count > len(texts)}

@@ -311,7 +311,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
 
     def __enter__(self) -> OpenReply:
         try:
-            self.generation.__enter__()
+            self.generation.begin()
         except BaseException:
             self.__exit__()
             raise

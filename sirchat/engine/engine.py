@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -46,6 +46,16 @@ from sirchat.models.model import LoadedModel
 _MAX_PASS_IDS = 1024
 _REBUILD_PASS_IDS = 256  # ids in a pass that computes recurrent states again
 _ANCHOR, _CONTINUES = int(Flag.ANCHOR), int(Flag.CONTINUES)
+
+# Of guesses of next tokens, see `PromptLookup`
+_SHORT_MATCH = 3  # how many newest tokens must have occurred before, if the last guess was right
+_LONG_MATCH = 8  # how many at the start, and if the last guess was wrong
+_SEARCHED_TOKENS = 2**14  # newest tokens that are searched
+_SHORT_GUESS, _LONG_GUESS = 5, 15  # tokens guessed after a short and after a long match
+_MIN_USEFUL_TOKENS = 3  # minimum number of right tokens with which the larger pass saves time
+_MAX_PAUSE = 256  # maximum number of tokens for which nothing is guessed
+
+_LOG = logging.getLogger(__name__)
 
 
 class Engine:
@@ -293,14 +303,6 @@ class Engine:
         return size * max(1, free // size)
 
 
-_SHORT_MATCH = 3  # how many newest tokens must have occurred before, if the last guess was right
-_LONG_MATCH = 8  # how many at the start, and if the last guess was wrong
-_SEARCHED_TOKENS = 2**14  # newest tokens that are searched
-_SHORT_GUESS, _LONG_GUESS = 5, 15  # tokens guessed after a short and after a long match
-_MIN_USEFUL_TOKENS = 3  # minimum number of right tokens with which the larger pass saves time
-_MAX_PAUSE = 256  # maximum number of tokens for which nothing is guessed
-
-
 class PromptLookup:
     """Guesses the next tokens of one reply: those that followed the same text earlier.
 
@@ -354,9 +356,6 @@ def _longest_match(ids: NDArray[Any]) -> tuple[int, int]:
     return (best + 1, length) if length >= _SHORT_MATCH else (0, 0)
 
 
-_LOG = logging.getLogger(__name__)
-
-
 class StepResult(NamedTuple):
     """What one step did for one reply: evictions, then at most one token, and the end, if any."""
 
@@ -365,8 +364,8 @@ class StepResult(NamedTuple):
     seconds: float = 0.0  # that the step took
 
 
-class Generation(AbstractContextManager["Generation"]):
-    """Context manager: a reply that is being generated; `step` adds one token to it.
+class Generation:
+    """A reply that is generated between `begin` and `close`; `step` adds one token to it.
 
     `lookup` guesses tokens, which are then precomputed in one pass. A step fails with
     ContextFullError if nothing may be evicted and fewer than `closing_tokens` more ids fit.
@@ -397,16 +396,12 @@ class Generation(AbstractContextManager["Generation"]):
         self.chosen_id = -1  # the id to be read next, or -1
         self.records: list[GeneratedToken | EvictedRows | Stopped] = []  # of the present step
 
-    def __enter__(self) -> Generation:
+    def begin(self) -> None:
         if self.engine.logits is None:
             raise RuntimeError("nothing has been read yet")
         self.engine.choice.round = self._turn.round
         self._division = self.engine.choice.divide_budget()
         self.reader.begin_reply(self._sampler if self._may_look_ahead else None)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the reply after its last token."""
@@ -414,7 +409,8 @@ class Generation(AbstractContextManager["Generation"]):
 
     def __iter__(self) -> Iterator[GeneratedToken | EvictedRows | Stopped]:
         """Generate the whole reply, and yield its records; raises the errors of its steps."""
-        with self:
+        self.begin()
+        try:
             while True:
                 (done,) = step([self])
                 yield from done.records
@@ -422,6 +418,8 @@ class Generation(AbstractContextManager["Generation"]):
                     raise done.error
                 if isinstance(done.records[-1], Stopped):
                     return
+        finally:
+            self.close()
 
     @property
     def can_share_pass(self) -> bool:

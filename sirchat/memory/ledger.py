@@ -489,10 +489,6 @@ class Ledger:
             tensors[name] = torch.from_numpy(np.ascontiguousarray(column))
         return HeldRows(**tensors, seen=self.seen, seed=self.seed)
 
-    def held(self, *, sinks: int, protected: NDArray[np.bool_]) -> HeldRows:
-        """The held tokens, as a policy's input; see `view`."""
-        return self.view(self.held_positions, sinks=sinks, protected=protected)
-
     def _add_arrival_keys(self, start: int) -> None:
         positions = np.arange(start, len(self._rows))
         self._rows["arrival_key"][start:] = uniform(self.seed, Purpose.ARRIVAL, positions)

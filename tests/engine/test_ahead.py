@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -102,7 +103,9 @@ class Play:
         partner = Generation(
             *(self.other, Sampler(Sampling()), at), stop_ids=frozenset(), max_new_tokens=99
         )
-        with reply, partner:
+        reply.begin()
+        partner.begin()
+        with closing(reply), closing(partner):
             while not is_over and not (ends in ("interrupt", "close") and tokens >= turn["after"]):
                 both = ends == "together" and tokens >= turn["after"]
                 done = step([reply, partner] if both else [reply])[0]

@@ -103,7 +103,7 @@ def check(ledger: Ledger, rows: list[dict[str, Any]], held: list[int]) -> None:
     for position in range(len(rows)):
         there = State.HELD if position in held else State.NOT_STORED
         assert ledger.column("state")[position] == there
-    view = ledger.held(sinks=2, protected=np.zeros(len(held), bool))
+    view = ledger.view(ledger.held_positions, sinks=2, protected=np.zeros(len(held), bool))
     assert view.position.tolist() == held
     assert view.is_sink.tolist() == [p < 2 for p in held]
     assert view.is_anchor.tolist() == [bool(rows[p]["flags"] & Flag.ANCHOR) for p in held]

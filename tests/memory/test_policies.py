@@ -190,7 +190,7 @@ def cases(pick: st.DrawFn) -> Case:
 
     rows = [row(position) for position in held]
     protected = [row.protected for row in rows]
-    view = ledger.held(sinks=sinks, protected=np.array(protected))
+    view = ledger.view(ledger.held_positions, sinks=sinks, protected=np.array(protected))
     view = replace(view, **{name: column(rows, name) for name in STATS})
     return Case(rows, view, random.randint(sum(protected), len(rows)))
 
@@ -273,7 +273,7 @@ def test_a_score_is_what_its_description_says(case: Case) -> None:
 
 
 def all_held(ledger: Ledger) -> HeldRows:
-    return ledger.held(sinks=0, protected=np.zeros(ledger.seen, bool))
+    return ledger.view(ledger.held_positions, sinks=0, protected=np.zeros(ledger.seen, bool))
 
 
 def test_rows_without_tracked_attention_rank_in_the_middle() -> None:

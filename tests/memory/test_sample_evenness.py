@@ -123,7 +123,9 @@ def read_stream(policy: Policy, rounds: list[int], seed: int) -> tuple[NDArray[n
             if ledger.held_count + count > BUDGET:
                 newest = max(opened, ledger.seen - policy.newest_room(room) // 2)
                 at = ledger.held_positions
-                held = ledger.held(sinks=SINKS, protected=(at < SINKS) | (at >= newest))
+                held = ledger.view(
+                    ledger.held_positions, sinks=SINKS, protected=(at < SINKS) | (at >= newest)
+                )
                 keep_rows(ledger, policy.keep(held, BUDGET - count))
                 end = min(newest, held.seen - recent)
             append_rows(ledger, [1.0] * count, number)

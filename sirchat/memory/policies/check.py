@@ -80,7 +80,7 @@ def _random_rows(case: int, policy: Policy) -> tuple[HeldRows, int]:
     protected = (at < sinks) | (at >= ledger.seen - 3)
     if policy.honours_pins:
         protected |= (ledger.column("flags")[at] & Flag.PINNED).astype(bool)
-    held = ledger.held(sinks=sinks, protected=protected)
+    held = ledger.view(at, sinks=sinks, protected=protected)
     stats: dict[str, Any] = {
         name: torch.from_numpy(random.random(len(held))) for name in policy.key_value_stats
     }
