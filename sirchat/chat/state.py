@@ -111,12 +111,13 @@ class ConversationState:
     # Numbers of the turns that the model wrote itself, and of those with a call that was answered
     generated: array[int] = field(init=False, default_factory=lambda: array("q"))
     calling: list[int] = field(init=False, default_factory=list)
+    tool_turns: int = field(init=False, default=0)  # how many turns tools have returned
 
     def __post_init__(self) -> None:
         self.set_turns(self.turns)
 
     def set_turns(self, turns: list[Turn]) -> None:
-        self.turns, self.generated, self.calling = [], array("q"), []
+        self.turns, self.generated, self.calling, self.tool_turns = [], array("q"), [], 0
         for turn in turns:
             self._append(turn)
             self.set_finish(len(self.turns) - 1, turn.finish)
@@ -157,8 +158,10 @@ class ConversationState:
             self.generated.append(index)
 
     def _append(self, turn: Turn) -> None:
-        if turn.role == "tool" and self.turns and self.turns[-1].role == "assistant":
-            self.calling.append(len(self.turns) - 1)
+        if turn.role == "tool":
+            self.tool_turns += 1
+            if self.turns and self.turns[-1].role == "assistant":
+                self.calling.append(len(self.turns) - 1)
         self.turns.append(turn)
 
 

@@ -201,7 +201,7 @@ def read_result(
 
 def calls_in(chat: Conversation, text: str) -> tuple[list[ToolCall], TurnIds | None]:
     """The calls in a reply's text, and the ids of such a turn, which are None without calls."""
-    parser = CallParser((), sum(turn.role == "tool" for turn in chat.state.turns))
+    parser = CallParser((), chat.state.tool_turns)
     said = parser.push(text)[0] + parser.finish()[0]
     if not parser.calls:
         return [], None
@@ -231,7 +231,7 @@ def _tool_template(chat: Conversation) -> ToolTemplate:
 
 def _call_parser(chat: Conversation, box: Toolbox) -> CallParser:
     """The parser of the calls in the next reply; with a begun call, of the first call alone."""
-    number = sum(turn.role == "tool" for turn in chat.state.turns)
+    number = chat.state.tool_turns
     if not isinstance(chat.template, PromptedTools):
         names = {name: tool.parameters for name, tool in box.tools.items()}
         return CallParser(names, number)

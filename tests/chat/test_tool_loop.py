@@ -324,6 +324,7 @@ def test_which_turns_the_model_wrote_and_which_called_is_known_without_a_count(
         before = [n - 1 for n, turn in turns if turn.role == "tool"]
         called = [n for n in before if chat.turns[n].role == "assistant"]
         assert (chat.state.generated.tolist(), chat.state.calling) == (own, called)
+        assert chat.state.tool_turns == len(before)
         return called
 
     ask(chat)
