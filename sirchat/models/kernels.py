@@ -1,4 +1,4 @@
-"""Triton kernels for one decode step on a GPU: products of weights with one row, and attention.
+"""Triton kernels for one decode step on a GPU: products of 16 bits, attention, choosing a token.
 
 Sums have a fixed order, whatever the capacity and the address of a cache and the rest of the batch.
 So a conversation's numbers depend only on that conversation.
@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sirchat.models.packed_kernels import Rounded, store_rounded
+
 SPLIT = 128  # cached rows that one program attends to
 _ATTENTION_BLOCK = 128  # of these at a time
 _MERGE_BLOCK = 16  # splits that are merged at a time
@@ -22,110 +24,41 @@ _LOGITS_BLOCK = 2048
 _DRAW_BLOCK = 32  # candidates whose weights are added at a time
 _MIN_DOT_ROWS = 16  # of a product of matrices
 
-# Of four bytes, puts the low (or high) four bits into the fractions of four floats, as 1 + q / 128;
-# or all bits of a byte XOR 128, as 2^23 + 128 + q. A conversion would take four times as long.
-_LOW = tl.constexpr("""{.reg .b32 t; lop3.b32 t, $4, 0x0f0f0f0f, 0x80808080, 0xEA;
-prmt.b32 $0, t, 0x3f, 0x4055; prmt.b32 $1, t, 0x3f, 0x4155;
-prmt.b32 $2, t, 0x3f, 0x4255; prmt.b32 $3, t, 0x3f, 0x4355;}""")
-_HIGH = tl.constexpr("""{.reg .b32 t; shr.b32 t, $4, 4; lop3.b32 t, t, 0x0f0f0f0f, 0x80808080, 0xEA;
-prmt.b32 $0, t, 0x3f, 0x4055; prmt.b32 $1, t, 0x3f, 0x4155;
-prmt.b32 $2, t, 0x3f, 0x4255; prmt.b32 $3, t, 0x3f, 0x4355;}""")
-_BYTE = tl.constexpr("""{.reg .b32 t; xor.b32 t, $4, 0x80808080;
-prmt.b32 $0, t, 0x4b, 0x4550; prmt.b32 $1, t, 0x4b, 0x4551;
-prmt.b32 $2, t, 0x4b, 0x4552; prmt.b32 $3, t, 0x4b, 0x4553;}""")
-
 
 @triton.jit
-def _floats(q, code: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Convert packed bytes to floats: `code` is `_LOW` or `_HIGH` (four bits) or `_BYTE`."""
-    if INTERPRETED:
-        wide = q.to(tl.int32)
-        if code == _LOW:
-            bits = (wide & 15) << 16 | 0x3F800000
-        elif code == _HIGH:
-            bits = (wide >> 4) << 16 | 0x3F800000
-        else:
-            bits = (wide ^ 128) | 0x4B000000
-    else:
-        bits = tl.inline_asm_elementwise(code, "=r,=r,=r,=r,r", [q], tl.int32, True, 4)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _dot(
-    x, norm, weight, scales, n, inside,
-    K: tl.constexpr, BITS: tl.constexpr, NORMED: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr
+def _dot_halves(
+    x, norm, weight, n, inside,
+    K: tl.constexpr, NORMED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """The products [ROWS] of the rows `n` of `weight` with x [K], and the sum of x^2."""
+    """The products [ROWS] of the rows `n` of `weight`, of 16 bits, with x [K]; the sum of x^2."""
     row = n.to(tl.int64)[:, None]
-    if BITS == 4:
-        GROUPS: tl.constexpr = COLUMNS // 32
-        total = tl.zeros([ROWS, GROUPS], tl.float32)
-        squares = tl.zeros([GROUPS], tl.float32)
-        byte_index = tl.arange(0, 16)
-        for start in range(0, K // 32, GROUPS):
-            group = start + tl.arange(0, GROUPS)
-            in_range = group < K // 32
-            k = group[:, None] * 32 + byte_index[None, :]  # [GROUPS, 16]
-            low = tl.load(x + k, mask=in_range[:, None], other=0.0)
-            high = tl.load(x + k + 16, mask=in_range[:, None], other=0.0)
-            if NORMED:
-                squares += tl.sum(low * low + high * high, 1)
-                low *= tl.load(norm + k, mask=in_range[:, None], other=0.0).to(tl.float32)
-                high *= tl.load(norm + k + 16, mask=in_range[:, None], other=0.0).to(tl.float32)
-            mask = inside[:, None] & in_range[None, :]
-            scale_offset = row * (K // 32) + group[None, :]
-            # [ROWS, GROUPS, 16]
-            byte_offset = scale_offset[:, :, None] * 16 + byte_index[None, None, :]
-            q = tl.load(weight + byte_offset, mask=mask[:, :, None], other=0)
-            part = _floats(q, _LOW, INTERPRETED) * low[None]
-            part += _floats(q, _HIGH, INTERPRETED) * high[None]
-            # Scale and zero, two bfloat16: a weight is (q - 8) * scale + zero.
-            pair = tl.load(scales + scale_offset, mask=mask, other=0)
-            scale = (pair << 16).to(tl.float32, bitcast=True)
-            zero = (pair & -65536).to(tl.float32, bitcast=True)
-            sums = tl.sum(low + high, 1)[None, :]
-            total += tl.sum(part, 2) * (scale * 128) + (zero - scale * 136) * sums
-        return tl.sum(total, 1), tl.sum(squares)
-    else:  # noqa: RET505  # the compiler needs it
-        total = tl.zeros([ROWS, COLUMNS], tl.float32)
-        squares = tl.zeros([COLUMNS], tl.float32)
-        for start in range(0, K, COLUMNS):
-            k = start + tl.arange(0, COLUMNS)
-            in_range = k < K
-            h = tl.load(x + k, mask=in_range, other=0.0)
-            if NORMED:
-                squares += h * h
-                h *= tl.load(norm + k, mask=in_range, other=0.0).to(tl.float32)
-            mask = inside[:, None] & in_range[None, :]
-            w = tl.load(weight + row * K + k[None, :], mask=mask, other=0)
-            if BITS == 8:
-                wide = _floats(w.to(tl.uint8, bitcast=True), _BYTE, INTERPRETED)
-                total += (wide - 8388736.0) * h[None, :]
-            else:
-                total += w.to(tl.float32) * h[None, :]
-        y = tl.sum(total, 1)
-        if BITS == 8:
-            y *= tl.load(scales + n, mask=inside, other=0.0).to(tl.float32)
-        return y, tl.sum(squares)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    squares = tl.zeros([COLUMNS], tl.float32)
+    for start in range(0, K, COLUMNS):
+        k = start + tl.arange(0, COLUMNS)
+        in_range = k < K
+        h = tl.load(x + k, mask=in_range, other=0.0)
+        if NORMED:
+            squares += h * h
+            h *= tl.load(norm + k, mask=in_range, other=0.0).to(tl.float32)
+        mask = inside[:, None] & in_range[None, :]
+        w = tl.load(weight + row * K + k[None, :], mask=mask, other=0)
+        total += w.to(tl.float32) * h[None, :]
+    return tl.sum(total, 1), tl.sum(squares)
 
 
 @triton.jit
 def _multiply(
-    x, norm, weight, scales, bias, added, out, N, epsilon,
-    K: tl.constexpr, BITS: tl.constexpr, NORMED: tl.constexpr, BIASED: tl.constexpr,
-    ADDED: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    INTERPRETED: tl.constexpr
+    x, norm, weight, bias, added, out, N, epsilon,
+    K: tl.constexpr, NORMED: tl.constexpr, BIASED: tl.constexpr,
+    ADDED: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """Multiply a matrix with one of B rows x [K]; with `GATED`: silu(first half) * second half."""
     b = tl.program_id(1)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = n < N
     x += b * K
-    y, squares = _dot(
-        x, norm, weight, scales, n, inside, K, BITS, NORMED, ROWS, COLUMNS, INTERPRETED
-    )
+    y, squares = _dot_halves(x, norm, weight, n, inside, K, NORMED, ROWS, COLUMNS)
     factor = 1.0
     if NORMED:
         factor = tl.rsqrt(squares / K + epsilon)
@@ -133,9 +66,7 @@ def _multiply(
     if BIASED:
         y += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
     if GATED:
-        up, _ = _dot(
-            x, norm, weight, scales, n + N, inside, K, BITS, NORMED, ROWS, COLUMNS, INTERPRETED
-        )
+        up, _ = _dot_halves(x, norm, weight, n + N, inside, K, NORMED, ROWS, COLUMNS)
         if NORMED:
             up *= factor
         if BIASED:
@@ -242,8 +173,9 @@ def _attend(
 
 @triton.jit
 def _merge(
-    parts, tops, lengths, out, SPLITS: tl.constexpr,
-    QUERY_HEADS: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr, MERGED: tl.constexpr
+    parts, tops, lengths, out, digits, numbers, SPLITS: tl.constexpr,
+    QUERY_HEADS: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr, MERGED: tl.constexpr,
+    NEXT_BITS: tl.constexpr
 ):  # fmt: skip
     query = tl.program_id(0)
     n = tl.load(lengths + query // QUERY_HEADS) + 1
@@ -264,7 +196,14 @@ def _merge(
             total = total * kept + tl.sum(sums * share, 0)
             y = y * kept + tl.sum(x * share[:, None], 0)
             top = above
-    tl.store(out + query * D + d, y / total)
+    y /= total
+    tl.store(out + query * D + d, y)
+    if NEXT_BITS:
+        b, head = query // QUERY_HEADS, query % QUERY_HEADS
+        count = tl.num_programs(0) // QUERY_HEADS
+        store_rounded(
+            y, y, digits, numbers, head * D, b, count, QUERY_HEADS * D, NEXT_BITS, False, D
+        )
 
 
 @triton.jit
@@ -357,40 +296,32 @@ def _draw_token(
     tl.store(is_valid, is_certain & (drawn < V))
 
 
-# Rows and columns that a program multiplies at a time, and its warps: of a few, the fastest.
-_PRODUCT_CONFIGS = {16: (2, 1024, 4), 8: (8, 512, 4), 4: (16, 1024, 4)}
+_HALVES_ROWS, _HALVES_COLUMNS = 2, 1024  # that a program multiplies at a time, of 16 bits
 _TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 def multiply(
     x: Tensor,
     weight: Tensor,
-    scales: Tensor | None,
     *,
-    bits: int,
     norm: Tensor | None = None,
     epsilon: float = 0.0,
     bias: Tensor | None = None,
     added: Tensor | None = None,
     gated: bool = False,
-    config: tuple[int, int, int] | None = None,
 ) -> Tensor:
-    """Multiply rows x, float32 [B, K], with a matrix of 16, 8 or 4 bits; returns float32 [B, N].
+    """Multiply rows x, float32 [B, K], with a matrix of 16 bits; returns float32 [B, N].
 
     With `norm`, x is normalized first (RMSNorm). `added` [B, N] is added. With `gated`, the matrix
     has 2 N rows, for A and B, and the result is silu(x A^T) * (x B^T).
     """
     count, columns = x.shape
     rows = len(weight) // 2 if gated else len(weight)
-    row_block, column_block, warps = config or _PRODUCT_CONFIGS[bits]
     out = x.new_empty((count, rows))
-    if scales is not None and bits == 4:
-        scales = scales.view(torch.int32)
-    _multiply[(triton.cdiv(rows, row_block), count)](
-        x, norm, weight, scales, bias, added, out, rows, epsilon,
-        K=columns, BITS=bits, NORMED=norm is not None, BIASED=bias is not None,
-        ADDED=added is not None, GATED=gated, ROWS=row_block, COLUMNS=column_block,
-        INTERPRETED=triton.knobs.runtime.interpret, num_warps=warps
+    _multiply[(triton.cdiv(rows, _HALVES_ROWS), count)](
+        x, norm, weight, bias, added, out, rows, epsilon,
+        K=columns, NORMED=norm is not None, BIASED=bias is not None, ADDED=added is not None,
+        GATED=gated, ROWS=_HALVES_ROWS, COLUMNS=_HALVES_COLUMNS, num_warps=4
     )  # fmt: skip
     return out
 
@@ -411,13 +342,14 @@ def attend(
     scale: float,
     dtype: torch.dtype,
     scores: Tensor | None = None,
-) -> Tensor:
+    next_bits: int = 0,
+) -> tuple[Tensor, Rounded | None]:
     """Attention of one new token in each of B conversations: [B, H_q, D] in the type of `rows`.
 
     `rows` [B, H_q + 2 H, D]: queries, keys and values, not yet rotated. `pools`, int64 [2, B]:
     address and capacity of each cache's pool [L, 3, H, capacity, D] of `dtype`. `lengths` [B]: the
     slots for the new rows. `slot_count`: at least the largest capacity. `scores`, float32 [B, H_q,
-    slot_count]: gets the scaled products, or -inf.
+    slot_count]: gets the scaled products, or -inf. With `next_bits`, the result is rounded, too.
     """
     count, head_count, size = rows.shape
     group = (head_count - 2 * kv_heads) // kv_heads
@@ -432,12 +364,15 @@ def attend(
         SPLIT=SPLIT, BLOCK=_ATTENTION_BLOCK, num_warps=4
     )  # fmt: skip
     out = rows.new_empty((count, kv_heads * group, size))
+    rounds = next_bits and size % 32 == 0
+    rounded = Rounded.empty(out, count, kv_heads * group * size, next_bits) if rounds else None
     _merge[(count * kv_heads * group,)](
-        parts, tops, lengths, out,
+        parts, tops, lengths, out, *(rounded or (None, None)),
         SPLITS=splits, QUERY_HEADS=kv_heads * group, D=size, SPLIT=SPLIT, MERGED=_MERGE_BLOCK,
-        num_warps=1 if size < 128 else 2
+        NEXT_BITS=next_bits if rounds else 0, num_warps=1 if size < 128 else 2,
+        enable_fp_fusion=False
     )  # fmt: skip
-    return out
+    return out, rounded
 
 
 def block_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +21,9 @@ from sirchat.models.decoder import signed
 from sirchat.models.devices import is_spread
 from sirchat.models.model_config import LENGTH_DEPENDENT, LLAMA_KINDS, sliding_window
 from sirchat.models.packed import GROUP, Int4GpuLinear, Int8Head, Int8Linear, PackedLinear
+
+if TYPE_CHECKING:
+    from sirchat.models.packed_kernels import Rounded
 
 _MIN_SLOT_BOUND = 1024  # slots that a captured step can attend to at least
 
@@ -37,6 +40,13 @@ class AttentionParams(NamedTuple):
     query_norm: Tensor | None
     key_norm: Tensor | None
     epsilon: float
+
+
+class _Rows(NamedTuple):
+    """Rows [B, K], float32; perhaps also rounded for the packed weights that multiply them next."""
+
+    floats: Tensor
+    rounded: Rounded | None = None
 
 
 class UnusedSlots:
@@ -126,28 +136,33 @@ class LlamaStep:
         The arguments are those of `StepBody`. With `observed_layers`, also returns the attention
         weights [B, slots], summed over these layers and averaged over heads.
         """
-        x = self._module.get_input_embeddings()(ids).float()  # [B, d]
-        cos, sin = self._module.model.rotary_emb(x[:, None], positions[:, None])  # [B, 1, D]
+        x = _Rows(self._module.get_input_embeddings()(ids).float())  # [B, d]
+        cos, sin = self._module.model.rotary_emb(x.floats[:, None], positions[:, None])  # [B, 1, D]
         rotation = cos[:, 0].float().contiguous(), signed(sin[:, 0].float()).contiguous()
-        states, weights = [x[:, :0]], list[Tensor]()
-        for layer_index, layer in enumerate(self._layers):
-            rows = self._multiply(layer.queries_keys_values, x, layer.attention_norm)
-            rows = rows.view(len(x), -1, layer.attention.head_dim)
+        states, weights = [x.floats[:, :0]], list[Tensor]()
+        inputs = [(layer.queries_keys_values, layer.attention_norm) for layer in self._layers]
+        following = [*inputs[1:], (self._head, self._norm)]
+        for layer_index, (layer, after) in enumerate(zip(self._layers, following, strict=True)):
+            rows = self._multiply(layer.queries_keys_values, x, layer.attention_norm).floats
+            rows = rows.view(len(rows), -1, layer.attention.head_dim)
             scores = None
             if layer_index in observed_layers:
-                shape = len(x), layer.attention.query_heads, self._slot_bound(caches)
-                scores = x.new_empty(shape)
+                shape = len(rows), layer.attention.query_heads, self._slot_bound(caches)
+                scores = rows.new_empty(shape)
             attended = self._attend(
-                layer_index, layer.attention, rows, rotation, lengths, pools, caches, scores
+                layer_index, layer, rows, rotation, lengths, pools, caches, scores
             )
             if scores is not None:
                 weights.append(scores.softmax(-1).mean(1))
-            x = self._multiply(layer.output, attended.flatten(1), added=x)
-            inner = self._multiply(layer.gate_up, x, layer.network_norm, gated=True)
-            x = self._multiply(layer.down, inner, added=x)
+            then = layer.gate_up, layer.network_norm
+            x = self._multiply(layer.output, attended, added=x.floats, then=then)
+            inner = self._multiply(
+                layer.gate_up, x, layer.network_norm, gated=True, then=(layer.down, None)
+            )
+            x = self._multiply(layer.down, inner, added=x.floats, then=after)
             if layer_index + 1 in self._wanted_layers:
-                states.append(x)
-        logits = self._multiply(self._head, x, self._norm)
+                states.append(x.floats)
+        logits = self._multiply(self._head, x, self._norm).floats
         summed = (sum(weights[1:], weights[0]),) if weights else ()
         return logits, torch.cat(states, 1), *summed
 
@@ -159,60 +174,62 @@ class LlamaStep:
     def _multiply(
         self,
         product: _Product,
-        x: Tensor,
+        x: _Rows,
         norm: _Norm | None = None,
         *,
         added: Tensor | None = None,
         gated: bool = False,
-    ) -> Tensor:
-        """Multiply x, float32 [B, K], normalized with `norm`, with a matrix: float32 [B, N]."""
+        then: tuple[_Product, _Norm | None] | None = None,
+    ) -> _Rows:
+        """Multiply rows [B, K], normalized with `norm`, with a matrix: [B, N].
+
+        `then`: by what the result is multiplied next, after which norm.
+        """
+        if self.kernels == "triton" and product.rounded_bits:
+            return _multiply_packed(product, x, norm, added, gated, then)
+        x_floats = x.floats
         # With more rows, torch's products read plain weights only once; those of Triton do not.
-        suits_triton = (len(x) == 1 or product.bits < 16) and product.matrix_count == 1
-        if self.kernels == "triton" and suits_triton:
+        if self.kernels == "triton" and product.is_plain and len(x_floats) == 1:
             from sirchat.models.kernels import multiply
 
-            return multiply(
-                x,
-                product.weight,
-                product.scales,
-                bits=product.bits,
-                norm=None if norm is None else norm.weight,
-                epsilon=0.0 if norm is None else norm.epsilon,
-                bias=product.bias,
-                added=added,
-                gated=gated,
-            )
+            options: dict[str, Any] = {"bias": product.bias, "added": added, "gated": gated}
+            if norm is not None:
+                options |= {"norm": norm.weight, "epsilon": norm.epsilon}
+            return _Rows(multiply(x_floats, product.weight, **options))
         if norm is not None:
-            x = F.rms_norm(x, x.shape[-1:], norm.weight_float32, norm.epsilon)
-        y = product(x)
+            x_floats = F.rms_norm(x_floats, x_floats.shape[-1:], norm.weight_float32, norm.epsilon)
+        y = product(x_floats)
         if gated:
             gate, up = y.chunk(2, 1)
-            return F.silu(gate).mul_(up)
-        return y.float() if added is None else added + y
+            return _Rows(F.silu(gate).mul_(up))
+        return _Rows(y.float() if added is None else added + y)
 
     def _attend(
         self,
         layer_index: int,
-        attention: AttentionParams,
+        layer: _Layer,
         rows: Tensor,
         rotation: tuple[Tensor, Tensor],
         lengths: Tensor,
         pools: Tensor,
         caches: Sequence[BoundedCache],
         scores: Tensor | None,
-    ) -> Tensor:
-        """Attention of rows [B, H_q + 2 H, D] to each cache and the new row: [B, H_q, D]."""
+    ) -> _Rows:
+        """Attention of rows [B, H_q + 2 H, D] to each cache and the new row: [B, H_q D]."""
+        attention = layer.attention
         if self.kernels == "triton":
             from sirchat.models.kernels import attend
 
             pool = caches[0].pool
             assert pool is not None
-            return attend(
+            attended, rounded = attend(
                 rows, attention.query_norm, attention.key_norm, attention.epsilon, *rotation,
                 pools, lengths, self._slot_bound(caches), layer=layer_index,
-                kv_heads=attention.kv_heads, scale=attention.scale, dtype=pool.dtype, scores=scores
+                kv_heads=attention.kv_heads, scale=attention.scale, dtype=pool.dtype, scores=scores,
+                next_bits=layer.output.rounded_bits
             )  # fmt: skip
-        attended = []
+            return _Rows(attended.flatten(1), rounded)
+        outputs = []
         for index, cache in enumerate(caches):
             assert cache.pool is not None
             one = slice(index, index + 1)
@@ -220,12 +237,44 @@ class LlamaStep:
             into = None if scores is None else scores[index]
             pool = cache.pool[layer_index]
             out = _attend_by_torch(pool, attention, rows[index], cos, sin, lengths[one], into)
-            attended.append(out)
-        return torch.stack(attended)
+            outputs.append(out.flatten())
+        return _Rows(torch.stack(outputs))
 
 
 def has_triton() -> bool:
     return find_spec("triton") is not None
+
+
+def _multiply_packed(
+    product: _Product,
+    x: _Rows,
+    norm: _Norm | None,
+    added: Tensor | None,
+    gated: bool,
+    then: tuple[_Product, _Norm | None] | None,
+) -> _Rows:
+    """`LlamaStep._multiply` by the kernels for packed weights."""
+    from sirchat.models.packed_kernels import multiply_packed, round_rows
+
+    rounded, scales = x.rounded, product.scales
+    if rounded is None:
+        rounded = round_rows(x.floats, product.bits, None if norm is None else norm.weight)
+    assert scales is not None
+    following, next_norm = then or (None, None)
+    out = multiply_packed(
+        rounded,
+        product.weight,
+        scales,
+        len(x.floats),
+        bits=product.bits,
+        epsilon=None if norm is None else norm.epsilon,
+        bias=product.bias,
+        added=added,
+        gated=gated,
+        next_bits=0 if following is None else following.rounded_bits,
+        next_norm=None if next_norm is None else next_norm.weight,
+    )
+    return _Rows(*out)
 
 
 def _attend_by_torch(
@@ -296,9 +345,12 @@ class _Product:
         if len(matrices) > 1 and all(isinstance(layer, nn.Linear) for layer in matrices):
             matrices = [_join(matrices)]
         self._matrices = matrices
-        self.matrix_count = len(matrices)
         first = matrices[0]
-        self.bits = first.bits if isinstance(first, PackedLinear) else 16
+        self.bits: int = first.bits if isinstance(first, PackedLinear) else 16
+        # Whether Triton's kernels can multiply them: plain ones, or packed ones, with rounded rows
+        self.is_plain = len(matrices) == 1 and self.bits == 16
+        is_packed = len(matrices) == 1 and self.bits < 16 and first.in_features % GROUP == 0
+        self.rounded_bits = self.bits if is_packed else 0
         self.scales: Tensor | None = None
         if isinstance(first, Int8Linear):
             self.weight, self.scales = first.q, first.scale

@@ -130,9 +130,9 @@ def kernels_a_layer(monkeypatch: pytest.MonkeyPatch, batch: int, kernels: Any) -
         calls["multiply"] += 1
         return x.new_empty(len(x), len(weight) // (1 + gated))
 
-    def attend(rows: Tensor, *_: Any, kv_heads: int, **how: Any) -> Tensor:
+    def attend(rows: Tensor, *_: Any, kv_heads: int, **how: Any) -> tuple[Tensor, None]:
         calls["attend and merge"] += 2
-        return rows[:, : -2 * kv_heads]
+        return rows[:, : -2 * kv_heads], None
 
     vars(stub).update(multiply=multiply, attend=attend)
     monkeypatch.setitem(sys.modules, stub.__name__, stub)

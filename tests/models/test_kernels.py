@@ -10,6 +10,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product as product_cases
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,12 @@ from torch.nn import functional as F
 pytest.importorskip("triton")
 
 from drawing_ids import draw
-from sirchat.models import kernels
+from families import build
+from sirchat.models import kernels, packed_kernels, packing
+from sirchat.models.captured_step import CapturedStep
+from sirchat.models.llama_step import LlamaStep
+from sirchat.models.model import wrap_model
+from sirchat.models.packed import Int4GpuLinear
 
 H, G, D, EPSILON = 2, 3, 64, 1e-5
 
@@ -57,11 +64,8 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-def packed(bits: int, rows: int, columns: int) -> tuple[Tensor, Tensor | None, Tensor]:
+def packed(bits: int, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
     """Weights as the kernel reads them, their scales, and their values in float64."""
-    if bits == 16:
-        weight = torch.randn(rows, columns).to(HALF)
-        return weight, None, weight.double()
     if bits == 8:
         q, scale = torch.randint(-127, 128, (rows, columns)), torch.rand(rows).bfloat16()
         return q.to(torch.int8), scale, q * scale.double()[:, None]
@@ -72,28 +76,152 @@ def packed(bits: int, rows: int, columns: int) -> tuple[Tensor, Tensor | None, T
     return nibbles.to(torch.uint8).view(rows, -1), scales, values.view(rows, columns)
 
 
+def normalized(x: Tensor, norm: Tensor) -> Tensor:
+    return F.rms_norm(x.double(), x.shape[-1:], norm.double(), EPSILON)
+
+
+def gated(products: Tensor) -> Tensor:
+    gate, up = products.chunk(2, 1)
+    return F.silu(gate) * up
+
+
 @of_a_kernel
-@pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize(("rows", "columns", "batch"), [(20, 96, 1), (9, 1056, 3)])
-def test_products_are_those_of_the_unpacked_weights(
+def test_products_are_those_of_the_weights(rows: int, columns: int, batch: int) -> None:
+    torch.manual_seed(16)
+    weight = torch.randn(2 * rows, columns).to(HALF)
+    x, norm, values = torch.randn(batch, columns), torch.rand(columns).to(HALF), weight.double()
+    bias, added = torch.randn(2 * rows), torch.randn(batch, 2 * rows)
+    options: dict[str, Any] = {"norm": norm, "epsilon": EPSILON}
+    normed = normalized(x, norm) @ values.T
+    y = kernels.multiply(x, weight, bias=bias, added=added, **options)
+    assert error(y, normed + bias + added) < 1e-5
+    assert error(kernels.multiply(x, weight, gated=True, **options), gated(normed)) < 1e-5
+    y = kernels.multiply(x, weight, bias=bias, gated=True, **options)
+    assert error(y, gated(normed + bias)) < 1e-5
+    assert error(kernels.multiply(x, weight), x.double() @ values.T) < 1e-5
+
+
+def digits_of(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows x [B, K] rounded: both digits, [B, K / 32, 32], and the steps of the first."""
+    groups = x.view(len(x), -1, 32)
+    step = groups.abs().amax(2, keepdim=True) / 127
+    scaled = torch.where(step > 1e-37, groups * (1 / step), 0.0)
+    first = scaled.round()
+    return first, ((scaled - first) * 254).round(), step
+
+
+def read_digits(rounded: packed_kernels.Rounded, bits: int, count: int) -> tuple[Tensor, Tensor]:
+    """Both digits [B, K / 32, 32] of rounded rows, in the order of the columns."""
+    if bits == 8:
+        first, rest = rounded.digits.view(2, count, -1, 32)
+    else:
+        halves = rounded.digits.view(2, 2, count, -1, 16)
+        first, rest = torch.cat((halves[0], halves[1]), -1)
+    return first, rest
+
+
+@of_a_kernel
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("norm", [None, torch.linspace(-1, 2, 1120).to(HALF)])
+def test_rows_are_rounded_to_two_digits_in_each_group(bits: int, norm: Tensor | None) -> None:
+    x = torch.randn(3, 1120)
+    x[1, 40] = 90.0  # an outlier, beside which the first digits of the others are zero
+    x[2, 64:96] = 0.0
+    norm = None if norm is None else norm.to(x.device)
+    scaled = x if norm is None else x * norm.float()
+    first, rest, step = digits_of(scaled)
+    rounded = packed_kernels.round_rows(x, bits, norm)
+    found = read_digits(rounded, bits, 3)
+    assert torch.equal(found[0], first.to(torch.int8))
+    assert torch.equal(found[1], rest.to(torch.int8))
+    fine, sums, squares = rounded.numbers.view(3, 3, 35, -1).unbind()  # [B, groups, parts]
+    assert torch.equal(fine, (step / 254).expand_as(fine))
+    torch.testing.assert_close(sums[..., 0], ((first * 254 + rest) * step / 254).sum(2))
+    torch.testing.assert_close(squares.sum(2), x.view(len(x), -1, 32).square().sum(2))
+    values = ((first * 254 + rest) * step / 254).flatten(1)
+    assert error(values, scaled) < 5e-5
+
+
+@of_a_kernel
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("rows", "columns", "batch"), [(32, 96, 1), (9, 1120, 3), (96, 4160, 1)])
+def test_packed_products_are_those_of_the_rounded_rows(
     bits: int, rows: int, columns: int, batch: int
 ) -> None:
     torch.manual_seed(bits)
     weight, scales, values = packed(bits, 2 * rows, columns)
     x, norm = torch.randn(batch, columns), torch.rand(columns).to(HALF)
     bias, added = torch.randn(2 * rows), torch.randn(batch, 2 * rows)
-    options: dict[str, Any] = {"bits": bits, "norm": norm, "epsilon": EPSILON}
+    x[0, 5] = 70.0
+    first, rest, step = (part.double() for part in digits_of(x * norm.float()))
+    factor = (x.double().square().mean(1, keepdim=True) + EPSILON).rsqrt()
+    expected = ((first * 254 + rest) * step / 254).flatten(1) @ values.T * factor
+    assert error(expected, normalized(x, norm) @ values.T) < 5e-5
+    given = packed_kernels.round_rows(x, bits, norm), weight, scales, batch
 
-    normed = F.rms_norm(x.double(), (columns,), norm.double(), EPSILON)
-    y = kernels.multiply(x, weight, scales, bias=bias, added=added, **options)
-    assert error(y, normed @ values.T + bias + added) < 1e-5
-    gate, up = (normed @ values.T).chunk(2, 1)
-    y = kernels.multiply(x, weight, scales, gated=True, **options)
-    assert error(y, F.silu(gate) * up) < 1e-5
-    gate, up = (normed @ values.T + bias).chunk(2, 1)
-    y = kernels.multiply(x, weight, scales, bias=bias, gated=True, **options)
-    assert error(y, F.silu(gate) * up) < 1e-5
-    assert error(kernels.multiply(x, weight, scales, bits=bits), x.double() @ values.T) < 1e-5
+    def multiply(**options: Any) -> Tensor:
+        return packed_kernels.multiply_packed(*given, bits=bits, epsilon=EPSILON, **options)[0]
+
+    assert error(multiply(), expected) < 1e-6
+    assert error(multiply(bias=bias, added=added), expected + bias + added) < 1e-6
+    assert error(multiply(gated=True), gated(expected)) < 1e-5
+    assert error(multiply(bias=bias, gated=True), gated(expected + bias)) < 1e-5
+    rounded = packed_kernels.round_rows(x, bits)
+    y, _ = packed_kernels.multiply_packed(rounded, *given[1:], bits=bits)
+    assert error(y, x.double() @ values.T) < 1e-4
+
+
+@of_a_kernel
+@pytest.mark.parametrize("next_bits", [8, 4])
+def test_what_a_product_rounds_is_what_is_rounded_after_it(next_bits: int) -> None:
+    weight, scales, _ = packed(4, 64, 128)
+    norm, x = torch.rand(64).to(HALF), torch.randn(5, 128)
+    options: dict[str, Any] = {"bits": 4, "next_bits": next_bits, "next_norm": norm}
+    together, rounded = packed_kernels.multiply_packed(
+        packed_kernels.round_rows(x, 4), weight, scales, 5, **options
+    )
+    of_all = packed_kernels.round_rows(together, next_bits, norm)
+    assert rounded is not None
+    assert torch.equal(rounded.digits, of_all.digits)
+    for row, y in zip(x, together, strict=True):  # alone, it has the same bits
+        alone, rounded = packed_kernels.multiply_packed(
+            packed_kernels.round_rows(row[None], 4), weight, scales, 1, **options
+        )
+        expected = packed_kernels.round_rows(y[None], next_bits, norm)
+        assert torch.equal(alone[0], y)
+        assert rounded is not None
+        assert torch.equal(rounded.digits, expected.digits)
+        torch.testing.assert_close(rounded.numbers, expected.numbers, rtol=1e-6, atol=0)
+
+
+@pytest.mark.skipif(not is_interpreted, reason="runs on the CPU")
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_step_with_packed_weights_reads_as_the_model_alone_and_in_a_batch(
+    bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "int4_class", lambda _: Int4GpuLinear)
+    sizes = {"num_hidden_layers": 2, "hidden_size": 96, "intermediate_size": 160, "head_dim": 32}
+    module = build("qwen3", {**sizes, "tie_word_embeddings": False})
+    packing.pack_module(module, bits)
+    model = replace(wrap_model("qwen3", module, None), cache_type="float32")
+    body = LlamaStep(module, "triton", (2,))
+    step = CapturedStep(body, model.device, captures=False, encoder=model.encoder)
+    ids = range(5, 12)
+    caches, tokens, expected = [model.new_cache(9) for _ in range(3)], [], []
+    for at, cache in enumerate(caches):
+        model._module_logits(ids[at:], cache)
+        cache.commit(len(ids) - at)
+        other = model.new_cache(9)
+        model._module_logits(ids[at:], other)
+        other.commit(len(ids) - at)
+        expected.append(model._module_logits([at], other)[0])
+        tokens.append((at, cache.length, cache))
+    together, states = step.read_together(tokens)
+    assert states.shape == (3, 96)
+    assert error(together, torch.stack(expected)) < 0.01  # torch rounds products to bfloat16
+    for token, logits in zip(tokens, together, strict=True):
+        torch.testing.assert_close(step.read(*token)[0][0], logits)
 
 
 class Talk:
@@ -141,7 +269,7 @@ def attend(talks: list[Talk], norms: Any, slot_count: int, scores: Any = None) -
     stacked = (torch.stack([getattr(t, name) for t in talks]) for name in ("rows", "cos", "sin"))
     rows, cos, sin = stacked
     lengths = torch.tensor([talk.length for talk in talks])
-    attended: Tensor = kernels.attend(
+    attended, _ = kernels.attend(
         rows, norms[0], norms[1], EPSILON, cos, sin, torch.tensor(pools), lengths, slot_count,
         layer=1, kv_heads=H, scale=D**-0.5, dtype=talks[0].pool.dtype, scores=scores,
     )  # fmt: skip
@@ -222,47 +350,63 @@ def test_the_likeliest_id_is_noted_with_its_surprisal() -> None:
     assert numbers[1:, 0].tolist() == [1, 1, 0, 0]
 
 
+def kernels_with_constants(size: int) -> Iterator[tuple[Any, dict[str, Any], int]]:
+    """Kernels as Llama 3 8B runs them, with heads of `size` numbers, and their warps."""
+    import triton.language as tl
+
+    product = {"K": 4096, "NORMED": True, "BIASED": False, "ADDED": False, "GATED": True}
+    plain = {"ROWS": kernels._HALVES_ROWS, "COLUMNS": kernels._HALVES_COLUMNS}
+    yield kernels._multiply, product | plain, 4
+    for bits, (rows, of_x) in product_cases((4, 8), ((32, 1), (16, 4))):
+        options = {"BITS": bits, "ROWS": rows, "PARTS": 64, "M": of_x, "INTERPRETED": False}
+        options |= {"NEXT_BITS": bits * (of_x == 1), "NEXT_NORMED": True}
+        yield packed_kernels._multiply_packed, product | options, packed_kernels._PACKED_WARPS
+    yield packed_kernels._round, {"BITS": 4, "NORMED": True, "COUNT": 1024}, 4
+    attention = {"H": 8, "G": 4, "D": size, "KIND": tl.bfloat16, "NORMED": True, "SCORED": False}
+    blocks = {"QUERIES": 16, "SPLIT": kernels.SPLIT, "BLOCK": kernels._ATTENTION_BLOCK}
+    yield kernels._attend, attention | blocks, 4
+    merged = {"SPLITS": 32, "QUERY_HEADS": 32, "D": size, "SPLIT": kernels.SPLIT, "MERGED": 16}
+    yield kernels._merge, merged | {"NEXT_BITS": 4}, 1 if size < 128 else 2
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(is_interpreted, reason="needs the compiler")
-@pytest.mark.parametrize("processor", [80, 90])
+@pytest.mark.parametrize("processor", [80, 90, 120])
 @pytest.mark.parametrize("size", [64, 128])
 def test_kernels_compile_without_a_gpu_and_need_no_local_memory(
     tmp_path: Path, processor: int, size: int
 ) -> None:
     import triton
-    import triton.language as tl
     from triton.backends.compiler import GPUTarget
 
-    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    products = [
-        ("_multiply", {"K": 4096, "BITS": bits, "NORMED": True, "BIASED": False, "ADDED": False,
-                       "GATED": True, "ROWS": config[0], "COLUMNS": config[1],
-                       "INTERPRETED": False}, config[2])
-        for bits, config in kernels._PRODUCT_CONFIGS.items()
-    ]  # fmt: skip
-    attention = {"H": 8, "G": 4, "D": size, "KIND": tl.bfloat16, "NORMED": True,
-                 "SCORED": False, "QUERIES": 16, "SPLIT": 128,
-                 "BLOCK": kernels._ATTENTION_BLOCK}  # fmt: skip
-    merging = {"SPLITS": 32, "QUERY_HEADS": 32, "D": size, "SPLIT": 128, "MERGED": 16}
-    for name, constants, warps in (*products, ("_attend", attention, 4), ("_merge", merging, 1)):
-        kernel = getattr(kernels, name)
+    programs = Path(triton.__file__).parent / "backends/nvidia/bin"
+    for kernel, constants, warps in kernels_with_constants(size):
         types = {arg: KINDS.get(arg, "*fp32") for arg in kernel.arg_names if arg not in constants}
-        types |= PACKED.get(constants.get("BITS", 16), {})
-        source = triton.compiler.ASTSource(kernel, types, constants)
-        made = triton.compile(source, GPUTarget("cuda", processor, 32), {"num_warps": warps})
-        (tmp_path / "kernel.ptx").write_text(made.asm["ptx"])
-        said = subprocess.run(
-            [ptxas, "-v", f"--gpu-name=sm_{processor}{'a' * (processor == 90)}",
-             tmp_path / "kernel.ptx", "-o", tmp_path / "kernel.o"],
+        if kernel is packed_kernels._multiply_packed:
+            types |= {"digits": "*i64", "weight": "*i64", "scales": SCALES[constants["BITS"]]}
+        aligned = {(i,): [["tt.divisibility", 16]] for i, arg in enumerate(kernel.arg_names)
+                   if types.get(arg, "").startswith("*")}  # fmt: skip
+        source = triton.compiler.ASTSource(kernel, types, constants, aligned)
+        fuses = kernel in (kernels._multiply, kernels._attend)
+        options = {"num_warps": warps, "enable_fp_fusion": fuses}
+        if kernel is packed_kernels._multiply_packed:
+            options["maxnreg"] = packed_kernels._MAX_REGISTERS
+        made = triton.compile(source, GPUTarget("cuda", processor, 32), options)
+        (tmp_path / "kernel.cubin").write_bytes(made.asm["cubin"])
+        code = subprocess.run(
+            [programs / "cuobjdump", "-sass", tmp_path / "kernel.cubin"],
             capture_output=True, text=True, check=True,
-        ).stderr  # fmt: skip
-        assert re.findall(r"(\d+) bytes spill stores", said) == ["0"], (name, constants, said)
+        ).stdout  # fmt: skip
+        assert " EXIT" in code
+        local = re.findall(r"\b(?:LDL|STL)\b.*", code)
+        assert not local, (kernel, constants, local)
 
 
-PACKED = {8: {"weight": "*i8", "scales": "*bf16"}, 4: {"weight": "*u8", "scales": "*i32"}}
+SCALES = {4: "*i32", 8: "*bf16"}
 KINDS = {
-    **dict.fromkeys(("weight", "norm", "query_norm", "key_norm"), "*bf16"),
+    **dict.fromkeys(("weight", "norm", "query_norm", "key_norm", "next_norm"), "*bf16"),
+    **dict.fromkeys(("digits", "next_digits"), "*i8"),
     **dict.fromkeys(("pools", "lengths"), "*i64"),
-    **dict.fromkeys(("N", "layer", "slot_count"), "i32"),
+    **dict.fromkeys(("N", "B", "K", "layer", "slot_count"), "i32"),
     **dict.fromkeys(("scale", "epsilon"), "fp32"),
 }

@@ -1,0 +1,291 @@
+"""Triton kernels that round rows to whole numbers, and multiply them with packed weights.
+
+A group of 32 columns gets two digits of 8 bits, so that products err by as little as those of
+floats. Sums have a fixed order, so that a row's results depend neither on the others nor on
+their number.
+"""
+
+# triton is untyped, and its functions are no Python: the compiler reads their source.
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Rows of weights that a program multiplies: with one row of x, whose result it can also round, or
+# with up to four.
+_PACKED_ROWS, _PACKED_ROWS_OF_MORE, _ROWS_OF_X = 32, 16, 4
+_PACKED_WARPS = 8
+_MAX_REGISTERS = 168  # without a limit, some compilers take 128 and keep the rest in memory
+_PARTS = 64, 32  # numbers of parts of a row of weights that are multiplied at a time
+_ROUNDED_COLUMNS = 1024  # that a program rounds
+
+# Adds the products of eight bytes of $1, unsigned or signed, with the signed ones of $2 to $3.
+_ADD_BYTES = """{{.reg .b32 a, b, c, d, t; mov.b64 {{a, b}}, $1; mov.b64 {{c, d}}, $2;
+dp4a.{0}.s32 t, a, c, $3; dp4a.{0}.s32 $0, b, d, t;}}"""
+_ADD_UNSIGNED, _ADD_SIGNED = (tl.constexpr(_ADD_BYTES.format(kind)) for kind in ("u32", "s32"))
+_FINE = tl.constexpr(254)  # steps of the second digit in one of the first
+_LAST_BIT_IS_ONE = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float of this size is a whole number
+
+
+@triton.jit
+def _add_bytes(w, x, total, code: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Add the products of the bytes of int64 `w` and `x` to int32 `total`."""
+    if INTERPRETED:
+        for i in tl.static_range(0, 64, 8):
+            byte = ((w >> i) & 255) if code == _ADD_UNSIGNED else ((w << (56 - i)) >> 56)
+            total += (byte * ((x << (56 - i)) >> 56)).to(tl.int32)
+        return total
+    else:  # noqa: RET505  # the compiler needs it
+        return tl.inline_asm_elementwise(code, "=r,l,l,r", [w, x, total], tl.int32, True, 1)
+
+
+@triton.jit
+def store_rounded(
+    x, norm, digits, numbers, start, b, B, K,
+    BITS: tl.constexpr, NORMED: tl.constexpr, COUNT: tl.constexpr
+):  # fmt: skip
+    """Round x [COUNT], the columns of row `b` from `start` on, as `Rounded` says."""
+    GROUPS: tl.constexpr = COUNT // 32
+    parts = K // (128 // BITS)
+    group, column = tl.arange(0, GROUPS), tl.arange(0, 32)
+    k = start + group[:, None] * 32 + column[None, :]
+    inside = k < K
+    x = tl.where(inside, tl.reshape(x, [GROUPS, 32]), 0.0)
+    squares = tl.sum(x * x, 1) / (BITS // 4)
+    if NORMED:
+        x *= tl.load(norm + k, mask=inside, other=0.0).to(tl.float32)
+    # As whole numbers, so that what is no number is larger than all that are.
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
+    step = tl.div_rn(largest, tl.full([GROUPS], 127.0, tl.float32))
+    divisor = tl.where(step > 1e-37, step, float("inf"))
+    x *= tl.div_rn(tl.full([GROUPS], 1.0, tl.float32), divisor)[:, None]
+    first = x + _LAST_BIT_IS_ONE - _LAST_BIT_IS_ONE
+    rest = (x - first) * _FINE + _LAST_BIT_IS_ONE - _LAST_BIT_IS_ONE
+    to, plane = digits + b * (parts * 16) + k, B * (parts * 16)
+    if BITS == 4:  # a byte's low and high four bits belong to columns that lie 16 apart
+        to += (column // 16 * 2)[None, :] * plane + column[None, :] % 16 - k + k // 32 * 16
+    tl.store(to, first.to(tl.int32).to(tl.int8), mask=inside)
+    tl.store(to + plane, rest.to(tl.int32).to(tl.int8), mask=inside)
+    fine = step / _FINE
+    sums = tl.sum(first * _FINE + rest, 1) * fine
+    for i in tl.static_range(BITS // 4):
+        part = (start // 32 + group) * (BITS // 4) + i
+        at = numbers + b * parts + part
+        tl.store(at, fine, mask=part < parts)
+        tl.store(at + B * parts, sums, mask=part < parts)
+        tl.store(at + 2 * B * parts, squares, mask=part < parts)
+
+
+@triton.jit
+def _round(
+    x, norm, digits, numbers, K,
+    BITS: tl.constexpr, NORMED: tl.constexpr, COUNT: tl.constexpr
+):  # fmt: skip
+    start, b = tl.program_id(0) * COUNT, tl.program_id(1)
+    k = start + tl.arange(0, COUNT)
+    row = tl.load(x + b * K + k, mask=k < K, other=0.0)
+    count = tl.num_programs(1)
+    store_rounded(row, norm, digits, numbers, start, b, count, K, BITS, NORMED, COUNT)
+
+
+@triton.jit
+def _dot_digit(
+    x, low, high, mask, plane, BITS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    INTERPRETED: tl.constexpr
+):  # fmt: skip
+    """Sums [ROWS, PARTS, 2] of the products of words of weights with one digit of x."""
+    total = tl.zeros([ROWS, PARTS, 2], tl.int32)
+    words = tl.reshape(tl.load(x, mask=mask, other=0), [1, PARTS, 2])
+    if BITS == 8:
+        return _add_bytes(low, words, total, _ADD_SIGNED, INTERPRETED)
+    else:  # noqa: RET505  # the compiler needs it
+        more = tl.reshape(tl.load(x + 2 * plane, mask=mask, other=0), [1, PARTS, 2])
+        total = _add_bytes(high, more, total, _ADD_UNSIGNED, INTERPRETED)
+        return _add_bytes(low, words, total, _ADD_UNSIGNED, INTERPRETED)
+
+
+@triton.jit
+def _dot(
+    digits, numbers, weight, scales, n, inside, b, B,
+    K: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    M: tl.constexpr, INTERPRETED: tl.constexpr
+):  # fmt: skip
+    """The products [ROWS] of M rounded rows, from `b` on, with the rows `n` of `weight`.
+
+    A part is two words of weights: a group of four bits, or half of one of eight.
+    """
+    COUNT: tl.constexpr = K * BITS // 128
+    row, plane = n[:, None], B * (COUNT * 2)  # words of 2^31 * 8 weights have a number
+    totals = (tl.zeros([ROWS, PARTS], tl.float32),) * M
+    for start in range(0, COUNT, PARTS):
+        part = start + tl.arange(0, PARTS)[None, :]
+        word = start * 2 + tl.arange(0, PARTS * 2)[None, :]
+        mask = word < COUNT * 2
+        words = tl.load(weight + row * (COUNT * 2) + word, mask=inside[:, None] & mask, other=0)
+        low = tl.reshape(words, [ROWS, PARTS, 2])
+        high = low
+        if BITS == 4:
+            high = low >> 4 & 0x0F0F0F0F0F0F0F0F
+            low &= 0x0F0F0F0F0F0F0F0F
+            # Scale and zero, two bfloat16: a weight is (q - 8) * scale + zero. The alignment makes
+            # each thread load those of its own words.
+            pairs = tl.multiple_of(scales + row * COUNT + part, [4, 4])
+            pair = tl.load(pairs, mask=inside[:, None] & (part < COUNT), other=0)
+            scale = (pair << 16).to(tl.float32, bitcast=True)
+            zero = tl.fma(scale, -8.0, (pair & -65536).to(tl.float32, bitcast=True))
+        sums = ()
+        for m in tl.static_range(M):
+            at = tl.minimum(b + m, B - 1)
+            x = digits + at * (COUNT * 2) + word
+            first = _dot_digit(x, low, high, mask, plane, BITS, ROWS, PARTS, INTERPRETED)
+            rest = _dot_digit(x + plane, low, high, mask, plane, BITS, ROWS, PARTS, INTERPRETED)
+            dot = tl.sum(first * _FINE + rest, 2).to(tl.float32)
+            fine = tl.multiple_of(numbers + at * COUNT + part, [4, 4])
+            step = tl.load(fine, mask=part < COUNT, other=0.0)
+            if BITS == 4:
+                sum_pointer = tl.multiple_of(fine + B * COUNT, [4, 4])
+                sum_of_x = tl.load(sum_pointer, mask=part < COUNT, other=0.0)
+                one = tl.fma(zero, sum_of_x, tl.fma(dot, scale * step, totals[m]))
+            else:
+                one = tl.fma(dot, step, totals[m])
+            sums = sums + (one,)  # type: ignore[assignment]  # noqa: RUF005
+        totals = sums
+    products = ()
+    for m in tl.static_range(M):
+        product = tl.sum(totals[m], 1)
+        if BITS == 8:
+            product *= tl.load(scales + n, mask=inside, other=0.0).to(tl.float32)
+        # One row a thread: else each would compute what follows for all rows that it has parts of.
+        product = tl.gather(product, tl.arange(0, ROWS), 0)
+        products = products + (product,)  # type: ignore[assignment]  # noqa: RUF005
+    return products
+
+
+@triton.jit
+def _multiply_packed(
+    digits, numbers, weight, scales, bias, added, out, next_norm, next_digits, next_numbers, N, B,
+    epsilon,
+    K: tl.constexpr, BITS: tl.constexpr, NORMED: tl.constexpr, BIASED: tl.constexpr,
+    ADDED: tl.constexpr, GATED: tl.constexpr, NEXT_BITS: tl.constexpr,
+    NEXT_NORMED: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr,
+    INTERPRETED: tl.constexpr
+):  # fmt: skip
+    """Do what `_multiply` does for M rounded rows; with `NEXT_BITS`, also round the results."""
+    COUNT: tl.constexpr = K * BITS // 128
+    b = tl.program_id(1) * M
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = n < N
+    ys = _dot(
+        digits, numbers, weight, scales, n, inside, b, B, K, BITS, ROWS, PARTS, M, INTERPRETED
+    )
+    ups = ys
+    if GATED:
+        ups = _dot(
+            digits, numbers, weight, scales, n + N, inside, b, B, K, BITS, ROWS, PARTS, M,
+            INTERPRETED
+        )  # fmt: skip
+    for m in tl.static_range(M):
+        y, up = ys[m], ups[m]
+        if NORMED:
+            squares = tl.zeros([PARTS], tl.float32)
+            for start in range(0, COUNT, PARTS):
+                part = start + tl.arange(0, PARTS)
+                of_part = numbers + (2 * B + tl.minimum(b + m, B - 1)) * COUNT + part
+                squares += tl.load(of_part, mask=part < COUNT, other=0.0)
+            factor = tl.rsqrt(tl.sum(squares) / K + epsilon)
+            y *= factor
+            up *= factor
+        if BIASED:
+            y += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
+        if GATED:
+            if BIASED:
+                up += tl.load(bias + N + n, mask=inside, other=0.0).to(tl.float32)
+            y = y / (1.0 + tl.exp(-y)) * up
+        at = (b + m) * N + n
+        mask = inside & (b + m < B)
+        if ADDED:
+            y += tl.load(added + at, mask=mask, other=0.0)
+        tl.store(out + at, y, mask=mask)
+        if NEXT_BITS:
+            store_rounded(
+                y, next_norm, next_digits, next_numbers, tl.program_id(0) * ROWS, b + m, B, N,
+                NEXT_BITS, NEXT_NORMED, ROWS
+            )  # fmt: skip
+
+
+class Rounded(NamedTuple):
+    """Rows x [B, K], rounded for products with weights of 4 or 8 bits.
+
+    Each group of 32 columns is (254 first + rest) * step, with digits of 8 bits.
+    """
+
+    digits: Tensor  # int8 [2, B, K]; for four bits [2 halves of the groups, 2, B, K / 2]
+    numbers: Tensor  # float32 [3, B, K / 32]: step, sum, sum of squares; for eight bits K / 16
+
+    @classmethod
+    def empty(cls, like: Tensor, count: int, columns: int, bits: int) -> Rounded:
+        return cls(
+            like.new_empty(2 * count * columns, dtype=torch.int8),
+            like.new_empty(3 * count * columns * bits // 128, dtype=torch.float32),
+        )
+
+
+def round_rows(x: Tensor, bits: int, norm: Tensor | None = None) -> Rounded:
+    """Round x [B, K] times `norm` [K], for products with weights of `bits` bits."""
+    count, columns = x.shape
+    rounded = Rounded.empty(x, count, columns, bits)
+    _round[(triton.cdiv(columns, _ROUNDED_COLUMNS), count)](
+        x, norm, *rounded, columns,
+        BITS=bits, NORMED=norm is not None, COUNT=_ROUNDED_COLUMNS, num_warps=4,
+        enable_fp_fusion=False
+    )  # fmt: skip
+    return rounded
+
+
+def multiply_packed(
+    x: Rounded,
+    weight: Tensor,
+    scales: Tensor,
+    count: int,
+    *,
+    bits: int,
+    epsilon: float | None = None,
+    bias: Tensor | None = None,
+    added: Tensor | None = None,
+    gated: bool = False,
+    next_bits: int = 0,
+    next_norm: Tensor | None = None,
+) -> tuple[Tensor, Rounded | None]:
+    """Do what `multiply` does for `count` rows x, with weights of 4 or 8 bits.
+
+    With `epsilon`, x was multiplied with an RMSNorm's weights before it was rounded. With
+    `next_bits`, the result times `next_norm` is rounded, too.
+    """
+    columns = weight.shape[1] * 8 // bits
+    rows = len(weight) // 2 if gated else len(weight)
+    is_one = count == 1
+    row_block = _PACKED_ROWS if is_one else _PACKED_ROWS_OF_MORE
+    rows_of_x = min(triton.next_power_of_2(count), _ROWS_OF_X)
+    parts = columns * bits // 128
+    part_block = min(_PARTS, key=lambda size: -(-parts // size) * size)
+    out = scales.new_empty((count, rows), dtype=torch.float32)
+    rounds = bool(next_bits) and is_one
+    rounded = Rounded.empty(out, 1, rows, next_bits) if rounds else None
+    _multiply_packed[(triton.cdiv(rows, row_block), triton.cdiv(count, rows_of_x))](
+        x.digits.view(torch.int64), x.numbers, weight.view(torch.int64),
+        scales.view(torch.int32) if bits == 4 else scales, bias, added, out, next_norm,
+        *(rounded or (None, None)), rows, count, epsilon or 0.0,
+        K=columns, BITS=bits, NORMED=epsilon is not None, BIASED=bias is not None,
+        ADDED=added is not None, GATED=gated, NEXT_BITS=next_bits if rounds else 0,
+        NEXT_NORMED=next_norm is not None, ROWS=row_block, PARTS=part_block, M=rows_of_x,
+        INTERPRETED=triton.knobs.runtime.interpret, num_warps=_PACKED_WARPS,
+        maxnreg=_MAX_REGISTERS, enable_fp_fusion=False
+    )  # fmt: skip
+    if next_bits and not rounds:
+        rounded = round_rows(out, next_bits, next_norm)
+    return out, rounded
