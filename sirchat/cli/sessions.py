@@ -2,7 +2,6 @@
 
 import os
 import sys
-from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,14 +60,17 @@ def sessions_list(every: bool = False) -> None:
 @with_flags(_FLAGS["sessions_search"])
 def sessions_search(words: list[str]) -> None:
     """Find saved chats by what was said in them; the best match comes first."""
-    from sirchat.saved.search import nothing_found_error, search_sessions
+    from sirchat.saved.search import search_sessions
     from sirchat.ui.lists import print_sessions
     from sirchat.ui.screen import make_console
 
     text = " ".join(words)
     result = search_sessions(sessions_dir(), text)
     if not result.hits:
-        raise nothing_found_error(text, result)
+        raise SessionError(
+            f"no saved chat has all of {format_value(text)}",
+            hint="fewer words find more; sirchat sessions lists all chats",
+        )
     lines = {hit.session.id: hit.snippet for hit in result.hits}
     print_sessions([hit.session for hit in result.hits], make_console(), lines)
     if result.more_count:
@@ -94,7 +96,7 @@ def sessions_show(ident: str) -> None:
 
 @sessions_app.command("rm")
 @with_flags(_FLAGS["sessions_rm"])
-def sessions_rm(ident: str, yes: bool = False, history: bool = False) -> None:
+def sessions_rm(ident: str, yes: bool = False) -> None:
     """Delete a saved chat and all its files, after asking."""
     from sirchat.saved.session_list import find_session, list_sessions, remove_session
 
@@ -111,10 +113,13 @@ def sessions_rm(ident: str, yes: bool = False, history: bool = False) -> None:
         if not typer.confirm("delete this chat?", err=True):
             typer.echo("nothing is deleted", err=True)
             raise typer.Exit(1)
-    messages = _user_messages(path)
     remove_session(path)
     typer.echo(displayable_line(f"removed chat {path.stem}"), err=True)
-    _handle_typed_lines(messages, erases=history)
+    if paths.history_file().is_file():
+        file = displayable_line(paths.with_tilde(paths.history_file()))
+        typer.echo(
+            f"lines typed in it stay in {file}; in a chat, /erase WORDS erases them", err=True
+        )
     family = [other for other in listed if chat and other.family == chat.family and other != chat]
     if family:
         left = pluralize(len(family), "chat")
@@ -174,35 +179,3 @@ def _describe_chat(chat: "SavedSession") -> str:
     name = f", called {format_value(chat.name)}" if chat.name else ""
     begins = f', begins "{chat.first_message}"' if chat.first_message else ""
     return displayable_line(f"{chat.id}{name}: {chat.turns:,} messages{begins}")
-
-
-def _user_messages(path: Path) -> set[str]:
-    """What the user said in a saved chat; empty if the file can't be read."""
-    from sirchat.saved.store import SessionStore
-
-    with suppress(SessionError), SessionStore.open(path) as store:
-        return {turn.text.strip() for turn in store.turns() if turn.role == "user"}
-    return set()
-
-
-def _handle_typed_lines(messages: set[str], *, erases: bool) -> None:
-    """Count these messages in the input history, and print it; if asked, erase them there."""
-    if not paths.history_file().is_file():
-        return
-    from sirchat.ui.typed_input import open_history
-    from sirchat.ui.typed_line import as_typed, sent_message
-
-    history = open_history(lambda complaint: None)
-    sent = set(map(sent_message, map(as_typed, messages)))
-    lines = pluralize(sum(sent_message(line) in sent for line in history.lines()), "line")
-    if lines.startswith("0 "):
-        return
-    if erases:
-        history.erase(lambda line: sent_message(line) in sent)
-        typer.echo(f"{lines} erased from the input history", err=True)
-    else:
-        file = displayable_line(paths.with_tilde(paths.history_file()))
-        typer.echo(
-            f"{lines} of this chat left in the input history, {file} (--history erases such lines)",
-            err=True,
-        )

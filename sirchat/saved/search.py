@@ -13,14 +13,13 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from sirchat.errors import SessionError, UsageError, did_you_mean, format_value
+from sirchat.errors import SessionError, UsageError, format_value
 from sirchat.saved.database import UNDECODABLE, check_format, connect
-from sirchat.saved.session_list import SavedSession, names_match, read_summary, session_files
+from sirchat.saved.session_list import SavedSession, read_summary, session_files
 
 MAX_HITS = 20  # chats that a search returns
 
 _MAX_LEAD_CHARS = 24  # characters of a line before its first match
-_HINT = "fewer words find more; sirchat sessions lists all chats"
 _MATCH_MARKS = "\ufdd0", "\ufdd1"  # around a match in a snippet; Unicode has no such characters
 # Not the tokenizer `trigram`: it finds no word of two letters, as Tokyo is in Japanese, it finds
 # Rome in chromed, and before SQLite 3.45 it takes no e for an é.
@@ -59,8 +58,6 @@ class Hit(NamedTuple):
 class ChatSearchResult(NamedTuple):
     hits: list[Hit]
     more_count: int  # of found chats that are not in `hits`
-    ids_by_name: list[str]  # of chats whose name was searched for
-    hint: str  # what to do if nothing was found
 
 
 def search_sessions(folder: Path, words: str) -> ChatSearchResult:
@@ -88,19 +85,7 @@ def search_sessions(folder: Path, words: str) -> ChatSearchResult:
             ((snippet,),) = connection.execute(_SELECT_SNIPPET, values)
             with suppress(SessionError):  # the chat was removed, or damaged, just now
                 hits.append(Hit(read_summary(paths[number]), _parse_snippet(snippet)))
-    named = zip(paths, chats, strict=True)
-    ids_by_name = [path.stem for path, (name, _) in named if names_match(name, words)]
-    hint = _HINT
-    if not (ids_by_name or found):
-        hint = did_you_mean(words, (name for name, _ in chats if name)) or _HINT
-    return ChatSearchResult(hits, max(0, len(found) - MAX_HITS), ids_by_name, hint)
-
-
-def nothing_found_error(words: str, found: ChatSearchResult) -> SessionError:
-    """The SessionError for a search of `words` that found no chat; `found` is its result."""
-    return SessionError(
-        f"no saved chat is called {format_value(words)} or has all of these words", hint=found.hint
-    )
+    return ChatSearchResult(hits, max(0, len(found) - MAX_HITS))
 
 
 def saved_text(path: Path) -> str:

@@ -151,10 +151,6 @@ def find_session(folder: Path, ident: str, *, may_be_open: bool = False, own_id:
     return folder / f"{matches[0]}{SUFFIX}"
 
 
-def is_prefix_of_id(folder: Path, ident: str) -> bool:
-    return any(name.removesuffix(SUFFIX).startswith(ident) for name in session_files(folder))
-
-
 def copy_session(folder: Path, ident: str, name: str) -> SessionStore:
     """Copy the saved session `ident`, open or not, to a branch called `name`; returns its store.
 

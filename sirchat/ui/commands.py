@@ -42,9 +42,6 @@ _ALIASES = {"?": "help", "quit": "exit", "bye": "exit", "regen": "retry"}
 _RENAMED_COMMANDS = {"forget": "erase", "forgotten": "evicted", "switch": "load"}
 _SETTING_ALIASES = {"format": "json_schema"}  # the setting `format` is that of a transcript
 _HELP_HINT = "/help COMMAND explains one of these, /help all tells what each does. "
-# Widths on the screen, in cells: the names of commands, and a group of commands with its gap.
-_COMMAND_CELLS, _GROUP_CELLS = 16, 50
-_MAX_COLUMNS = 3  # of groups
 
 
 @dataclass(frozen=True)
@@ -149,7 +146,7 @@ class Commands:
         if not arguments:
             self._screen.page(Group(_draw_command_names(), Text(_HELP_HINT + keys, quiet)))
         elif arguments == "all":
-            self._screen.page(Group(draw_help(self._screen.width), Text(keys, quiet)))
+            self._screen.page(Group(draw_help(), Text(keys, quiet)))
         else:
             self._screen.page(_draw_command(self._resolve_name(arguments), quiet))
 
@@ -343,8 +340,10 @@ class Commands:
         self._saved_chat.show_branches()
 
     def do_load(self, arguments: str) -> Action | None:
-        name_or_id = self._saved_chat.choose_chat(without_quotes(arguments))
-        session = self._saved_chat.load(name_or_id) if name_or_id else None
+        if not arguments:
+            self._saved_chat.list_chats()
+            return None
+        session = self._saved_chat.load(without_quotes(arguments))
         return None if session is None else SwitchSession(session, is_other_chat=True)
 
     def do_search(self, arguments: str) -> None:
@@ -378,20 +377,11 @@ def _draw_command(name: str, quiet: Style) -> RenderableType:
     return Group(usage, Text(meaning), Text(f"Example: {command['example']}", quiet))
 
 
-def draw_help(width: int) -> RenderableType:
-    """Draw the help of all commands in groups, in as many columns as fit `width` cells."""
-    num_columns = max(1, min(_MAX_COLUMNS, (width + 2) // _GROUP_CELLS))
-    groups = list(read_yaml(__file__, "help")["groups"])
-    column_length = -(-len(groups) // num_columns)
-    columns = [groups[i : i + column_length] for i in range(0, len(groups), column_length)]
+def draw_help() -> RenderableType:
+    """Draw the help of all commands, in groups."""
     table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_row(*(Group(*map(_draw_group, column)) for column in columns))
+    for group, commands in read_yaml(__file__, "help")["groups"].items():
+        table.add_row(Text(group, style="bold"))
+        for names, meaning in commands.items():
+            table.add_row(Text(f" {names}", no_wrap=True), Text(meaning))
     return table
-
-
-def _draw_group(name: str) -> RenderableType:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(min_width=_COMMAND_CELLS)
-    for commands, meaning in read_yaml(__file__, "help")["groups"][name].items():
-        table.add_row(Text(f" {commands}", no_wrap=True), Text(meaning))
-    return Group(Text(name, style="bold"), table)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
-from itertools import chain, pairwise
 
-import numpy as np
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 
 from sirchat.chat.session import Session
 from sirchat.chat.settings import options_of
-from sirchat.chat.token_rows import without_template
 from sirchat.config.profile import FIXED_SETTINGS, Profile
 from sirchat.config.values import allowed_values, policy_choices
 from sirchat.errors import SirchatError
@@ -23,7 +20,6 @@ from sirchat.models.listing import model_names
 from sirchat.paths import sessions_dir
 from sirchat.recall.retrievers import retriever
 from sirchat.saved.session_list import MAX_LISTED, list_sessions
-from sirchat.text.detokenizer import sentence_bounds
 from sirchat.ui.attaching import complete_path, unfinished_path
 from sirchat.ui.commands import Commands
 from sirchat.ui.exporting import EXPORT_FORMATS
@@ -39,8 +35,6 @@ _PATH_COMMAND = re.compile(  # the start of a command whose argument is a path
 )
 
 
-_TEXT_COMMANDS = ("pin", "unpin", "why", "erase")  # whose argument is text of the chat
-_MAX_MESSAGES, _MAX_TEXTS = 8, 12  # the user's last ones that are searched; what is offered of them
 _MAX_SHOWN_CHARS = 60
 
 
@@ -59,11 +53,9 @@ class SlashCompleter(Completer):
             return
         *words, word = text[1:].split(" ")
         words = list(filter(None, words))
-        if words and words[0] in ("load", *_TEXT_COMMANDS):  # several words are one
+        if words and words[0] == "load":  # several words are one
             words, word = words[:1], text.partition(" ")[2].lstrip()
         suggestions = self._suggest(words, is_begun=bool(word))
-        if words and words[0] in _TEXT_COMMANDS:
-            suggestions = chain(suggestions, self._suggest_text(words[0], word))
         for value, meaning in suggestions:
             if value.casefold().startswith(word.casefold()):
                 shown = shorten(displayable_line(value), _MAX_SHOWN_CHARS)
@@ -103,26 +95,6 @@ class SlashCompleter(Completer):
         names = (name for name in Profile.model_fields if name not in FIXED_SETTINGS)
         yield from ((name, _describe_setting(name)) for name in names)
         yield from _suggest_options(self._session().profile.policy)
-
-    def _suggest_text(self, command: str, typed: str) -> Iterator[Suggestion]:
-        """Yield what is pinned, or was said last, from words that begin as what is typed does."""
-        session = self._session()
-        if command == "unpin":
-            pins = session.ledger.pinned_positions
-            runs = np.split(pins, np.flatnonzero(np.diff(pins) > 1) + 1)
-            rows = (without_template(session.tokens(run.tolist())) for run in runs)
-            said = ["".join(row.text for row in run).strip() for run in rows]
-        else:
-            turns = [one for one in session.turns if one.role == "user" and not one.is_summary]
-            texts = [turn.text for turn in turns[: -_MAX_MESSAGES - 1 : -1]]
-            said = [text[a:b] for text in texts for a, b in pairwise(sentence_bounds(text))]
-        begins = re.compile(rf"(?<!\w)(?=\w){re.escape(typed)}[\w'’-]*", re.IGNORECASE)
-        sentences = [one for one in map(str.strip, said) if one and displayable_line(one) == one]
-        found = [(match, one) for one in sentences for match in begins.finditer(one)]
-        values = [match[0] for match, _ in found] if typed else sentences
-        values += [one[match.start() :] for match, one in found if typed]
-        others = [value for value in dict.fromkeys(values) if value != typed]
-        yield from ((value, "") for value in others[:_MAX_TEXTS])
 
     def _suggest_values(self, setting: str) -> Iterator[Suggestion]:
         if setting == "policy":

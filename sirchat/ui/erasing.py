@@ -17,8 +17,6 @@ from sirchat.ui.text import displayable_line, pluralize
 from sirchat.ui.typed_input import TypedHistory
 from sirchat.ui.typed_line import as_typed, sent_message
 
-_MIN_TELLING_NATS = 5.0  # nats: a word with a token of at least this surprisal is telling
-_MAX_NAMED_WORDS = 5  # such words of an erased turn that stand in other turns
 _ERASE_COMMAND = re.compile(r"\s*/(erase|forget)\b")
 
 
@@ -30,7 +28,7 @@ class EraseCommand:
     ) -> None:
         self._session, self._screen = session, screen
         self._history, self._saved_chat = history, saved_chat
-        self._previewed: tuple[str, bool] | None = None
+        self._previewed = ""
 
     def run(self, rest: str) -> None:
         """Show what would be erased, or erase it with `--yes`, which alone means what was shown.
@@ -38,48 +36,38 @@ class EraseCommand:
         Raises UsageError if nothing is named, or nothing in chat or typed lines matches.
         """
         words = rest.split()
-        flags = {word for word in words if word in ("--yes", "--everywhere")}
-        target = " ".join(word for word in words if word not in flags)
-        everywhere = "--everywhere" in flags
+        target = " ".join(word for word in words if word != "--yes")
         if not target:
-            if "--yes" not in flags or self._previewed is None:
+            if "--yes" not in words or not self._previewed:
                 raise UsageError(
                     "/erase: expected text, last, or turn N", hint="for example: /erase Anna"
                 )
-            target, everywhere = self._previewed
-        if "--yes" in flags:
-            self._previewed = None
-            self._erase(target, everywhere=everywhere)
+            target = self._previewed
+        if "--yes" in words:
+            self._previewed = ""
+            self._erase(target)
             clear_width_cache()
         else:
-            self._preview(target, everywhere=everywhere)
-            self._previewed = target, everywhere
+            self._preview(target)
+            self._previewed = target
 
-    def _preview(self, target: str, *, everywhere: bool) -> None:
+    def _preview(self, target: str) -> None:
         tokens, turns = self._matching_tokens(target)
-        of_this_chat, of_other_chats = self._count_typed_lines(target)
-        if not (tokens or turns or of_this_chat or of_other_chats):
+        typed = self._count_typed_lines(target)
+        if not (tokens or turns or typed):
             tokens_to_erase(self._session, target)  # raises the error that says what is missing
         parts = [f"{pluralize(tokens, 'token')}{' in ' if turns else ''}{_name_turns(turns)}"]
-        if of_this_chat:
-            parts.append(pluralize(of_this_chat, "typed line"))
-        other_chats_text = f"{pluralize(of_other_chats, 'typed line')} of other chats"
-        if of_other_chats and everywhere:
-            parts.append(other_chats_text)
+        if typed:
+            parts.append(pluralize(typed, "typed line"))
         self._screen.note(f"this would erase for good: {' and '.join(parts)}")
-        if of_other_chats and not everywhere:
-            self._screen.note(f"{other_chats_text} would stay (--everywhere erases such lines)")
         self._name_branches(self._target_text(target))
         self._screen.note("after that, /undo must read the chat again; to confirm: /erase --yes")
 
-    def _erase(self, target: str, *, everywhere: bool) -> None:
+    def _erase(self, target: str) -> None:
         session = self._session
-        telling = self._telling_words(target)
         turn = self._target_turn(target)
         erased_text = self._target_text(target)
-        matches = self._line_matcher(target, everywhere=everywhere)
-        of_this_chat, of_other_chats = self._count_typed_lines(target)
-        typed = of_this_chat + everywhere * of_other_chats
+        matches, typed = self._line_matcher(target), self._count_typed_lines(target)
         unnamed = self._saved_chat.drop_revealing_name(erased_text, is_whole_turn=turn is not None)
         try:
             events = session.erase(target)
@@ -105,7 +93,6 @@ class EraseCommand:
         else:
             if typed:
                 self._screen.note(f"{pluralize(typed, 'typed line')} erased")
-        self._name_other_turns(telling)
         self._name_branches(erased_text)
 
     def _matching_tokens(self, target: str) -> tuple[int, list[int]]:
@@ -132,72 +119,25 @@ class EraseCommand:
         texts = (f"{turn.text}\n{turn.thinking}" for turn in self._session.turns)
         return [n for n, text in enumerate(texts) if pattern.search(text)]
 
-    def _line_matcher(self, target: str, *, everywhere: bool) -> Callable[[str], bool]:
-        turns = self._session.turns
-        messages = {sent_message(as_typed(turn.text)) for turn in turns if turn.role == "user"}
-        turn = self._target_turn(target)
+    def _line_matcher(self, target: str) -> Callable[[str], bool]:
+        """Whether a typed line, of any chat, has the words, or sent the message of a turn."""
+        turns, turn = self._session.turns, self._target_turn(target)
         if turn is None:
             pattern = whole_words(without_quotes(target))
-            of_this_chat = self._history.new_lines | self._commands_about_this_chat(pattern)
-
-            def is_meant(line: str) -> bool:
-                is_here = line.strip() in of_this_chat or sent_message(line) in messages
-                return everywhere or is_here or bool(_ERASE_COMMAND.match(line))
-
-            return lambda line: is_meant(line) and bool(pattern.search(line))
+            return lambda line: bool(pattern.search(line))
         is_message = 0 <= turn < len(turns) and turns[turn].role == "user"
         message = turns[turn].text.strip() if is_message else ""
         message = self._history.typed_by_message.get(message, message)
         typed = sent_message(as_typed(message))
         return lambda line: bool(message) and sent_message(line) == typed
 
-    def _commands_about_this_chat(self, pattern: re.Pattern[str]) -> set[str]:
-        """Lines such as `/pin WORDS`, even of an earlier run, whose WORDS this chat contains."""
-        lines = [line.strip() for line in self._typed_lines() if pattern.search(line)]
-        words = {line: without_quotes(line.partition(" ")[2]) for line in lines if line[:1] == "/"}
-        return {line for line, text in words.items() if text and self._turns_with(text)}
-
-    def _typed_lines(self) -> list[str]:
+    def _count_typed_lines(self, target: str) -> int:
+        matches = self._line_matcher(target)
         try:
-            return self._history.lines()
+            lines = self._history.lines()
         except OSError:  # erasing them will fail, too, and say so
-            return []
-
-    def _count_typed_lines(self, target: str) -> tuple[int, int]:
-        """The numbers of typed lines that match `target`: of this chat, and of other chats."""
-        here = self._line_matcher(target, everywhere=False)
-        anywhere = self._line_matcher(target, everywhere=True)
-        lines = [line for line in self._typed_lines() if not _ERASE_COMMAND.match(line)]
-        of_this_chat = sum(map(here, lines))
-        return of_this_chat, sum(map(anywhere, lines)) - of_this_chat
-
-    def _telling_words(self, target: str) -> list[str]:
-        """The surprising words of the turn that `target` names; [] if `target` is no turn."""
-        if self._target_turn(target) is None:
-            return []
-        try:
-            rows = [rank.row for rank in self._session.why(target)]
-        except UsageError:
-            return []
-        text, marks = "", set[int]()
-        for row in rows:
-            if (row.surprisal or 0.0) >= _MIN_TELLING_NATS:
-                marks.update(range(len(text), len(text) + len(row.text)))
-            text += row.text
-        words = re.finditer(r"\w{3,}", text)
-        return list(dict.fromkeys(word[0] for word in words if marks & set(range(*word.span()))))
-
-    def _name_other_turns(self, telling: list[str]) -> None:
-        named = [
-            f"{displayable_line(word)} in {_name_turns(turns)}"
-            for word in telling
-            if (turns := self._turns_with(word))
-        ]
-        if named:
-            self._screen.note(
-                f"words of this turn in other turns: {', '.join(named[:_MAX_NAMED_WORDS])}; "
-                "/erase WORD erases a word"
-            )
+            return 0
+        return sum(matches(line) for line in lines if not _ERASE_COMMAND.match(line))
 
     def _name_branches(self, text: str) -> None:
         if names := self._saved_chat.branches_containing(text):

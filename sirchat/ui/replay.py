@@ -117,7 +117,7 @@ class _Answer(ExitStack):
 def _replay_events(
     session: Session, turns: Iterable[TranscriptItem], options: ReplayOptions
 ) -> Iterator[Event]:
-    previous, calls, has_warned = "", list[ToolCall](), False
+    previous, calls = "", list[ToolCall]()
     # A turn is replayed as soon as it is complete, even if the next one is still being typed.
     pairs = pairwise(chain(turns, (None,))) if options.feed else ((turn, None) for turn in turns)
     for turn, next_item in pairs:
@@ -129,12 +129,6 @@ def _replay_events(
             yield from _replay_system(session, turn, options.name)
         elif turn.role == "user":
             text = turn.content
-            if not has_warned and (command := _leading_command(text)):
-                has_warned = True
-                yield Notice(
-                    f"{command} is sent as a message, as no commands run here; settings are set by "
-                    'flags, or within JSON Lines by the line {"switch": {"policy": "sink"}}'
-                )
             has_reply = next_turn is not None and next_turn.role == "assistant"
             with InterruptFlag() as interrupted:
                 if has_reply:
@@ -160,16 +154,6 @@ def _replay_events(
                 yield from session.read_reply(turn.content, interrupted, given)
             _raise_if_interrupted(interrupted)
         previous = "" if isinstance(turn, SettingsSwitch) else turn.role
-
-
-def _leading_command(message: str) -> str:
-    """The slash command with which a message of one line begins; "" without one."""
-    if not message.startswith("/") or "\n" in message.strip():
-        return ""
-    from sirchat.ui.commands import Commands  # loads what a prompt needs
-
-    word = message.split()[0]
-    return word if word[1:] in Commands.names() else ""
 
 
 def _raise_if_interrupted(interrupted: InterruptFlag) -> None:

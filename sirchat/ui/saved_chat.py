@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Group
@@ -15,7 +14,6 @@ from sirchat.chat.targets import whole_words
 from sirchat.config.profile import FIXED_SETTINGS
 from sirchat.errors import (
     SessionError,
-    UsageError,
     format_value,
     shows_tracebacks,
 )
@@ -25,7 +23,6 @@ from sirchat.saved.database import SUFFIX
 from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import check_model, saved_profile
 from sirchat.saved.search import (
-    nothing_found_error,
     saved_text,
     search_sessions,
 )
@@ -35,11 +32,10 @@ from sirchat.saved.session_list import (
     branches_of,
     check_name,
     find_session,
-    is_prefix_of_id,
     list_sessions,
 )
 from sirchat.saved.store import SessionStore
-from sirchat.ui.lists import Matches, draw_sessions
+from sirchat.ui.lists import draw_sessions
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line, shorten
 from sirchat.ui.theme import ROLE_NAMES
@@ -208,40 +204,18 @@ class SavedChat:
         self._autosave.replace_session(session)
         self.save()
 
-    def choose_chat(self, words: str) -> str:
-        """The id or name of the chat that `/load WORDS` means; "" after a list of chats.
-
-        Without words, all chats are listed; if the words are no id or name, those that contain
-        them. Raises SessionError if no chat is found.
-        """
-        sessions_folder = sessions_dir()
-        if not words:
-            listing = list_sessions(sessions_folder, MAX_LISTED)
-            for refused in listing.errors:
-                self._screen.error(str(refused))
-            if not listing.sessions:
-                self._screen.note("there are no saved chats")
-                return ""
-            remark = f" (and {listing.more_count:,} older ones)" if listing.more_count else ""
-            self._list_chats(listing.sessions, {}, remark)
-            return ""
-        if words == "last" or is_prefix_of_id(sessions_folder, words):
-            return words
-        try:
-            result = search_sessions(sessions_folder, words)
-        except UsageError as error:  # no word to search for: it may be a name
-            try:
-                return find_session(sessions_folder, words).stem
-            except SessionError:
-                raise error from None
-        if result.ids_by_name:
-            return result.ids_by_name[0] if len(result.ids_by_name) == 1 else words
-        if not result.hits:
-            raise nothing_found_error(words, result)
-        remark = f" (and {result.more_count:,} that fit less)" if result.more_count else ""
-        matches = {hit.session.id: hit.snippet for hit in result.hits}
-        self._list_chats([hit.session for hit in result.hits], matches, remark)
-        return ""
+    def list_chats(self) -> None:
+        """Print a list of all saved chats."""
+        listing = list_sessions(sessions_dir(), MAX_LISTED)
+        for refused in listing.errors:
+            self._screen.error(str(refused))
+        if not listing.sessions:
+            self._screen.note("there are no saved chats")
+            return
+        chats = draw_sessions(listing.sessions, self._screen.width, open_id=self._autosave.id)
+        self._screen.page(chats)
+        older = f" (and {listing.more_count:,} older ones)" if listing.more_count else ""
+        self._screen.note(f"/load ID opens one of them, and Tab completes ids and names{older}")
 
     def search(self, words: str) -> None:
         """Print each message of this chat, and the other saved chats, that have all words."""
@@ -272,11 +246,6 @@ class SavedChat:
             line.highlight_words(words.split(), "bold underline", case_sensitive=False)
             lines.append(line)
         return lines
-
-    def _list_chats(self, sessions: Sequence[SavedSession], matches: Matches, remark: str) -> None:
-        width, own_id = self._screen.width, self._autosave.id
-        self._screen.page(draw_sessions(sessions, width, matches, own_id))
-        self._screen.note(f"/load ID opens one of them, and Tab completes ids and names{remark}")
 
     def drop_revealing_name(self, text: str, *, is_whole_turn: bool) -> bool:
         """Remove the chat's name if it contains the erased `text`; return whether it did.

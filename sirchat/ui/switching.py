@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -43,8 +42,6 @@ _CACHE_SETTINGS = {
 
 _MAX_PINNED_CHARS = 300  # shown of what was pinned or restored
 _WHOSE = {"user": "of yours", "assistant": "of the model's", "system": "of the system"}
-# Settings that `/model` changes to the new model's defaults, if they have the old one's.
-_SETTINGS_OF_MODEL = ("budget", *SAMPLING_PARAMETERS)
 
 
 class Switching:
@@ -114,14 +111,6 @@ class Switching:
             messages.setdefault((turn, role), []).append(position)
         return messages
 
-    def _describe_messages(self, positions: Sequence[int]) -> str:
-        """Say from how many messages, and whose, the tokens at these positions are."""
-        counts = Counter(role for _, role in sorted(self._by_message(positions)))
-        return " and ".join(
-            f"{pluralize(count, 'message')} {_WHOSE.get(role, f'({role})')}"
-            for role, count in counts.items()
-        )
-
     def pin(self, target: Target) -> None:
         """Pin the tokens of `target` (words, or a turn), and say what this has changed."""
         changed, num_evicted, restored = self._set_pinned(target, is_pinned=True)
@@ -132,7 +121,6 @@ class Switching:
             self._screen.note(f"pinned: “{self._text_of(changed)}”")
             size = pluralize(len(changed), "token")
             parts = [f"{size}, {num_restored:,} of them restored" if num_restored else size]
-            parts.append(f"in {self._describe_messages(changed)}")
         if num_others := len(restored) - num_restored:
             reason = f"as policy {self._session.profile.policy} fills the budget anew"
             parts.append(f"{pluralize(num_others, 'other')} restored, {reason}")
@@ -290,14 +278,6 @@ def _print_model_switch(old: Session, new: Session, screen: Screen) -> None:
         f"the model is now {new.model.name}; it read {new.seen:,} tokens, "
         f"the cache {_describe_held(new)}"
     )
-    old_profile, new_profile = old.profile.model_dump(), new.profile.model_dump()
-    changed = [
-        f"{name} {format_setting(old_profile[name])} -> {format_setting(new_profile[name])}"
-        for name in _SETTINGS_OF_MODEL
-        if old_profile[name] != new_profile[name]
-    ]
-    if changed:
-        screen.note(f"using {new.model.name}'s defaults: {', '.join(changed)}")
     screen.note(repinned_note(new))
     for event in new.opening_events():
         if isinstance(event, Notice):

@@ -87,13 +87,8 @@ def open_history(warn: Callable[[str], None], *, is_persistent: bool = True) -> 
 class TypedHistory(History):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)  # of the other base class
-        self.new_lines: set[str] = set()  # since the program began
         self.typed_by_message = dict[str, str]()  # where a file's text is in the message
         self.is_persistent = True  # whether new lines are written to the file
-
-    def append_string(self, string: str) -> None:
-        self.new_lines.add(string.strip())
-        super().append_string(string)
 
     def lines(self) -> list[str]:
         return list(self.load_history_strings())  # the newest first
@@ -101,7 +96,6 @@ class TypedHistory(History):
     def erase(self, matches: Callable[[str], bool]) -> None:
         """Erase the lines that match; raises OSError if their file can't be written."""
         self._loaded_strings = [line for line in self._loaded_strings if not matches(line)]
-        self.new_lines = {line for line in self.new_lines if not matches(line)}
         typed = self.typed_by_message.items()
         self.typed_by_message = {message: line for message, line in typed if not matches(line)}
 

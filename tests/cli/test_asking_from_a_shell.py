@@ -206,16 +206,6 @@ def test_a_file_named_in_the_question_is_said_to_be_plain_text(here: Path) -> No
     assert "plain text" not in run("ask", "What is in @notes.txt?", "-f", "notes.txt").stderr
 
 
-def test_a_command_in_a_pipe_is_a_message_and_told_so_once() -> None:
-    done = run(text="/policy sink\n/usr is a folder\n/stats\n")
-    assert done.stdout.count("USER: /") == 3
-    told = [line for line in done.stderr.splitlines() if "is sent as a message" in line]
-    assert len(told) == 1
-    assert told[0].startswith("/policy is sent as a message, as no commands run here")
-    assert told[0].endswith('{"switch": {"policy": "sink"}}')
-    assert "is sent as a message" not in run(text="/usr is a folder\n").stderr
-
-
 def test_a_lone_minus_is_standard_input() -> None:
     for arguments, told in (
         (["-"], "hi"),

@@ -112,28 +112,3 @@ def test_the_toolbar_follows_what_happens(terminal: FakeTerminal, own_home: Path
     with TypedChat(terminal, save=False) as typed:
         typed.press("/stats\r")
         assert " tiny · salience · ──────── 0/1,024 held · decay 1" in terminal.getvalue()
-
-
-def test_words_and_sentences_of_what_was_said_last_are_offered_where_text_is_asked_for() -> None:
-    chat = session(babbler(), max_new_tokens=2)
-    told = "My locker code is 7319. I'm moving to Valparaiso in June!"
-    for text in ("Nothing of this is short:\nit has two lines.", told):
-        list(chat.ask(text))
-    completer = SlashCompleter(lambda: chat)
-
-    def lines(typed: str) -> list[str]:
-        found = completer.get_completions(Document(typed), CompleteEvent())
-        return [typed[: len(typed) + one.start_position] + one.text for one in found]
-
-    sentences = ["My locker code is 7319.", "I'm moving to Valparaiso in June!"]
-    assert lines("/pin ")[:4] == [*(f"/pin {one}" for one in ("last", "turn", *sentences))]
-    assert lines("/pin val") == ["/pin Valparaiso", "/pin Valparaiso in June!"]
-    assert lines("/why locker c") == ["/why locker code", "/why locker code is 7319."]
-    assert lines("/erase moving") == ["/erase moving to Valparaiso in June!"]
-    assert lines("/pin araiso") == []
-    assert [one for one in lines("/unpin ") if one not in ("/unpin last", "/unpin turn")] == []
-    list(chat.pin("locker code"))
-    assert "/unpin locker code" in lines("/unpin ")
-    assert lines("/unpin co") == ["/unpin code"]
-    chat.erase("Valparaiso")
-    assert not any("Valparaiso" in one for one in lines("/pin "))

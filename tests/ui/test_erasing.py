@@ -23,7 +23,6 @@ def chat(own_home: Path) -> Chat:
     chat = Chat(budget=300)
     chat.history.append_string("an old line on Marmalade")
     chat.history.append_string("what is called all that")
-    chat.history.new_lines.clear()
     for text in ("Oranges make Marmalade.", "this is what the others said"):
         chat.history.append_string(text)
         chat.say(text)
@@ -40,17 +39,15 @@ def test_it_is_shown_first_and_done_after_a_yes(chat: Chat) -> None:
     shown = do(chat, "/erase Marmalade")
     assert "would erase" in shown
     assert shown == (
-        "this would erase for good: 4 tokens in turn 0 and 1 typed line "
-        "1 typed line of other chats would stay (--everywhere erases such lines) "
+        "this would erase for good: 4 tokens in turn 0 and 2 typed lines "
         "after that, /undo must read the chat again; to confirm: /erase --yes"
     )
     assert (chat.texts, len(chat.session.turns)) == (seen, undoable)
     done = do(chat, "/erase --yes")
     assert "tokens erased" in done
-    assert "1 typed line erased" in done
+    assert "2 typed lines erased" in done
     assert chat.texts[0] == "Oranges make ."
     assert chat.history.get_strings() == [
-        "an old line on Marmalade",
         "what is called all that",
         "this is what the others said",
         "/erase --yes",
@@ -59,31 +56,12 @@ def test_it_is_shown_first_and_done_after_a_yes(chat: Chat) -> None:
         do(chat, "/erase --yes")  # nothing is shown any more
 
 
-def test_lines_of_other_chats_go_only_on_demand(chat: Chat) -> None:
-    assert "and 1 typed line of other chats" in do(chat, "/erase --everywhere marmalade")
-    do(chat, "/erase --yes")
-    assert not any("armalade" in line for line in chat.history.get_strings())
-
-
-def test_parts_of_words_stay_and_what_else_says_it_is_pointed_out(chat: Chat) -> None:
+def test_parts_of_words_stay(chat: Chat) -> None:
     with pytest.raises(UsageError, match="these words are not in this chat"):
         do(chat, "/erase range")
     do(chat, "/erase --yes is")
     assert chat.texts[1] == "this  what the others said"
-    assert "what is called all that" in chat.history.get_strings()
-    chat.say("Yes, Marmalade again.")
-    assert "Marmalade in turn" in do(chat, "/erase --yes turn 0")
-
-
-def test_commands_about_words_of_this_chat_go_too_whenever_they_were_typed(chat: Chat) -> None:
-    """They may have been typed before the chat was resumed; what other chats contain stays."""
-    for line in ("/pin Oranges make marmalade", '/why "marmalade"', "/why Marmalade of plums"):
-        chat.history.append_string(line)
-    chat.history.new_lines.clear()  # as after a resume
-    assert "1 typed line of other chats" not in do(chat, "/erase marmalade")
-    do(chat, "/erase --yes")
-    left = [line for line in chat.history.get_strings() if "armalade" in line]
-    assert left == ["an old line on Marmalade", "/why Marmalade of plums"]
+    assert "this is what the others said" not in chat.history.get_strings()
 
 
 def cached_texts() -> Iterator[str]:

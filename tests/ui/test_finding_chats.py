@@ -13,7 +13,7 @@ from rich.console import Console
 
 from command import run
 from fake_terminal import FakeTerminal
-from saved_chats import Chat, refusal, saved
+from saved_chats import Chat, saved
 from session_files import new
 from sirchat.paths import sessions_dir
 from sirchat.saved.search import SnippetPart
@@ -93,23 +93,8 @@ def test_matches_are_marked_in_the_line_that_was_found(terminal: FakeTerminal) -
     assert "    to \x1b[1;4mRome\x1b[0m by train" in terminal.getvalue()
 
 
-def test_load_takes_an_id_or_a_name_before_words(folder: Path) -> None:
+def test_load_takes_an_id_or_a_name(folder: Path) -> None:
     ident = saved(folder, "words")
-    saved(folder, "other")  # `words` was said in both
     chat = Chat()
     assert f"this chat is session {ident}" in chat.do("/load Words")
     assert f"session {ident} is this chat" in chat.do(f"/load {ident[:-1]}")
-
-
-def test_load_with_words_lists_the_chats_that_have_them(folder: Path) -> None:
-    ident = saved(folder)
-    chat = Chat()
-    shown = chat.do("/load more of th")
-    assert ident in shown
-    assert "more of them" in shown
-    assert "/load ID opens one of them, and Tab completes ids and names" in shown
-    assert not chat.texts
-    assert "fewer words find more" in refusal(chat, "/load nobody said this")
-    assert "has no word to search for" in refusal(chat, "/load ?!")
-    saved(folder, "my trip")
-    assert "did you mean my trip?" in refusal(chat, "/load my tirp")

@@ -162,7 +162,7 @@ def test_pin_and_unpin_count_only_what_they_change() -> None:
     chat = Chat(system="Call me Anna.", save=False)
     chat.say("My name is Anna.")
     shown = chat.do("/pin Anna")  # the system prompt's was pinned by the setting
-    assert shown.startswith("pinned: “Anna”\n1 token; in 1 message of yours; holds ")
+    assert shown.startswith("pinned: “Anna”\n1 token; holds ")
     assert "all of this is pinned already" in chat.do("/pin Anna")
     assert "nothing of this was pinned" in chat.do("/unpin name")
     assert "2 tokens no longer pinned: “Anna … Anna”" in chat.do("/unpin Anna")

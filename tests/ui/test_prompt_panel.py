@@ -95,7 +95,7 @@ def test_words_of_the_templates_own_system_prompt_are_explained_listed_and_resto
     assert rows[2][4:] == ["Hi"]
     assert "a kind pirate." in chat.do("/recall pirate")
     assert "pirate" not in chat.do("/pin turn 0")
-    assert "in 1 message of the system" in chat.do("/pin pirate")
+    assert "pinned: “pirate" in chat.do("/pin pirate")
     with pytest.raises(UsageError, match="chat template adds"):
         chat.do("/erase pirate")
     assert "“pirate” is" in chat.do("/why pirate")
