@@ -229,7 +229,7 @@ class Profile(BaseModel):
         try:
             (text or "").encode()
         except UnicodeEncodeError:
-            raise PydanticCustomError("text", "not text") from None
+            raise PydanticCustomError("text", "it must be text") from None
         return text
 
     @field_validator("policy")
@@ -238,7 +238,8 @@ class Profile(BaseModel):
         name = policies.ALIASES.get(name, name)
         if policies.is_path(name) or policies.is_policy(name):
             return name
-        raise PydanticCustomError("policy", "unknown policy")
+        known = ", ".join(sorted([*policies.policy_names(), *policies.ALIASES]))
+        raise PydanticCustomError("policy", f"it must be one of {known}, or package.module:Class")
 
     @field_validator("recall", mode="before")
     @classmethod
@@ -252,21 +253,22 @@ class Profile(BaseModel):
     def _require_known_retriever(cls, name: str) -> str:
         if name == "off" or name in RETRIEVERS:
             return name
-        raise PydanticCustomError("recall", "unknown retriever")
+        known = ", ".join(["off", "on", *RETRIEVERS.names()])
+        raise PydanticCustomError("recall", f"it must be one of {known}")
 
     @field_validator("temperature")
     @classmethod
     def _require_usable_temperature(cls, value: float) -> float:
         """Near 0, the logits divided by it could overflow."""
         if 0 < value < MIN_TEMPERATURE:
-            raise PydanticCustomError("temperature", "nearly zero")
+            raise PydanticCustomError("temperature", f"it must be 0, or at least {MIN_TEMPERATURE}")
         return value
 
     @field_validator("archive_limit", "save_kv_limit")
     @classmethod
     def _require_size(cls, text: str) -> str:
         if parse_size(text) is None:
-            raise PydanticCustomError("size", "not a size")
+            raise PydanticCustomError("size", "it must be a size such as 512MiB or 2GiB")
         return text
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -20,11 +20,9 @@ from sirchat import paths
 from sirchat.config.profile import Profile, rename_old_settings
 from sirchat.config.values import (
     allowed_values,
-    describe_allowed,
     parse_value,
     parse_yaml,
     require_setting,
-    setting_types,
     yaml_line,
 )
 from sirchat.errors import SettingError, did_you_mean, format_value
@@ -192,7 +190,7 @@ def write_default_setting(key: str, value: object) -> Path:
         if not replaced:
             text = f"{text}\n{line}" if text and not text.endswith("\n") else text + line
         try:
-            is_changed = parse_yaml(text, path) == values
+            is_changed = _parse_profile(text, path) == values
         except SettingError:
             is_changed = False
         if not is_changed:
@@ -224,15 +222,10 @@ def _conflict_error(
 
 def _value_error(detail: ErrorDetails, origin: Origin) -> SettingError:
     key, *inner = (str(part) for part in detail["loc"])
-    if get_origin(setting_types(key)[0]) is not dict:
-        inner = []  # pydantic names the member of a union here, not a key of a mapping
-    name, may_be, value = key, describe_allowed(key), detail["input"]
-    if inner:
-        name, may_be = f"{key}.{inner[0]:.60}", "a finite number, true, false, text or null"
-    if "[key]" in inner:
-        name, may_be = f"{key}: a name", "text"
-    hint = did_you_mean(value, allowed_values(key)) if isinstance(value, str) and not inner else ""
-    message = f"{origin(key)}: {name} can't be {format_value(value)}; it must be {may_be}"
+    name = f"{key}.{inner[0]:.60}" if key == "policy_options" and inner else key
+    value, must = detail["input"], detail["msg"].replace("Input should be", "it must be")
+    hint = did_you_mean(value, allowed_values(key)) if isinstance(value, str) else ""
+    message = f"{origin(key)}: {name} can't be {format_value(value)}; {must}"
     return SettingError(message, hint=hint)
 
 
@@ -302,19 +295,23 @@ def _load(path: Path) -> dict[str, object]:
             data = file.read(_MAX_BYTES + 1).removeprefix(b"\xef\xbb\xbf")
         if len(data) > _MAX_BYTES:
             raise SettingError(f"{path} is too long; a profile has at most {_MAX_BYTES:,} bytes")
-        values = parse_yaml(data.decode("utf-8"), path)
+        values = _parse_profile(data.decode("utf-8"), path)
     except OSError as error:
         raise SettingError(f"{path} can't be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise SettingError(f"{path}, line {line}: not UTF-8") from None
-    if values is None:
-        return {}
+    check_values(Layer(values, _file_origin(path)))
+    policies.refuse_untrusted(values.get("policy"), str(path))
+    return values
+
+
+def _parse_profile(text: str, path: Path) -> dict[str, object]:
+    values = parse_yaml(text, path) or {}
     if not isinstance(values, dict):
         raise SettingError(
             f"{path}: a profile must be a mapping, with one `setting: value` in each line"
         )
-    values = rename_old_settings(values)
-    check_values(Layer(values, _file_origin(path)))
-    policies.refuse_untrusted(values.get("policy"), str(path))
-    return values
+    known = Profile.model_fields
+    parsed = {key: parse_value(key, v) if key in known else v for key, v in values.items()}
+    return rename_old_settings(parsed)

@@ -18,7 +18,7 @@ from sirchat.chat.targets import Target
 from sirchat.chat.token_rows import without_template
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve
-from sirchat.config.values import describe_allowed, format_setting, parse_option, parse_value
+from sirchat.config.values import allowed_values, format_setting, parse_option, parse_value
 from sirchat.errors import SettingError, did_you_mean, format_value
 from sirchat.memory.policies import import_typed
 from sirchat.memory.registry import BEST_RETRIEVER
@@ -168,7 +168,8 @@ class Switching:
         if name in Profile.model_fields:
             meaning = Profile.model_fields[name].description
             value = sampling_in_words(profile).get(name) or self._describe_value(name)
-            return f"{name} is {value}: {meaning} Allowed: {describe_allowed(name)}."
+            allowed = ", ".join(allowed_values(name))
+            return f"{name} is {value}: {meaning}{f' Allowed: {allowed}.' if allowed else ''}"
         option = profile.policy_options.get(name, "at its default")
         return f"{name} is {format_setting(option)}: an option of policy {profile.policy}"
 

@@ -20,7 +20,7 @@ from chatting import babbler, session
 from sirchat.chat.events import Recalled
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
-from sirchat.config.values import describe_allowed
+from sirchat.config.values import allowed_values
 from sirchat.errors import SettingError
 from sirchat.lab.studies.retrieval import Retrieval, cells
 from sirchat.memory.registry import BEST_RETRIEVER, RETRIEVERS
@@ -65,7 +65,7 @@ def my_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def test_a_retriever_is_one_file_more(my_newest: str) -> None:
     """Settings, their checks and their help, a chat and the studies know it by its file alone."""
-    assert my_newest in describe_allowed("recall")
+    assert my_newest in allowed_values("recall")
     assert changed_profile(Profile(), "/set", recall=my_newest).recall == my_newest
     rows = {cell.row for cell in cells(Retrieval(Profile(), retrievers=(my_newest,)))}
     assert my_newest in rows
