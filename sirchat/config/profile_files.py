@@ -28,8 +28,6 @@ from sirchat.config.values import (
 from sirchat.errors import SettingError, did_you_mean, format_value
 from sirchat.memory import policies
 
-_OTHER_VARIABLES = ("PROFILE", "HOME", "DEBUG", "DATA")  # variables that are not settings
-_MISSPELLING_CUTOFF = 0.8  # least similarity of a misspelt variable to a setting's name
 _MAX_BYTES = 2**18  # of a profile
 _HEADER = "# Remove the # in front of a setting to set it. The values shown are the defaults.\n"
 
@@ -234,19 +232,8 @@ def _file_origin(path: Path) -> Origin:
 
 
 def _environment_layer(environ: Mapping[str, str]) -> Layer:
-    _refuse_misspelt(environ)
     texts = {key: environ.get(_variable_name(key)) for key in Profile.model_fields}
     return _parsed_layer({key: text for key, text in texts.items() if text}, _variable_name)
-
-
-def _refuse_misspelt(environ: Mapping[str, str]) -> None:
-    known = {*map(str.upper, Profile.model_fields), *_OTHER_VARIABLES}
-    for variable in sorted(environ):
-        name = variable.removeprefix("SIRCHAT_")
-        if name in (variable, *known):
-            continue
-        if hint := did_you_mean(name, known, "SIRCHAT_", cutoff=_MISSPELLING_CUTOFF):
-            raise SettingError(f"the environment variable {variable} names no setting", hint=hint)
 
 
 def _variable_name(key: str) -> str:

@@ -23,7 +23,7 @@ from sirchat.engine.types import EngineState
 from sirchat.errors import SessionError
 from sirchat.saved.saved_state import make_state_record, new_passages, session_metadata
 from sirchat.saved.saved_tensors import attention_tensors, key_value_tensors, state_tensors
-from sirchat.saved.session_list import create_branch, make_room, remove_session, reveals_text
+from sirchat.saved.session_list import create_branch, make_room, remove_session
 from sirchat.saved.store import Extent, SavedTurn, SessionStore, StateRecord
 
 # With `save_kv: auto`, at most so many bytes of keys and values are saved when a chat ends.
@@ -162,13 +162,6 @@ class Autosave:
         is_current = self._epoch == self._session.epoch
         self._session, self._epoch = session, session.epoch if is_current else -1
         self._erasures, self._is_replaced = session.erasures, self._store is not None
-
-    def drop_revealing_name(self, erased_text: str, *, is_whole_turn: bool) -> bool:
-        """Remove the chat's name if it reveals the erased text; returns whether it did."""
-        if not reveals_text(self.name, erased_text, is_whole_turn=is_whole_turn):
-            return False
-        self.name = ""
-        return True
 
     def _detach_file(self) -> None:
         """Close the file as it is; the next `save` begins a new one."""

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from os.path import basename
 from typing import TYPE_CHECKING
 
-from sirchat.errors import UsageError
 from sirchat.text.text_file import (
-    expand_path,
     is_missing,
     load_text_files,
     make_code_block,
@@ -23,7 +21,6 @@ from sirchat.ui.text import displayable_line, shorten
 if TYPE_CHECKING:  # a prompt must not import a model, nor `sirchat ask` a prompt
     from prompt_toolkit.completion import CompleteEvent, Completion
 
-    from sirchat.chat.session import Session
 
 # A path as a user types it, and as a terminal writes one that is dropped on it: maybe quoted, or
 # with a backslash before each blank. `{0}` stands behind the closing quote.
@@ -55,11 +52,10 @@ def attach_mentions(
     text: str,
     note: Callable[[str], None],
     read_resource: Callable[[str], str | None] = lambda name: None,
-) -> tuple[str, list[AttachedFile]]:
-    """Load what a typed `text` mentions as `@path` or `@server:uri`; return the message and that.
+) -> str:
+    """The message that a typed `text` sends, with what it mentions as `@path` or `@server:uri`.
 
-    Remarks go to `note`. Raises UsageError if a file can't be used, or if `text` is nothing but a
-    path.
+    Remarks go to `note`. Raises UsageError if a file can't be used.
     """
     files: dict[str, AttachedFile] = {}
     message = words = ""  # `words` lacks the names of attached files
@@ -78,13 +74,8 @@ def attach_mentions(
         message += between + shown
         words += between + shown.removeprefix(path)
     message, words = message + text[end:], words + text[end:]
-    if not files and (path := _find_bare_path(text)):
-        raise UsageError(
-            f"{shorten(path, 60)} is a file, and nothing is sent",
-            hint='@ before it sends its text; a name with blanks goes in quotes: @"a b.txt"',
-        )
-    attached = list(files.values())
-    return _build_message(attached, message if words.strip() else ""), attached
+    blocks = [file.block for file in files.values()]  # first: the oldest is usually evicted first
+    return "\n\n".join([*blocks, *([message] if words.strip() else [])])
 
 
 def escape_mentions(text: str, after: str = "") -> str:
@@ -124,20 +115,6 @@ def split_leading_path(text: str) -> tuple[str, str]:
     if is_missing(word):
         word = _ESCAPED_CHAR.sub(r"\1", word)
     return match["double"] or match["single"] or word, text[match.end() :]
-
-
-def describe_size(files: list[AttachedFile], session: Session) -> str:
-    """Say how many tokens each file takes, and whether a part will be evicted during reading."""
-    sizes = {file.name: len(session.template.as_text(file.block)) for file in files}
-    listed = ", ".join(f"{displayable_line(name)}: {n:,} tokens" for name, n in sizes.items())
-    description = f"{listed}; the budget is {session.budget:,} tokens"
-    total, room = sum(sizes.values()), session.engine.choice.divide_budget().evictable
-    if room < session.budget // 2 and total <= 2 * session.budget:
-        description += f", of which a message can take {room:,}"
-    if total <= room or session.profile.policy == "full":
-        return description
-    share = "most" if total > 2 * room else "a part"
-    return f"{description}, so {share} of the text will be evicted while it is read"
 
 
 def unfinished_path(text: str, commands: re.Pattern[str]) -> str | None:
@@ -211,15 +188,3 @@ def _find_path(*spellings: str) -> str:
 def _matches_files(pattern: str) -> bool:
     """Whether a text is a pattern, with a dot or a slash, that matches a file."""
     return re.search(r"[./]", pattern) is not None and any(matching_files(pattern))
-
-
-def _find_bare_path(text: str) -> str:
-    """`text` if it is nothing but the absolute path of a file; else ""."""
-    path, rest = split_leading_path(text)
-    is_absolute = path.startswith(("/", "~/")) and "\n" not in path
-    return path if is_absolute and not rest and os.path.isfile(expand_path(path)) else ""
-
-
-def _build_message(files: list[AttachedFile], message: str) -> str:
-    """Put files before the message, since what comes first is usually evicted first."""
-    return "\n\n".join([*(file.block for file in files), *([message] if message.strip() else [])])

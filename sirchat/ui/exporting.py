@@ -25,8 +25,6 @@ EXPORT_FORMATS = {
     "md": "the chat as Markdown",
     "json": "the chat as JSON, which sirchat replay reads",
 }
-# How HTML in Markdown ends that a blank line does not end, by how it begins
-_HTML_ENDS = {"<!--": "-->", "<?": "?>", "<![cdata[": "]]>"}
 _FORCE_FLAG = re.compile(r"(?:^|\s)--force(?=\s|$)")
 _TOOL_SECONDS = 3.0  # a clipboard tool that takes longer has failed
 # The variable that names the display of each; "": it uses this machine's clipboard.
@@ -124,24 +122,17 @@ def _markdown(session: Session) -> str:
     texts = [(role, displayable(turn.text).strip()) for role, turn in _turns_with_text(session)]
     sections = list[str]()
     for role, text in texts:  # what a tool returned is code: no picture in it is loaded
-        shown = indent(text, "    ") if role == "tool" else _close_blocks(text)
+        is_code = role == "tool" or _is_left_open(text)
+        shown = indent(text, "    ") if is_code else text
         sections.append(f"## {_speaker_name(role)}\n\n{shown}")
     return "\n\n".join(sections)
 
 
-def _close_blocks(text: str) -> str:
-    """A Markdown text that ends with an end of code or HTML if one is open there."""
+def _is_left_open(text: str) -> bool:
+    """Whether code or HTML at the end of a Markdown text would hide what follows it."""
     from markdown_it import MarkdownIt
 
-    last = MarkdownIt("commonmark").parse(f"{text}\n\n# end")[-1]
-    if last.type == "fence":
-        return f"{text}\n{last.markup}"
-    if last.type == "html_block":  # such as a comment: it would hide all messages after it
-        begin = last.content.lstrip().lower()
-        tag = re.match(r"<(pre|script|style|textarea)", begin)
-        end = next((end for start, end in _HTML_ENDS.items() if begin.startswith(start)), ">")
-        return f"{text}\n{f'</{tag[1]}>' if tag else end}"
-    return text
+    return MarkdownIt("commonmark").parse(f"{text}\n\n# end")[-1].type != "heading_close"
 
 
 def _json(session: Session) -> str:

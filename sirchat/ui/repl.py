@@ -23,7 +23,7 @@ from sirchat.models.devices import describe_threads
 from sirchat.saved.store import SessionStore
 from sirchat.text.text_file import without_surrogates
 from sirchat.tools.config import ToolFlags
-from sirchat.ui.attaching import attach_mentions, describe_size
+from sirchat.ui.attaching import attach_mentions
 from sirchat.ui.commands import (
     Action,
     Commands,
@@ -46,8 +46,7 @@ from sirchat.ui.turn_commands import Retry, make_undoable, retry
 from sirchat.ui.typed_input import Keyboard, TerminalInput
 from sirchat.ui.typed_line import InputLine, as_typed
 
-# Words that end other programs; the first time one is typed, the chat asks whether to leave.
-_EXIT_WORDS = ("exit", "quit", "q", ":q", "bye")
+_EXIT_WORDS = ("exit", "quit", "q", ":q", "bye")  # alone on a line, as in other programs
 
 _MIN_WINDOW_ROWS = 24  # for the panel above the prompt
 _REVIEW_QUESTION = "takes {:,} tokens, evicts {:,}: k or Enter keeps it, e edits, d drops: "
@@ -74,7 +73,6 @@ class Chat:
         self._history = terminal_input.history
         self._prompt = terminal_input.prompt
         self.saved_chat = SavedChat(session, screen, store)
-        self._has_asked_to_leave = False
         self.tools = ToolUse(
             tools or ToolFlags(),
             screen,
@@ -146,14 +144,12 @@ class Chat:
         try:
             if line.is_command:
                 return self._perform(self._commands.run(line.text))
-            if line.text.strip().casefold() in _EXIT_WORDS and not self._has_asked_to_leave:
-                return not self._ask_whether_to_leave()
+            if line.text.strip().casefold() in _EXIT_WORDS:
+                return False
             # From here on Ctrl-C stops the reply, and the message stays.
             with InterruptFlag() as interrupt:
                 note, read_resource = self._screen.note, self.tools.resource
-                text, files = attach_mentions(line.text, note, read_resource)
-                if files:
-                    self._screen.note(describe_size(files, self._session))
+                text = attach_mentions(line.text, note, read_resource)
                 self._send(text, replace(line, is_stopped=line.is_stopped or interrupt()))
         except SirchatError as error:
             self._screen.error(str(error))
@@ -164,15 +160,6 @@ class Chat:
                 raise
             self._screen.error(f"{type(error).__name__}: {error}")
         return True
-
-    def _ask_whether_to_leave(self) -> bool:
-        self._has_asked_to_leave = True
-        self._screen.note("leave? (y/n)")
-        answer = self._prompt.read()
-        if answer is None or answer.text.strip().casefold() in ("y", "yes"):
-            return True
-        self._screen.note("nothing was sent; send that line again to send it as a message")
-        return False
 
     def _perform(self, action: Action | None) -> bool:
         """Do what a command asks for; returns False if the user leaves."""

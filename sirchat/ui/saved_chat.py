@@ -33,6 +33,7 @@ from sirchat.saved.session_list import (
     check_name,
     find_session,
     list_sessions,
+    reveals_text,
 )
 from sirchat.saved.store import SessionStore
 from sirchat.ui.lists import draw_sessions
@@ -252,8 +253,9 @@ class SavedChat:
 
         If `text` is a whole turn, a name that is a part of `text` is removed, too.
         """
-        is_removed = self._autosave.drop_revealing_name(text, is_whole_turn=is_whole_turn)
+        is_removed = reveals_text(self._autosave.name, text, is_whole_turn=is_whole_turn)
         if is_removed:
+            self._autosave.name = ""
             self._screen.note(
                 "the chat's name contained the erased text and was removed; "
                 "/save NAME gives a new one"

@@ -13,7 +13,6 @@ from fake_terminal import FakeTerminal
 from sirchat.errors import UsageError
 from sirchat.ui.attaching import (
     attach_mentions,
-    describe_size,
     escape_mentions,
     split_leading_path,
 )
@@ -36,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def sent(text: str) -> tuple[str, list[str]]:
     """The message that is sent, and the notes."""
     notes: list[str] = []
-    return attach_mentions(text, notes.append)[0], notes
+    return attach_mentions(text, notes.append), notes
 
 
 @pytest.mark.parametrize(
@@ -75,15 +74,6 @@ def test_what_looks_like_a_path_and_is_missing_is_pointed_out(word: str) -> None
     assert "so the name is sent as plain text" in note
 
 
-@pytest.mark.parametrize("form", ["{}/notes.txt", "'{}/a b.md'", '"{}/a b.md" ', r"{}/a\ b.md"])
-def test_a_path_alone_as_it_is_dropped_on_a_terminal_is_not_sent(folder: Path, form: str) -> None:
-    with pytest.raises(UsageError, match="is a file, and nothing is sent") as caught:
-        sent(form.format(folder))
-    assert "@ before it sends its text" in str(caught.value)
-    for text in (f"what is {folder}/notes.txt", f"{folder}/none.txt", "notes.txt"):
-        assert sent(text) == (text, [])
-
-
 def test_a_backslash_before_a_files_name_makes_it_a_mere_sign() -> None:
     assert sent(r"\@notes.txt and \@anna, \@array") == (r"@notes.txt and \@anna, \@array", [])
     assert sent(r"a\@b") == (r"a\@b", [])
@@ -104,8 +94,7 @@ def test_at_the_prompt_a_line_that_sent_a_file_can_be_erased(
         refusal = " ".join(chat.ask("see @docs/ please").split())
         assert "there is no file with text in docs/" in refusal
         assert chat.session.seen == 0
-        shown = " ".join(chat.ask("@notes.txt who is it, in secret?").split())
-        assert re.match(r"notes\.txt: \d+ tokens; the budget is 1,024 tokens ", shown)
+        chat.ask("@notes.txt who is it, in secret?")
         assert chat.said().startswith(NOTES)
         chat.ask("/erase last")
         assert "1 typed line erased" in chat.ask("/erase --yes")
@@ -169,10 +158,11 @@ def test_a_folder_and_a_pattern_bring_their_text_files(
     folder: Path, named: str, files: list[str], form: str
 ) -> None:
     sources(folder)
-    text, attached = attach_mentions(f"Look at {form.format(named)}, please.", print)
-    assert [file.name.rpartition("src/")[2] for file in attached] == files
-    for file in attached:
-        assert f"```{file.name}\nin {Path(file.name).name}\n```" in text
+    text = attach_mentions(f"Look at {form.format(named)}, please.", print)
+    names = re.findall(r"(?m)^```(.+)$", text)
+    assert [name.rpartition("src/")[2] for name in names] == files
+    for name in names:
+        assert f"```{name}\nin {Path(name).name}\n```" in text
     assert text.endswith(f"\n\nLook at {named}, please.")
 
 
@@ -231,36 +221,6 @@ def test_a_name_that_is_no_text_is_read_like_any_message(folder: Path) -> None:
     assert message == "```a\ufffd.txt\nx\n```"
 
 
-@pytest.mark.parametrize(
-    ("words", "budget", "ending"),
-    [
-        (5, 512, "512 tokens"),
-        (300, 256, "256 tokens, so a part of the text will be evicted while it is read"),
-        (900, 256, "256 tokens, so most of the text will be evicted while it is read"),
-    ],
-)
-def test_the_size_is_told_against_the_budget(
-    folder: Path, words: int, budget: int, ending: str
-) -> None:
-    (folder / "n.txt").write_text("milk " * words, encoding="utf-8")
-    _, files = attach_mentions("@n.txt", print)
-    said = describe_size(files, session(budget=budget))
-    assert said.startswith("n.txt: ")
-    assert said.endswith(f" tokens; the budget is {ending}")
-
-
-def test_the_tokens_told_are_those_that_are_read(folder: Path) -> None:
-    (folder / "n.txt").write_text("milk and bread\n" * 9, encoding="utf-8")
-    text, files = attach_mentions("@n.txt", print)
-    chat = session()
-    said = describe_size(files, chat)
-    list(chat.read_user(text))
-    read = sum(row.role == "user" for row in chat.snapshot().rows)
-    assert said == f"n.txt: {read:,} tokens; the budget is 1,024 tokens"
-    _, files = attach_mentions("@n.txt @Makefile", print)
-    assert describe_size(files, chat).startswith(f"n.txt: {read:,} tokens, Makefile: ")
-
-
 def test_a_name_is_taken_before_a_pattern_and_links_to_folders_are_not_followed(
     folder: Path,
 ) -> None:
@@ -269,8 +229,7 @@ def test_a_name_is_taken_before_a_pattern_and_links_to_folders_are_not_followed(
         (folder / name).write_bytes(name.encode() + b"\0" * name.endswith("png"))
     for name in "xy":
         (folder / "deep" / name).symlink_to("..", target_is_directory=True)
-    assert [one.name for one in attach_mentions("What is in @App.js?", print)[1]] == ["App.js"]
+    assert attach_mentions("What is in @App.js?", print).startswith("```App.js\n")
     for mention in ("@./deep", "@deep/**/*.txt", "@**/one.txt"):
-        (file,) = attach_mentions(mention, print)[1]
-        assert file.text == "deep/one.txt"
-    assert not attach_mentions("see @App.j? and @./?pp.js", print)[1]
+        assert attach_mentions(mention, print).endswith("deep/one.txt\ndeep/one.txt\n```")
+    assert "```" not in attach_mentions("see @App.j? and @./?pp.js", print)

@@ -66,10 +66,10 @@ def said_by(*turns: tuple[str, str]) -> Session:
     return chat
 
 
-def test_code_that_a_reply_leaves_open_ends_with_it() -> None:
+def test_a_reply_that_leaves_code_open_is_code_as_a_whole() -> None:
     exported(said_by(("a", "So:\n~~~~py\nx = 1"), ("Go on.", "Done, `y`.")), "md open.md")
     text = Path("open.md").read_text(encoding="utf-8")
-    assert "~~~~py\nx = 1\n~~~~\n\n## You\n\nGo on.\n\n## Model\n\nDone, `y`.\n" in text
+    assert "    ~~~~py\n    x = 1\n\n## You\n\nGo on.\n\n## Model\n\nDone, `y`.\n" in text
 
 
 def test_reasoning_is_exported_apart_in_json_and_not_at_all_otherwise() -> None:

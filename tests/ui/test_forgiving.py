@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from chatting import session, smallest
-from fake_terminal import FakeTerminal
 from saved_chats import Chat, refusal
 from sirchat.chat.events import Delta
 from sirchat.chat.evicted_text import evicted_words
@@ -17,7 +16,6 @@ from sirchat.chat.summary import last_user_message, pin_summary, undo_summaries
 from sirchat.chat.targets import positions_of
 from sirchat.ui.commands import Edit
 from template_shapes import HEADERS, with_template
-from typed_chat import TypedChat
 
 SAID = ("The Pelican is grey.", "red " * 30, "green " * 30)
 
@@ -136,18 +134,6 @@ def test_undo_says_what_it_holds_under_a_budget_that_has_changed(chat: Chat) -> 
         shown, held = chat.do("/undo"), chat.session.resident
         assert f"holds {held}/{budget}" in shown
         assert (held < before) == (budget == "48")
-
-
-def test_leaving_by_a_word_alone_is_asked_once(terminal: FakeTerminal, own_home: Path) -> None:
-    for line, answer in (("quit", "no"), ("bye", "y")):
-        with TypedChat(terminal, max_new_tokens=4) as chat:
-            shown = chat.press(f"{line}\r{answer}\r")
-            assert "leave? (y/n)" in shown
-            assert ("nothing was sent" in shown) == (answer == "no")
-            assert chat.session.seen == 0
-            if answer == "no":
-                assert "tok/s" in chat.ask("quit")
-                assert chat.said() == "quit"
 
 
 def test_edit_means_the_users_own_message_and_not_a_summary(chat: Chat) -> None:

@@ -360,10 +360,9 @@ def test_resources_are_read_by_a_tool(
     assert asked.call("read_resource", uri="notes://a") == "Buy milk."
     assert "snow__read_resource" in asked.use.tools_json
     say = "What do I need by @snow:notes://a?"
-    message, files = attach_mentions(say, print, asked.use.resource)
-    assert [one.text for one in files] == ["Buy milk."]
+    message = attach_mentions(say, print, asked.use.resource)
     assert message.endswith("Buy milk.\n```\n\nWhat do I need by snow:notes://a?")
-    assert attach_mentions(escape_mentions(say), print, asked.use.resource) == (say, [])
+    assert attach_mentions(escape_mentions(say), print, asked.use.resource) == say
     for name in ("rain:notes://a", "snow:12:30", "snow", "snow:", "snowy:notes://a"):
         assert asked.use.resource(name) is None
 
