@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Iterator
 from dataclasses import asdict, astuple
 from typing import Annotated, Any
 
@@ -212,12 +211,12 @@ def saved_profile(store: SessionStore) -> Profile:
     return profile
 
 
-def model_fingerprint(model: LoadedModel, *, of_layout: bool = False) -> str:
+def model_fingerprint(model: LoadedModel) -> str:
     """A hash of a model's config, vocabulary size, rotary frequencies and some of its weights.
 
-    The packed weights of a GGUF file count by the file, or with `of_layout` as they are packed.
+    The packed weights of a GGUF file count by the file.
     """
-    digest, file_sample = hashlib.sha256(), b"" if of_layout else model.packed_file_sample()
+    digest, file_sample = hashlib.sha256(), model.packed_file_sample()
     config = model.module.config.to_diff_dict()
     for name in _IGNORED_CONFIG_KEYS:
         config.pop(name, None)
@@ -231,12 +230,6 @@ def model_fingerprint(model: LoadedModel, *, of_layout: bool = False) -> str:
         digest.update(sample.numpy().tobytes())
     digest.update(file_sample)
     return digest.hexdigest()[:16]
-
-
-def known_fingerprints(model: LoadedModel) -> Iterator[str]:
-    """Yield what saved chats of a model may name as its fingerprint, the likeliest first."""
-    # Earlier chats name the layout, which depends on whether the library in C++ was there.
-    return (model_fingerprint(model, of_layout=earlier) for earlier in (False, True))
 
 
 def session_metadata(model: LoadedModel, family: str) -> dict[str, Any]:
@@ -264,7 +257,7 @@ def check_model(store: SessionStore, model: LoadedModel) -> None:
             f"session {store.id} has dtype {meta['dtype']}, but the model is loaded as {dtype}",
             hint=f"to continue this chat: {again} --dtype {kind}{how}; {rebuild}",
         )
-    if meta["fingerprint"] not in known_fingerprints(model):
+    if meta["fingerprint"] != model_fingerprint(model):
         raise SessionError(
             f"session {store.id} was made with model {meta['model']}, not with this {model.name}",
             hint=f"to continue this chat: {again} --model {shlex.quote(meta['model'])}; {rebuild}",

@@ -27,7 +27,7 @@ from sirchat.models.model import LoadedModel
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.database import SUFFIX, as_damage_errors, require
 from sirchat.saved.resume import resume_session
-from sirchat.saved.saved_state import known_fingerprints, saved_profile
+from sirchat.saved.saved_state import model_fingerprint, saved_profile
 from sirchat.saved.session_list import remove_session
 from sirchat.saved.store import SessionStore
 from sirchat.server.conversation import KnownConversation, ServedConversation, preview
@@ -230,11 +230,11 @@ class SavedConversations:
         """This model's conversations in the folder, last changed at the end."""
         # Damaged files, and files that a process has open, are left out.
         entries, dtype = [], self._model.precision
-        known = set(known_fingerprints(self._model))
+        known = model_fingerprint(self._model)
         for path in sorted(self._folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime):
             try:
                 with SessionStore.open(path) as store:
-                    if store.meta.get("dtype") == dtype and store.meta.get("fingerprint") in known:
+                    if store.meta.get("dtype") == dtype and store.meta["fingerprint"] == known:
                         entries.append(SavedConversation.from_file(store))
             except SirchatError as error:
                 _LOG.info("a saved conversation is left out: %s", error)

@@ -84,15 +84,13 @@ class Switching:
         held = set(session.ledger.held_positions.tolist())
         positions = session.state.restored_by_user
         num_restored = len((held - held_before).intersection(positions))
-        num_set_aside = len(held_before - held)
         how = "restored" if num_restored else "held already, and stays"
         self._screen.note(f"{how} for your next message: “{self._text_of(positions)}”")
         size = pluralize(len(positions), "token")
         if num_restored:
             size += f", {num_restored:,} of them were evicted"
-        if num_set_aside:
-            others = "1 other steps" if num_set_aside == 1 else f"{num_set_aside:,} others step"
-            size += f"; {others} aside until it is answered"
+        if num_set_aside := len(held_before - held):
+            size += f"; {num_set_aside:,} stepped aside until it is answered"
         self._screen.note(f"{size}; {_describe_held(session)}; /pin keeps words")
 
     def _text_of(self, positions: Sequence[int]) -> str:

@@ -50,7 +50,7 @@ def test_one_token_that_steps_aside_is_not_called_others() -> None:
     Switching(chat.session, chat.screen).restore(came)
     assert chat.session.resident == 64
     shown = " ".join(chat.out.getvalue().split())
-    assert "were evicted; 1 other steps aside until it is answered; " in shown
+    assert "were evicted; 1 stepped aside until it is answered; " in shown
 
 
 @pytest.mark.parametrize("recall", ["off", "words"])
@@ -66,7 +66,7 @@ def test_words_are_restored_as_they_were_told_not_as_the_model_repeated_them(rec
     now = chat.session.ledger.held_positions.tolist()
     came, aside = (len(set(one) - set(other)) for one, other in ((now, before), (before, now)))
     assert f"“My cat is called Luna.” 6 tokens, {came} of them were evicted; " in shown
-    assert (f"; {aside} others step aside until it is answered; " in shown) == (aside > 0)
+    assert (f"; {aside} stepped aside until it is answered; " in shown) == (aside > 0)
     for _ in "ab":  # another reply is given from the same memory
         chat.say("What is my cat called?")
         assert "Luna" in chat.session.turns[-1].text
