@@ -17,10 +17,10 @@ from sirchat.ui.interrupt import leave_ctrl_c_to_child
 _COMMON_EDITORS = ("editor", "nano", "pico", "vi", "emacs")
 
 
-def editor_command(*, has_default: bool = False) -> list[str]:
-    """The user's editor as a command; if none is set, the usual one if `has_default`, else []."""
+def editor_command() -> list[str]:
+    """The user's editor as a command, or else the usual one."""
     command = os.environ.get("VISUAL") or os.environ.get("EDITOR") or ""
-    if has_default and not command:
+    if not command:
         return [next(filter(shutil.which, _COMMON_EDITORS), _COMMON_EDITORS[-1])]
     try:
         return shlex.split(command)
@@ -51,7 +51,7 @@ def edit_in_editor(command: list[str], text: str) -> str:
         reason = error.strerror or type(error).__name__
         raise UsageError(
             f"the editor {command[0]!r} can't be started: {reason}",
-            hint="set EDITOR to another editor, or leave it empty to edit at the prompt",
+            hint="set EDITOR to another editor",
         ) from error
     finally:
         path.unlink(missing_ok=True)

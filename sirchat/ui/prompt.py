@@ -46,7 +46,6 @@ from sirchat.ui.text import displayable
 from sirchat.ui.typed_line import FENCE, InputLine, as_typed, parse_line
 
 _PROMPT_TEXT = FormattedText([("class:sign", "> ")])
-_EDIT_PROMPT_TEXT = FormattedText([("class:sign", "edit> ")])
 
 _LOOP_CLOSED = "Event loop is closed"  # asyncio's error if Ctrl-C comes while a prompt closes
 
@@ -73,7 +72,6 @@ class Prompt:
         has_colours: Callable[[], bool] = lambda: True,
     ) -> None:
         self._entered: str | None = None  # the text at the last Enter
-        self._is_editing = False
         self._editor_error = ""
         self._suggestion = ""
         self._has_colours = has_colours
@@ -152,17 +150,6 @@ class Prompt:
             if line.text.strip():
                 return replace(line, is_stopped=is_stopped)
 
-    def edit(self, text: str) -> str:
-        self._reset()
-        self._is_editing = True
-        try:
-            return self._prompt.prompt(_EDIT_PROMPT_TEXT, default=text, pre_run=self._prepare)
-        except (EOFError, KeyboardInterrupt):
-            return self._entered or ""
-        finally:
-            self._is_editing = False
-            self._prompt.message = _PROMPT_TEXT  # `prompt` has replaced it
-
     def ask_for_key(self, question: str, keys: Collection[str]) -> str:
         return ask_for_key(question, keys, self._prompt.output, self._prompt.input)
 
@@ -234,10 +221,6 @@ class Prompt:
         def _new_line(event: KeyPressEvent) -> None:
             event.current_buffer.insert_text("\n")
 
-        @keys.add("escape", filter=typing & Condition(lambda: self._is_editing))
-        def _leave_editing(event: KeyPressEvent) -> None:
-            event.app.exit(exception=KeyboardInterrupt, style="class:aborting")
-
         @keys.add("<sigint>")
         def _signal(event: KeyPressEvent) -> None:
             future = event.app.future
@@ -271,9 +254,9 @@ class Prompt:
             buffer.validate_and_handle()
 
     def _on_ctrl_c(self, event: KeyPressEvent) -> None:
-        """Move the typed text into the history; interrupt if it is empty, or while editing."""
+        """Move the typed text into the history; interrupt if it is empty."""
         buffer = event.current_buffer
-        if not buffer.text or self._is_editing:
+        if not buffer.text:
             event.app.exit(exception=KeyboardInterrupt, style="class:aborting")
             return
         buffer.append_to_history()
@@ -282,7 +265,7 @@ class Prompt:
     def _on_paste(self, event: KeyPressEvent) -> None:
         """Insert pasted text as it must be typed: it is no command, and names no file."""
         buffer, data = event.current_buffer, event.data.replace("\r\n", "\n").replace("\r", "\n")
-        if parse_line(buffer.text).is_command or self._is_editing:
+        if parse_line(buffer.text).is_command:
             buffer.insert_text(data)
             return
         data = escape_mentions(data, after=buffer.document.char_before_cursor)
@@ -298,7 +281,7 @@ class Prompt:
         """Let the user change the text in an editor; a message never becomes a command there."""
         before = buffer.text
         shows_marks = before.lstrip().startswith(("/", FENCE))
-        command = editor_command(has_default=True)
+        command = editor_command()
         try:
             text = await run_in_terminal(lambda: edit_in_editor(command, before))
         except UsageError as error:

@@ -201,13 +201,10 @@ class Chat:
             self._switch_to(session)
 
     def _let_user_edit(self, text: str) -> str:
-        if command := editor_command():
-            with self._keyboard.lend_terminal():
-                edited = edit_in_editor(command, text)
-            self._history.append_string(as_typed(edited))
-            return edited
-        self._keyboard.pass_keys_to_prompt()
-        return self._prompt.edit(text)
+        with self._keyboard.lend_terminal():
+            edited = edit_in_editor(editor_command(), text)
+        self._history.append_string(as_typed(edited))
+        return edited
 
     def _summarize(self) -> None:
         text = ""

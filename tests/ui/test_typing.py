@@ -241,12 +241,6 @@ def test_a_line_is_not_lost_to_ctrl_c_as_the_prompt_closes(
         prompt.read()
 
 
-def test_esc_and_ctrl_c_cancel_an_edit(pipe: PipeInput, prompt: Prompt) -> None:
-    for key, text in (("\x1b", ""), ("\x03", ""), ("!\r", "Hello!")):
-        pipe.send_text(key)
-        assert prompt.edit("Hello") == text
-
-
 class Ending(DummyHistory):
     def load_history_strings(self) -> list[str]:
         sys.exit(143)

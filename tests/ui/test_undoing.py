@@ -70,7 +70,7 @@ def test_undo_of_nothing_is_refused_and_what_was_erased_is_not_read_anew() -> No
 def typed(
     terminal: FakeTerminal, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[TypedChat]:
-    """A chat at a prompt without an editor, in which a name was told."""
+    """A chat at a prompt, in which a name was told."""
     monkeypatch.setenv("EDITOR", "")
     monkeypatch.setenv("VISUAL", "")
     with TypedChat(terminal, max_new_tokens=40) as typed:
@@ -98,16 +98,6 @@ def test_the_last_message_is_changed_in_the_editor(
     typed.ask("/undo")
     assert "undone: My name is Berta." in typed.ask("/undo")
     assert "My name is Berta." in typed.history.lines()
-
-
-def test_without_an_editor_the_prompt_holds_the_last_message(typed: TypedChat) -> None:
-    shown = typed.press("/edit\r" + "\x7f" * 5 + "Berta.\r")
-    assert "edit> My name is Berta." in shown
-    assert "Berta" in typed.ask("What is my name?")
-    shown = typed.press("/edit\r\x03")
-    assert "edit> What is my name?" in shown
-    assert "the message is unchanged" in shown
-    assert "tokens read" in typed.ask("/stats")  # a command again
 
 
 def test_retry_takes_no_settings_and_says_how_a_reply_can_differ(typed: TypedChat) -> None:
