@@ -73,7 +73,7 @@ def test_a_signal_ends_it_and_the_replies_under_way(
         assert process.stderr.read() == ""
 
 
-def test_a_server_that_ends_leaves_no_socket_and_keeps_its_conversations(
+def test_a_server_that_ends_keeps_its_conversations(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     home = tmp_path_factory.mktemp("h")
@@ -81,10 +81,8 @@ def test_a_server_that_ends_leaves_no_socket_and_keeps_its_conversations(
         assert process.stdout is not None
         told_page = process.stdout.readline()
         assert told_page == f"chat with it, and see its memory, in a browser: {url[:-2]}\n"
-        assert list((home / "state" / "servers").iterdir())
         body = json.dumps({"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 4})
         urllib.request.urlopen(f"{url}/chat/completions", body.encode()).close()
         process.send_signal(signal.SIGTERM)
         assert process.wait() == 0
-    assert not list((home / "state" / "servers").iterdir())
     assert list((home / "data" / "served").glob("*.sqlite"))
