@@ -229,7 +229,7 @@ def _model_names() -> list[str]:
 
 
 def _session_names() -> list[str]:
-    from sirchat.saved.session_list import MAX_LISTED, list_sessions
+    from sirchat.saved.session_list import list_sessions
 
-    saved = list_sessions(sessions_dir(), MAX_LISTED).sessions
+    saved = list_sessions(sessions_dir()).sessions
     return ["last", *(chat.name for chat in saved if chat.name), *(chat.id for chat in saved)]

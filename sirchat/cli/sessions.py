@@ -30,21 +30,18 @@ def sessions(context: typer.Context) -> None:
 
 
 @sessions_app.command("list")
-@with_flags(_FLAGS["sessions_list"])
-def sessions_list(every: bool = False) -> None:
+def sessions_list() -> None:
     """List the saved chats, newest first."""
     from sirchat.config.profile_files import resolve
-    from sirchat.saved.session_list import MAX_LISTED, key_value_bytes, list_sessions
+    from sirchat.saved.session_list import key_value_bytes, list_sessions
     from sirchat.ui.lists import format_bytes, print_sessions
     from sirchat.ui.screen import make_console
 
-    listing = list_sessions(sessions_dir(), None if every else MAX_LISTED)
+    listing = list_sessions(sessions_dir())
     if listing.sessions:
         print_sessions(listing.sessions, make_console())
     else:
         typer.echo("there are no saved chats", err=True)
-    if listing.more_count:
-        typer.echo(f"and {listing.more_count:,} older ones: sirchat sessions list --all", err=True)
     if size := key_value_bytes(sessions_dir()):
         limit = resolve(None, {}, os.environ).save_kv_limit
         typer.echo(

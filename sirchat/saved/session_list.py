@@ -37,7 +37,6 @@ from sirchat.text.times import local_time
 from sirchat.text.transcript import RoleName, TranscriptTurn, write_jsonl
 
 MAX_NAME_CHARS = 40  # characters of a session's name
-MAX_LISTED = 1_000  # sessions that a list shows if not asked for all
 _MAX_EXCERPT_CHARS = 80  # characters
 _SELECT_ABOUT = "SELECT name, value FROM about WHERE name IN ('meta', 'created', 'name')"
 _SELECT_USER_TEXTS = "SELECT text FROM turns WHERE role = 'user' AND NOT is_summary ORDER BY turn"
@@ -69,15 +68,12 @@ class Listing(NamedTuple):
 
     sessions: list[SavedSession]
     errors: list[SessionError]
-    more_count: int  # number of older files, which were not asked for
 
 
-def list_sessions(folder: Path, most: int | None = None) -> Listing:
-    """The saved sessions, or only the `most` newest, last written first."""
+def list_sessions(folder: Path) -> Listing:
+    """The saved sessions, last written first."""
     errors: list[SessionError] = []
-    files = session_files(folder)
-    sessions = list(_summaries(folder, files[:most], errors))
-    return Listing(sessions, errors, len(files) - len(files[:most]))
+    return Listing(list(_summaries(folder, session_files(folder), errors)), errors)
 
 
 def key_value_bytes(folder: Path) -> int:

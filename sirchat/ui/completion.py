@@ -19,7 +19,7 @@ from sirchat.memory.registry import BEST_RETRIEVER
 from sirchat.models.listing import model_names
 from sirchat.paths import sessions_dir
 from sirchat.recall.retrievers import retriever
-from sirchat.saved.session_list import MAX_LISTED, list_sessions
+from sirchat.saved.session_list import list_sessions
 from sirchat.ui.attaching import complete_path, unfinished_path
 from sirchat.ui.commands import Commands
 from sirchat.ui.exporting import EXPORT_FORMATS
@@ -111,7 +111,7 @@ def _suggest_models() -> Iterator[Suggestion]:
 def _suggest_saved_chats() -> Iterator[Suggestion]:
     """Yield names and ids of saved chats that are not open, with their first messages."""
     yield "last", "the chat that was saved last"
-    listing = list_sessions(sessions_dir(), MAX_LISTED)
+    listing = list_sessions(sessions_dir())
     sessions = [session for session in listing.sessions if not session.in_use]
     for session in sessions:
         if session.name and displayable_line(session.name) == session.name:

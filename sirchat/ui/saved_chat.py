@@ -27,7 +27,6 @@ from sirchat.saved.search import (
     search_sessions,
 )
 from sirchat.saved.session_list import (
-    MAX_LISTED,
     SavedSession,
     branches_of,
     check_name,
@@ -207,7 +206,7 @@ class SavedChat:
 
     def list_chats(self) -> None:
         """Print a list of all saved chats."""
-        listing = list_sessions(sessions_dir(), MAX_LISTED)
+        listing = list_sessions(sessions_dir())
         for refused in listing.errors:
             self._screen.error(str(refused))
         if not listing.sessions:
@@ -215,8 +214,7 @@ class SavedChat:
             return
         chats = draw_sessions(listing.sessions, self._screen.width, open_id=self._autosave.id)
         self._screen.page(chats)
-        older = f" (and {listing.more_count:,} older ones)" if listing.more_count else ""
-        self._screen.note(f"/load ID opens one of them, and Tab completes ids and names{older}")
+        self._screen.note("/load ID opens one of them, and Tab completes ids and names")
 
     def search(self, words: str) -> None:
         """Print each message of this chat, and the other saved chats, that have all words."""

@@ -153,7 +153,7 @@ def test_a_session_or_folder_that_is_not_there_is_refused_and_not_made(tmp_path:
     folder = tmp_path / "file" / "sessions"
     problem = refusal(lambda: SessionStore.create(folder, {}))
     assert problem.startswith(f"no session can be saved in {folder}: ")
-    assert list_sessions(folder) == ([], [], 0)
+    assert list_sessions(folder) == ([], [])
 
 
 def test_a_broken_session_can_be_removed_and_a_foreign_file_cannot(interrupted: Path) -> None:

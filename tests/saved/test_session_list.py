@@ -94,7 +94,7 @@ def test_a_session_in_use_is_listed_as_it_was_saved_last(tmp_path: Path) -> None
 def test_an_empty_session_is_listed_and_an_empty_or_missing_folder_has_no_last_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert list_sessions(tmp_path / "missing") == ([], [], 0)
+    assert list_sessions(tmp_path / "missing") == ([], [])
     assert refusal(lambda: find_session(tmp_path, "last")).endswith(f"session in {tmp_path}")
     assert refusal(lambda: find_session(tmp_path, "x")).endswith("(no session is saved)")
     with monkeypatch.context() as patch:  # as if it had been killed
@@ -102,7 +102,7 @@ def test_an_empty_session_is_listed_and_an_empty_or_missing_folder_has_no_last_o
         with pytest.raises(SystemExit):
             SessionStore.create(tmp_path, {})
     assert len([*tmp_path.glob("*.sqlite")]) == 1
-    assert list_sessions(tmp_path) == ([], [], 0)
+    assert list_sessions(tmp_path) == ([], [])
     SessionStore.create(tmp_path, {}).close()
     (session,) = list_sessions(tmp_path).sessions
     assert (session.model, session.turns, session.first_message) == ("", 0, "")
@@ -186,14 +186,13 @@ def test_a_session_is_removed_with_all_its_files_unless_it_is_in_use(tmp_path: P
     assert list(tmp_path.iterdir()) == [other]
 
 
-def test_only_the_newest_chats_are_read_where_no_more_are_asked_for(tmp_path: Path) -> None:
+def test_the_newest_chats_come_first_and_damaged_ones_are_errors(tmp_path: Path) -> None:
     paths = [new(tmp_path, f"chat {n}") for n in range(4)]
     for hours, path in enumerate(paths):
         os.utime(path, (1e9 + 3600 * hours,) * 2)
     paths[0].write_bytes(b"damaged")
     os.utime(paths[0], (1e9, 1e9))
-    listing = list_sessions(tmp_path, 2)
-    assert ([entry.path for entry in listing.sessions], listing.errors) == (paths[:1:-1], [])
-    assert listing.more_count == 2
-    assert len(list_sessions(tmp_path).errors) == 1
+    listing = list_sessions(tmp_path)
+    assert [entry.path for entry in listing.sessions] == paths[:0:-1]
+    assert len(listing.errors) == 1
     assert find_session(tmp_path, "last") == paths[3]
