@@ -1,12 +1,13 @@
 """The commands that open a conversation: a chat, `ask`, `replay` and `tutorial`."""
 
 import os
+import stat
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import typer
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from sirchat.chat.session import Session
     from sirchat.models.progress import Progress
     from sirchat.saved.store import SessionStore
+    from sirchat.text.transcript import TranscriptItem
     from sirchat.tools.config import ToolFlags
     from sirchat.ui.screen import Screen
 
@@ -230,6 +232,8 @@ def replay(
         raise TranscriptError(f"{name} cannot be read: {error.strerror}") from error
     with stream:
         items = iter_turns(stream, name, format)
+        if _is_regular_file(stream):
+            items = iter(_check_switches([*items], name, profile))
         from sirchat.chat.settings import checked_switches
         from sirchat.ui import replay
         from sirchat.ui.screen import Screen
@@ -248,6 +252,25 @@ def replay(
                 "standard input is empty: at a terminal, sirchat opens a chat; sirchat < FILE "
                 "answers a transcript"
             )
+
+
+def _check_switches(
+    items: "list[TranscriptItem]", name: str, profile: Profile
+) -> "list[TranscriptItem]":
+    """Refuse forbidden settings in a transcript before the model is loaded."""
+    from sirchat.text.transcript import SettingsSwitch
+
+    if switches := [item for item in items if isinstance(item, SettingsSwitch)]:
+        from sirchat.chat.settings import checked_switches
+
+        list(checked_switches(switches, name, profile))
+    return items
+
+
+def _is_regular_file(stream: BinaryIO) -> bool:
+    with suppress(OSError):
+        return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+    return False
 
 
 @with_flags(_FLAGS["tutorial"])

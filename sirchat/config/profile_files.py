@@ -222,6 +222,8 @@ def _value_error(detail: ErrorDetails, origin: Origin) -> SettingError:
     key, *inner = (str(part) for part in detail["loc"])
     name = f"{key}.{inner[0]:.60}" if key == "policy_options" and inner else key
     value, must = detail["input"], detail["msg"].replace("Input should be", "it must be")
+    if key == "policy_options" and not inner:
+        must = "it must be NAME=VALUE, such as sample=192"
     hint = did_you_mean(value, allowed_values(key)) if isinstance(value, str) else ""
     message = f"{origin(key)}: {name} can't be {format_value(value)}; {must}"
     return SettingError(message, hint=hint)

@@ -180,7 +180,7 @@ def seconds_of(*arguments: str) -> float:
         (["sesions"], ["sirchat sessions"]),
         (["completion", "tcsh"], ["no completion for 'tcsh'; allowed: bash, zsh, fish"]),
         (["--policy", "entropie"], ["--policy", "entropie", "entropy"]),
-        (["--decay", "1.5"], ["--decay", "1.5", "at most 1"]),
+        (["--decay", "1.5"], ["--decay", "1.5", "less than or equal to 1"]),
         (["--budget", "10"], ["--budget", "10", "20"]),
         (["--budget", "lots"], ["--budget", "lots"]),
         (["--budget", "999999"], ["999999", "2048"]),

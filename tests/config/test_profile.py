@@ -273,7 +273,7 @@ def test_text_means_the_same_on_the_command_line_and_in_the_environment(
         ("protect", 1, "a valid boolean"),
         ("system", "\udcff", "text"),
         ("evict", "never", "'when-full', 'before-turn' or 'between-turns'"),
-        ("policy_options", 3, "a valid dictionary"),
+        ("policy_options", 3, "NAME=VALUE"),
         ("policy_options", {"a": [1]}, "a valid "),
     ],
 )

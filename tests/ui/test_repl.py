@@ -74,13 +74,12 @@ def test_help_names_the_keys_and_describes_one_command(chat: Chat) -> None:
     assert chat.do("/help bye").startswith("/exit (also /quit, /bye)\n")
 
 
-@pytest.mark.parametrize(("columns", "rows"), [(60, 49), (100, 31), (160, 24)])
-def test_all_of_the_help_is_a_screen_of_groups(chat: Chat, columns: int, rows: int) -> None:
+@pytest.mark.parametrize("columns", [60, 160])
+def test_all_of_the_help_is_a_list_of_groups(chat: Chat, columns: int) -> None:
     chat.screen.console.width = columns
     lines = chat.do("/help all").splitlines()
     for group in GROUPS.split():
         assert any(re.search(rf"(^|  ){group}( |$)", line) for line in lines), group
-    assert len(lines) < rows - 3  # below it are the prompt and the toolbar
     assert any(line.startswith(" /edit  ") and "change your last message" in line for line in lines)
     assert all(len(line.rstrip()) < columns for line in lines)
 
@@ -284,7 +283,7 @@ def test_stats_say_how_many_archived_tokens_are_held_too(own_home: Path) -> None
             "reservoir, salience",
         ),
         ("/policy reservoir simple=3", "did you mean sample?"),
-        ("/policy reservoir 3", "sample: 192"),
+        ("/policy reservoir 3", "sample=192"),
         ("/policy no.such.module:Class", "no.such.module"),
         ("/budget 3", "at least 20 (sinks + 16)"),
         ("/budget 99999", "20 to 2048"),
@@ -293,7 +292,7 @@ def test_stats_say_how_many_archived_tokens_are_held_too(own_home: Path) -> None
         ("/set model other", "model can't change in a running chat"),
         ("/show budgt", "did you mean budget?"),
         ("/show xyzzy", "/show lists all settings"),
-        ("/panel sideways", "one of auto, off, turn, live, prompt"),
+        ("/panel sideways", "'auto', 'off', 'turn', 'live' or 'prompt'"),
         ("/tokens sideways", "allowed: all, top, next"),
         ("/tokens turn 1", "/why turn N --all lists the tokens of a message"),
         ("/profile xyzzy", "sirchat -c --profile NAME goes on with its settings"),
