@@ -32,7 +32,7 @@ from sirchat.engine.engine import Engine, Generation, StepResult, step
 from sirchat.engine.types import GeneratedToken, ReadProgress, Stopped, TurnRef
 from sirchat.errors import ContextFullError
 from sirchat.memory.key_values import Positions
-from sirchat.memory.ledger import EvictedRows, Flag, Placement, RestoredRows, Role
+from sirchat.memory.ledger import Flag, MovedRows, Placement, Role
 from sirchat.recall.recall import NewTurn, Recall
 from sirchat.text.detokenizer import Texts
 from sirchat.text.loops import LoopCheck
@@ -62,11 +62,11 @@ class EventBuilder:
     def tokens_if_wanted(self, positions: Positions) -> tuple[TokenRow, ...] | None:
         return self.tokens(positions) if self.with_tokens else None
 
-    def moved(self, turn: int, records: Sequence[EvictedRows | RestoredRows]) -> list[Event]:
+    def moved(self, turn: int, records: Sequence[MovedRows]) -> list[Event]:
         """An event for each record of evicted or restored tokens; `turn` is the last turn."""
         events = list[Event]()
         for record in records:
-            kind = Evicted if isinstance(record, EvictedRows) else Restored
+            kind = Restored if record.restored else Evicted
             tokens = self.tokens_if_wanted(record.positions)
             positions = tuple(record.positions.tolist())
             events.append(kind(turn, positions, record.resident, record.seen, tokens))
@@ -259,7 +259,7 @@ class OpenTurn:
         """Set the pending ids: the unread ones after the text of `turn`, then those `after` it."""
         self.state.pending_ids = [*turn.ids[max(done, turn.content[1]) :], *after]
 
-    def evicted(self, records: Sequence[EvictedRows]) -> list[Event]:
+    def evicted(self, records: Sequence[MovedRows]) -> list[Event]:
         self.stats.evicted += sum(len(record.positions) for record in records)
         return self.events.moved(self.stats.index, records)
 
@@ -352,7 +352,7 @@ class OpenReply(AbstractContextManager["OpenReply"]):
                 if self._loops is not None:
                     self._loops.push(_joined(new))
                 events += starmap(Delta, new)
-            elif isinstance(record, EvictedRows):
+            elif isinstance(record, MovedRows):
                 events += self._turn.evicted([record])
             else:
                 self._stopped = record

@@ -37,7 +37,7 @@ from sirchat.errors import ContextFullError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.key_value_store import Checkpoint, KeyValueStore
 from sirchat.memory.key_values import KeyValues, Positions
-from sirchat.memory.ledger import EvictedRows, Flag, Ledger, Moves, Role
+from sirchat.memory.ledger import Flag, Ledger, MovedRows, Role
 from sirchat.models.captured_step import ChosenToken
 from sirchat.models.encoder import EncoderOutput
 from sirchat.models.model import LoadedModel
@@ -112,7 +112,7 @@ class Engine:
 
     def prefill(
         self, ids: Sequence[int], roles: Sequence[Role], ref: TurnRef, *, pinned: bool = False
-    ) -> Iterator[ReadProgress | EvictedRows]:
+    ) -> Iterator[ReadProgress | MovedRows]:
         """Read `ids` [m] of turn `ref`, with the role of each; yields evictions and progress.
 
         The engine is consistent at every yield, so callers may stop there. Raises ContextFullError,
@@ -148,7 +148,7 @@ class Engine:
         """The state at the beginning of a turn, to which `undo` can return."""
         return replace(self.store.checkpoint(), logits=self.logits, round=self.choice.round)
 
-    def undo(self, to: Checkpoint, *, keep_pins: bool = False) -> Moves:
+    def undo(self, to: Checkpoint, *, keep_pins: bool = False) -> list[MovedRows]:
         """Undo all reading and pinning since the checkpoint `to`; the current settings stay.
 
         Returns the tokens moved because settings, or pins kept by `keep_pins`, have changed since.
@@ -359,7 +359,7 @@ def _longest_match(ids: NDArray[Any]) -> tuple[int, int]:
 class StepResult(NamedTuple):
     """What one step did for one reply: evictions, then at most one token, and the end, if any."""
 
-    records: Sequence[GeneratedToken | EvictedRows | Stopped]
+    records: Sequence[GeneratedToken | MovedRows | Stopped]
     error: Exception | None = None  # what failed after these records
     seconds: float = 0.0  # that the step took
 
@@ -394,7 +394,7 @@ class Generation:
         self._is_bounded = settings.policy.bounded
         self._may_be_full = not self._is_bounded or engine.cache.absolute_positions
         self.chosen_id = -1  # the id to be read next, or -1
-        self.records: list[GeneratedToken | EvictedRows | Stopped] = []  # of the present step
+        self.records: list[GeneratedToken | MovedRows | Stopped] = []  # of the present step
 
     def begin(self) -> None:
         if self.engine.logits is None:
@@ -407,7 +407,7 @@ class Generation:
         """End the reply after its last token."""
         self.reader.end_reply()
 
-    def __iter__(self) -> Iterator[GeneratedToken | EvictedRows | Stopped]:
+    def __iter__(self) -> Iterator[GeneratedToken | MovedRows | Stopped]:
         """Generate the whole reply, and yield its records; raises the errors of its steps."""
         self.begin()
         try:

@@ -21,7 +21,7 @@ from sirchat.engine.types import CacheSettings, TurnRef
 from sirchat.errors import SettingError
 from sirchat.memory.key_value_store import KeyValueStore
 from sirchat.memory.key_values import Positions
-from sirchat.memory.ledger import EvictedRows, Flag, HeldRows, Moves, Placement, Role
+from sirchat.memory.ledger import Flag, HeldRows, MovedRows, Placement, Role
 
 MIN_EVICTABLE = 8  # tokens that sinks, pins and recall leave to the policy
 # Under `recall_n: auto`: most tokens restored, and tokens left to the policy beside these.
@@ -221,7 +221,7 @@ class Evictor:
         self._store, self._ledger, self._cache = choice.store, choice.ledger, choice.store.cache
         self._expected_tokens = 0  # of the turn and its reply at most, under `before-turn`
 
-    def make_room(self, count: int) -> list[EvictedRows]:
+    def make_room(self, count: int) -> list[MovedRows]:
         """Evict tokens, if necessary, so that `count` more fit.
 
         Right after an anchor, the policy's `reduce` evicts first. During recall, tokens of earlier
@@ -233,7 +233,7 @@ class Evictor:
             return evicted
         return evicted + self.end_recall(count)
 
-    def make_room_for_turn(self, count: int, max_new: int, turn: TurnRef) -> list[EvictedRows]:
+    def make_room_for_turn(self, count: int, max_new: int, turn: TurnRef) -> list[MovedRows]:
         """Evict tokens before a user turn of `count` ids, as the setting `evict` says.
 
         Under `between-turns` the cache is enlarged for the turn and its reply.
@@ -276,7 +276,7 @@ class Evictor:
             return _NO_POSITIONS
         return np.setdiff1d(held, choice.keep(rows, len(held) - count), assume_unique=True)
 
-    def exclude(self, positions: Positions) -> Moves:
+    def exclude(self, positions: Positions) -> list[MovedRows]:
         """Evict these tokens, except sinks, for good: only an undo restores them."""
         positions = positions[positions >= self._choice.settings.honoured_sinks]
         self._ledger.flag(Flag.EXCLUDED, positions, True)
@@ -324,14 +324,14 @@ class Evictor:
         *,
         incoming: int,
         focused: bool = False,
-    ) -> Moves:
+    ) -> list[MovedRows]:
         """Hold the tokens at positions `chosen` [n] for the next turn, of `incoming` ids.
 
         The tokens that the policy ranks lowest are set aside for them; with `focused`, all but
         sinks, pins and the newest round. Tokens with the lowest `scores` [n] leave first when room
         is needed later. Raises ValueError if the tokens do not fit the budget.
         """
-        choice, moves = self._choice, Moves(self.end_recall())
+        choice, moves = self._choice, self.end_recall()
         if not (len(chosen) or focused):
             return moves
         held, total = self._ledger.held_positions.copy(), choice.divide_budget().total
@@ -354,7 +354,7 @@ class Evictor:
         placement = Placement(np.union1d(kept, restored), restored, aside, wanted)
         return moves + self._store.place(placement)
 
-    def end_recall(self, count: int = 0) -> list[EvictedRows]:
+    def end_recall(self, count: int = 0) -> list[MovedRows]:
         """Evict the recalled tokens, and restore the tokens that were set aside for them.
 
         Returns what is evicted so that `count` more fit; without recall that is all it does.
@@ -407,7 +407,7 @@ class Evictor:
         self._store.place(replace(after, aside=aside))
         return True
 
-    def _reduce_at_anchor(self) -> list[EvictedRows]:
+    def _reduce_at_anchor(self) -> list[MovedRows]:
         """Right after an anchor, evict the tokens that the policy's `reduce` leaves out."""
         flags, placement = self._ledger.column("flags"), self._store.placement
         if not (len(flags) and flags[-1] & Flag.ANCHOR):

@@ -9,7 +9,7 @@ import numpy as np
 from sirchat.engine.eviction import Evictor, PolicyChoice
 from sirchat.engine.types import CacheSettings
 from sirchat.memory.key_values import Positions
-from sirchat.memory.ledger import Moves, Placement
+from sirchat.memory.ledger import MovedRows, Placement
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Switcher:
         self._store, self._ledger, self._cache = choice.store, choice.ledger, choice.store.cache
         self._before_switch: _BeforeSwitch | None = None
 
-    def switch(self, settings: CacheSettings, pins: int = 0) -> Moves:
+    def switch(self, settings: CacheSettings, pins: int = 0) -> list[MovedRows]:
         """Change the settings; the new policy chooses among all held and archived tokens.
 
         Switching back before the next forward pass restores exactly the old cache. `pins` tokens
@@ -69,7 +69,7 @@ class Switcher:
             self._cache.shrink_to(settings.budget)
         return moves
 
-    def pin(self, positions: Positions, pinned: bool) -> Moves:
+    def pin(self, positions: Positions, pinned: bool) -> list[MovedRows]:
         """Pin or unpin the tokens at these positions; then the policy chooses among all tokens.
 
         Raises SettingError, changing nothing, if the pins would leave too little room.
@@ -101,7 +101,7 @@ class Switcher:
         self._ledger.pin(positions, False)
         self._store.place(self._store.placement)
 
-    def choose_unless_valid(self) -> Moves:
+    def choose_unless_valid(self) -> list[MovedRows]:
         """Let the policy choose again where what is held, after an undo, can't stay so."""
         if self._can_stay(self._store.placement):
             return []

@@ -29,13 +29,11 @@ from sirchat.memory.key_values import (
     merge_key_values,
 )
 from sirchat.memory.ledger import (
-    EvictedRows,
     Flag,
     KeyValueStat,
     Ledger,
-    Moves,
+    MovedRows,
     Placement,
-    RestoredRows,
     State,
 )
 from sirchat.memory.policies.base import fill_nan_with_median
@@ -176,21 +174,21 @@ class KeyValueStore:
         """Whether `placement` is the object that `place` was last called with."""
         return placement is self._placement
 
-    def place(self, placement: Placement) -> Moves:
+    def place(self, placement: Placement) -> list[MovedRows]:
         """Move tokens as `placement` says; returns records of those evicted and restored."""
         evicted, restored = self._place(placement)
         self._shrink()
-        moves: Moves = [*self.evicted_rows(evicted)]
+        moves = self.evicted_rows(evicted)
         if len(restored):
-            moves.append(RestoredRows(restored, self.cache.length, self.ledger.seen))
+            moves.append(MovedRows(restored, self.cache.length, self.ledger.seen, restored=True))
         return moves
 
-    def evicted_rows(self, positions: Positions) -> list[EvictedRows]:
+    def evicted_rows(self, positions: Positions) -> list[MovedRows]:
         """The record of tokens that were just evicted; none without tokens."""
-        rows = EvictedRows(positions, self.cache.length, self.ledger.seen)
+        rows = MovedRows(positions, self.cache.length, self.ledger.seen)
         return [rows] if len(positions) else []
 
-    def evict_all_but(self, kept: Positions) -> list[EvictedRows]:
+    def evict_all_but(self, kept: Positions) -> list[MovedRows]:
         """Hold `kept` alone, and end recall; returns a record of the policy's other tokens."""
         own = self.placement.policy_positions
         self.place(Placement(kept))

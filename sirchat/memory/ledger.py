@@ -161,24 +161,13 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class EvictedRows:
-    """Record: the tokens at stream `positions` were evicted; `resident` of `seen` are held now."""
+class MovedRows:
+    """Record: the tokens at stream `positions` were evicted, or `restored`."""
 
     positions: Positions
-    resident: int
+    resident: int  # tokens held now
     seen: int
-
-
-@dataclass(frozen=True)
-class RestoredRows:
-    """Record: the tokens at stream `positions` were restored; `resident` of `seen` are held now."""
-
-    positions: Positions
-    resident: int
-    seen: int
-
-
-Moves = list[EvictedRows | RestoredRows]
+    restored: bool = False
 
 
 class TokenVectors:

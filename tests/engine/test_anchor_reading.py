@@ -28,7 +28,7 @@ from sirchat.errors import ContextFullError, ModelError, SettingError
 from sirchat.lab.training.anchor import AnchorOptions, prepare
 from sirchat.lab.training.masks import anchor_mask, block_mask, position_in_document
 from sirchat.memory.cache import BoundedCache
-from sirchat.memory.ledger import EvictedRows, Role
+from sirchat.memory.ledger import MovedRows, Role
 from sirchat.memory.policies.anchor import Anchor
 from sirchat.memory.policies.sink import Sink
 from sirchat.models.model import LoadedModel
@@ -149,7 +149,7 @@ def test_generated_anchors_reduce_what_is_held() -> None:
             if is_anchor(record.id):
                 gone = [one for one in held[:-1] if one >= since]
                 held, since = [one for one in held if one not in gone], record.position + 1
-        elif isinstance(record, EvictedRows):
+        elif isinstance(record, MovedRows) and not record.restored:
             assert record.positions.tolist() == gone
             gone = []
     assert since > 20

@@ -37,7 +37,7 @@ from sirchat.engine.types import (
 )
 from sirchat.errors import ContextFullError, SettingError
 from sirchat.memory.key_value_store import Checkpoint
-from sirchat.memory.ledger import EvictedRows, Flag, HeldRows, Role
+from sirchat.memory.ledger import Flag, HeldRows, MovedRows, Role
 from sirchat.memory.policies import policy_class, policy_names
 from sirchat.memory.policies.base import Policy
 from sirchat.memory.policies.entropy import Entropy
@@ -98,7 +98,7 @@ def test_no_conversation_ever_exceeds_its_budget(
             continue
         for record in records_of(engine, model, step, what, TurnRef(0, round_number)):
             check_whole(engine)
-            if isinstance(record, EvictedRows):
+            if isinstance(record, MovedRows) and not record.restored:
                 check_protected(engine, record, round_number)
         check_whole(engine)
 
@@ -151,7 +151,7 @@ def undo(engine: Engine, to: Checkpoint, then: tuple[Any, ...]) -> None:
         assert whole_of(engine) == then
 
 
-def check_protected(engine: Engine, record: EvictedRows, round_number: int) -> None:
+def check_protected(engine: Engine, record: MovedRows, round_number: int) -> None:
     """Neither sinks, nor pins, nor the newest E/2 rows of this round have left."""
     ledger, memory, policy = engine.ledger, engine.settings, engine.settings.policy
     read = ledger.seen - record.seen  # a step tells of what it evicted once it has read its token
@@ -308,7 +308,7 @@ def test_on_a_gpu_the_budget_holds_and_the_draws_are_those_of_the_cpu() -> None:
     for engine in engines:
         for turn in range(0, 6, 2):
             for record in [*prefill(engine, some_ids(70, turn), turn), *generate(engine, 40)]:
-                if isinstance(record, EvictedRows):
+                if isinstance(record, MovedRows) and not record.restored:
                     assert record.resident <= 64
             assert engine.resident <= 64
             engine.decay_at_round_end()

@@ -15,7 +15,7 @@ from families import loaded
 from sirchat.engine.engine import Engine, Generation, PromptLookup
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import CacheSettings, GeneratedToken, TurnRef
-from sirchat.memory.ledger import EvictedRows
+from sirchat.memory.ledger import MovedRows
 from sirchat.memory.policies import policy_class
 
 few = st.lists(st.integers(0, 2), min_size=1, max_size=60)
@@ -102,7 +102,7 @@ def test_the_conversation_is_the_same_and_takes_fewer_passes(
                 if isinstance(record, GeneratedToken):
                     events.append(record.id)
                     surprisals.append(record.surprisal)
-                elif isinstance(record, EvictedRows):
+                elif isinstance(record, MovedRows) and not record.restored:
                     events.append(record.positions.tolist())
         return events, surprisals, len(passes), engine.ledger.held_positions.tolist()
 

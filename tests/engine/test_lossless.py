@@ -14,7 +14,7 @@ from families import loaded
 from held_rows import contents, same
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import CacheSettings, TurnRef
-from sirchat.memory.ledger import RestoredRows, Role
+from sirchat.memory.ledger import MovedRows, Role
 from sirchat.memory.policies import policy_class, policy_names
 
 BOUNDED = [name for name in policy_names() if policy_class(name).bounded]
@@ -68,7 +68,7 @@ def test_a_larger_budget_holds_what_it_would_choose_from_everything(policy: str)
     stats: dict[Any, Any] = engine.store.statistics(at, engine.settings.policy.key_value_stats)
     view = replace(view, **stats)
     assert engine.ledger.held_positions.tolist() == engine.settings.policy.keep(view, 150).tolist()
-    assert sum(len(r.positions) for r in records if isinstance(r, RestoredRows)) >= 86
+    assert sum(len(r.positions) for r in records if isinstance(r, MovedRows) and r.restored) >= 86
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from families import BigramModel
 from held_rows import append_rows, keep_rows
 from sirchat.engine.engine import Engine, Generation
 from sirchat.engine.types import CacheSettings, TurnRef
-from sirchat.memory.ledger import EvictedRows, Ledger, Role
+from sirchat.memory.ledger import Ledger, MovedRows, Role
 from sirchat.memory.policies import policy_class
 from sirchat.memory.policies.base import Policy
 from sirchat.memory.policies.reservoir import Reservoir
@@ -89,7 +89,7 @@ def test_a_reply_takes_room_from_the_recent_window_alone() -> None:
     for record in Generation(
         engine, SAMPLER, TurnRef(1, 0), stop_ids=frozenset(), max_new_tokens=90
     ):
-        if isinstance(record, EvictedRows):
+        if isinstance(record, MovedRows) and not record.restored:
             held, window = engine.ledger.held_positions[:-1], 124 - 4 - 80 - 8  # one was read since
             old = np.arange(4, record.seen - window)
             members = old[uniform(SEED, Purpose.ARRIVAL, old).argsort()[-80:]]

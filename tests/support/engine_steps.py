@@ -18,9 +18,9 @@ from sirchat.engine.types import (
     Stopped,
     TurnRef,
 )
-from sirchat.memory.ledger import EvictedRows, RestoredRows, Role
+from sirchat.memory.ledger import MovedRows, Role
 
-Record = ReadProgress | RestoredRows | GeneratedToken | EvictedRows | Stopped
+Record = ReadProgress | GeneratedToken | MovedRows | Stopped
 CONTEXT = 300  # context length of a bigram model
 
 SAMPLER = Sampler(Sampling(temperature=1.0, seed=1))
@@ -42,7 +42,11 @@ def some_ids(count: int, seed: float = 0, vocab: int = 128) -> list[int]:
 
 
 def evicted(records: Sequence[Record]) -> list[list[int]]:
-    return [record.positions.tolist() for record in records if isinstance(record, EvictedRows)]
+    return [
+        record.positions.tolist()
+        for record in records
+        if isinstance(record, MovedRows) and not record.restored
+    ]
 
 
 def check_whole(engine: Engine) -> None:
