@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.text import Text
 
 from sirchat.models.progress import Progress
-from sirchat.ui.lists import format_bytes
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line, pluralize, shorten
 from sirchat.ui.theme import Theme
@@ -33,7 +32,6 @@ _FINISH_NOTES = {
     "context": "model's context full",
 }
 _MAX_FILE_CHARS = 24  # characters of a file's name in a bar
-_COLUMNS_BESIDE_BAR = 48  # columns beside the bar, and for the ^C that a terminal shows
 
 
 def toolbar_text(session: Session, width: int) -> str:
@@ -143,31 +141,20 @@ def loading_bar(screen: Screen, name: str) -> Iterator[Progress | None]:
 
 @contextmanager
 def download_bar(console: Console) -> Iterator[Progress]:
-    """Context manager: yields a function that shows a download as a bar; in a log, its end."""
-    if not console.is_terminal or console.is_dumb_terminal:
-        ended = set[str]()
-
-        def log(file: str, done: int, total: int | None) -> None:
-            if done == total and file not in ended:
-                ended.add(file)
-                line = displayable_line(f"{file}: {format_bytes(done)}")
-                console.print(Text(line), soft_wrap=True)
-
-        yield log
-        return
+    """Context manager: yields a function that shows a download as a bar, at a terminal."""
     columns = (
         bars.TextColumn("{task.description}", markup=False),
-        bars.BarColumn(bar_width=max(4, min(40, console.width - _COLUMNS_BESIDE_BAR))),
-        bars.TaskProgressColumn(),
-        bars.TextColumn("{task.fields[size]}"),
+        bars.BarColumn(bar_width=None),
+        bars.DownloadColumn(),
         bars.TimeRemainingColumn(compact=True),
     )
-    with bars.Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=None, size="")
+    disable = not console.is_terminal or console.is_dumb_terminal
+    with bars.Progress(*columns, console=console, transient=True, disable=disable) as progress:
+        task = progress.add_task("", total=None)
 
         def report(file: str, done: int, total: int | None) -> None:
-            name, size = shorten(displayable_line(file), _MAX_FILE_CHARS), format_bytes(total)
-            progress.update(task, description=name, completed=done, total=total, size=size)
+            name = shorten(displayable_line(file), _MAX_FILE_CHARS)
+            progress.update(task, description=name, completed=done, total=total)
 
         yield report
 

@@ -105,7 +105,6 @@ def test_what_is_here_is_not_fetched_again_and_a_log_has_few_lines(
     assert hub.ranges("model.safetensors") == [""]
     assert len(first.stderr.splitlines()) <= 4
     assert "\x1b" not in first.stderr
-    assert "model.safetensors: 25 MB" in first.stderr
 
 
 def test_an_interrupted_download_goes_on_where_it_stopped(hub: FakeHub, cache: Path) -> None:
@@ -115,7 +114,7 @@ def test_an_interrupted_download_goes_on_where_it_stopped(hub: FakeHub, cache: P
     environ = environment(cache, hub.url)
     del environ["COLUMNS"]
     with Terminal(*command, home=cache.parent, columns=60, environ=environ) as shown:
-        shown.wait_screen(r"model\.safetensors .* 4\d% 25 MB ")
+        shown.wait_screen(r"model\.safetensors .* [\d.]+/25\.\d MB ")
         assert len(shown.text.splitlines()) == 1
         assert hub.stalled.wait(60)
         time.sleep(1)  # what was sent is written
