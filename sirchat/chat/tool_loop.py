@@ -74,19 +74,18 @@ class Toolbox:
     ) -> None:
         each = [tool if isinstance(tool, ChatTool) else ChatTool.of(tool) for tool in tools]
         self.tools = {tool.name: tool for tool in each}
-        self.tools_json = _tools_json(self.tools.values())
         self.decide = decide
         self.is_template_note_shown = False
 
-
-def _tools_json(tools: Iterable[ChatTool]) -> str:
-    """The tools as JSON, as the model reads them; "" if there are none."""
-    told, said = list[dict[str, Any]](), {""}
-    for tool in tools:
-        server_text = "" if tool.server_text in said else f"\n\n{tool.server_text}"
-        told.append(replace(tool, description=tool.description + server_text).message)
-        said.add(tool.server_text)
-    return without_surrogates(json.dumps(told, ensure_ascii=False)) if told else ""
+    @property
+    def tools_json(self) -> str:
+        """The tools as JSON, as the model reads them; "" if there are none."""
+        told, said = list[dict[str, Any]](), {""}
+        for tool in self.tools.values():  # which are turned on and off meanwhile
+            server_text = "" if tool.server_text in said else f"\n\n{tool.server_text}"
+            told.append(replace(tool, description=tool.description + server_text).message)
+            said.add(tool.server_text)
+        return without_surrogates(json.dumps(told, ensure_ascii=False)) if told else ""
 
 
 def tools_prompt_size(chat: Conversation, told: str) -> int:
