@@ -15,7 +15,6 @@ from torch import Tensor
 from sirchat.engine.sampling import TokenFilter
 from sirchat.errors import ModelError, SettingError
 from sirchat.models.model import LoadedModel
-from sirchat.text.call_forms import CALL_CLOSE, CALL_OPEN
 from sirchat.text.json_schema import (
     check_grammar,
     format_error,
@@ -25,7 +24,7 @@ from sirchat.text.json_schema import (
 )
 from sirchat.text.other_templates import ToolTemplate
 from sirchat.text.template import Template
-from sirchat.text.tool_calls import PYTHON
+from sirchat.text.tool_calls import CALL_CLOSE, CALL_OPEN, PYTHON
 
 MAX_CALLS_PER_REPLY = 8  # in a reply that must call tools, or be JSON
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from sirchat.chat.events import Delta, Event, Notice, TurnDone
 from sirchat.chat.session import Session
 from sirchat.chat.why import supporting_sentence
-from sirchat.text.call_forms import CALL_CLOSE
 from sirchat.text.detokenizer import QUESTION_MARKS
+from sirchat.text.tool_calls import CALL_CLOSE
 from sirchat.text.transcript import THINK_CLOSE, THINK_OPEN
 
 

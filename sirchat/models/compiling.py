@@ -7,29 +7,47 @@ have written it.
 from __future__ import annotations
 
 import ctypes
+import errno
+import hashlib
 import os
+import platform
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 from contextlib import suppress
+from itertools import product
+from math import prod
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import numpy as np
+import torch
 from filelock import FileLock, Timeout
+from torch import nn
 
 from sirchat.errors import ModelError
+from sirchat.models.devices import onednn_isa_limit
+from sirchat.models.gguf.blocks import NativePacking, unpack_floats
+from sirchat.models.gguf.header import BLOCK_LAYOUTS, BLOCKS, GgufTensor
 from sirchat.models.model import LoadedModel
 from sirchat.models.native_step import NativeStep
-from sirchat.models.packed import matmul_method_of, set_matmul_method
-from sirchat.models.processor import max_native_rows
-from sirchat.models.products import (
-    DamagedProgramError,
-    WrongProgramError,
-    build_library,
-    library_name,
-    load_library,
-    supports_processor,
+from sirchat.models.packed import (
+    GROUP,
+    UNLIMITED_ROWS,
+    BlockLinear,
+    Int4Linear,
+    Int8Linear,
+    MatmulMethod,
+    PackedLinear,
+    has_fast_bfloat16,
+    has_matrix_units,
+    int4_block_rows,
+    matmul_method_of,
+    packing_layout,
+    set_matmul_method,
 )
 from sirchat.models.progress import Progress
 from sirchat.models.shape import compiler
@@ -47,14 +65,8 @@ CompileMode = Literal["auto", "on", "off"]
 _BUILD_PREFIX = "making-"  # the prefix of the temporary folders in which libraries are compiled
 _AUTO_TIMEOUT = 60  # seconds that `auto` waits for the library; zig's first takes longer
 _MAX_LIBRARIES = 8  # newest libraries, of several compilers, versions of torch and so on
+_FAILURE_SECONDS = 24 * 3600  # for which a library that failed is not tried again
 _ABANDONED_AFTER = 3600  # seconds after which an unfinished library counts as abandoned
-
-# Errors that may not recur at a later start
-_TEMPORARY_ERRORS = (
-    *("No space left", "Disk quota", "Read-only file system", "Permission denied"),
-    *("Killed signal", "terminated with signal", "File size limit", "Input/output error"),
-    *("allocate memory", "out of memory", "memory exhausted"),
-)
 
 
 def compile_in_background() -> None:
@@ -105,7 +117,7 @@ def ensure_library(timeout: float = -1) -> str:
     """Compile the library unless it exists; returns why that failed, or "".
 
     Waits for another thread or process that compiles, at most `timeout` seconds; -1 means no limit.
-    A permanent error is kept in a file, so that later starts do not try again.
+    An error is kept in a file, so that for a day later starts do not try again.
     """
     path = compiled_dir() / library_name()
     if path.is_file():
@@ -136,9 +148,6 @@ def _build(path: Path) -> str:
         try:
             build_library(library)
         except RuntimeError as error:
-            for line in str(error).splitlines():  # a linker's reason is not in the last one
-                if any(text in line for text in _TEMPORARY_ERRORS):
-                    return f"compiling fails: {line[:500]}"
             problem = f"compiling fails: {_last_line(error)}"
             _record_failure(path, problem)
             return problem
@@ -211,7 +220,7 @@ def _delete_leftovers(folder: Path) -> None:
 
 
 def _record_failure(path: Path, problem: str) -> None:
-    """Delete a library and keep its error in a file, so that later starts do not compile it."""
+    """Delete a library and keep its error in a file: for a day, no start compiles it again."""
     failure = path.with_suffix(".failed")
     message = f"{problem} (delete {with_tilde(failure)} to try again)"
     with suppress(OSError):  # if nothing can be written, later starts try again
@@ -220,12 +229,191 @@ def _record_failure(path: Path, problem: str) -> None:
 
 
 def _read_failure(path: Path) -> str:
-    try:
-        return path.with_suffix(".failed").read_text(encoding="utf-8")
-    except OSError:
-        return ""
+    failure = path.with_suffix(".failed")
+    with suppress(OSError):
+        if time.time() - failure.stat().st_mtime < _FAILURE_SECONDS:
+            return failure.read_text(encoding="utf-8")
+    return ""
 
 
 def _last_line(error: object) -> str:
     lines = str(error).strip().splitlines()
     return (lines[-1] if lines else type(error).__name__)[:500]
+
+
+_SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+_MAIN_SOURCE = Path(__file__).with_name("step.cpp")  # it includes the others
+_DIGEST_BYTES = 32  # bytes of the SHA-256 at the end of a file of machine code
+_MAX_PRODUCT_ERROR = 0.03  # eight bits of the inputs err by 0.005
+
+
+class DamagedProgramError(Exception):
+    """A file of machine code is incomplete, or was changed."""
+
+
+class WrongProgramError(Exception):
+    """Machine code computes wrong results."""
+
+
+def supports_processor() -> bool:
+    """Whether `products.cpp` is written for this processor: AVX2, AVX-512, or 64-bit ARM."""
+    if platform.machine().lower() in ("arm64", "aarch64"):
+        return packing_layout() == "blocks of 16, pairs of rows"
+    return "AVX" in torch.backends.cpu.get_cpu_capability() and int4_block_rows() > 0
+
+
+def library_name() -> str:
+    """The library's file name: a hash of everything that its machine code depends on."""
+    compiler_identity: list[object] = [*compiler()]
+    with suppress(OSError, IndexError):
+        file_stat = os.stat(compiler()[0])
+        compiler_identity += [file_stat.st_size, file_stat.st_mtime_ns]
+    machine = (torch.__version__, processor_name(), cpuinfo("flags", "Features"), *_flags())
+    dependencies = repr(([source.read_bytes() for source in _SOURCES], compiler_identity, machine))
+    return f"step-{hashlib.sha256(dependencies.encode()).hexdigest()[:24]}.so"
+
+
+def build_library(path: Path) -> None:
+    """Compile the library into the file `path`, which takes some seconds.
+
+    Raises RuntimeError with the compiler's message, and OSError if the compiler was killed.
+    """
+    include, lib = (Path(torch.__file__).parent / name for name in ("include", "lib"))
+    folders = [f"-I{include}", f"-L{lib}"]
+    if sys.platform != "win32":
+        folders.append(f"-Wl,-rpath,{lib}")
+    command = [*compiler(), *_flags(), *folders, str(_MAIN_SOURCE), "-ltorch_cpu", "-o"]
+    env = {**os.environ, "LC_ALL": "C"}  # errors are told apart by their words
+    result = subprocess.run([*command, str(path)], capture_output=True, text=True, env=env)
+    if result.returncode < 0:
+        raise OSError(errno.EINTR, "the compiler was killed")
+    if result.returncode:
+        raise RuntimeError(result.stderr.strip() or f"{command[0]} ended with {result.returncode}")
+    code = path.read_bytes()
+    path.write_bytes(code + hashlib.sha256(code).digest())
+
+
+def check_digest(path: Path) -> None:
+    """Raise DamagedProgramError if a file is not as `build_library` wrote it."""
+    content = path.read_bytes()  # loading an incomplete file can kill the process
+    if hashlib.sha256(content[:-_DIGEST_BYTES]).digest() != content[-_DIGEST_BYTES:]:
+        raise DamagedProgramError
+
+
+def load_library(path: Path) -> ctypes.CDLL:
+    """Load the library, and compare its products with torch's.
+
+    Raises DamagedProgramError, WrongProgramError, or any error if it can't be loaded now.
+    """
+    check_digest(path)
+    library = ctypes.CDLL(str(path))
+    _compare_with_torch(library)
+    return library
+
+
+@torch.inference_mode()
+def _compare_with_torch(library: ctypes.CDLL) -> None:
+    block, columns = int4_block_rows(), 5 * GROUP
+    q = (7 * torch.arange(2 * block * columns) // 3).view(-1, columns) % 16
+    scale = torch.linspace(0.1, 0.2, len(q) * 5).view(-1, 5)
+    four = Int4Linear.from_values(q.to(torch.uint8), scale, -7 * scale)
+    eight = Int8Linear((17 * q - 127)[:-3].to(torch.int8), scale[:-3, 0].bfloat16())
+    layers: list[PackedLinear] = [four, eight]
+    for kind in BLOCK_LAYOUTS:
+        shape = 32, BLOCK_LAYOUTS[kind].columns * 5
+        _, each, size = BLOCKS[kind]
+        content = (37 * np.arange(prod(shape) // each * size) % 60).astype(np.uint8)
+        tensor = GgufTensor(shape, kind, content)  # its floats are at most 0.98
+        layers.append(NativePacking(library).pack_blocks(tensor, torch.arange(32)))
+        if not torch.equal(layers[-1].unpacked(torch.float32).T, unpack_floats(tensor)):
+            raise WrongProgramError(f"the compiled library changes weights in {kind}")
+    for layer, rows in product(layers, (1, 19, 40)):
+        x = torch.linspace(-2, 3, rows * layer.in_features).sin_().view(rows, -1)
+        is_block = isinstance(layer, BlockLinear)
+        expected = x @ layer.unpacked(x.dtype) if is_block else layer.multiply_packed(x).float()
+        layer.matmul_method = MatmulMethod(max_native_rows=rows)
+        error = (layer.multiply_packed(x) - expected).norm() / expected.norm()
+        layer.matmul_method = MatmulMethod()
+        if not error < _MAX_PRODUCT_ERROR:  # NaN, too
+            raise WrongProgramError(f"products of the compiled library err by {error:.2g}")
+
+
+def _flags() -> list[str]:
+    flags = ["-std=c++17", "-O2", "-fno-math-errno", "-fno-trapping-math"]
+    # what matters of -O3, in five sixths of its time
+    flags += ["-fpeel-loops", "-ftree-vectorize", "-fvect-cost-model=dynamic"]
+    flags += ["-shared", "-fPIC", "-pthread"]
+    if platform.machine().lower() in ("arm64", "aarch64"):
+        return [*flags, "-mcpu=native"]
+    flags += ["-march=native", *["-DWITH_TILES"] * processor_features().has_amx]
+    # torch, and so the layout of its four-bit weights, may be restricted to less than there is
+    if "AVX512" not in torch.backends.cpu.get_cpu_capability():
+        flags.append("-mno-avx512f")
+    return flags
+
+
+UnpackName = Literal["auto", "bfloat16", "float32"]
+
+_MAX_NATIVE_ROWS_WITH_AMX = 64
+# Values of ONEDNN_MAX_CPU_ISA with which oneDNN has bfloat16, but no instructions for it
+_ISA_WITHOUT_BFLOAT16 = ("AVX512_CORE", "AVX512_CORE_VNNI")
+
+
+class Features(NamedTuple):
+    """The processor's features for products of packed weights that the environment allows."""
+
+    capability: str  # torch's name: AVX512, AVX2, DEFAULT, ...
+    has_bfloat16: bool  # instructions for products of bfloat16
+    has_amx: bool
+
+
+def processor_features() -> Features:
+    is_x86, isa_limit = platform.machine().lower() in ("x86_64", "amd64"), onednn_isa_limit()
+    has_amx = torch.cpu._is_amx_tile_supported()
+    # oneDNN alone says that it has bfloat16 with plain AVX-512, too, where it converts to float32.
+    has_bfloat16 = has_fast_bfloat16() and isa_limit not in _ISA_WITHOUT_BFLOAT16
+    if is_x86:
+        has_bfloat16 = has_bfloat16 and (torch.cpu._is_avx512_bf16_supported() or has_amx)
+    capability = torch.backends.cpu.get_cpu_capability()
+    return Features(capability, has_bfloat16, has_amx and (not isa_limit or "AMX" in isa_limit))
+
+
+def fastest_method(features: Features, unpack: UnpackName = "auto") -> MatmulMethod:
+    """How to multiply packed weights on a processor with these features and `products.cpp`."""
+    if unpack == "auto":
+        unpack = "bfloat16" if features.has_bfloat16 else "float32"
+    # AMX multiplies many rows of bfloat16 in less time than they need in eight bits without it.
+    native_rows = _MAX_NATIVE_ROWS_WITH_AMX if features.has_amx else UNLIMITED_ROWS
+    if unpack == "bfloat16":
+        return MatmulMethod(max_native_rows=native_rows)
+    # The kernels are twice as fast with AVX-512 as with AVX2; products in float32 are not.
+    kernel_rows = 64 if features.capability == "AVX512" else 32
+    return MatmulMethod(unpack, 64, kernel_rows, native_rows)
+
+
+def choose_matmul_method(module: nn.Module, unpack: UnpackName) -> None:
+    """Let packed layers multiply in the fastest way, or as the setting `unpack_dtype` says."""
+    if matmul_method_of(module) is not None:
+        fastest = fastest_method(processor_features(), unpack)
+        before_compiling = fastest._replace(max_native_rows=0)  # `products.cpp` is not loaded yet
+        set_matmul_method(module, before_compiling)
+
+
+def max_native_rows() -> int:
+    """The most rows that the loaded `products.cpp` should multiply."""
+    if has_matrix_units():
+        return UNLIMITED_ROWS
+    return fastest_method(processor_features()).max_native_rows
+
+
+def processor_name() -> str:
+    return cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def cpuinfo(*names: str) -> str:
+    """The first value in Linux's /proc/cpuinfo whose key begins with one of `names`, or ""."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text("ascii", "replace").splitlines():
+            if line.startswith(names):
+                return line.partition(":")[2].strip()
+    return ""

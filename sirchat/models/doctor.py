@@ -13,15 +13,14 @@ import torch
 
 from sirchat import __version__
 from sirchat.errors import SirchatError
-from sirchat.models.compiling import CompileMode, describe_decode_step
-from sirchat.models.device_map import Spread
+from sirchat.models.compiling import CompileMode, describe_decode_step, processor_name
 from sirchat.models.devices import (
+    Spread,
     free_thread_count,
     memory_by_device,
     physical_cores,
 )
 from sirchat.models.load import MIN_RESERVED_ROWS, load_model
-from sirchat.models.processor import processor_name
 
 _LIBRARIES = (
     *("torch", "transformers", "tokenizers", "safetensors", "numpy", "prompt-toolkit"),
@@ -76,7 +75,7 @@ def _check_model(name: str, device_map: Spread, compiles: CompileMode) -> Iterat
     begun = time.perf_counter()
     try:
         how: CompileMode = "off" if compiles == "off" else "auto"
-        model = load_model(name, device_map=device_map, cache_rows=MIN_RESERVED_ROWS, compile=how)
+        model = load_model(name, device_map=device_map, compile=how)
     except SirchatError as error:
         yield Finding("model", name, str(error))
         return

@@ -16,14 +16,16 @@ from sirchat.models.gguf.header import BLOCK_LAYOUTS, BLOCKS, FOUR_BIT
 from sirchat.models.listing import FoundModel
 from sirchat.models.shape import (
     ModelShape,
+    StoredTensor,
+    StoredWeights,
     archive_bytes,
     cache_bytes,
     compiler,
     precision,
+    stored_weights,
     unpacked_type,
     uses_cpu,
 )
-from sirchat.models.stored_weights import StoredTensor, StoredWeights, stored_weights
 
 # Bytes for Python, torch and transformers without a model: 0.4 GB, as measured, and a margin.
 PROGRAM_BYTES = 500_000_000
@@ -135,6 +137,8 @@ def _tensor_bytes(
         is_matrix |= is_tied and tensor.is_embedding
     else:
         is_matrix = False
-    # Four bits, and two numbers of 16 bits for each 32 weights; or eight bits.
-    packed = tensor.count * 5 // 8 if may_be_four and not tensor.is_head else tensor.count
-    return packed if is_matrix else tensor.count * item
+    if not is_matrix:
+        return tensor.count * item
+    if may_be_four and not tensor.is_head:  # and two numbers of 16 bits for each 32 weights
+        return tensor.count * 5 // 8
+    return tensor.count + 2 * prod(tensor.shape[:-1])

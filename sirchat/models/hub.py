@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -136,7 +135,6 @@ def pull(name: str, file: str | None, progress: Progress) -> PulledModel:
     with explain_hub_errors(name):  # a size can be of a wrong type, for example
         files = _choose_files(name, info, file)
         total, done = sum(size for _, size in files), 0
-    _check_space(name, total)
     with no_warnings():
         for path, size in files:
 
@@ -190,19 +188,6 @@ def _file_hint(ggufs: Sequence[str]) -> str:
     whole = list(dict.fromkeys(part_names(path)[0] for path in ggufs))
     more = f", and {len(whole) - _MAX_SHOWN_FILES} more" if len(whole) > _MAX_SHOWN_FILES else ""
     return f"choose a file with --file: {', '.join(whole[:_MAX_SHOWN_FILES])}{more}"
-
-
-def _check_space(name: str, total: int) -> None:
-    folder = cache_folder()
-    parent = next(path for path in (folder, *folder.parents) if path.is_dir())
-    free = shutil.disk_usage(parent).free
-    if total > free + sum(
-        blob.stat().st_size for blob in (cached_folder(name) / "blobs").glob("*")
-    ):
-        raise ModelError(
-            f"model {name!r} needs {total / 1e9:,.1f} GB, but {free / 1e9:,.1f} GB are free",
-            hint="set HF_HUB_CACHE to a folder on another disk",
-        )
 
 
 def _fetch(name: str, file: str, size: int, progress: Progress) -> None:

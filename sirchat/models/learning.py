@@ -27,21 +27,25 @@ if sys.platform != "win32":
 _MIN_HIDDEN_SIZE, _MIN_LAYERS = 512, 24
 _BYTES_PER_MINUTE = 75 << 20  # bytes of weights in a minute of processor time
 _SPARE_BYTES = 2 << 30  # bytes that must be free beside those of a second load
-_MAX_STARTS = 3  # a process that was killed, maybe for want of memory, is not started for ever
+_MAX_STARTS = 3  # what failed, or was killed for want of memory, is not started for ever
+_LOWEST_PRIORITY = 19  # niceness
+# Whatever the environment says: `XDG_RUNTIME_DIR` differs between a session, cron and ssh.
+_SHARED_FOLDER = Path("/dev/shm")
+_PACKAGE = Path(__file__).parents[1]
+_STARTED, _ERROR_PREFIX = "start", "sirchat: "
 _LOWEST_PRIORITY = 19  # niceness
 # Whatever the environment says: `XDG_RUNTIME_DIR` differs between a session, cron and ssh.
 _SHARED_FOLDER = Path("/dev/shm")
 _PACKAGE = Path(__file__).parents[1]
 _STARTED, _ERROR_PREFIX = "start", "sirchat: "
 # In errors that may not recur at a later start.
-_PASSING = ("interrupted", "memory", "allocate", "No space left", "Disk quota", "Read-only")
 
 
 def learn_in_background(name: str, module: Any, *, trust_remote_code: bool = False) -> str:
     """Start to learn a model's encoder; returns what to tell the user, or "" if nothing started.
 
     Nothing starts for a small model, with too little memory, while another encoder is learned, or
-    after an error or three starts with this version.
+    after three starts with this version.
     """
     log, parts = _read_log(name), module.state_dict().values()
     # A GGUF stays packed in the process, too; the weights of a folder become float32 there.
@@ -49,7 +53,7 @@ def learn_in_background(name: str, module: Any, *, trust_remote_code: bool = Fal
     weights = sum(part.nbytes if is_gguf else 4 * part.numel() for part in parts)
     size = module.config.get_text_config(decoder=True).hidden_size
     is_small = size < _MIN_HIDDEN_SIZE and layer_count(module) < _MIN_LAYERS
-    failed = log.count(_STARTED) >= _MAX_STARTS or any(map(_is_final, log))
+    failed = log.count(_STARTED) >= _MAX_STARTS
     can_run = sys.platform != "win32" and (_PACKAGE / "lab").is_dir()
     if is_small or failed or not can_run or (free_memory() or 0) < weights + _SPARE_BYTES:
         return ""
@@ -153,10 +157,6 @@ def _lower_priority(process: int) -> None:
     # Linux shares processors among sessions first, each with a priority of its own.
     with suppress(OSError):
         Path(f"/proc/{process}/autogroup").write_text(str(_LOWEST_PRIORITY), encoding="ascii")
-
-
-def _is_final(line: str) -> bool:
-    return line.startswith(_ERROR_PREFIX) and not any(text in line for text in _PASSING)
 
 
 def _read_log(name: str) -> list[str]:

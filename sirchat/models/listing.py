@@ -21,8 +21,7 @@ from sirchat.models.names import (
     snapshot_folder,
     suggest_model,
 )
-from sirchat.models.shape import ModelShape, shape_of_folder, shape_of_gguf
-from sirchat.models.stored_weights import weights_in_folder
+from sirchat.models.shape import ModelShape, shape_of_folder, shape_of_gguf, weights_in_folder
 
 Source = Literal["bundled", "package", "folder", "hub"]
 

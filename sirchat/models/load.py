@@ -19,21 +19,23 @@ from sirchat.config.profile import Profile
 from sirchat.errors import ModelError, panic_as_model_error
 from sirchat.memory.free_memory import trim_memory
 from sirchat.models.compiling import (
-    CompileMode,
+    choose_matmul_method,
     compile_in_background,
     use_compiled,
     wait_for_library,
 )
 from sirchat.models.decoder import Decoder
-from sirchat.models.device_map import DeviceMap, Spread, main_device, make_device_map
 from sirchat.models.devices import (
-    DeviceName,
+    DeviceMap,
     DtypeName,
     agree_on_instructions,
+    main_device,
+    make_device_map,
     pick_device,
     pick_dtype,
     use_threads,
 )
+from sirchat.models.encoder import SentenceEncoder
 from sirchat.models.file_checks import TensorSpan
 from sirchat.models.gguf.header import GgufFile, parse_gguf
 from sirchat.models.gguf.translate import (
@@ -54,10 +56,8 @@ from sirchat.models.probe import (
     refuse_unsupported_layers,
     refuse_unusable_tokenizer,
 )
-from sirchat.models.processor import UnpackName, choose_matmul_method
 from sirchat.models.progress import Progress, no_warnings, reporting, switch_off_bars
-from sirchat.models.sentence_encoder import SentenceEncoder
-from sirchat.models.stored_weights import weights_in_folder
+from sirchat.models.shape import weights_in_folder
 from sirchat.paths import find_changeable_by_others, with_tilde
 from sirchat.text.tokenizer import tokenizer_of_folder
 
@@ -90,6 +90,25 @@ class LoadOptions:
     trust_remote_code: bool = False
 
 
+def load_model(
+    name: str,
+    *,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+    for_hub: bool = False,
+    **settings: Any,
+) -> LoadedModel:
+    """Load a model by its name: a bundled one, `smollm2`, a folder, a GGUF file or a hub id.
+
+    `settings` are those of a `Profile`; the others are as in `load_model_of`.
+    """
+    profile = Profile(model=name, **settings)
+    how: dict[str, Any] = {"trust_remote_code": trust_remote_code, "for_hub": for_hub}
+    return load_model_of(profile, progress=progress, **how)
+
+
+@no_warnings()
+@panic_as_model_error("the model's tokenizer can't be used")
 def load_model_of(
     profile: Profile,
     *,
@@ -97,81 +116,41 @@ def load_model_of(
     progress: Progress | None = None,
     for_hub: bool = False,
 ) -> LoadedModel:
-    """Load a profile's model with its sentence encoder; raises ModelError if one fails."""
-    return load_model(
-        profile.model,
-        device=profile.device,
-        dtype=profile.dtype,
-        threads=profile.threads,
-        quantize=profile.quantize,
-        unpack=profile.unpack_dtype,
-        trust_remote_code=trust_remote_code,
-        progress=progress,
-        cache_type=profile.cache_dtype,
-        for_hub=for_hub,
-        device_map=profile.device_map,
-        cache_rows=max(profile.budget, MIN_RESERVED_ROWS),
-        recall_encoder=profile.recall_encoder,
-        compile=profile.compile,
-    )
+    """Load a profile's model with its sentence encoder; raises ModelError if one fails.
 
-
-@no_warnings()
-@panic_as_model_error("the model's tokenizer can't be used")
-def load_model(
-    name: str,
-    *,
-    device: DeviceName = "auto",
-    dtype: DtypeName = "auto",
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
-    threads: int = 0,
-    quantize: Quantize = "auto",
-    unpack: UnpackName = "auto",
-    cache_type: DtypeName = "auto",
-    for_hub: bool = False,
-    device_map: Spread = "off",
-    cache_rows: int = 0,
-    recall_encoder: str = "auto",
-    compile: CompileMode = "auto",
-) -> LoadedModel:
-    """Load a model by its name: a bundled one, `smollm2`, a folder, a GGUF file or a hub id.
-
-    `for_hub` loads module and tokenizer by transformers, so that they can generate and be saved. A
-    device map leaves room for a KV cache of `cache_rows` tokens; the C++ library is compiled
-    meanwhile, unless `compile` is off. Raises ModelError for a model that can't be loaded.
+    `for_hub` loads module and tokenizer by transformers, so that they can generate and be saved.
+    The C++ library is compiled meanwhile, unless the setting `compile` is off.
     """
-    sentence_encoder = None if recall_encoder == "auto" else SentenceEncoder(recall_encoder)
-    target, devices = pick_device(device), None
-    if device_map != "off":
-        devices = make_device_map(
-            name, device_map, cache_rows, dtype, device=device, quantize=quantize
-        )
+    name, encoder = profile.model, profile.recall_encoder
+    sentence_encoder = None if encoder == "auto" else SentenceEncoder(encoder)
+    target, devices = pick_device(profile.device), None
+    if profile.device_map != "off":
+        devices = make_device_map(profile, max(profile.budget, MIN_RESERVED_ROWS))
         target, for_hub = main_device(), True
     if target.type == "cpu" or devices is not None:
         agree_on_instructions()
-        use_threads(threads)
-    if compiles := compile != "off" and target.type == "cpu":
+        use_threads(profile.threads)
+    if compiles := profile.compile != "off" and target.type == "cpu":
         compile_in_background()
-    packed = _stays_packed(quantize, dtype, target)
-    types = target, pick_dtype(dtype, target), progress
+    types = target, pick_dtype(profile.dtype, target), progress
+    packed = _stays_packed(profile.quantize, profile.dtype, target)
     how = LoadOptions(*types, packed, for_hub, devices, compiles, trust_remote_code)
     try:
         module, tokenizer = _load_parts(name, how)
         refuse_unusable_tokenizer(module, tokenizer, name)
         refuse_broken_template(tokenizer, name)
-        if quantize in ("int8", "int4"):
-            pack_module(module, 8 if quantize == "int8" else 4, target)
+        if profile.quantize in ("int8", "int4"):
+            pack_module(module, 8 if profile.quantize == "int8" else 4, target)
         if devices is None:  # only now: a GPU may have no room for weights that are not packed yet
             module = module.to(target)
-        choose_matmul_method(module, unpack)
+        choose_matmul_method(module, profile.unpack_dtype)
         model = wrap_model(name, module.eval(), tokenizer)
     except ModelError:
         raise
     except Exception as error:  # for damaged files, the libraries raise all kinds of errors
         raise loading_error(name, error) from error
-    model = replace(model, cache_type=cache_type, sentence_encoder=sentence_encoder)
-    use_compiled(model, compile, progress)
+    model = replace(model, cache_type=profile.cache_dtype, sentence_encoder=sentence_encoder)
+    use_compiled(model, profile.compile, progress)
     return model
 
 

@@ -34,7 +34,7 @@ from sirchat.models.devices import (
     loaded_parameters,
     pick_dtype,
 )
-from sirchat.models.encoder import Encoder, EncoderOutput
+from sirchat.models.encoder import Encoder, EncoderOutput, SentenceEncoder
 from sirchat.models.hidden_states import concat_states, record_states
 from sirchat.models.hub_step import HubStep
 from sirchat.models.learning import why_no_encoder
@@ -49,7 +49,6 @@ from sirchat.models.probe import (
     refuse_unsupported_layers,
     state_kinds,
 )
-from sirchat.models.sentence_encoder import SentenceEncoder
 from sirchat.models.surprisal import PassResult, has_linear_head, surprisal_of_states
 from sirchat.text.anchors import Anchors, anchors_of
 

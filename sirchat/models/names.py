@@ -179,11 +179,6 @@ def _find_path(name: str) -> Path:
 
 
 def _check_folder(name: str, folder: Path) -> None:
-    for file in folder.iterdir():
-        if file.exists() and not (file.is_file() or file.is_dir()):
-            raise ModelError(
-                f"model folder {name!r}: {file.name} is a device or a pipe, not a file"
-            )
     files = sorted(file.name for file in folder.iterdir())
     ggufs = [file for file in files if file.lower().endswith(".gguf")]
     if "adapter_config.json" in files:

@@ -8,7 +8,7 @@ at a time.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import product
@@ -30,7 +30,6 @@ NATIVE_ROW_BLOCK = 16  # rows that `products.cpp` multiplies at the same time
 UNLIMITED_ROWS = 2**30  # a limit to a number of rows that is none
 
 Unpacked = Literal["bfloat16", "float32"]
-Empty = Callable[..., Tensor]  # as `torch.empty`, with a shape, `dtype` and `device`
 
 
 class MatmulMethod(NamedTuple):
@@ -84,16 +83,10 @@ class PackedLinear(nn.Module, ABC):
         return x.reshape(-1, self.in_features).to(dtype)
 
     @classmethod
-    def join_layers(cls, parts: Sequence[Self], empty: Empty = torch.empty) -> Self:
-        """Make one layer without bias of the rows of all `parts`, in tensors that `empty` makes."""
-        joined = list[Tensor]()
-        for name, dim in cls.row_dims.items():
-            each = [getattr(part, name) for part in parts]
-            shape = list(each[0].shape)
-            shape[dim] = sum(one.shape[dim] for one in each)
-            out = empty(shape, dtype=each[0].dtype, device=each[0].device)
-            joined.append(torch.cat(each, dim, out=out))
-        return cls(*joined)
+    def join_layers(cls, parts: Sequence[Self]) -> Self:
+        """Make one layer without bias of the rows of all `parts`."""
+        dims = cls.row_dims.items()
+        return cls(*(torch.cat([getattr(part, name) for part in parts], dim) for name, dim in dims))
 
     def take_rows(self, layer: Self, start: int) -> None:
         """Use the rows of a joined layer from `start` on as this layer's weights."""

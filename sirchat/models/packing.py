@@ -1,9 +1,8 @@
-"""Puts packed layers, including experts, into a model, and their weights into one memory block."""
+"""Puts packed layers, including experts, into a model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 from typing import Any, TypeVar, cast
 
 import torch
@@ -25,9 +24,7 @@ Rounded = TypeVar("Rounded", bound=tuple[Tensor, ...])
 # Groups of layers with the same input; a decode step computes one product for each group.
 _SAME_INPUT_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
-_ALIGNMENT_BYTES = 64
 _ROUNDED_ROWS = 4096  # rows of a matrix that are rounded at a time on a GPU
-_CPU = torch.device("cpu")
 
 
 @torch.no_grad()
@@ -39,7 +36,7 @@ def pack_module(module: Any, bits: int, device: torch.device | None = None) -> N
     """
     head, embeddings = module.get_output_embeddings(), module.get_input_embeddings()
     is_tied, device = embeddings.weight is head.weight, device or module.device
-    four, store = int4_class(device), WeightStore(0, device)
+    four = int4_class(device)
     for name, layer in list(module.named_modules()):
         if not isinstance(layer, nn.Linear):
             continue
@@ -54,78 +51,27 @@ def pack_module(module: Any, bits: int, device: torch.device | None = None) -> N
             packed = four.from_values(*_rounded(quantize_int4, weight, device), layer.bias)
         else:
             packed = Int8Linear(*_rounded(quantize_int8, weight, device), layer.bias)
-        module.set_submodule(name, packed)
-        fuse_projections(module, name, store)
+        module.set_submodule(name, packed.to(device))
+        fuse_projections(module, name)
     trim_memory()
 
 
-def may_be_joined(path: str) -> bool:
-    """Whether the layer at `path` may be joined with other layers that have the same input."""
-    return any(path.rpartition(".")[2] in group for group in _SAME_INPUT_NAMES)
+def fuse_projections(module: Any, path: str) -> None:
+    """Join the packed layer at `path` with those that have the same input.
 
-
-def fuse_projections(module: Any, path: str, store: WeightStore) -> None:
-    """Move the weights of the packed layer at `path` into `store`.
-
-    Layers with the same input wait until all are packed; if all are packed alike, they are joined.
+    They wait until all are packed, and stay alone if they are packed in different ways.
     """
     owner, _, name = path.rpartition(".")
     names = next((group for group in _SAME_INPUT_NAMES if name in group), (name,))
     layers = [getattr(module.get_submodule(owner), name, None) for name in names]
     packed = [layer for layer in layers if isinstance(layer, PackedLinear)]
-    if len(packed) < len(layers):
-        return
     kinds = {(type(layer), next(layer.buffers()).shape[1:]) for layer in packed}
-    if len(packed) == 1 or len(kinds) > 1:
-        for layer in packed:
-            store.move(layer)
+    if len(packed) < max(2, len(layers)) or len(kinds) > 1:
         return
-    joined = packed[0].join_layers(packed, store.empty)
-    store.move(joined)
-    start = 0
+    joined, start = packed[0].join_layers(packed), 0
     for layer in packed:
         layer.take_rows(joined, start)
         start += layer.out_features
-
-
-class WeightStore:
-    """One block of `size` bytes on a device for the weights of many layers.
-
-    Without it, the temporary tensors of packing would leave gaps between the weights.
-    """
-
-    def __init__(self, size: int, device: torch.device = _CPU) -> None:
-        self._bytes = torch.empty(size, dtype=torch.uint8, device=device)
-        self._used = 0
-
-    def empty(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
-    ) -> Tensor:
-        """Make an uninitialized tensor in the block; if full or for another `device`, outside."""
-        block_device = self._bytes.device
-        if device is None or device == block_device:
-            view = self._take(prod(shape) * dtype.itemsize)
-            if view is not None:
-                return view.view(dtype).view(shape)
-        return torch.empty(shape, dtype=dtype, device=device or block_device)
-
-    def move(self, layer: nn.Module) -> None:
-        for name, buffer in layer.named_buffers():
-            if 0 <= buffer.data_ptr() - self._bytes.data_ptr() < len(self._bytes):
-                continue  # made by `empty`
-            view = self._take(buffer.nbytes)
-            if view is None:
-                setattr(layer, name, buffer.to(self._bytes.device))
-            else:
-                here = view.view(buffer.dtype).view(buffer.shape)
-                setattr(layer, name, here.copy_(buffer))
-
-    def _take(self, size: int) -> Tensor | None:
-        start = -(-self._used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        if start + size > len(self._bytes):
-            return None
-        self._used = start + size
-        return self._bytes[start : self._used]
 
 
 class PackedExperts(nn.Module):

@@ -15,7 +15,7 @@ from sirchat.server.fields import (
     take_objects,
     take_options,
 )
-from sirchat.server.parts import ReplyEnd, ReplyText
+from sirchat.server.replies import ReplyEnd, ReplyText
 from sirchat.server.requests import ChatMessage, function_tool, schema_format, tool_named
 from sirchat.server.streaming import ReplySerializer, server_sent_event
 from sirchat.text.tool_calls import ToolCall

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +30,6 @@ from sirchat.models.model import LoadedModel
 from sirchat.server import anthropic, responses
 from sirchat.server.access import Access, read_body, show_error
 from sirchat.server.anthropic import MessageSerializer
-from sirchat.server.completions import ChatCompletionSerializer
 from sirchat.server.conversation import History
 from sirchat.server.fields import (
     Fields,
@@ -40,9 +38,8 @@ from sirchat.server.fields import (
     make_request,
     parse_json_object,
 )
-from sirchat.server.parts import ReplyOptions
 from sirchat.server.pool import ConversationPool, Limits
-from sirchat.server.replies import reply_format
+from sirchat.server.replies import ReplyOptions, reply_format
 from sirchat.server.reply_thread import ReplyThread
 from sirchat.server.requests import (
     MAX_NAME_CHARS,
@@ -53,13 +50,12 @@ from sirchat.server.requests import (
 from sirchat.server.responses import ResponsesSerializer
 from sirchat.server.session_routes import SessionRoutes
 from sirchat.server.streaming import (
+    ChatCompletionSerializer,
     EventStream,
     ReplyParts,
     ReplySerializer,
     await_unless_disconnected,
 )
-
-_LOG = logging.getLogger(__name__)
 
 # What puts a request of another API into the form of chat completions, and its names of fields.
 _TRANSLATIONS: dict[str, tuple[Callable[[Fields], Fields], dict[str, str]]] = {
@@ -77,7 +73,6 @@ _CORS: dict[str, Any] = {
     "expose_headers": ["*"],
     "allow_private_network": True,
 }
-_MAX_LOGGED_NOTES = 1000  # different ones, each of which the log has once
 _MAX_HEADER_CHARS = 1000  # of the notes of one request
 _HEADERS_SECONDS = 0.5  # after which a stream begins, not counting the parsing of its request
 _CHARS_PER_ENCODING = 50_000  # characters of a text that are counted at once
@@ -110,7 +105,6 @@ class ChatServer:
         # The model's names for clients: its full one, and the part after the last slash.
         self._names = model.name, model.name.rstrip("/").rpartition("/")[2]
         self.model, self._loaded_at = self._names[-1], int(time.time())
-        self._logged_notes = set[str]()
         self._formats = ModelFormats()
         routes = [
             Route("/health", self._health),
@@ -177,7 +171,7 @@ class ChatServer:
             first_part = await_unless_disconnected(request, parts.begin())
             with suppress(TimeoutError):  # then a stream begins, whose client sees it is alive
                 await asyncio.wait_for(first_part, _HEADERS_SECONDS if chat.stream else None)
-            headers = self._note_headers(options.notes) | options.headers
+            headers = _note_headers(options.notes) | options.headers
             if chat.stream:
                 return EventStream(serializer.events(parts), parts, headers)
             content = await await_unless_disconnected(request, serializer.collect_response(parts))
@@ -198,18 +192,6 @@ class ChatServer:
         encode = partial(self._model.tokenizer.encode, add_special_tokens=False)
         counts = await asyncio.to_thread(lambda: [len(encode(text)) for text in texts])
         return JSONResponse({"input_tokens": sum(counts)})
-
-    def _note_headers(self, notes: list[str]) -> dict[str, str]:
-        """A header that says what differs from the request; each note is logged only once."""
-        # Some quote the request; a header and a log are safe with one line of ASCII.
-        notes = [on_one_line(note).encode("ascii", "backslashreplace").decode() for note in notes]
-        for note in set(notes) - self._logged_notes:
-            _LOG.warning("a request is not quite met: %s", note)
-        if len(self._logged_notes) >= _MAX_LOGGED_NOTES:
-            self._logged_notes.clear()
-        self._logged_notes.update(notes)
-        header = "; ".join(dict.fromkeys(notes))[:_MAX_HEADER_CHARS]
-        return {"X-Sirchat-Note": header} if notes else {}
 
     def _history(self, chat: ChatRequest, name: str = "") -> History:
         """The messages of a request, for the conversation `name` unless the request names one."""
@@ -246,6 +228,14 @@ class ChatServer:
             must_call=bool(chat.required_tools),
             notes=notes,
         )
+
+
+def _note_headers(notes: list[str]) -> dict[str, str]:
+    """A header that says what differs from the request."""
+    # Some quote the request; a header is safe with one line of ASCII.
+    safe = (on_one_line(note).encode("ascii", "backslashreplace").decode() for note in notes)
+    header = "; ".join(dict.fromkeys(safe))[:_MAX_HEADER_CHARS]
+    return {"X-Sirchat-Note": header} if notes else {}
 
 
 def chat_request(endpoint: str, body: Fields) -> ChatRequest:

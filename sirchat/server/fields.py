@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
@@ -142,24 +142,10 @@ def _unsupported(name: str, value: Any) -> PydanticCustomError:
     return PydanticCustomError("unsupported", "{problem}", {"problem": problem, "field": name})
 
 
-class Options(RequestObject):
-    """An object whose unknown fields are named in a note to the client."""
+class RequestBody(RequestObject):
+    """The body of a request, which may name the model; its unknown fields are named in a note."""
 
     model_config = ConfigDict(extra="allow")
-
-    def ignored_fields(self, place: str = "") -> Iterator[str]:
-        """Yield the names of unknown fields in this object, at `place`, and in nested ones."""
-        for name, value in (self.model_extra or {}).items():
-            if value not in (*EMPTY_VALUES, 0):
-                yield place + name
-        for name, value in self:
-            if isinstance(value, Options):
-                yield from value.ignored_fields(f"{place}{name}.")
-
-
-class RequestBody(Options):
-    """The body of a request, which may name the model."""
-
     model: str | None = None
 
 

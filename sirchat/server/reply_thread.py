@@ -21,9 +21,8 @@ from sirchat.engine.engine import Generation, StepResult, step
 from sirchat.errors import ContextFullError, SirchatError, UsageError
 from sirchat.server.conversation import History, ServedConversation
 from sirchat.server.fields import RequestError
-from sirchat.server.parts import ReplyEnd, ReplyOptions, ReplyText
 from sirchat.server.pool import BusyError, ConversationPool
-from sirchat.server.replies import Parts, ReplyGenerator
+from sirchat.server.replies import Parts, ReplyEnd, ReplyGenerator, ReplyOptions, ReplyText
 
 SentPart = ReplyText | ReplyEnd | RequestError  # the last one sent is a `ReplyEnd` or an error
 

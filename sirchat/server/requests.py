@@ -22,13 +22,13 @@ from pydantic_core import PydanticCustomError
 from sirchat.config.profile import MIN_TEMPERATURE
 from sirchat.errors import format_value
 from sirchat.server.fields import (
+    EMPTY_VALUES,
     MAX_MESSAGES,
     MAX_TOKEN_LIMIT,
     CallId,
     Fields,
     FunctionName,
     Name,
-    Options,
     RequestBody,
     RequestError,
     RequestObject,
@@ -102,7 +102,8 @@ class Tool(RequestObject):
 
 def ignored_fields_notes(request: RequestBody) -> list[str]:
     """A note for the client about fields without effect, if there are any."""
-    names = [json.dumps(name) for name in request.ignored_fields()]
+    given = (request.model_extra or {}).items()
+    names = [json.dumps(name) for name, value in given if value not in (*EMPTY_VALUES, 0)]
     return [f"without effect: {', '.join(names)}"[:_MAX_NOTE_CHARS]] if names else []
 
 
@@ -210,7 +211,7 @@ class StreamOptions(RequestObject):
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "on"]
 
 
-class TemplateOptions(Options):
+class TemplateOptions(RequestObject):
     """The field `chat_template_kwargs`, with the usual name of the switch of reasoning."""
 
     enable_thinking: bool | None = None

@@ -17,7 +17,7 @@ from sirchat.server.fields import (
     take_objects,
     take_options,
 )
-from sirchat.server.parts import ReplyEnd, ReplyText
+from sirchat.server.replies import ReplyEnd, ReplyText
 from sirchat.server.requests import ChatMessage, function_tool, tool_named
 from sirchat.server.streaming import ReplySerializer, server_sent_event
 from sirchat.text.tool_calls import ToolCall

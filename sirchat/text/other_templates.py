@@ -13,7 +13,7 @@ from typing import Any
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.anchors import Anchors
-from sirchat.text.reply_marks import SAMPLE_CALL, prefix_length
+from sirchat.text.reply_parts import SAMPLE_CALL, prefix_length
 from sirchat.text.template import (
     ANSWER_TEXT,
     OTHER_TEXTS,

@@ -20,17 +20,16 @@ from jinja2.exceptions import TemplateError
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.anchors import Anchors, with_anchors
-from sirchat.text.reply_marks import (
+from sirchat.text.reply_parts import (
     REASONING_KEYS,
     REPLY_CONTROLS,
     Marks,
+    ReplyStream,
     Switches,
     find_marks,
     find_switches,
-    paired_controls,
     prefix_length,
 )
-from sirchat.text.reply_parts import ReplyStream
 from sirchat.text.template_sandbox import render
 from sirchat.text.tokenizer import ControlTokens
 
@@ -363,8 +362,7 @@ class Template:
             *self._render([STUB_QUESTION], prompt=True),
         }
         source = str(self._tokenizer.chat_template or "")  # may name tokens for reasoning or tools
-        within = paired_controls(self.controls.values())
-        used |= {i for i, name in self.controls.items() if name in source or name in within}
+        used |= {i for i, name in self.controls.items() if name in source}
         return set(self._control - (used - {self._tokenizer.bos_token_id}))
 
     @property

@@ -22,7 +22,6 @@ MAX_FILES = 100  # of a folder or a pattern that can be put into a message
 _MAX_NAMES = 20_000  # that are looked at for a pattern with `**`
 MAX_DATA_BYTES = 2**31  # of a file with the data of a study or a training
 
-_FENCE = re.compile(r" {0,3}(?P<fence>`{3,}(?=[^`]*$)|~{3,})")
 # How files that are no text begin, what they are, and what helps.
 _NON_TEXT_FORMATS = (
     (rb"%PDF-", "a PDF", "pdftotext writes its text"),

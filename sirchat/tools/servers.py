@@ -10,9 +10,9 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, wait
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from itertools import chain, count
 from typing import Any
@@ -29,7 +29,6 @@ _LIST_SECONDS = 5.0  # seconds that a server that runs may take to list its tool
 _REASON_SECONDS = 1.0  # seconds until an ended connection says why
 _POLL_SECONDS = 0.1  # seconds between two looks whether the user stops a call
 _MAX_NAME_CHARS = 64
-_PART_TYPES = ("text", "image", "audio", "resource", "resource_link")  # of a result
 READ_RESOURCE = "read_resource"  # the tool that a server with resources gets
 _RESOURCE_TOOL = "Reads a resource of this server by its URI. Without a URI, it lists them."
 _STOPPED = "the user stopped this"
@@ -83,7 +82,8 @@ class ToolServers:
             ChatTool(
                 self._full_name((name, tool.name)),
                 tool.description or "",
-                tool.input_schema,
+                # Chat templates need the properties.
+                {**tool.input_schema, "properties": tool.input_schema.get("properties") or {}},
                 partial(self._call, running, tool.name),
                 (name, tool.name),
                 running.instructions,
@@ -348,43 +348,7 @@ class _Running:
             )
             transport = stdio_client(parameters, errlog=self._errors)
         # The tools are listed to see whether they have changed, so nothing is kept.
-        connection = _repaired(transport)
-        return Client(connection, message_handler=self._receive, cache=None)
-
-
-@asynccontextmanager
-async def _repaired(transport: Any) -> AsyncIterator[Any]:
-    """A transport with what servers get wrong put right: the SDK refuses all of such an answer."""
-    from anyio import create_memory_object_stream, create_task_group
-
-    async with transport as (given, sent), create_task_group() as tasks:
-        repaired, received = create_memory_object_stream[Any](0)
-
-        async def pass_on() -> None:
-            async with repaired:
-                async for message in given:
-                    _repair(getattr(getattr(message, "message", None), "result", None))
-                    await repaired.send(message)
-
-        tasks.start_soon(pass_on)
-        yield received, sent
-        tasks.cancel_scope.cancel()
-
-
-def _repair(result: Any) -> None:
-    """Give tools a schema of type `object` with properties, and name parts of unknown types."""
-    given = result if isinstance(result, dict) else {}
-    tools, parts = (
-        [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
-        for listed in (given.get("tools"), given.get("content"))
-    )
-    for tool in tools:
-        if isinstance(schema := tool.get("inputSchema") or {}, dict):
-            properties = schema.get("properties") or {}  # chat templates need them
-            tool["inputSchema"] = {"type": "object", **schema, "properties": properties}
-    for part in parts:
-        if (kind := part.get("type")) not in _PART_TYPES:
-            part |= {"type": "text", "text": f"[{kind}, not shown]"}
+        return Client(transport, message_handler=self._receive, cache=None)
 
 
 async def _all_pages(ask: Callable[..., Coroutine[Any, Any, Any]], what: str) -> list[Any]:

@@ -20,7 +20,7 @@ from sirchat.chat.retry import go_on
 from sirchat.chat.tool_loop import ChatTool
 from sirchat.engine.sampling import Sampler, Sampling, TokenFilter
 from sirchat.errors import SettingError
-from sirchat.text.reply_marks import Marks
+from sirchat.text.reply_parts import Marks
 from template_shapes import tool_tiny
 from typed_chat import TypedChat
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sirchat.models import products
+from sirchat.models import compiling
 from sirchat.models.load import load_model
 from sirchat.models.packed import (
     UNLIMITED_ROWS,
@@ -28,8 +28,8 @@ def main(name: str, file: str, how: Any) -> None:
     """Read `IDS` with packed weights (`own`: multiplied by our library), or in the type `how`."""
     model = load_model(name, dtype="auto" if how == "own" else how, compile="off")
     if how == "own":
-        products.build_library(library := Path(file).with_suffix(".so"))
-        products.load_library(library)
+        compiling.build_library(library := Path(file).with_suffix(".so"))
+        compiling.load_library(library)
         set_matmul_method(model.module, MatmulMethod(max_native_rows=UNLIMITED_ROWS))
     cache, found, start = model.new_cache(len(IDS)), list[torch.Tensor](), 0
     for count in CHUNKS:

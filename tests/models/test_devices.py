@@ -26,8 +26,7 @@ from plain_model import load_model
 from simulated_devices import DEVICES, KIND, refuses_waits, simulated_devices
 from sirchat.chat.session import Session
 from sirchat.errors import SirchatError
-from sirchat.models.device_map import DeviceMap
-from sirchat.models.devices import DISK
+from sirchat.models.devices import DISK, DeviceMap
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import surprisal, surprisal_of_states
 from sirchat.saved.saved_state import model_fingerprint
@@ -277,8 +276,9 @@ def test_surprisal_is_computed_where_the_output_head_is(folder: Path, simulation
 def test_a_plan_fills_devices_or_gives_them_equally_much(
     plan: Any, folder: Path, simulation: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sirchat.models.device_map.free_memory", lambda: 10**10)
-    model = load_model(str(folder), device_map=plan, dtype="float32", cache_rows=48)
+    monkeypatch.setattr("sirchat.models.devices.free_memory", lambda: 10**10)
+    monkeypatch.setattr("sirchat.models.load.MIN_RESERVED_ROWS", 48)
+    model = load_model(str(folder), device_map=plan, dtype="float32", budget=48)
     where = [str(one) for one in model.row_devices()]
     assert where == sorted(where)
     assert where.count(SIM_0) == (4 if plan == "auto" else 2)

@@ -23,8 +23,7 @@ from sirchat.models.fit import PROGRAM_BYTES, ModelFit, compute_fit, recommend_m
 from sirchat.models.listing import find_model
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.names import split_gguf_name
-from sirchat.models.shape import cache_bytes, free_memory, shape_of_folder, uses_cpu
-from sirchat.models.stored_weights import stored_weights
+from sirchat.models.shape import cache_bytes, free_memory, shape_of_folder, stored_weights, uses_cpu
 from sirchat.paths import tiny_model_dir
 
 SETTINGS: list[dict[str, Any]] = [

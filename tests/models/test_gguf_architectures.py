@@ -26,7 +26,7 @@ from native_library import built_library, has_library  # noqa: E402
 from plain_model import load_model  # noqa: E402
 from sirchat.config.profile import Profile  # noqa: E402
 from sirchat.errors import ModelError  # noqa: E402
-from sirchat.models import products  # noqa: E402
+from sirchat.models import compiling  # noqa: E402
 from sirchat.models.fit import compute_fit  # noqa: E402
 from sirchat.models.gguf.header import GgufFile, parse_gguf  # noqa: E402
 from sirchat.models.gguf.model import load_module  # noqa: E402
@@ -35,8 +35,7 @@ from sirchat.models.gguf.vocabulary import load_tokenizer  # noqa: E402
 from sirchat.models.listing import find_model  # noqa: E402
 from sirchat.models.model import LoadedModel  # noqa: E402
 from sirchat.models.packed import Int4Linear, Int8Linear, PackedLinear, SharedEmbedding  # noqa: E402
-from sirchat.models.shape import shape_of_gguf  # noqa: E402
-from sirchat.models.stored_weights import stored_weights  # noqa: E402
+from sirchat.models.shape import shape_of_gguf, stored_weights  # noqa: E402
 from sirchat.paths import compiled_dir, make_private_dir  # noqa: E402
 from sirchat.text.template_sandbox import render  # noqa: E402
 
@@ -131,7 +130,7 @@ def test_matrices_of_few_bits_stay_packed_as_in_the_file_and_in_the_size_that_wa
 ) -> None:
     make_private_dir(compiled_dir())
     if compiles:
-        (compiled_dir() / products.library_name()).symlink_to(built_library())
+        (compiled_dir() / compiling.library_name()).symlink_to(built_library())
     module = random_model(case).requires_grad_(False)
     linear = {n for n, one in module.named_modules() if isinstance(one, torch.nn.Linear)}
     linear = {name for name in linear if not name.endswith("router.proj")}  # it chooses experts

@@ -15,8 +15,7 @@ from chatting import notices, tiny
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
-from sirchat.models.gguf.splits import find_split
-from sirchat.models.gguf.vocabulary import hub_tokenizer, load_tokenizer
+from sirchat.models.gguf.vocabulary import find_split, hub_tokenizer, load_tokenizer
 from sirchat.text.template import Template
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)

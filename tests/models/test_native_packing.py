@@ -17,7 +17,7 @@ from gguf_models import random_blocks, random_model, write_model
 from native_library import built_library, has_library
 from plain_model import load_model
 from sirchat.config.profile import Profile
-from sirchat.models import load, packed, products
+from sirchat.models import compiling, load, packed
 from sirchat.models.fit import compute_fit
 from sirchat.models.gguf import prepared
 from sirchat.models.gguf.blocks import NativePacking, unpack_floats
@@ -34,7 +34,7 @@ KINDS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K",
 
 @pytest.fixture(scope="module")
 def library() -> ctypes.CDLL:
-    return products.load_library(built_library())
+    return compiling.load_library(built_library())
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -48,12 +48,12 @@ def test_a_matrix_has_the_bits_of_torch(
     order, native = torch.randperm(rows), NativePacking(library)
     assert native.can_read(tensor)
     q, scale = quantize_int8(unpack_floats(tensor)[order])
-    made = native.pack_eight_bits(tensor, order, torch.empty)
+    made = native.pack_eight_bits(tensor, order)
     assert torch.equal(made.q, q)
     assert torch.equal(made.scale, scale)
     assert BlockLinear.fits(kind, *tensor.shape) is (kind in BLOCK_LAYOUTS)
     if kind in BLOCK_LAYOUTS:
-        own = native.pack_blocks(tensor, order, torch.empty)
+        own = native.pack_blocks(tensor, order)
         assert torch.equal(own.unpacked(torch.float32).T, unpack_floats(tensor)[order])
 
 
@@ -70,7 +70,7 @@ def test_a_file_is_read_and_mapped_in_its_own_bits_and_values(
         return "F32" if len(shape) < 2 else "Q6_K" if "down" in name else "Q5_0"
 
     make_private_dir(compiled_dir())
-    (compiled_dir() / products.library_name()).symlink_to(built_library())
+    (compiled_dir() / compiling.library_name()).symlink_to(built_library())
     monkeypatch.setattr(prepared, "MIN_GGUF_BYTES", 0)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 320}
     original = random_model("qwen2", tie_word_embeddings=True, **sizes)

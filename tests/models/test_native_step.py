@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from families import build
 from native_library import built_library, has_library
 from sirchat.memory.cache import BoundedCache
-from sirchat.models import products
+from sirchat.models import compiling
 from sirchat.models.decoder import Decoder
 from sirchat.models.model_config import DecoderConfig
 from sirchat.models.native_step import MAX_BATCH, NativeStep
@@ -46,7 +46,7 @@ ATTACK = int(os.environ.get("SIRCHAT_ATTACK", 1))
 
 @pytest.fixture(scope="module", autouse=True)
 def library() -> ctypes.CDLL:
-    return products.load_library(built_library())
+    return compiling.load_library(built_library())
 
 
 @pytest.fixture(autouse=True)

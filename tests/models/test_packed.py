@@ -27,7 +27,7 @@ from sirchat.models.packed import (
     quantize_int8,
     set_matmul_method,
 )
-from sirchat.models.packing import WeightStore, pack_module
+from sirchat.models.packing import pack_module
 from warm_python import warm_python
 
 FEW_AND_MANY = [1, 5, 32, 33, 200]
@@ -94,24 +94,6 @@ def test_rounding_to_four_bits_errs_by_at_most_half_a_step() -> None:
     q, scale, minimum = quantize_int4(weight)
     again = (q.view(64, 2, 32) * scale[..., None] + minimum[..., None]).view(64, 64)
     assert ((again - weight).abs() <= scale.repeat_interleave(32, 1) / 2 + 1e-5).all()
-
-
-def test_layers_move_once_into_one_block_of_memory_and_compute_the_same() -> None:
-    layer, x = Int8Linear(*quantize_int8(torch.randn(50, 96))), torch.randn(3, 96)
-    before, store = layer(x), WeightStore(6_000)
-    store.move(layer)
-    assert layer.q.untyped_storage().data_ptr() == layer.scale.untyped_storage().data_ptr()
-    assert torch.equal(layer(x), before)
-    other = Int8Linear(*quantize_int8(torch.randn(50, 96)))
-    store.move(other)  # there is no room for it
-    assert torch.isfinite(other(x)).all()
-    assert store.empty((2000,), torch.int8).shape == (2000,)  # elsewhere
-    store = WeightStore(6_000)
-    made = Int8Linear(store.empty(layer.q.shape, layer.q.dtype).copy_(layer.q), layer.scale.clone())
-    address = made.q.data_ptr()
-    store.move(made)
-    assert made.q.data_ptr() == address
-    assert made.scale.untyped_storage().data_ptr() == made.q.untyped_storage().data_ptr()
 
 
 @pytest.fixture(scope="module", params=["Q4_0", "Q4_1", "Q8_0"])
@@ -209,7 +191,7 @@ def test_a_text_is_read_where_avx512_is_hidden_from_torch_alone(file: Path) -> N
     """On a processor with AMX torch's attention would fail."""
     code = f"""
 from sirchat.models.load import load_model
-model = load_model({str(file)!r}, quantize="packed", cache_type="bfloat16", compile="off")
+model = load_model({str(file)!r}, quantize="packed", cache_dtype="bfloat16", compile="off")
 assert model.forward(list(range(80)), model.new_cache(96)).isfinite().all()
 """
     run_with("avx2", code, onednn_isa_limit="")
@@ -249,7 +231,7 @@ def run_with(capability: str, code: str, onednn_isa_limit: str = "AVX2") -> None
 
 @pytest.mark.parametrize(("quantize", "error"), [("int8", 0.06), ("int4", 0.3)])
 def test_any_model_can_be_rounded(quantize: str, error: float) -> None:
-    rounded = load_model("tiny", quantize=quantize)  # type: ignore[arg-type]
+    rounded = load_model("tiny", quantize=quantize)
     assert isinstance(rounded.module.get_input_embeddings(), SharedEmbedding)
     ids = list(range(10, 90))
     found, wanted = (one.forward(ids, one.new_cache(96)) for one in (rounded, tiny()))

@@ -38,7 +38,6 @@ from sirchat.models.packed import (
     quantize_int4,
     quantize_int8,
 )
-from sirchat.models.packing import WeightStore
 
 CHUNKS = 33, 1
 IDS = [3 + (11 * at) % 170 for at in range(sum(CHUNKS))]
@@ -149,15 +148,6 @@ def test_joined_layers_share_their_rows() -> None:
         assert torch.equal(part.unpacked(), weights)
         assert part.nibbles.untyped_storage().data_ptr() == joined.nibbles.data_ptr()
     torch.testing.assert_close(joined(x), torch.cat([part(x) for part in parts], 1))
-
-
-def test_layers_move_to_the_device_of_a_store_even_where_it_has_no_room(gpu: torch.device) -> None:
-    for size in (0, 300, 10_000):
-        layer, store = Int8Linear(*quantize_int8(torch.randn(50, 96))), WeightStore(size, gpu)
-        wanted = layer.q.clone()
-        store.move(layer)
-        assert layer.q.device == layer.scale.device == store.empty((2,), torch.int8).device == gpu
-        assert torch.equal(layer.q.cpu(), wanted)
 
 
 def matrices(model: LoadedModel) -> dict[str, PackedLinear]:

@@ -27,7 +27,7 @@ from native_library import built_library
 from plain_model import load_model
 from sirchat.chat.model_defaults import with_model_defaults
 from sirchat.config.profile import Profile
-from sirchat.models import load, products
+from sirchat.models import compiling, load
 from sirchat.models.gguf import prepared
 from sirchat.models.model import LoadedModel
 from sirchat.models.packed import BlockLinear
@@ -323,7 +323,7 @@ def test_a_file_is_known_again_in_whatever_layout_its_weights_are_packed(
     """Else chats from before the library was compiled could not go on with it."""
     path = written(tmp_path / "first")
     before = loaded(path)
-    library = products.load_library(built_library())
+    library = compiling.load_library(built_library())
     monkeypatch.setattr(load, "compile_in_background", lambda: None)
     monkeypatch.setattr(load, "wait_for_library", lambda: library)
     after = loaded(path, compile="auto")

@@ -12,10 +12,10 @@ from chatting import tiny
 from plain_model import load_model
 from sirchat.cli.models import listed_models
 from sirchat.config.profile import Profile
-from sirchat.models import processor
+from sirchat.models import compiling
+from sirchat.models.compiling import Features, fastest_method, max_native_rows, processor_features
 from sirchat.models.load import load_model_of
 from sirchat.models.packed import UNLIMITED_ROWS, MatmulMethod, matmul_method_of
-from sirchat.models.processor import Features, fastest_method, max_native_rows, processor_features
 
 pytestmark = pytest.mark.usefixtures("own_home")
 
@@ -40,9 +40,9 @@ def test_the_features_decide_how_packed_weights_are_multiplied(
 ) -> None:
     """These were the fastest ways where all were measured: AVX2, AVX-512 with and without BF16."""
     assert fastest_method(found) == method
-    monkeypatch.setattr(processor, "processor_features", lambda: found)
+    monkeypatch.setattr(compiling, "processor_features", lambda: found)
     for has_matrix_units, own in ((False, method.max_native_rows), (True, UNLIMITED_ROWS)):
-        monkeypatch.setattr(processor, "has_matrix_units", lambda has=has_matrix_units: has)
+        monkeypatch.setattr(compiling, "has_matrix_units", lambda has=has_matrix_units: has)
         assert max_native_rows() == own
     model = load_model("tiny", device="cpu", quantize="int4")
     assert matmul_method_of(model.module) == method._replace(max_native_rows=0), (
@@ -70,7 +70,7 @@ def test_features_are_those_that_torch_and_onednn_may_use(
     monkeypatch.setattr("platform.machine", lambda: machine)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: "bf16" in answers)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: "amx" in answers)
-    monkeypatch.setattr(processor, "has_fast_bfloat16", lambda: "onednn" in answers)
+    monkeypatch.setattr(compiling, "has_fast_bfloat16", lambda: "onednn" in answers)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", most)
     assert processor_features() == wanted

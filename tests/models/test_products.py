@@ -22,7 +22,7 @@ from native_library import built_library, has_library
 from plain_model import load_model
 from sirchat.engine.reader import Reader
 from sirchat.memory.ledger import Ledger
-from sirchat.models import products
+from sirchat.models import compiling
 from sirchat.models.gguf.blocks import NativePacking
 from sirchat.models.gguf.header import BLOCK_LAYOUTS
 from sirchat.models.model import LoadedModel
@@ -47,7 +47,7 @@ ATTACK = int(os.environ.get("SIRCHAT_ATTACK", 1))
 @pytest.fixture(scope="module", autouse=True)
 def library() -> Path:
     path = built_library()
-    products.load_library(path)
+    compiling.load_library(path)
     return path
 
 
@@ -72,8 +72,8 @@ def blocks(kind: str) -> Callable[[int, int, int], BlockLinear]:
         layout = BLOCK_LAYOUTS[kind]
         count, rows = -(-columns // layout.columns), rows // 16 * 16
         tensor = random_blocks(kind, rows, np.random.default_rng(seed), count * layout.columns)
-        native = NativePacking(products.load_library(built_library()))
-        layer = native.pack_blocks(tensor, torch.arange(rows), torch.empty)
+        native = NativePacking(compiling.load_library(built_library()))
+        layer = native.pack_blocks(tensor, torch.arange(rows))
         set_matmul_method(layer, MatmulMethod(max_native_rows=2**30))
         return layer
 
@@ -242,20 +242,20 @@ def test_a_damaged_library_is_not_loaded(library: Path, tmp_path: Path) -> None:
     for damaged in (b"", code[: len(code) // 2], code[:5000] + b"x" + code[5001:]):
         path = tmp_path / "damaged.so"
         path.write_bytes(damaged)
-        with pytest.raises(products.DamagedProgramError):
-            products.check_digest(path)
+        with pytest.raises(compiling.DamagedProgramError):
+            compiling.check_digest(path)
 
 
 @pytest.mark.skipif(ATTACK == 1, reason="builds the library once more")
 def test_processors_without_avx512_have_it_too(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
-from sirchat.models import packed, products
-flags, path = products._flags(), Path({str(tmp_path)!r}) / "products.so"
+from sirchat.models import packed, compiling
+flags, path = compiling._flags(), Path({str(tmp_path)!r}) / "library.so"
 assert packed.int4_block_rows() == 32
-products._flags = lambda: [*flags, "-mno-avxvnni"]
-products.build_library(path)
-products.load_library(path)  # which compares it with torch's products
+compiling._flags = lambda: [*flags, "-mno-avxvnni"]
+compiling.build_library(path)
+compiling.load_library(path)  # which compares it with torch's products
 """
     env = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=False)
@@ -282,7 +282,7 @@ def test_clang_compiles_it_for_other_systems(tmp_path: Path, target: str) -> Non
         "-target",
         *target.split(),
         "-c",
-        str(products._MAIN_SOURCE),
+        str(compiling._MAIN_SOURCE),
         "-o",
         str(tmp_path / "x.o"),
     ]

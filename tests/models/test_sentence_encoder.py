@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from sentence_encoders import SIZE, write_sentence_encoder
 from sirchat.errors import ModelError
-from sirchat.models.sentence_encoder import SentenceEncoder
+from sirchat.models.encoder import SentenceEncoder
 
 TEXTS = ["Hello.", "My sister keeps three rabbits in the garden.", "What?", "", "x" * 400]
 

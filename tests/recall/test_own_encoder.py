@@ -15,9 +15,9 @@ from sentence_encoders import SIZE, write_sentence_encoder
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.errors import ModelError
+from sirchat.models.encoder import SentenceEncoder
 from sirchat.models.load import load_model_of
 from sirchat.models.model import LoadedModel
-from sirchat.models.sentence_encoder import SentenceEncoder
 from sirchat.recall.recall import NewTurn
 
 

@@ -24,9 +24,8 @@ from sirchat.engine.engine import Generation, step
 from sirchat.engine.sampling import ForcedPrefixSampler, Sampling
 from sirchat.server.conversation import History, ServedConversation
 from sirchat.server.fields import make_request
-from sirchat.server.parts import ReplyOptions
 from sirchat.server.pool import ConversationPool, Limits
-from sirchat.server.replies import ReplyGenerator
+from sirchat.server.replies import ReplyGenerator, ReplyOptions
 from sirchat.server.requests import ChatRequest
 from template_shapes import WEATHER, tool_quick
 

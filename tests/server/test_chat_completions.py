@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from chatting import babbler, session, tiny
 from serving import CHAT, Served, assistant, listening, refusal, said, served, system, told, user
 from sirchat.chat.events import TurnDone
-from sirchat.server import app, completions, streaming
-from sirchat.server.parts import StopStrings
+from sirchat.server import app, streaming
+from sirchat.server.replies import StopStrings
 
 ASKED = [system("Be kind."), user("My name is Anna.")]
 NAME = "What is my name?"
@@ -237,7 +237,7 @@ def test_who_never_reads_a_stream_keeps_its_place_for_a_time_alone(
     monkeypatch.setattr(streaming, "_UNREAD_SECONDS", 0.3)
     padding = f": {'a' * 10**6}\n\n"  # a comment, which fills the buffers soon
     usual = streaming.server_sent_event
-    monkeypatch.setattr(completions, "server_sent_event", lambda told: usual(told) + padding)
+    monkeypatch.setattr(streaming, "server_sent_event", lambda told: usual(told) + padding)
     body = json.dumps({"messages": ASKED, "max_tokens": 10**9, "stream": True})
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     place = urlsplit(address)

@@ -22,7 +22,7 @@ from sirchat.engine.sampling import Sampler, Sampling, TokenFilter
 from sirchat.server.fields import RequestError, make_request
 from sirchat.server.replies import reply_format
 from sirchat.server.requests import ChatRequest
-from sirchat.text.reply_marks import Marks
+from sirchat.text.reply_parts import Marks
 from template_shapes import template, tool_tiny, with_template
 
 MANY = int(os.environ.get("SIRCHAT_ATTACK", "5"))

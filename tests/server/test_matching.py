@@ -16,7 +16,7 @@ import pytest
 
 from chatting import quick
 from serving import Message, Served, assistant, cached, held_text, said, served, system, told, user
-from sirchat.server.matching import MIN_SHARED_CHARS
+from sirchat.server.conversation import MIN_SHARED_CHARS
 from template_shapes import script, tool_quick
 
 pytestmark = pytest.mark.slow

@@ -19,7 +19,7 @@ from chatting import answer, babbler, quick, session
 from serving import Message, Served, assistant, cached, refusal, said, served, system, told, user
 from sirchat.server.conversation import History
 from sirchat.server.fields import RequestError
-from sirchat.server.parts import ReplyEnd, ReplyOptions, ReplyText
+from sirchat.server.replies import ReplyEnd, ReplyOptions, ReplyText
 from sirchat.server.reply_thread import SentPart, WaitingReply
 
 ANNA, NAME, THANKS = "My name is Anna.", "What is my name?", "Thanks."

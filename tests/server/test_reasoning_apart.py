@@ -15,7 +15,7 @@ from by_heart import ANSWER, GREETING, NAME, QUESTION, SHAPES, THOUGHT, teach, t
 from chatting import smallest
 from serving import CHAT, Served, cached, served
 from sirchat.models.model import wrap_model
-from sirchat.server.parts import ReplyEnd, ReplyText
+from sirchat.server.replies import ReplyEnd, ReplyText
 from sirchat.server.responses import ResponsesSerializer
 from sirchat.text.tool_calls import CallParser
 from template_shapes import template, with_template

@@ -22,8 +22,8 @@ from sirchat.models.native_step import NativeStep
 from sirchat.server import reply_thread
 from sirchat.server.conversation import History
 from sirchat.server.fields import RequestError
-from sirchat.server.parts import ReplyEnd, ReplyOptions, ReplyText
 from sirchat.server.pool import BusyError
+from sirchat.server.replies import ReplyEnd, ReplyOptions, ReplyText
 from sirchat.server.reply_thread import SentPart, WaitingReply
 
 TEXTS = ("Anna", "My name is Tom. I live in Rome, and I play the violin.", "Hello, you.", "4711")

@@ -16,8 +16,7 @@ import pytest
 from sirchat.chat.events import Delta, TokenRow
 from sirchat.chat.panel_snapshot import HeldShare, Snapshot
 from sirchat.config.profile import Profile
-from sirchat.text.reply_marks import Marks
-from sirchat.text.reply_parts import PartSplitter
+from sirchat.text.reply_parts import Marks, PartSplitter
 from sirchat.ui.live import LiveView
 from sirchat.ui.screen import Screen
 from terminal import Emulator, resize

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from sirchat.models import products, shape
+from sirchat.models import compiling, shape
 from sirchat.models.model import LoadedModel
 from sirchat.models.native_step import NativeStep
 
 _BUILT = Path(__file__).parents[2] / ".pytest_cache" / "built"
-CAN_BUILD = bool(shape.compiler() and products.supports_processor())
+CAN_BUILD = bool(shape.compiler() and compiling.supports_processor())
 has_library = pytest.mark.skipif(
     not CAN_BUILD, reason="needs a C++ compiler and AVX2, AVX-512 or 64-bit ARM"
 )
@@ -22,11 +22,11 @@ has_library = pytest.mark.skipif(
 
 def built_library() -> Path:
     """The file of the library, which is not loaded yet; its name tells of what it was built."""
-    path = _BUILT / products.library_name()
+    path = _BUILT / compiling.library_name()
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
         if not path.exists():
-            products.build_library(path.with_suffix(".new"))
+            compiling.build_library(path.with_suffix(".new"))
             path.with_suffix(".new").rename(path)
     return path
 

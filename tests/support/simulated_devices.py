@@ -202,7 +202,7 @@ def simulated_devices() -> Iterator[list[torch.device]]:
     with pytest.MonkeyPatch.context() as patch, mode, _Tensors():
         patch.setitem(sys.modules, f"torch.{KIND}", module)
         patch.setattr(torch, KIND, module, raising=False)
-        patch.setattr("sirchat.models.device_map.available_gpus", lambda: DEVICES)
+        patch.setattr("sirchat.models.devices.available_gpus", lambda: DEVICES)
         patch.setattr("accelerate.utils.offload.safe_open", _open)
         patch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # a simulation is of one thread
         yield DEVICES

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sirchat.text.reply_marks import CONTROL, Marks, without_delimiters
-from sirchat.text.reply_parts import PartSplitter
+from sirchat.text.reply_parts import CONTROL, Marks, PartSplitter, without_delimiters
 from sirchat.text.tokenizer import CONTROL_END, CONTROL_START
 from sirchat.text.tool_calls import CallParser
 

@@ -13,8 +13,13 @@ from jinja2.exceptions import TemplateError
 
 from by_heart import SHAPES
 from by_heart import tokenizer as shaped
-from sirchat.text.reply_marks import REASONING_MARKS, Marks, find_marks, without_delimiters
-from sirchat.text.reply_parts import PartSplitter
+from sirchat.text.reply_parts import (
+    REASONING_MARKS,
+    Marks,
+    PartSplitter,
+    find_marks,
+    without_delimiters,
+)
 from sirchat.text.template import Template
 from sirchat.text.template_sandbox import render
 from sirchat.text.tokenizer import CONTROL_END, CONTROL_START
@@ -209,14 +214,11 @@ def test_calls_of_a_mark_that_the_tokenizer_alone_has_are_in_the_reply(
     ("pair", "is_within"),
     [
         (("<|begin_of_box|>", "<|end_of_box|>"), True),
-        (("<|START_ACTION|>", "<|END_ACTION|>"), True),
-        (("<ref>", "</ref>"), True),
-        (("<|begin_of_text|>", "<|end_of_text|>"), False),
-        (("<start_of_turn>", "<end_of_turn>"), False),
+        (("<ref>", "</ref>"), False),
         (("<|endoftext|>", "<|fim_pad|>"), False),
     ],
 )
-def test_control_tokens_that_no_template_names_end_a_reply_unless_they_stand_around_a_part(
+def test_control_tokens_that_no_template_names_end_a_reply_unless_they_are_known_in_replies(
     pair: tuple[str, str], is_within: bool
 ) -> None:
     it = with_template(chatml(), "chatml")

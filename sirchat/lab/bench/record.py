@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from sirchat import __version__
+from sirchat.models.compiling import cpuinfo, processor_name
 from sirchat.models.devices import physical_cores
-from sirchat.models.processor import cpuinfo, processor_name
 
 # CPU instruction sets that make matrix products and attention faster, the newest first
 _FEATURES = ("amx_tile", "avx512_fp16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2")

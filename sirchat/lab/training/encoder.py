@@ -38,13 +38,12 @@ from sirchat.lab.training.statements import (
 )
 from sirchat.memory.ledger import Role
 from sirchat.models.devices import DeviceName
-from sirchat.models.encoder import Encoder
+from sirchat.models.encoder import Encoder, SentenceEncoder
 from sirchat.models.hidden_states import concat_states, layer_count, record_states
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.names import cached_folder
 from sirchat.models.native_step import MAX_BATCH
-from sirchat.models.sentence_encoder import SentenceEncoder
 from sirchat.paths import encoder_files
 from sirchat.text.detokenizer import SentenceEnds, TokenTexts
 from sirchat.text.template import Template, TurnIds

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.models.gguf.header import BLOCK_LAYOUTS, BLOCKS, GgufTensor
-from sirchat.models.packed import GROUP, BlockLinear, Empty, Int8Linear
+from sirchat.models.packed import GROUP, BlockLinear, Int8Linear
 
 # In eight bytes: 1 in each; bit 0 to bit 7, one in each; what brings each of them up to bit 7.
 _ONES = 0x0101_0101_0101_0101
@@ -67,19 +67,19 @@ class NativePacking:
         """Whether a matrix can be packed in eight bits."""
         return tensor.type in _SPLITTERS
 
-    def pack_blocks(self, tensor: GgufTensor, order: Tensor, empty: Empty) -> BlockLinear:
-        """Pack a matrix that `BlockLinear.fits` without loss; `empty` makes the tensor."""
+    def pack_blocks(self, tensor: GgufTensor, order: Tensor) -> BlockLinear:
+        """Pack a matrix that `BlockLinear.fits` without loss."""
         rows, columns = tensor.shape
         layout = BLOCK_LAYOUTS[tensor.type]
-        blocks = empty((rows, columns // layout.columns, layout.row_bytes), dtype=torch.uint8)
+        blocks = torch.empty((rows, columns // layout.columns, layout.row_bytes), dtype=torch.uint8)
         target = blocks.data_ptr(), torch.get_num_threads()
         _check_memory(self._blocks(*_source(tensor, order), *target))
         return BlockLinear(blocks)
 
-    def pack_eight_bits(self, tensor: GgufTensor, order: Tensor, empty: Empty) -> Int8Linear:
-        """Round a matrix as `quantize_int8` does; `empty` makes the tensors."""
-        q = empty(tensor.shape, dtype=torch.int8)
-        scale = empty((len(q),), dtype=torch.bfloat16)
+    def pack_eight_bits(self, tensor: GgufTensor, order: Tensor) -> Int8Linear:
+        """Round a matrix as `quantize_int8` does."""
+        q = torch.empty(tensor.shape, dtype=torch.int8)
+        scale = torch.empty((len(q),), dtype=torch.bfloat16)
         target = q.data_ptr(), scale.data_ptr(), torch.get_num_threads()
         _check_memory(self._eight(*_source(tensor, order), *target))
         return Int8Linear(q, scale)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from math import prod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from sirchat.errors import ModelError
 from sirchat.memory.free_memory import trim_memory
 from sirchat.models.decoder import Decoder
-from sirchat.models.gguf.architectures import Conversion, architectures
 from sirchat.models.gguf.blocks import NativePacking, split_four_bit, unpack_floats
-from sirchat.models.gguf.header import BLOCK_LAYOUTS, BLOCKS, FOUR_BIT, GgufFile, GgufTensor
-from sirchat.models.gguf.translate import config_values, find_target
+from sirchat.models.gguf.header import BLOCKS, FOUR_BIT, GgufFile, GgufTensor
+from sirchat.models.gguf.translate import Conversion, architectures, config_values, find_target
 from sirchat.models.model_config import DecoderConfig
 from sirchat.models.packed import (
     GROUP,
@@ -30,7 +29,7 @@ from sirchat.models.packed import (
     int4_class,
     quantize_int8,
 )
-from sirchat.models.packing import PackedExperts, WeightStore, fuse_projections, may_be_joined
+from sirchat.models.packing import PackedExperts, fuse_projections
 from sirchat.models.progress import Progress, switch_off_bars
 
 _WEIGHTS_AT_ONCE = 2**20  # weights that are unpacked at a time: few calls, little memory
@@ -40,22 +39,14 @@ _EXPERT_PARTS: tuple[Conversion, ...] = ("gate", "up", "down")
 
 
 def load_module(
-    file: GgufFile,
-    dtype: torch.dtype,
-    progress: Progress | None = None,
-    *,
-    keep_packed: bool = False,
-    for_hub: bool = False,
-    device: torch.device = _CPU,
-    native: NativePacking | None = None,
+    file: GgufFile, dtype: torch.dtype, progress: Progress | None = None, **options: Any
 ) -> Any:
-    """Make the model of a GGUF file, with weights of `dtype` on the CPU, or packed on `device`.
+    """Make the model of a GGUF file, with weights of `dtype` on the CPU, or packed on a device.
 
-    With `keep_packed`, four-bit matrices keep four bits, and other blocks get eight; `native`, if
-    given, keeps the file's bits. With `for_hub`, the model is one of transformers. Raises
-    ModelError if tensors are missing or of a wrong shape.
+    `options` are the fields of `_Loader`. Raises ModelError if tensors are missing or of a wrong
+    shape.
     """
-    loader = _Loader(file, dtype, keep_packed, for_hub, device, native)
+    loader = _Loader(file, dtype, **options)
     read = 0
     for done, (name, tensor) in enumerate(file.tensors.items(), 1):
         try:
@@ -72,44 +63,38 @@ def load_module(
     return finish_module(loader.module)
 
 
+@dataclass
 class _Loader:
-    def __init__(
-        self,
-        file: GgufFile,
-        dtype: torch.dtype,
-        keep_packed: bool,
-        for_hub: bool,
-        device: torch.device,
-        native: NativePacking | None,
-    ) -> None:
-        self._file, self._dtype, self._keep_packed = file, dtype, keep_packed
-        self._native = native
-        self._values = config_values(file)
-        _check_sizes(file, self._values)
+    file: GgufFile
+    dtype: torch.dtype
+    keep_packed: bool = False  # four-bit matrices keep four bits, and other blocks get eight
+    for_hub: bool = False  # the model is one of transformers
+    device: torch.device = _CPU  # of packed weights
+    native: NativePacking | None = None  # keeps the file's bits instead
+
+    def __post_init__(self) -> None:
+        self.values = config_values(self.file)
         # A GPU's captured step reads sliding-window layers only by transformers' modules.
-        for_hub |= device.type != "cpu" and bool(self._values.get("sliding_window"))
-        self.module = empty_module(self._values, dtype, for_hub=for_hub)
-        self._four_bit_kind = int4_class(device)
-        packed_bytes = _max_packed_bytes(file, native is not None) if keep_packed else 0
-        self._store = WeightStore(packed_bytes, device)
-        self._waiting = defaultdict[str, dict[Conversion, Any]](dict)
+        slides = self.device.type != "cpu" and bool(self.values.get("sliding_window"))
+        self.module = empty_module(self.values, self.dtype, for_hub=self.for_hub or slides)
+        self.four_bit_kind = int4_class(self.device)
+        self.waiting = defaultdict[str, dict[Conversion, Any]](dict)
 
     def add(self, name: str, tensor: GgufTensor) -> None:
-        target, conversion = find_target(name, self._file)
+        target, conversion = find_target(name, self.file)
         if not target:
             return
         if conversion in (*_EXPERT_PARTS, "gate and up"):
             self._add_experts(name, target, conversion, tensor)
         elif self._can_stay_packed(target, tensor):
-            is_joined = may_be_joined(target.removesuffix(".weight"))
-            packed = self._pack(tensor, conversion, _may_be_4_bit(name), is_joined)
-            _replace_layer(self.module, target, packed, self._dtype, self._store)
+            packed = self._pack(tensor, conversion, _may_be_4_bit(name))
+            _replace_layer(self.module, target, packed, self.dtype)
         else:
-            weight = _undo_conversion(unpack_floats(tensor), conversion, self._values)
-            set_weight(self.module, target, weight.to(self._dtype))
+            weight = _undo_conversion(unpack_floats(tensor), conversion, self.values)
+            set_weight(self.module, target, weight.to(self.dtype))
 
     def _can_stay_packed(self, target: str, tensor: GgufTensor) -> bool:
-        if not self._keep_packed or len(tensor.shape) != 2 or BLOCKS[tensor.type][1] == 1:
+        if not self.keep_packed or len(tensor.shape) != 2 or BLOCKS[tensor.type][1] == 1:
             return False
         try:
             layer = self.module.get_submodule(target.removesuffix(".weight"))
@@ -120,22 +105,22 @@ class _Loader:
     def _add_experts(self, name: str, target: str, part: Conversion, tensor: GgufTensor) -> None:
         # Matrices wait until all that are joined, or all of a layer if they stay packed, are there.
         path = target.rpartition(".")[0]
-        if self._keep_packed and len(tensor.shape) == 3 and _has_packed_experts(name, self._file):
-            waiting = self._waiting[path]
+        if self.keep_packed and len(tensor.shape) == 3 and _has_packed_experts(name, self.file):
+            waiting = self.waiting[path]
             if part == "gate and up":
                 both = list(self._pack_experts(tensor, 2))
                 waiting["gate"], waiting["up"] = both[::2], both[1::2]
             else:
                 waiting[part] = list(self._pack_experts(tensor))
             if len(waiting) == len(_EXPERT_PARTS):
-                _replace_experts(self.module, path, self._waiting.pop(path))
+                _replace_experts(self.module, path, self.waiting.pop(path))
             return
-        weight = unpack_floats(tensor).to(self._dtype)
-        is_transposed = architectures()[self._file.architecture].transposes_experts
+        weight = unpack_floats(tensor).to(self.dtype)
+        is_transposed = architectures()[self.file.architecture].transposes_experts
         if is_transposed and weight.ndim == 3:
             weight = weight.mT.contiguous()  # [E, K, N]
         if part in ("gate", "up"):
-            waiting = self._waiting[target]
+            waiting = self.waiting[target]
             waiting[part] = weight
             if len(waiting) < 2:
                 return
@@ -143,7 +128,7 @@ class _Loader:
             weight = torch.cat((gate, up), 1)
             if is_transposed:
                 weight = torch.stack((gate, up), -1).flatten(-2)
-            del self._waiting[target]
+            del self.waiting[target]
         set_weight(self.module, target, weight)
 
     def _pack_experts(self, tensor: GgufTensor, parts: int = 1) -> Iterator[PackedLinear]:
@@ -151,41 +136,40 @@ class _Loader:
         rows = -(-tensor.shape[1] // parts) or 1
         for expert in tensor.split_rows(1):
             for matrix in GgufTensor(expert.shape[1:], expert.type, expert.data).split_rows(rows):
-                packed = self._pack(matrix, None, True, False)
-                self._store.move(packed)
-                yield packed
+                yield self._pack(matrix, None, True)
 
     def _pack(
-        self, tensor: GgufTensor, conversion: Conversion | None, may_be_4_bit: bool, is_joined: bool
+        self, tensor: GgufTensor, conversion: Conversion | None, may_be_4_bit: bool
     ) -> PackedLinear:
         """Make a layer without bias, with the file's bits where allowed and possible, else 8."""
 
         def undo(x: Tensor) -> Tensor:
-            return _undo_conversion(x, conversion, self._values)
+            return _undo_conversion(x, conversion, self.values)
 
-        empty, four_bit = torch.empty if is_joined else self._store.empty, self._four_bit_kind
-        head_dim = self._values["linear_value_head_dim"] if conversion == "value columns" else 0
+        four_bit = self.four_bit_kind
+        head_dim = self.values["linear_value_head_dim"] if conversion == "value columns" else 0
         is_4_bit = may_be_4_bit and tensor.type in FOUR_BIT and head_dim % GROUP == 0
         is_4_bit = is_4_bit and four_bit.fits(*tensor.shape)
-        native = self._native if conversion != "value columns" else None
+        native = self.native if conversion != "value columns" else None
         if native is not None and native.can_read(tensor):
             pack: Callable[..., PackedLinear] = native.pack_eight_bits
             if BlockLinear.fits(tensor.type, *tensor.shape):
                 pack = native.pack_blocks
-            return pack(tensor, undo(torch.arange(tensor.shape[0])).contiguous(), empty)
+            return pack(tensor, undo(torch.arange(tensor.shape[0])).contiguous())
         max_rows = _WEIGHTS_AT_ONCE // tensor.shape[1] // 64 * 64 or 64
         if is_4_bit:
             parts = [tensor] if conversion is not None else tensor.split_rows(max_rows)
             layers = [four_bit.from_nibbles(*map(undo, split_four_bit(part))) for part in parts]
-            return layers[0] if len(layers) == 1 else four_bit.join_layers(layers)
+            joined = layers[0] if len(layers) == 1 else four_bit.join_layers(layers)
+            return joined.to(self.device)
         # At once in its place: a copy of a large layer, such as the head, would take much memory.
-        q = (empty if conversion is None else torch.empty)(tensor.shape, dtype=torch.int8)
+        q = torch.empty(tensor.shape, dtype=torch.int8)
         scale = torch.empty(len(q), dtype=torch.bfloat16)
         starts = range(0, len(q), max_rows)
         for start, part in zip(starts, tensor.split_rows(max_rows), strict=True):
             rows = slice(start, start + max_rows)
             scale[rows] = quantize_int8(unpack_floats(part), q[rows])[1]
-        return Int8Linear(undo(q), undo(scale))
+        return Int8Linear(undo(q), undo(scale)).to(self.device)
 
 
 def empty_module(values: Mapping[str, Any], dtype: torch.dtype, *, for_hub: bool = False) -> Any:
@@ -214,18 +198,6 @@ def finish_module(module: Any) -> Any:
         if parameter.is_meta:
             raise ModelError(f"the GGUF file has no {name}", hint="the file may be incomplete")
     return module
-
-
-def _check_sizes(file: GgufFile, values: Mapping[str, Any]) -> None:
-    hidden, heads = values["hidden_size"], values["num_attention_heads"]
-    size = values.get("head_dim", hidden // heads)
-    end = ".attn_output.weight"
-    output = next((name for name in file.tensors if name.endswith(end)), f"blk.0{end}")
-    shapes = {"token_embd.weight": (values["vocab_size"], hidden), output: (hidden, heads * size)}
-    for name, shape in shapes.items():
-        found = file.tensors[name].shape if name in file.tensors else "missing"
-        if found != shape:
-            raise ModelError(f"the GGUF file's {name} is {found}; by its header it is {shape}")
 
 
 def _undo_conversion(
@@ -273,39 +245,20 @@ def _has_packed_experts(name: str, file: GgufFile) -> bool:
     return all(BLOCKS[part.type][1] > 1 for part in parts)
 
 
-def _max_packed_bytes(file: GgufFile, is_native: bool) -> int:
-    size = 0
-    for name, tensor in file.tensors.items():
-        if len(tensor.shape) > 1 and BLOCKS[tensor.type][1] > 1:
-            if is_native and BlockLinear.fits(tensor.type, *tensor.shape[-2:]):
-                columns, row_bytes, _ = BLOCK_LAYOUTS[tensor.type]
-                size += prod(tensor.shape) // columns * row_bytes + 64 * prod(tensor.shape[:-2])
-                continue
-            can_be_4_bit = tensor.type in FOUR_BIT and _may_be_4_bit(name)
-            # 32 weights take 20 bytes (four bits each, two bfloat16) or 32 (eight bits)
-            size += prod(tensor.shape) // 32 * (20 if can_be_4_bit else 32)
-            # a row takes 2 more; the beginning of a matrix is aligned
-            size += 2 * prod(tensor.shape[:-1]) + 128 * prod(tensor.shape[:-2])
-    return size
-
-
-def _replace_layer(
-    module: Any, name: str, packed: PackedLinear, dtype: torch.dtype, store: WeightStore
-) -> None:
+def _replace_layer(module: Any, name: str, packed: PackedLinear, dtype: torch.dtype) -> None:
     path = name.removesuffix(".weight")
     layer = module.get_submodule(path)
     shape = [packed.out_features, packed.in_features]
     if list(layer.weight.shape) != shape:
         raise ModelError(f"{name} has the shape {shape} in the GGUF file, another one in the model")
     if isinstance(layer, nn.Embedding) and isinstance(packed, RowLinear):
-        store.move(packed)
         if layer is module.get_input_embeddings() and module.config.tie_word_embeddings:
             module.set_output_embeddings(packed)
         module.set_submodule(path, SharedEmbedding(layer, packed, dtype))
         return
     packed.bias = layer.bias
     module.set_submodule(path, packed)
-    fuse_projections(module, path, store)
+    fuse_projections(module, path)
 
 
 def _replace_experts(

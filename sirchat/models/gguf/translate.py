@@ -6,13 +6,18 @@ An unknown setting or tensor that would change results is refused by name; nothi
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sirchat.errors import ModelError, format_value
-from sirchat.models.gguf.architectures import Architecture, Conversion, architectures
 from sirchat.models.gguf.header import BLOCKS, GgufFile, is_count
-from sirchat.models.gguf.rotation import SCALING_KEYS, add_rope_scaling, add_rotated_fraction
 from sirchat.models.model_config import ConfigValues
 
 SAMPLING = "general.sampling."  # of keys that say how replies are drawn
@@ -29,11 +34,6 @@ _PER_LAYER_KEYS = (
 _MEDIA_PREFIXES = ("vision", "image_", "audio.", "mm.", "mrope_", "rope.mrope_")
 _EXPERT_KEYS = ("expert_used_count", "expert_count", "expert_feed_forward_length")
 
-# Of what a tokenizer's metadata are, by the ends of their keys: texts, or lists of these.
-_TEXT_KEYS = ("ggml.model", "ggml.pre", "chat_template")
-_ITEM_TYPES: dict[str, Any] = {"tokens": str, "merges": str, "token_type": int}
-_ITEM_TYPES["scores"] = int | float
-
 _SAMPLING_NAMES = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -42,6 +42,105 @@ _SAMPLING_NAMES = {
     "penalty_repeat": "repetition_penalty",
     "penalty_last_n": "repetition_window",
 }
+
+
+# What llama.cpp's converter does to a tensor; loading a GGUF file undoes this change.
+Conversion = Literal[
+    # The rows of each head are in rotary pairs, not in two halves.
+    "query pairs",
+    "key pairs",
+    # 1 is added to the weights.
+    "plus one",
+    # One tensor has these matrices of all experts; transformers joins gate and up.
+    "gate",
+    "up",
+    "down",
+    # Each expert's matrices are joined, too: the rows of gate, then those of up.
+    "gate and up",
+    # The value heads that share a key head are not neighbours. A value head is in the last rows, in
+    # rows, in columns, or has one row.
+    "qkv values",
+    "value rows",
+    "value columns",
+    "head rows",
+    # -exp(x) for the weights x, in the order of `head rows`.
+    "minus exp",
+]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How to read a GGUF file of one architecture; tables map the file's names to others."""
+
+    # The same architecture in transformers.
+    model_type: str
+    # The parts of a layer, by their names in transformers. `.weight` or `.bias` is added to both
+    # names, unless the key is a tensor's whole name.
+    layer_parts: Mapping[str, str]
+    # The same for the parts outside the layers.
+    outside_parts: Mapping[str, str]
+    # Header keys and their config values; `a.b`: b in the object a. Those in `config_names` must be
+    # there.
+    config_names: Mapping[str, str] = field(default_factory=dict)
+    optional_names: Mapping[str, str] = field(default_factory=dict)
+    # Those of them that may be 0.
+    may_be_zero: Sequence[str] = ()
+    # Header keys whose value must be one of a few.
+    allowed_values: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    # Other header keys, which change nothing only if they have one of these values.
+    neutral_values: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    # Config values that are one header value divided by another.
+    ratios: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    # Tensors that have numbers for the config instead of weights.
+    config_tensors: Mapping[str, str] = field(default_factory=dict)
+    # The tensor by which the frequencies of RoPE are divided, as in Llama 3.1.
+    rope_divisors: str = ""
+    # Header keys that change no logit, whatever their value is.
+    ignored_keys: Sequence[str] = ()
+    # Other header keys that must be there.
+    required_keys: Sequence[str] = ()
+    # Config values that the header lacks, because they are the same for all models.
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    # Config values that say whether the file has a tensor whose name ends so.
+    tensor_flags: Mapping[str, str] = field(default_factory=dict)
+    # What the converter does to some tensors, by their whole name or without `.weight` or `.bias`.
+    conversions: Mapping[str, Conversion] = field(default_factory=dict)
+    # The header key with the number of last layers that only predict further tokens (multi-token
+    # prediction); these are not read.
+    prediction_layers_key: str = ""
+    # Whether only the first `rope.dimension_count` numbers of a head may rotate.
+    rotates_partly: bool = False
+    # The kind of the layers without key heads, in a file that lists each layer's key heads.
+    state_layer_type: str = ""
+    # Whether sliding-window layers have other sizes than the rest. The file then lists the sizes of
+    # each layer, and some layers use the keys and values of others.
+    has_sizes_by_layer: bool = False
+    # Where the config has how RoPE is scaled for long texts; empty if that is not supported.
+    rope_config: str = "rope_parameters"
+    # A model of so many layers scales attention by the hidden size per head, not by `head_dim`.
+    layers_scaled_by_hidden: int = 0
+    # Whether transformers has the experts' matrices transposed, with gate and up rows alternating.
+    transposes_experts: bool = False
+
+
+@cache
+def architectures() -> dict[str, Architecture]:
+    """For each architecture that sirchat reads, by its name in GGUF files: how to read it."""
+    listed = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+    tables = {**listed["groups"], **listed["architectures"]}
+
+    def merged(name: str) -> dict[str, Any]:
+        own = dict(tables[name])
+        found = dict[str, Any]()
+        for part in (*map(merged, own.pop("uses", ())), own):
+            for key, value in part.items():
+                if isinstance(value, dict):
+                    found[key] = found.get(key, {}) | value
+                else:
+                    found[key] = found.get(key, []) + value if isinstance(value, list) else value
+        return found
+
+    return {name: Architecture(**merged(name)) for name in listed["architectures"]}
 
 
 class Target(NamedTuple):
@@ -88,7 +187,6 @@ def config_values(file: GgufFile) -> dict[str, Any]:
     Raises ModelError that names the setting if one is missing or can't be used.
     """
     arch, settings = _find_architecture(file), file.settings
-    _refuse_odd_tokenizer(file.metadata)
     for key in (*arch.required_keys, *arch.config_names):
         file.require(key in settings, key)
     has_expert_size = "expert_feed_forward_length" in {**arch.config_names, **settings}
@@ -158,22 +256,6 @@ def _find_architecture(file: GgufFile) -> Architecture:
             hint=f"readable: {', '.join(architectures())}; others only from safetensors",
         )
     return architectures()[file.architecture]
-
-
-def _refuse_odd_tokenizer(metadata: Mapping[str, Any]) -> None:
-    for key, value in metadata.items():
-        if not key.startswith("tokenizer."):
-            continue
-        item, rule = _ITEM_TYPES.get(key.removeprefix("tokenizer.ggml.")), ""
-        is_list = isinstance(value, list) and all(isinstance(x, item or str) for x in value[:1])
-        if item is not None and not is_list:
-            rule = f"a list of {'texts' if item is str else 'numbers'}"
-        elif key.endswith(_TEXT_KEYS) and not isinstance(value, str):
-            rule = "a text"
-        elif key.endswith("_token_id") and type(value) is not int:
-            rule = "a whole number"
-        if rule:
-            raise ModelError(f"the GGUF file's {key} is {format_value(value)}, must be {rule}")
 
 
 def _add_settings(values: dict[str, Any], file: GgufFile, arch: Architecture) -> None:
@@ -332,3 +414,107 @@ def _nest_names(values: Mapping[str, Any]) -> dict[str, Any]:
             inner = inner.setdefault(key, {})
         inner[last] = value
     return out
+
+
+# RoPE settings of all models since Llama 3.1. A GGUF file has only a tensor computed from them.
+_LLAMA_3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_ORIGINAL_LENGTH = "original_max_position_embeddings"
+# What each kind of scaling takes from the header's keys `rope.scaling.*`, by transformers' names.
+_PARAMETERS: Mapping[str, Mapping[str, str]] = {
+    "none": {},
+    "linear": {"factor": "factor"},
+    "longrope": {"attn_factor": "attention_factor"},
+    "yarn": {
+        "factor": "factor",
+        "original_context_length": _ORIGINAL_LENGTH,
+        "yarn_attn_factor": "attention_factor",
+        "yarn_beta_fast": "beta_fast",
+        "yarn_beta_slow": "beta_slow",
+    },
+}
+# Values with which keys that are not used mean nothing; the others have no effect then.
+_NEUTRAL_VALUES = {
+    "factor": (0, 1),
+    **dict.fromkeys(("attn_factor", "yarn_attn_factor"), (1,)),
+    **dict.fromkeys(("alpha", "yarn_log_multiplier"), (0,)),
+    "yarn_ext_factor": (-1,),
+}
+_NAMES = ("type", "finetuned", *_NEUTRAL_VALUES, *_PARAMETERS["yarn"])
+SCALING_KEYS = {"rope.scale_linear", *(f"rope.scaling.{name}" for name in _NAMES)}  # all of them
+
+
+def add_rope_scaling(values: dict[str, Any], file: GgufFile, arch: Architecture) -> None:
+    """Add RoPE's scaling to a config's `values`; raises ModelError if it isn't supported."""
+    is_long = any(key in file.tensors for key in arch.config_tensors)
+    scaling = _read_scaling(file, arch, is_long)
+    values |= {f"{arch.rope_config}.{name}": one for name, one in scaling.items()}
+    size = values.get("head_dim", 0)
+    if is_long:
+        half = int(size * values.get("partial_rotary_factor", 1)) // 2
+        for key, name in arch.config_tensors.items():
+            values[name] = _read_factors(file, key, half).tolist()
+        values[f"{arch.rope_config}.rope_type"] = "longrope"
+    if arch.rope_divisors not in file.tensors:
+        return
+    rope_divisors = _read_factors(file, arch.rope_divisors, size // 2)
+    factor = float(rope_divisors.max())
+    # What Llama 3.1 divides the RoPE frequencies by: 1 for fast ones, `factor` for slow ones.
+    wave = 2 * np.pi * values["rope_theta"] ** (np.arange(0, size, 2) / size)  # tokens of a turn
+    fast = np.clip((8192 / wave - 1) / (4 - 1), 0, 1)
+    expected = 1 / ((1 - fast) / max(factor, 1) + fast)
+    if scaling or not np.allclose(rope_divisors, expected, rtol=1e-4):
+        problem = f"does not go with its {file.architecture}.rope keys"
+        raise ModelError(
+            f"the GGUF file's {arch.rope_divisors} {problem}",
+            hint="it must be that of Llama 3.1, without another scaling",
+        )
+    values["rope_parameters"] = {"rope_type": "llama3", "factor": factor, **_LLAMA_3}
+
+
+def add_rotated_fraction(values: dict[str, Any], file: GgufFile, size: int) -> None:
+    """Add the fraction of a head of `size` numbers that rotates, which a Gemma 4 tensor states."""
+    # The tensor divides the frequencies of the numbers that do not rotate by more than 1e20.
+    numbers = _read_factors(file, "rope_freqs.weight", size // 2)
+    count = int((numbers == 1).sum())
+    values["rope_parameters.full_attention.partial_rotary_factor"] = 2 * count / size
+    if not (numbers[:count] == 1).all() or not (numbers[count:] > 1e20).all():
+        raise ModelError("the GGUF file's rope_freqs.weight is not of the kind that Gemma 4 has")
+
+
+def _read_scaling(file: GgufFile, arch: Architecture, is_long: bool) -> dict[str, Any]:
+    """The header's scaling for transformers; `is_long`: the file has factors for long texts."""
+    settings, can_scale = file.settings, arch.rope_config and not arch.config_tensors
+    kinds = ("longrope",) if is_long else ("linear", "none", *(("yarn",) if can_scale else ()))
+    kind = settings.get("rope.scaling.type", kinds[0])
+    file.require(kind in kinds, "rope.scaling.type", " or ".join(kinds))
+    parameters = _PARAMETERS[kind] if can_scale or is_long else {}
+    keys = {name: f"rope.scaling.{name}" for name in {**_NEUTRAL_VALUES, **parameters}}
+    if keys["factor"] not in settings:
+        keys["factor"] = "rope.scale_linear"
+    for name, neutral in _NEUTRAL_VALUES.items():
+        value = settings.get(keys[name], neutral[0])
+        file.require(name in parameters or value in neutral, keys[name])
+    # 0 stands for the default.
+    given = {to: keys[name] for name, to in parameters.items() if settings.get(keys[name], 0) != 0}
+    scaling = {to: file.number(key) for to, key in given.items()}
+    if kind == "none" or (kind == "linear" and scaling.get("factor", 1) == 1):
+        return {}
+    if kind == "yarn":
+        file.require(settings.get("rope.freq_base", 2) > 1, "rope.freq_base", "above 1")
+        defaults = {"factor": 1.0, _ORIGINAL_LENGTH: settings["context_length"]}
+        scaling = defaults | scaling
+    return scaling if is_long else {"rope_type": kind, **scaling}
+
+
+def _read_factors(file: GgufFile, name: str, count: int) -> NDArray[np.float32]:
+    tensor = file.tensors.get(name)
+    if tensor is None:
+        raise ModelError(f"the GGUF file has no {name}")
+    if tensor.type != "F32" or tensor.shape != (count,):
+        shape = f"{tensor.type} {list(tensor.shape)}"
+        raise ModelError(f"the GGUF file's {name} is {shape}, must be F32 [{count}]")
+    return np.array(tensor.data).view(np.float32)

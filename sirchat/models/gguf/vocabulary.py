@@ -5,16 +5,27 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import tomllib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from sirchat.errors import ModelError
 from sirchat.models.gguf.header import IMAGE_LAYERS
-from sirchat.models.gguf.splits import find_split
 from sirchat.models.gguf.translate import SAMPLING
 from sirchat.models.progress import switch_off_bars
 from sirchat.text.tokenizer import SPECIAL_TOKEN_NAMES, FastTokenizer
@@ -241,3 +252,33 @@ class _Vocabulary:
 
 def _error(what: str) -> ModelError:
     return ModelError(f"the GGUF file's {what}", hint="use another file, or the model's folder")
+
+
+@dataclass(frozen=True)
+class Split:
+    """The rule of one name in `tokenizer.ggml.pre`; `vocabulary.toml` describes the fields."""
+
+    names: list[str]
+    patterns: list[str]
+    ignore_merges: bool = False
+    adds_bos: bool = False
+    composes: bool = False
+
+    def pre_tokenizer(self) -> Any:
+        """Make the part of a tokenizer that splits a text, and spells bytes as letters."""
+        parts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
+        spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        return pre_tokenizers.Sequence([*parts, spell])
+
+
+def find_split(name: object, tokens: Collection[str]) -> Split | None:
+    """The split called `name`, or else that of the family with these tokens; None if unknown."""
+    listed = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+    splits = {alias: Split(**entry) for entry in listed["splits"] for alias in entry["names"]}
+    families = (
+        splits[family["name"]]
+        for family in listed["families"]
+        if family["token"] in tokens
+        and family.get("size", len(tokens)) == len(tokens) >= family.get("least", 0)
+    )
+    return splits[name] if name in splits else next(families, None)

@@ -36,8 +36,8 @@ from sirchat.lab.training.encoder import (
 from sirchat.lab.training.lesson import LESSON, Lesson
 from sirchat.lab.training.ridge import Ridge
 from sirchat.lab.training.statements import load_statements
+from sirchat.models.encoder import SentenceEncoder
 from sirchat.models.model import LoadedModel
-from sirchat.models.sentence_encoder import SentenceEncoder
 from sirchat.paths import encoder_files, tiny_model_dir
 from sirchat.text.template import Template
 
