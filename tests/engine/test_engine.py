@@ -211,7 +211,7 @@ def test_while_generating_room_is_made_in_blocks_only_when_full() -> None:
     prefill(engine, some_ids(150))
     records = generate(engine, 30)
     kinds = "".join(type(record).__name__[0] for record in records)
-    assert kinds == "G" * 10 + ("E" + "G" * 10) * 2 + "S"
+    assert kinds == "G" * 10 + ("M" + "G" * 10) * 2 + "S"
     assert [len(gone) for gone in evicted(records)] == [10, 10]
 
 
