@@ -9,6 +9,7 @@ import pytest
 from typer.main import get_command
 
 import traced_turn
+from import_graph import below, ours
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import list_profiles
 from sirchat.lab.commands.eval import eval_app
@@ -101,6 +102,42 @@ def test_every_package_is_in_the_tree_and_has_a_readme() -> None:
         assert f"| [`{folder.name}`]({folder.name}/README.md) |" in tree
     modules = [file.stem for file in PACKAGE.glob("*.py") if not file.name.startswith("__")]
     assert all(f"`{name}`" in tree for name in modules)
+
+
+def test_the_table_of_imports_is_that_of_the_code() -> None:
+    header, *rows = re.findall(r"^    +((?:server|\w+ +[x.] ).*)$", text_of(INSIDE), re.MULTILINE)
+    rooms = header.split()
+    for name, *marks in map(str.split, rows):
+        imported = {
+            one.split(".")[1] for module in below(f"sirchat.{name}") for one in ours(module)
+        }
+        told = {room for room, mark in zip(rooms, marks, strict=True) if mark == "x"}
+        assert told == imported & set(rooms) - {name}, name
+    assert len(rows) == len(rooms)
+
+
+def test_threads_and_environment_variables_are_those_of_the_code() -> None:
+    files = [*PACKAGE.rglob("*.py"), *ROOT.glob("tests/**/*.py")]
+    code = "".join(map(text_of, files))
+    threads = re.findall(
+        r"^\| `([\w ]+)` \(`", section(text_of(INSIDE), "Which thread runs what"), re.M
+    )
+    assert len(threads) > 5
+    variables = re.findall(r"`([A-Z]{3,}_[A-Z_]+)\b", "".join(map(text_of, READMES)))
+    foreign = (
+        "CUDA_",
+        "OMP_",
+        "ANTHROPIC_",
+        "HF_",
+        "XDG_",
+        "TRITON_",
+        "MKL_",
+        "AWS_",
+        "NO_",
+        "OPENAI_",
+    )
+    own = {one for one in variables if not one.startswith(foreign)}
+    assert not [one for one in (*threads, *sorted(own)) if one not in code]
 
 
 def test_every_module_is_named_in_the_readme_of_its_package() -> None:
