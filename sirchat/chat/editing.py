@@ -72,7 +72,7 @@ def edit(session: Session, parts: Sequence[KeptTurn | ReadTurns]) -> Iterator[Ev
             else:
                 done += 1
     if is_end:
-        engine.reader.logits = logits
+        engine.reader.set_logits(logits)
         state.in_round, state.reply_header, state.pending_ids = round_end
     else:
         engine.reader.read_last_again()
@@ -105,7 +105,7 @@ def _read_between(
     said = [one for one in placed[:done] if not one.turn.is_left_out]
     state.in_round = bool(said) and said[-1].turn.role in _ROUND_STARTERS
     state.reply_header, state.pending_ids = said[-1].header if said else None, []
-    engine.reader.logits = None  # what was likely after the turn before, nobody has kept
+    engine.reader.set_logits(None)  # what was likely after the turn before, nobody has kept
     with engine.evictor.without_tokens_from(start):
         yield from part.read()
         session.recall.update()  # without words, whose index those after them would need again

@@ -292,7 +292,8 @@ def tutorial(auto: bool = False) -> None:
 
     def open_tutorial(report: "Progress | None") -> "Session":
         # Only those of the user's settings are used that do not change what is shown.
-        model = load_model("tiny", device="cpu", threads=profile.threads, progress=report)
+        threads = profile.threads
+        model = load_model("tiny", device="cpu", threads=threads, progress=report, compile="off")
         return Session(model, Profile(save=False, theme=profile.theme, **TUTORIAL_SETTINGS))
 
     waits = not auto and sys.stdin.isatty() and sys.stdout.isatty()

@@ -157,7 +157,8 @@ class Engine:
         ledger, pinned = self.ledger, to.pinned
         self.cache.grow_to(len(to.placement.held))
         self.store.undo(to)
-        self.choice.round, self.reader.logits = to.round, to.logits
+        self.choice.round = to.round
+        self.reader.set_logits(to.logits)
         if not ledger.seen:
             ledger.unknown_surprisal = self._uniform_surprisal
         if keep_pins:  # and pin again the rules that were unpinned since
@@ -182,7 +183,7 @@ class Engine:
         is_last = not len(order) or int(order[-1]) == self.ledger.seen - 1
         rank = self.store.reorder(order, turns, rounds)
         if not is_last:
-            self.reader.logits = None
+            self.reader.set_logits(None)
         self.choice.round = int(rounds.max(initial=0))
         return rank
 
@@ -239,7 +240,7 @@ class Engine:
         ledger, reader = self.ledger, self.reader
         ledger.load(saved.rows, saved.held, saved.log_decay)
         ledger.unknown_surprisal, self.choice.round = saved.unknown_surprisal, saved.round
-        reader.logits = None if saved.logits is None else torch.from_numpy(saved.logits)
+        reader.set_logits(None if saved.logits is None else torch.from_numpy(saved.logits))
         if rows is not None and np.isin(saved.held, rows.positions).all():
             self.store.load(rows)
             if attention is not None:

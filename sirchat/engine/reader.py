@@ -97,8 +97,8 @@ class Reader:
         run = self._device_run
         return self._logits if run is None or not run.has_logits else run.logits()
 
-    @logits.setter
-    def logits(self, logits: Tensor | None) -> None:
+    def set_logits(self, logits: Tensor | None) -> None:
+        """Set the logits [V] for the next token; drops what a GPU has read in advance."""
         self._logits = logits
         self._device_token = None
         self._likeliest = None
@@ -118,7 +118,7 @@ class Reader:
         """End the GPU's work of `begin_reply`; tokens that are not committed are dropped."""
         if self._device_run is not None and self._device_run.has_logits:
             self._device_run.pause()
-        self.logits = self.logits  # out of the run, which drops what it has begun
+        self.set_logits(self.logits)  # out of the run
         self._device_run = None
 
     def choose(self, sampler: Sampler, *, may_read: bool) -> int:
@@ -134,7 +134,7 @@ class Reader:
             return likeliest.id
         logits = self.logits
         assert logits is not None
-        self.logits = logits  # drops what a run has begun to read after a token of its own
+        self.set_logits(logits)  # a run has perhaps begun to read after a token of its own
         return sampler.pick(logits, self._recent_text_ids, self.ledger.seen)
 
     def _choose_by_run(self, *, may_read: bool) -> int | None:
@@ -151,7 +151,7 @@ class Reader:
                 run.launch()
             chosen = run.result()
         except torch.OutOfMemoryError:  # while a graph is captured: go on without
-            self.logits = self.logits if logits is None else logits
+            self.set_logits(self.logits if logits is None else logits)
             self._device_run = None
             return None
         if not chosen.is_valid:
@@ -223,14 +223,14 @@ class Reader:
         """Compute the logits for the next token again from the last one, if it is held."""
         held, cache = self.ledger.held_positions, self.cache
         if not len(held) or held[-1] != self.ledger.seen - 1:
-            self.logits = None
+            self.set_logits(None)
             return
         cache.keep(torch.arange(len(held) - 1))
         ids, position = [int(self.ledger.column("token_id")[-1])], held[-1:].copy()
         positions = position.tolist() if cache.absolute_positions else None
         result = self.model.read(ids, cache, positions=positions)
         cache.commit(1, position)
-        self.logits = result.logits
+        self.set_logits(result.logits)
 
     def precompute(self, ids: Sequence[int]) -> None:
         """Compute the logits after each of `ids` [m], in case these ids are read next.
@@ -392,7 +392,7 @@ class Reader:
             surprisals = [max(0.0, -log_probabilities[ids[0]].item())]
         if len(ids) > 1:
             surprisals += result.surprisal.tolist()
-        self.logits = result.logits
+        self.set_logits(result.logits)
         if self._precomputed is not None and len(ids) == 1:
             self._likeliest = self._precomputed.likeliest
         self._commit(chunk, surprisals)

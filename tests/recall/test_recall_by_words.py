@@ -212,7 +212,7 @@ def test_a_sentence_beside_an_erased_one_is_whole(retriever: str, erased: str, s
         *(({"recall": name, "recall_query": "recent"}, "_query=turn") for name in BY_WORDS),
         *(({"recall": name, "archive": "off"}, "archive=ram") for name in ("mips", *BY_WORDS)),
         ({"recall": "nonsense"}, "one of off, on, cosine"),
-        ({"recall_n": 0}, "at least 1"),
+        ({"recall_n": 0}, "or equal to 1"),
     ],
 )
 def test_settings_that_can_not_work_are_refused(settings: dict[str, object], words: str) -> None:
