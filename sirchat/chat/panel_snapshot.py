@@ -9,7 +9,7 @@ import numpy as np
 
 from sirchat.chat.conversation import Conversation
 from sirchat.chat.events import TokenRow
-from sirchat.chat.targets import template_prompt
+from sirchat.chat.targets import template_prompt_positions
 from sirchat.chat.token_rows import (
     Floats,
     is_punctuation,
@@ -94,7 +94,7 @@ def take_snapshot(chat: Conversation, strongest: int | None) -> Snapshot:
         order = ledger.log_decayed_surprisal_of(held) if scores is None else scores
         slots = _strongest(ledger, order, held, strongest)
     slot_scores = None if scores is None else scores[slots]
-    template_text = template_prompt(ledger, texts)
+    template_text = template_prompt_positions(ledger, texts)
     return Snapshot(
         model=chat.model.name,
         policy=chat.profile.policy,

@@ -24,7 +24,7 @@ class TaggedText:
         return (THINK_OPEN if self._thinks else THINK_CLOSE) + new.text
 
     def end(self) -> str:
-        """The text to add at the end of the reply."""
+        """The mark `</think>` if reasoning is still open, else an empty text."""
         return THINK_CLOSE.rstrip() if self._thinks else ""
 
 

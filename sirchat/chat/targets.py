@@ -62,7 +62,7 @@ def tokens_to_erase(chat: Conversation, target: str) -> Positions:
     """
     try:
         positions = positions_of(chat, target, np.arange(chat.seen))
-        own = template_prompt(chat.ledger, chat.texts)[0]
+        own = template_prompt_positions(chat.ledger, chat.texts)[0]
         if np.isin(positions, own).all():
             where = "only in the system prompt that the model's chat template adds"
             what = format_value(without_quotes(target))
@@ -168,7 +168,7 @@ def without_quotes(target: str) -> str:
     return text[1:-1] if is_quoted else text
 
 
-def template_prompt(ledger: Ledger, texts: Texts) -> tuple[range, int]:
+def template_prompt_positions(ledger: Ledger, texts: Texts) -> tuple[range, int]:
     """Positions of the text of a system prompt that the chat template itself adds, and its end.
 
     The end is the position at which the template's marks of the user's turn begin; 0 without one.
@@ -201,7 +201,7 @@ def _matches(
     is_erased = (ledger.column("flags")[among] & Flag.ERASED).astype(bool)
     is_text, turn = ledger.column("role")[among] != Role.TEMPLATE, turn_of_target(target, roles)
     if turn is None:  # no turn has the template's own prompt
-        is_text |= np.isin(among, template_prompt(ledger, texts)[0])
+        is_text |= np.isin(among, template_prompt_positions(ledger, texts)[0])
     said = among[is_text & ~is_erased]
     if turn is None:
         return said, _occurrences(without_quotes(target), ledger, texts, said)

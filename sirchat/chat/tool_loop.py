@@ -54,7 +54,7 @@ class ChatTool:
         )
 
     @property
-    def message(self) -> dict[str, Any]:
+    def as_json_object(self) -> dict[str, Any]:
         """The tool as a JSON object in the shape of OpenAI's API, for chat templates."""
         fields = {"description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": {"name": self.name, **fields}}
@@ -83,7 +83,7 @@ class Toolbox:
         told, said = list[dict[str, Any]](), {""}
         for tool in self.tools.values():  # which are turned on and off meanwhile
             server_text = "" if tool.server_text in said else f"\n\n{tool.server_text}"
-            told.append(replace(tool, description=tool.description + server_text).message)
+            told.append(replace(tool, description=tool.description + server_text).as_json_object)
             said.add(tool.server_text)
         return without_surrogates(json.dumps(told, ensure_ascii=False)) if told else ""
 

@@ -470,7 +470,7 @@ class SegmentFiles:
         return self._writer.submit(convert)
 
     def put(self, number: int, segment: Segment) -> None:
-        """Write a full segment. Afterwards its tensors are memory maps of the file."""
+        """Let a thread write a full segment, whose tensors are then memory maps of the file."""
         if self._folder is not None:
             segment.has_file = True
             self._pending = [future for future in self._pending if not future.done()]

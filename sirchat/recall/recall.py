@@ -79,7 +79,7 @@ class NewTurn:
 
 @dataclass(frozen=True)
 class RecallResult:
-    """What recall did for a turn; `Recall` has scores and turns of the tokens."""
+    """What recall did for a turn; scores and turns are `Recall.scores` and `Recall.turns`."""
 
     positions: Positions  # of the restored tokens; if `focused`, of the held ones that fit, too
     released: Positions  # of the tokens that were restored for the turn before
@@ -193,7 +193,7 @@ class Recall:
         passages = self.passage_search.passages
         if recall and not isinstance(retriever(recall.retriever), PassageRetriever):
             # This reads the turn first, which may evict tokens, so the room is known after it.
-            result = search(engine, self._model, turn.ids, turn.roles, ref)
+            result = score_by_reading_turn(engine, self._model, turn.ids, turn.roles, ref)
             room = engine.evictor.recall_room(len(turn.ids)) - requested
             return None if result is None else best_tokens(result, room, passages.torn)
         is_all_held = engine.resident == engine.ledger.seen
@@ -369,7 +369,7 @@ class Recall:
         return there
 
 
-def search(
+def score_by_reading_turn(
     engine: Engine, model: LoadedModel, ids: Sequence[int], roles: Sequence[Role], ref: TurnRef
 ) -> SearchResult | None:
     """Score the archived tokens for a turn of m `ids`; the engine's state is the same afterwards.

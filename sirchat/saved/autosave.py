@@ -113,7 +113,10 @@ class Autosave:
         ledger.saved, ledger.flagged = session.seen, set()
 
     def save_kv(self) -> bool:
-        """Save keys and values, if the setting `save_kv` allows it; returns whether it did."""
+        """Make the saved keys and values current, as `save_kv` allows; returns whether they are.
+
+        If they are too large, the old ones are deleted.
+        """
         mode = self._session.profile.save_kv
         if self._store is None or mode == "off" or not self._session.seen:
             return False

@@ -105,7 +105,7 @@ class Prompt:
         self._prompt.completer = completer
 
     def set_toolbar(self, draw_toolbar: Callable[[], str]) -> None:
-        """Show what `draw_toolbar` returns below the prompt from now on."""
+        """From now on, show below the prompt the text that `draw_toolbar` returns."""
         self._draw_toolbar = draw_toolbar
 
     def set_header(self, draw_header: Callable[[], str]) -> None:

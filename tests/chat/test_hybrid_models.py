@@ -31,7 +31,7 @@ from sirchat.memory.key_values import CacheState
 from sirchat.memory.ledger import Flag, Role
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.paths import tiny_model_dir
-from sirchat.recall.recall import search
+from sirchat.recall.recall import score_by_reading_turn
 from small_models import build_small, causal_families
 
 SMALL: dict[str, Any] = {"budget": 64, "recent": 8, "max_new_tokens": 3, "policy": "entropy"}
@@ -92,7 +92,7 @@ def test_a_trial_and_a_search_are_taken_back_to_the_last_bit(name: str) -> None:
         list(talk.ask("and now something else"))
     assert same(memory(talk), before)
     ids = engine.ledger.column("token_id")[:9].tolist()  # the search reads them, and undoes that
-    result = search(engine, talk.model, ids, [Role.USER] * 9, TurnRef(8, 5))
+    result = score_by_reading_turn(engine, talk.model, ids, [Role.USER] * 9, TurnRef(8, 5))
     assert result is not None
     assert same(memory(talk), before)
 

@@ -89,7 +89,7 @@ def test_a_chat_with_calls_reads_what_the_template_writes(monkeypatch: pytest.Mo
     whole = hub_tokenizer().apply_chat_template(
         messages,
         chat_template=tool_quick().tokenizer.chat_template,
-        tools=[ChatTool.of(weather).message],
+        tools=[ChatTool.of(weather).as_json_object],
         tokenize=False,
     )
     assert "".join(row.text for row in chat.tokens(range(chat.seen))) == whole

@@ -16,7 +16,7 @@ from sirchat.memory.ledger import Role
 from sirchat.memory.policies import policy_class
 from sirchat.memory.rope import Rotation
 from sirchat.models.model import LoadedModel
-from sirchat.recall.recall import SearchResult, best_tokens, search
+from sirchat.recall.recall import SearchResult, best_tokens, score_by_reading_turn
 
 
 def memory(policy: str = "sink", budget: int = 66, **options: object) -> CacheSettings:
@@ -30,7 +30,7 @@ def some_ids(turn: int, count: int) -> list[int]:
 
 def find(engine: Engine, model: LoadedModel, ids: list[int], turn: int) -> SearchResult | None:
     roles = [Role.USER] * len(ids)
-    return search(engine, model, ids, roles, TurnRef(turn, turn))
+    return score_by_reading_turn(engine, model, ids, roles, TurnRef(turn, turn))
 
 
 def say(engine: Engine, model: LoadedModel, turn: int, count: int = 20) -> SearchResult | None:

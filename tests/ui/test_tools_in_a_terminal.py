@@ -46,7 +46,9 @@ ENDS = [
 def taught_folder(folder: Path) -> Path:
     """A model that calls the tools `USED` when it is told of them, and answers by the result."""
     servers = ToolServers(read_servers(str(servers_file(folder))), print)
-    told = [tool.message for name in USED for tool in servers.tools("snow") if name in tool.name]
+    told = [
+        tool.as_json_object for name in USED for tool in servers.tools("snow") if name in tool.name
+    ]
     servers.close()
     known = []
     for said, (name, given) in CALLS.items():

@@ -213,7 +213,10 @@ def config_values(file: GgufFile) -> dict[str, Any]:
 
 
 def find_target(name: str, file: GgufFile) -> Target:
-    """Find where a tensor goes in the transformers model; raises ModelError if it is unknown."""
+    """Find where a tensor goes in the transformers model; `Target("")` if it is not used.
+
+    Raises ModelError if the name is unknown.
+    """
     arch = architectures()[file.architecture]
     match = re.match(r"blk\.(\d{1,9})\.", name)
     part = name[match.end() :] if match else name
