@@ -34,6 +34,11 @@ _PER_LAYER_KEYS = (
 _MEDIA_PREFIXES = ("vision", "image_", "audio.", "mm.", "mrope_", "rope.mrope_")
 _EXPERT_KEYS = ("expert_used_count", "expert_count", "expert_feed_forward_length")
 
+# Of what a tokenizer's metadata are, by the ends of their keys: texts, or lists of these.
+_TEXT_KEYS = ("ggml.model", "ggml.pre", "chat_template")
+_ITEM_TYPES: dict[str, Any] = {"tokens": str, "merges": str, "token_type": int}
+_ITEM_TYPES["scores"] = int | float
+
 _SAMPLING_NAMES = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -187,6 +192,7 @@ def config_values(file: GgufFile) -> dict[str, Any]:
     Raises ModelError that names the setting if one is missing or can't be used.
     """
     arch, settings = _find_architecture(file), file.settings
+    _refuse_odd_tokenizer(file.metadata)
     for key in (*arch.required_keys, *arch.config_names):
         file.require(key in settings, key)
     has_expert_size = "expert_feed_forward_length" in {**arch.config_names, **settings}
@@ -259,6 +265,22 @@ def _find_architecture(file: GgufFile) -> Architecture:
             hint=f"readable: {', '.join(architectures())}; others only from safetensors",
         )
     return architectures()[file.architecture]
+
+
+def _refuse_odd_tokenizer(metadata: Mapping[str, Any]) -> None:
+    for key, value in metadata.items():
+        if not key.startswith("tokenizer."):
+            continue
+        item, rule = _ITEM_TYPES.get(key.removeprefix("tokenizer.ggml.")), ""
+        is_list = isinstance(value, list) and all(isinstance(x, item or str) for x in value[:1])
+        if item is not None and not is_list:
+            rule = f"a list of {'texts' if item is str else 'numbers'}"
+        elif key.endswith(_TEXT_KEYS) and not isinstance(value, str):
+            rule = "a text"
+        elif key.endswith("_token_id") and type(value) is not int:
+            rule = "a whole number"
+        if rule:
+            raise ModelError(f"the GGUF file's {key} is {format_value(value)}, must be {rule}")
 
 
 def _add_settings(values: dict[str, Any], file: GgufFile, arch: Architecture) -> None:
