@@ -26,7 +26,7 @@ _KEYS = (
     "\x1b]11;?\x07", "\r", "\r", "\n", "\t", "\x7f", "\x03", "\x12", "\x13", "\x07", "\x15",
     "\x17", "\x19", "\x1f", "\x18\x05", "\x01", "\x0b", "/", "//", '"""', "@", "\\", "words ",
     "hello\r", "é", "👍🏽", "/panel\r", "/load\r", "/edit\r", "/undo\r", "/set panel turn\r",
-    "/recall\r", "/summarize\r", "/help\r", "exit\r", "n", "/pin ", "words 東京 👍 " * 12,
+    "/recall\r", "/summarize\r", "/help\r", "n", "/pin ", "words 東京 👍 " * 12,
 )  # fmt: skip
 _ENDS = ("Ctrl-D", "/exit", signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _LOADED = b"policy salience"  # the line that greets
