@@ -36,6 +36,7 @@ _MAX_PASS_IDS = 2048  # ids in a pass that does not compute all their logits
 _MAX_NATIVE_PASS_IDS = 384  # ids in a pass whose products take no longer than those of more
 
 _MAX_CANDIDATES = 1024  # likeliest ids from which a GPU draws, which usually are all that are left
+_SUM_MARGIN = 1e-6  # of sums of all weights, whose rounding depends on the device
 _LIMIT_MARGIN = 1e-4  # where a limit is so near, sums in float32 may be on its other side
 
 _ANCHOR = int(Flag.ANCHOR)
@@ -415,8 +416,9 @@ def device_choice(sampler: Sampler, step: CapturedStep) -> ChoiceMethod | None:
     window = 0 if penalty == 1.0 else sampling.repetition_window
     if penalty != 1.0 and not 0 < window <= MAX_RECENT_IDS:
         return None
-    if sampling.temperature:
-        if not (sampling.truncates and step.can_draw):
+    draws_of_few = bool(sampling.temperature) and sampling.truncates
+    if draws_of_few:
+        if not step.can_draw:
             return None
         from sirchat.models import kernels
 
@@ -429,6 +431,8 @@ def device_choice(sampler: Sampler, step: CapturedStep) -> ChoiceMethod | None:
             logits = padded.scatter(0, ids, lowered)[:-1]
         if sampling.temperature:
             scores = logits.float() / sampling.temperature
+            if not draws_of_few:
+                return _draw_from_all(scores, number)
             values, ids = scores.topk(min(_MAX_CANDIDATES, len(scores)))
             top_k, min_p = sampling.top_k or 0, sampling.min_p or 0.0
             top_p = sampling.top_p if sampling.top_p and sampling.top_p < 1.0 else 2.0
@@ -443,3 +447,13 @@ def device_choice(sampler: Sampler, step: CapturedStep) -> ChoiceMethod | None:
 
     key = replace(sampling, seed=0)
     return ChoiceMethod(key, None if sampler.is_greedy else choose, window, random_numbers)
+
+
+def _draw_from_all(scores: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw an id from scores [V] as the host does; an id that rounding may change is not valid."""
+    cumulative = (scores - scores.max()).exp().cumsum(0, dtype=torch.float64)
+    lowest, chosen, highest = (
+        (cumulative <= (number + margin) * cumulative[-1]).sum(0, keepdim=True)
+        for margin in (-_SUM_MARGIN, 0.0, _SUM_MARGIN)
+    )
+    return chosen.clamp_max(len(scores) - 1), lowest == highest

@@ -45,7 +45,8 @@ SAMPLINGS = [
     Sampling(repetition_penalty=1.5, repetition_window=3),
     Sampling(temperature=1.5, top_p=0.8, repetition_penalty=1.1, repetition_window=8, seed=5),
     Sampling(temperature=1.0, top_k=5, seed=2),
-    Sampling(temperature=2.0, seed=3),  # only the host can choose
+    Sampling(temperature=2.0, seed=3),
+    Sampling(temperature=0.7, repetition_penalty=1.2, repetition_window=64, seed=4),
 ]
 
 turns = st.fixed_dictionaries(

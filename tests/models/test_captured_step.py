@@ -7,9 +7,11 @@ import sys
 import weakref
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -186,6 +188,53 @@ def test_neither_a_step_nor_a_choice_waits_for_the_device() -> None:
                 run.launch()
                 run.launch()
             assert {run.result().is_valid, run.result().is_valid} == {True}
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0.8, top_k=40, top_p=0.9, repetition_penalty=1.1, seed=1),
+        Sampling(temperature=0.8, top_p=0.9, min_p=0.02, seed=2),
+        Sampling(temperature=0.8, seed=3),
+        Sampling(temperature=1.3, repetition_penalty=1.2, repetition_window=9, seed=4),
+    ],
+)
+def test_every_setting_of_a_chat_chooses_in_the_graph_what_the_host_would(
+    sampling: Sampling,
+) -> None:
+    size, sampler, ids = 3000, Sampler(sampling), some_ids(70)
+    random, undecided = np.random.default_rng(0), 0
+    with captured(small()) as step:
+        choice = device_choice(sampler, step)
+        assert choice is not None
+        assert choice.choose is not None
+        logits, number = torch.zeros(size), torch.zeros(1, dtype=torch.float64)
+        recent = torch.tensor(ids[len(ids) - choice.window :])
+        choose = partial(choice.choose, logits, recent, number)
+        graph = step.graph("choice", lambda: tuple(part.double() for part in choose()))
+        for position in range(200):
+            logits.copy_(torch.tensor(3 * random.normal(size=size)))
+            number.copy_(torch.from_numpy(choice.random_numbers(position, 1)))
+            graph.replay()
+            chosen, is_valid = graph.outputs
+            expected = sampler.pick(logits, lambda count: ids[-count:], position)
+            assert not is_valid or chosen == expected
+            undecided += not is_valid
+    assert undecided < 10
+
+
+def test_rounding_may_decide_no_draw_from_all() -> None:
+    with captured(small()) as step:
+        choice = device_choice(Sampler(Sampling(temperature=1.0)), step)
+        assert choice is not None
+        assert choice.choose is not None
+        none, logits = torch.zeros(0, dtype=torch.int64), torch.zeros(4)
+        for number, expected in ((0.1, (0, True)), (0.6, (2, True)), (0.999, (3, True))):
+            found = choice.choose(logits, none, torch.tensor([number], dtype=torch.float64))
+            assert tuple(map(int, found)) == expected
+        for number in (0.25, 0.5 - 1e-7, 0.75 + 1e-7):  # where an id ends
+            found = choice.choose(logits, none, torch.tensor([number], dtype=torch.float64))
+            assert not found[1]
 
 
 def test_who_can_not_be_captured_decodes_in_the_next_way_or_as_before() -> None:
