@@ -207,7 +207,7 @@ def _multiply_packed(
                 up += tl.load(bias + N + n, mask=inside, other=0.0).to(tl.float32)
             y = y / (1.0 + tl.exp(-y)) * up
         at = (b + m) * N + n
-        mask = inside & (b + m < B)
+        mask = n < tl.where(b + m < B, N, 0)
         if ADDED:
             y += tl.load(added + at, mask=mask, other=0.0)
         tl.store(out + at, y, mask=mask)
