@@ -165,9 +165,17 @@ class Bench:
         target = torch.empty_like(source)
         return 2 * len(source) / self.seconds(lambda: target.copy_(source), 20)
 
+    @cached_property
+    def arithmetic(self) -> float:
+        """Multiplications and additions a second in a product of large matrices."""
+        size = 256 if self.is_small else 8192
+        matrix = torch.randn(size, size, device=self.device, dtype=self.dtype)
+        return 2 * size**3 / self.seconds(lambda: matrix @ matrix, 10)
+
 
 def _device(bench: Bench) -> _Values:
     yield Value("copying memory", bench.bandwidth / 1e9, "GB/s", "bytes read and written")
+    yield Value("multiplying matrices", bench.arithmetic / 1e12, "TFLOP/s", str(bench.dtype))
     number = torch.zeros(1, device=bench.device)
 
     def kernels(count: int) -> None:
@@ -199,7 +207,8 @@ def _decode(bench: Bench, name: str, quantize: Quantize = "none") -> _Values:
         "a token", ratio.ours_ms, "ms", f"{options.cache:,} rows; {kind}; {why}".rstrip("; ")
     )
     limit = 1000 * size / bench.bandwidth
-    yield Value("over reading the weights once", ratio.ours_ms / limit, "x", f"{size / 1e9:.2f} GB")
+    reached = f"{size / 1e9:.2f} GB, {limit / ratio.ours_ms:.0%} of the bandwidth"
+    yield Value("over reading the weights once", ratio.ours_ms / limit, "x", reached)
     yield _over(f"over {against}", ratio)
     if not bench.is_small:
         most = torch.cuda.max_memory_allocated()
@@ -305,6 +314,9 @@ def _prefill(bench: Bench, name: str) -> _Values:
         bare = partial(bench.again, partial(int, count), partial(bare_read, model))
         ratio = bench.compare(partial(bench.again, new, read), bare)
         yield _over(f"{count:,} ids over one bare pass", ratio)
+        work = 2 * count * weight_bytes(model) / bench.dtype.itemsize  # but attention's
+        share = 1e5 * work / bench.arithmetic / ratio.ours_ms
+        yield Value(f"{count:,} ids: share of the arithmetic", share, "%")
 
         def first(engine: Engine, read: Callable[[Engine], None] = read) -> None:
             read(engine)

@@ -236,7 +236,7 @@ def test_the_table_appears_and_the_record_is_written(forks: None, tmp_path: Path
     assert lines[1].startswith("    ")
     assert last.endswith(" s")
     record = json.loads(file.read_text())
-    assert [one["row"] for one in record["results"]] == ["device"] * 4 + ["8b server"] * 2
+    assert [one["row"] for one in record["results"]] == ["device"] * 5 + ["8b server"] * 2
     assert len(lines) == len(record["results"])
     assert all(one["name"] in line for one, line in zip(record["results"], lines, strict=True))
     assert record["machine"]["torch"] == torch.__version__
