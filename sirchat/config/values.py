@@ -24,15 +24,21 @@ def parse_yaml(text: str, path: Path) -> object:
 
     Raises SettingError with file, line and problem.
     """
+    line, problem = 1, ""
     try:
-        return yaml.load(text, Loader=yaml.BaseLoader)
+        for event in yaml.parse(text, Loader=yaml.BaseLoader):
+            if tag := getattr(event, "tag", None):
+                problem = f"the tag {tag} is not allowed"
+                line = event.start_mark.line + 1 if event.start_mark else 1
+        if not problem:
+            return yaml.load(text, Loader=yaml.BaseLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        line, problem = mark.line + 1 if mark else 1, error.problem
+        line, problem = mark.line + 1 if mark else 1, error.problem or "it can't be read"
     except yaml.reader.ReaderError as error:
         line, problem = text.count("\n", 0, error.position) + 1, error.reason
     except RecursionError:
-        line, problem = 1, "brackets are nested too deeply"
+        problem = "brackets are nested too deeply"
     raise SettingError(f"{path}, line {line}: not valid YAML: {problem}")
 
 

@@ -156,7 +156,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("budget: 512\ndecay: [", ", line 2: not valid YAML"),
         ("seed: 1\n--- \nseed: 2", ", line 2: not valid YAML"),
         ("model: a\x00", ", line 1: not valid YAML"),
-        ("decay: !!python/name:os.system x", ': decay can\'t be "x"'),
+        ("decay: !!python/name:os.system x", ", line 1: not valid YAML: the tag"),
         ("a: " + "[" * 9000, ", line 1: not valid YAML"),
         ("budget: " + "1" * 5000, ": budget can't be"),
         (b"seed: 1\nmodel: \xff", ", line 2: not UTF-8"),
@@ -171,7 +171,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         (BOMB.replace("a:", "budget:", 1), ": there is no setting"),
         ("policy_options: &a {x: *a}", ", line 1: not valid YAML"),
         ("system: " + 300_000 * "x", "is too long; a profile has at most"),
-        ("[" * 100_000, "too deep"),
+        ("[" * 50_000 + "]" * 50_000, "too deep"),
         ("seed: " + "9" * 100_000, ": seed can't be"),
     ],
 )

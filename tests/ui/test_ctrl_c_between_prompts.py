@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -85,18 +85,20 @@ def _press_ctrl_c() -> InputLine | None:
 
 
 @pytest.fixture
-def chat_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Session]]:
+def chat_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Session]:
     session = chatting.session(chatting.babbler(), save=False, max_new_tokens=1)
     monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
     monkeypatch.setattr(typed_input, "Keyboard", _Keyboard)
 
     def run(presses: _Presses) -> Session:
         monkeypatch.setattr(typed_input, "Prompt", lambda *_, **__: presses)
-        startup.chat(lambda _: session, session.profile, Screen(is_quiet=True))
+        try:
+            startup.chat(lambda _: session, session.profile, Screen(is_quiet=True))
+        finally:
+            sys.settrace(None)  # of a press whose moment did not come
         return session
 
-    yield run
-    sys.settrace(None)
+    return run
 
 
 @pytest.mark.parametrize(

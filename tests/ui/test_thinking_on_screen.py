@@ -178,7 +178,7 @@ def test_the_last_reasoning_is_shown_on_demand(own_home: Path) -> None:
     list(chat.session.read_reply(TEXT))
     assert chat.do("/thinking").strip() == "Is it *so*?\n- yes, for long"
     assert chat.do("/thinking fold") == "thinking: show -> fold\n"
-    assert "show, fold, hide" in refusal(chat, "/thinking loud")
+    assert "'show', 'fold' or 'hide'" in refusal(chat, "/thinking loud")
 
 
 @pytest.mark.parametrize("panel", ["off", "live"])
