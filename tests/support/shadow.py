@@ -124,9 +124,10 @@ class WatchedModel(LoadedModel):
             return super().forward(ids, cache, **options)
 
     def read(self, ids: Sequence[int], cache: BoundedCache, **options: Any) -> PassResult:
-        if len(ids) == 1:  # that calls `forward`
-            return super().read(ids, cache, **options)
-        with self._checked(ids, cache, options.get("observer") is not None):
+        visible, observer = options.get("visible"), options.get("observer")
+        if len(ids) == 1 or self._step_for(ids, cache, visible, observer) is not None:
+            return super().read(ids, cache, **options)  # that calls `forward`
+        with self._checked(ids, cache, observer is not None):
             return super().read(ids, cache, **options)
 
     @contextmanager
@@ -139,7 +140,8 @@ class WatchedModel(LoadedModel):
             self.fail_in[0] -= 1
             if not self.fail_in[0]:
                 self.fail_in.clear()
-                if len(ids) == 1:  # a compiled pass can't be interrupted in its middle
+                # A compiled pass can't be interrupted in its middle.
+                if len(ids) == 1 or self._step_for(ids, cache, None, None) is not None:
                     raise KeyboardInterrupt
                 with _failing(cache):
                     yield
