@@ -19,26 +19,34 @@ _THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+")
 _WORDS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
 
 
+class _TextLoader(yaml.BaseLoader):
+    """Reads all scalars as text; refuses tags, and aliases, of which a few can be gigabytes."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        tag = getattr(event, "tag", None)
+        if isinstance(event, yaml.AliasEvent) or tag is not None:
+            what = "an alias, *name" if tag is None else f"a tag, {format_value(tag)}"
+            raise yaml.constructor.ConstructorError(
+                problem=f"{what}, is not allowed here", problem_mark=event.start_mark
+            )
+        return super().compose_node(parent, index)
+
+
 def parse_yaml(text: str, path: Path) -> object:
     """Parse the text of the file `path`; all scalars are text, as users give it elsewhere.
 
     Raises SettingError with file, line and problem.
     """
-    line, problem = 1, ""
     try:
-        for event in yaml.parse(text, Loader=yaml.BaseLoader):
-            if tag := getattr(event, "tag", None):
-                problem = f"the tag {tag} is not allowed"
-                line = event.start_mark.line + 1 if event.start_mark else 1
-        if not problem:
-            return yaml.load(text, Loader=yaml.BaseLoader)
+        return yaml.load(text, Loader=_TextLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line, problem = mark.line + 1 if mark else 1, error.problem or "it can't be read"
     except yaml.reader.ReaderError as error:
         line, problem = text.count("\n", 0, error.position) + 1, error.reason
     except RecursionError:
-        problem = "brackets are nested too deeply"
+        line, problem = 1, "brackets are nested too deeply"
     raise SettingError(f"{path}, line {line}: not valid YAML: {problem}")
 
 
