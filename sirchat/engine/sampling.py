@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -146,12 +147,22 @@ def _draw(scores: Scores, sampling: Sampling, number: float) -> int:
     if not math.isfinite(largest):
         return -1
     if sampling.truncates:
-        ids, weights = candidates(scores, sampling)
-        cumulative = weights.cumsum()
-    else:
-        cumulative = np.exp(scores - largest).cumsum(dtype=np.float64)
-    chosen = int(cumulative.searchsorted(number * cumulative[-1], side="right"))
-    return int(ids[chosen]) if sampling.truncates else chosen
+        ids, chances = candidates(scores, sampling)
+        return int(ids[_index_at(chances, number * chances.sum())])
+    weights = _weights(scores, largest)
+    # A sum of each block is faster than as many sums as there are ids.
+    sums = np.add.reduceat(weights, np.arange(0, len(weights), _BLOCKS), dtype=np.float64)
+    target = number * sums.sum()
+    block = _index_at(sums, target)
+    start = block * _BLOCKS
+    return start + _index_at(weights[start : start + _BLOCKS], target - sums[:block].sum())
+
+
+def _index_at(weights: NDArray[Any], target: float) -> int:
+    """The index of the weight with which the sum of `weights` [n] so far exceeds `target`."""
+    cumulative: NDArray[np.float64] = weights.cumsum(dtype=np.float64)
+    last = cumulative.searchsorted(cumulative[-1])  # if rounding makes `target` the whole sum
+    return int(min(cumulative.searchsorted(target, side="right"), last))
 
 
 def candidates(scores: Scores, sampling: Sampling) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -161,28 +172,35 @@ def candidates(scores: Scores, sampling: Sampling) -> tuple[NDArray[np.int64], N
     largest is 1. Of equally likely ids, all are left or none.
     """
     largest, top_p = scores.max(), 1.0 if sampling.top_p is None else sampling.top_p
-    min_score = largest - _MAX_SCORE_GAP
+    min_score = lowest = largest - _MAX_SCORE_GAP
     if sampling.top_k is not None and sampling.top_k < len(scores):
         min_score = max(min_score, _nth_largest(scores, sampling.top_k))
     if sampling.min_p and top_p == 1.0:  # rounding aside, as below
         min_score = max(min_score, largest + math.log(sampling.min_p) - 1e-3)
     if top_p < 1.0:
-        lowest = largest - _MAX_SCORE_GAP  # what is less adds nothing to the sum
-        left = scores[scores >= min_score] if min_score > lowest else scores.clip(lowest)
-        weights = np.exp(left - largest)
+        left = scores[scores >= min_score] if min_score > lowest else scores
+        weights = _weights(left, largest)
         total = weights.sum(dtype=np.float64)
         left_out = (1 - top_p) * total
         # Ids with less than an equal share of that are all left out, and need no sorting.
-        ascending = np.sort(weights[weights >= left_out / len(left)])
+        some = np.flatnonzero(weights >= left_out / len(left))
+        likely, weights = left[some], weights[some]
+        ascending = np.sort(weights)
         cumulative = ascending.cumsum(dtype=np.float64)
         cumulative += total - cumulative[-1]
         count = int(cumulative.searchsorted(left_out, side="right"))
         least = ascending[min(count, len(ascending) - 1)]
-        min_score = left[weights >= least].min()
+        min_score = likely[weights >= least].min()
     ids = np.flatnonzero(scores >= min_score)
     weights = np.exp(scores[ids].astype(np.float64) - largest)
     is_left = weights >= (sampling.min_p or 0.0)
     return ids[is_left], weights[is_left]
+
+
+def _weights(scores: Scores, largest: np.float32) -> Scores:
+    weights: Scores = scores - largest
+    np.exp(weights, out=weights)  # a second array of this size takes as long as the sum
+    return weights
 
 
 def _nth_largest(scores: Scores, n: int) -> np.float32:
