@@ -9,6 +9,7 @@ from functools import cache
 from typing import Literal, cast
 
 from markdown_it import MarkdownIt
+from markdown_it.rules_block import StateBlock, blockquote
 from markdown_it.rules_inline import StateInline
 from markdown_it.token import Token
 from rich.console import COLOR_SYSTEMS, Console, ConsoleOptions, RenderableType, RenderResult
@@ -25,6 +26,7 @@ from sirchat.ui.text import displayable
 _MAX_LEVEL = 16  # of the deepest list, quote or emphasis; what is deeper stays as written
 # Marks that are text, as in `2*3*4` and `__init__.py`
 _TEXT_MARKS = re.compile(r"(?<=[A-Za-z0-9])\*+(?=[A-Za-z0-9])|__+")
+_COMPARISON = re.compile(r">=|>[-$]?\d")  # at the beginning of a line: no quotation
 _UNWRAPPED_COLUMNS = 100_000  # more than a line of code has
 _STYLES = Theme(
     {
@@ -144,7 +146,25 @@ def _parser() -> MarkdownIt:
     parser.enable(["strikethrough", "table"])
     parser.disable(["entity", "autolink", "image", "reference", "lheading"])
     parser.inline.ruler.before("emphasis", "text_marks", _text_marks)
+    ended_by_it = ["paragraph", "reference", "blockquote", "list"]  # as in markdown_it
+    parser.block.ruler.at("blockquote", _quotation, {"alt": ended_by_it})
     return parser
+
+
+def _quotation(state: StateBlock, start: int, end: int, silent: bool) -> bool:
+    """Take a quotation, up to a comparison such as `>= 3`, whose sign would be hidden."""
+
+    def begins(line: int) -> int:
+        return state.bMarks[line] + state.tShift[line]
+
+    if not state.src.startswith(">", begins(start)):
+        return False
+    comparisons = (n for n in range(start, end) if _COMPARISON.match(state.src, begins(n)))
+    stop, last = next(comparisons, end), state.lineMax
+    state.lineMax = min(stop, last)
+    is_quotation = stop > start and blockquote(state, start, stop, silent)
+    state.lineMax = last
+    return is_quotation
 
 
 def _text_marks(state: StateInline, silent: bool) -> bool:

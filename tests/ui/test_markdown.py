@@ -64,16 +64,17 @@ def test_what_was_streamed_is_the_document_rendered_at_once(
         assert _cells(terminal) == at_once, number
 
 
-def test_a_block_taller_than_the_window_shows_its_end_and_is_then_laid_out_whole() -> None:
-    code = "".join(f"line {n}\n" for n in range(40))
-    reply, rows = GrowingReply(_LAYOUT), list[str]()
-    for part in pieces(f"```\n{code}```\nso", 1):
-        reply.push(part)
-        final, below = reply.take_rows(60, 12)
-        assert len(below) <= 12
-        rows += final
-    rows += reply.take_rows(60, 12, is_end=True)[0]
-    assert rows == [*code.split("\n")[:-1], "so"]
+def test_final_rows_are_those_of_the_whole_also_of_a_block_taller_than_the_window() -> None:
+    code = "```\n" + "".join(f"line {n}\n" for n in range(40)) + "```\nso"
+    for number, text in enumerate([code, *documents(DOCUMENTS)]):
+        reply, rows = GrowingReply(_LAYOUT), list[str]()
+        for part in pieces(text, number):
+            reply.push(part)
+            final, below = reply.take_rows(60, 12)
+            assert len(below) <= 12
+            rows += final
+        rows += reply.take_rows(60, 12, is_end=True)[0]
+        assert rows == _LAYOUT.rows(text.lstrip("\n"), 60), number
 
 
 @pytest.mark.parametrize("panel", ["off", "live", "turn"])
@@ -187,6 +188,21 @@ def test_html_references_and_lines_are_shown_as_written() -> None:
     assert _rows("&lt;\nsnake_case_name\nA\n===\n") == ["&lt;", "snake_case_name", "A", "==="]
     for deep in ("*" * 900 + "a" + "*" * 900, "> " * 40 + "a"):
         assert "".join(_rows(deep)).replace(" ", "") == deep.replace(" ", "")
+
+
+def test_a_comparison_at_the_beginning_of_a_line_is_no_quotation() -> None:
+    for line in (">= 3 cups", ">5", ">-1.5 degrees", ">$5", ">=", ">10%"):
+        assert _rows(line) == [line]
+        assert _rows(f"> quoted\n{line}") == ["▌ quoted", line]
+        assert _rows(f"- item\n\n  > quoted\n  {line}")[-1].strip() == line
+        assert _rows(f"> > in\n> {line}\n> on") == ["▌ ▌ in", f"▌ {line}", "▌ on"]
+    assert _rows("> 5 is quoted\n>so is this") == ["▌ 5 is quoted", "▌ so is this"]
+
+
+def test_in_a_cell_a_backslash_before_a_bar_is_no_sign_of_the_text() -> None:
+    cells = "| x \\| y | `a \\| b` |\n| **c \\| d** | \\d |"
+    rows = [row.split() for row in _rows(f"| a | b |\n|---|---|\n{cells}")[2:]]
+    assert rows == [["x", "|", "y", "a", "|", "b"], ["c", "|", "d", "\\d"]]
 
 
 def test_a_table_that_is_too_wide_is_folded_and_readable() -> None:

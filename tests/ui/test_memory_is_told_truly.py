@@ -223,7 +223,7 @@ class Talk:
         came = (self.held - before) & set(self.chat.session.state.restored_by_user)
         self.claim(int(match[2] or 0) == len(came) <= int(match[1]), shown)
         self.claim(shown.startswith("restored") == bool(came), shown)
-        aside = re.findall(r"(\d+) others? steps? aside", shown)
+        aside = re.findall(r"(\d+) stepped aside", shown)
         self.claim(int(*aside or [0]) == len(before - self.held), shown)
         told = re.findall("“(.*?)”", shown)[0]
         self.claim(re.search(rf"\b{word}\b", told, re.IGNORECASE), shown)
