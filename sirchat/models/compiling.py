@@ -61,6 +61,12 @@ from sirchat.paths import (
 
 # `auto` compiles where that is possible, `on` or fails; `off` uses torch's operations alone.
 CompileMode = Literal["auto", "on", "off"]
+UnpackName = Literal["auto", "bfloat16", "float32"]
+
+_SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+_MAIN_SOURCE = Path(__file__).with_name("step.cpp")  # it includes the others
+_DIGEST_BYTES = 32  # bytes of the SHA-256 at the end of a file of machine code
+_MAX_PRODUCT_ERROR = 0.03  # eight bits of the inputs err by 0.005
 
 _BUILD_PREFIX = "making-"  # the prefix of the temporary folders in which libraries are compiled
 _AUTO_TIMEOUT = 60  # seconds that `auto` waits for the library; zig's first takes longer
@@ -68,9 +74,9 @@ _MAX_LIBRARIES = 8  # newest libraries, of several compilers, versions of torch 
 _FAILURE_SECONDS = 24 * 3600  # for which a library that failed is not tried again
 _ABANDONED_AFTER = 3600  # seconds after which an unfinished library counts as abandoned
 
-
-def compile_in_background() -> None:
-    threading.Thread(target=ensure_library, name="compiling", daemon=True).start()
+_MAX_NATIVE_ROWS_WITH_AMX = 64
+# Values of ONEDNN_MAX_CPU_ISA with which oneDNN has bfloat16, but no instructions for it
+_ISA_WITHOUT_BFLOAT16 = ("AVX512_CORE", "AVX512_CORE_VNNI")
 
 
 def use_compiled(model: LoadedModel, mode: CompileMode, progress: Progress | None = None) -> None:
@@ -91,7 +97,7 @@ def use_compiled(model: LoadedModel, mode: CompileMode, progress: Progress | Non
 
 def _use_captured(model: LoadedModel, mode: CompileMode, progress: Progress | None) -> None:
     if mode == "off":
-        model.__dict__["decode_step"] = None
+        model.use_decode_step(None)
         return
     if progress is not None:
         progress("preparing the decode step on the GPU", 0, None)
@@ -111,6 +117,60 @@ def describe_decode_step(model: LoadedModel) -> str:
         return f"a CUDA graph of {step.body.description}" + (f" ({problems})" if problems else "")
     problem = _use_library(model, None)
     return f"no: {problem}" if problem else "yes"
+
+
+def _use_library(model: LoadedModel, progress: Progress | None, timeout: float = -1) -> str:
+    """Let the model compute with the library; returns why that failed, or ""."""
+    can_step, method = NativeStep.supports(model.module), matmul_method_of(model.module)
+    if not can_step and method is None:
+        return f"sirchat can't compile model {model.name!r}"
+    library = _open_library(progress, timeout)
+    if isinstance(library, str):
+        return library
+    if method is not None:
+        set_matmul_method(model.module, method._replace(max_native_rows=max_native_rows()))
+    try:
+        if can_step and model.decode_step is None:
+            layers = model.encoder.layers
+            step = NativeStep(library, model.module, model.cache_dtype, layers)
+            model.use_decode_step(step)
+    except ValueError as error:
+        return f"the decode step has {error}"
+    return ""
+
+
+def wait_for_library() -> ctypes.CDLL | None:
+    """The library once it is compiled; None if it can't be used."""
+    library = _open_library(None, _AUTO_TIMEOUT)
+    return None if isinstance(library, str) else library
+
+
+def _open_library(progress: Progress | None, timeout: float) -> ctypes.CDLL | str:
+    """The library, compiled if necessary, or the reason why it can't be used."""
+    path = compiled_dir() / library_name()
+    if progress is not None and not path.is_file():
+        progress("compiling the decode step, some seconds", 0, None)
+    if problem := ensure_library(timeout):
+        return problem
+    try:
+        if suspect := find_changeable_by_others(path):
+            return f"{with_tilde(suspect)} could have been changed by others, so it is not loaded"
+        return load_library(path)
+    except DamagedProgramError:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            return f"{with_tilde(path)} is damaged and can't be deleted: {error.strerror}"
+        return _open_library(progress, timeout)
+    except WrongProgramError as error:
+        _record_failure(path, str(error))
+        return str(error)
+    except Exception as error:  # whatever hinders that machine code is loaded
+        return f"it can't be loaded now: {_last_line(error)}"
+
+
+def compile_in_background() -> None:
+    threading.Thread(target=ensure_library, name="compiling", daemon=True).start()
 
 
 def ensure_library(timeout: float = -1) -> str:
@@ -156,56 +216,6 @@ def _build(path: Path) -> str:
     return ""
 
 
-def wait_for_library() -> ctypes.CDLL | None:
-    """The library once it is compiled; None if it can't be used."""
-    library = _open_library(None, _AUTO_TIMEOUT)
-    return None if isinstance(library, str) else library
-
-
-def _open_library(progress: Progress | None, timeout: float) -> ctypes.CDLL | str:
-    """The library, compiled if necessary, or the reason why it can't be used."""
-    path = compiled_dir() / library_name()
-    if progress is not None and not path.is_file():
-        progress("compiling the decode step, some seconds", 0, None)
-    if problem := ensure_library(timeout):
-        return problem
-    try:
-        if suspect := find_changeable_by_others(path):
-            return f"{with_tilde(suspect)} could have been changed by others, so it is not loaded"
-        return load_library(path)
-    except DamagedProgramError:
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            return f"{with_tilde(path)} is damaged and can't be deleted: {error.strerror}"
-        return _open_library(progress, timeout)
-    except WrongProgramError as error:
-        _record_failure(path, str(error))
-        return str(error)
-    except Exception as error:  # whatever hinders that machine code is loaded
-        return f"it can't be loaded now: {_last_line(error)}"
-
-
-def _use_library(model: LoadedModel, progress: Progress | None, timeout: float = -1) -> str:
-    """Let the model compute with the library; returns why that failed, or ""."""
-    can_step, method = NativeStep.supports(model.module), matmul_method_of(model.module)
-    if not can_step and method is None:
-        return f"sirchat can't compile model {model.name!r}"
-    library = _open_library(progress, timeout)
-    if isinstance(library, str):
-        return library
-    if method is not None:
-        set_matmul_method(model.module, method._replace(max_native_rows=max_native_rows()))
-    try:
-        if can_step and model.decode_step is None:
-            layers = model.encoder.layers
-            step = NativeStep(library, model.module, model.cache_dtype, layers)
-            model.__dict__["decode_step"] = step  # as if it were computed
-    except ValueError as error:
-        return f"the decode step has {error}"
-    return ""
-
-
 def _delete_leftovers(folder: Path) -> None:
     """Delete files of killed processes, and old libraries."""
     for build in folder.glob(f"{_BUILD_PREFIX}*"):
@@ -239,20 +249,6 @@ def _read_failure(path: Path) -> str:
 def _last_line(error: object) -> str:
     lines = str(error).strip().splitlines()
     return (lines[-1] if lines else type(error).__name__)[:500]
-
-
-_SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
-_MAIN_SOURCE = Path(__file__).with_name("step.cpp")  # it includes the others
-_DIGEST_BYTES = 32  # bytes of the SHA-256 at the end of a file of machine code
-_MAX_PRODUCT_ERROR = 0.03  # eight bits of the inputs err by 0.005
-
-
-class DamagedProgramError(Exception):
-    """A file of machine code is incomplete, or was changed."""
-
-
-class WrongProgramError(Exception):
-    """Machine code computes wrong results."""
 
 
 def supports_processor() -> bool:
@@ -293,11 +289,26 @@ def build_library(path: Path) -> None:
     path.write_bytes(code + hashlib.sha256(code).digest())
 
 
-def check_digest(path: Path) -> None:
-    """Raise DamagedProgramError if a file is not as `build_library` wrote it."""
-    content = path.read_bytes()  # loading an incomplete file can kill the process
-    if hashlib.sha256(content[:-_DIGEST_BYTES]).digest() != content[-_DIGEST_BYTES:]:
-        raise DamagedProgramError
+def _flags() -> list[str]:
+    flags = ["-std=c++17", "-O2", "-fno-math-errno", "-fno-trapping-math"]
+    # what matters of -O3, in five sixths of its time
+    flags += ["-fpeel-loops", "-ftree-vectorize", "-fvect-cost-model=dynamic"]
+    flags += ["-shared", "-fPIC", "-pthread"]
+    if platform.machine().lower() in ("arm64", "aarch64"):
+        return [*flags, "-mcpu=native"]
+    flags += ["-march=native", *["-DWITH_TILES"] * processor_features().has_amx]
+    # torch, and so the layout of its four-bit weights, may be restricted to less than there is
+    if "AVX512" not in torch.backends.cpu.get_cpu_capability():
+        flags.append("-mno-avx512f")
+    return flags
+
+
+class DamagedProgramError(Exception):
+    """A file of machine code is incomplete, or was changed."""
+
+
+class WrongProgramError(Exception):
+    """Machine code computes wrong results."""
 
 
 def load_library(path: Path) -> ctypes.CDLL:
@@ -309,6 +320,13 @@ def load_library(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     _compare_with_torch(library)
     return library
+
+
+def check_digest(path: Path) -> None:
+    """Raise DamagedProgramError if a file is not as `build_library` wrote it."""
+    content = path.read_bytes()  # loading an incomplete file can kill the process
+    if hashlib.sha256(content[:-_DIGEST_BYTES]).digest() != content[-_DIGEST_BYTES:]:
+        raise DamagedProgramError
 
 
 @torch.inference_mode()
@@ -338,25 +356,32 @@ def _compare_with_torch(library: ctypes.CDLL) -> None:
             raise WrongProgramError(f"products of the compiled library err by {error:.2g}")
 
 
-def _flags() -> list[str]:
-    flags = ["-std=c++17", "-O2", "-fno-math-errno", "-fno-trapping-math"]
-    # what matters of -O3, in five sixths of its time
-    flags += ["-fpeel-loops", "-ftree-vectorize", "-fvect-cost-model=dynamic"]
-    flags += ["-shared", "-fPIC", "-pthread"]
-    if platform.machine().lower() in ("arm64", "aarch64"):
-        return [*flags, "-mcpu=native"]
-    flags += ["-march=native", *["-DWITH_TILES"] * processor_features().has_amx]
-    # torch, and so the layout of its four-bit weights, may be restricted to less than there is
-    if "AVX512" not in torch.backends.cpu.get_cpu_capability():
-        flags.append("-mno-avx512f")
-    return flags
+def choose_matmul_method(module: nn.Module, unpack: UnpackName) -> None:
+    """Let packed layers multiply in the fastest way, or as the setting `unpack_dtype` says."""
+    if matmul_method_of(module) is not None:
+        fastest = fastest_method(processor_features(), unpack)
+        before_compiling = fastest._replace(max_native_rows=0)  # `products.cpp` is not loaded yet
+        set_matmul_method(module, before_compiling)
 
 
-UnpackName = Literal["auto", "bfloat16", "float32"]
+def max_native_rows() -> int:
+    """The most rows that the loaded `products.cpp` should multiply."""
+    if has_matrix_units():
+        return UNLIMITED_ROWS
+    return fastest_method(processor_features()).max_native_rows
 
-_MAX_NATIVE_ROWS_WITH_AMX = 64
-# Values of ONEDNN_MAX_CPU_ISA with which oneDNN has bfloat16, but no instructions for it
-_ISA_WITHOUT_BFLOAT16 = ("AVX512_CORE", "AVX512_CORE_VNNI")
+
+def fastest_method(features: Features, unpack: UnpackName = "auto") -> MatmulMethod:
+    """How to multiply packed weights on a processor with these features and `products.cpp`."""
+    if unpack == "auto":
+        unpack = "bfloat16" if features.has_bfloat16 else "float32"
+    # AMX multiplies many rows of bfloat16 in less time than they need in eight bits without it.
+    native_rows = _MAX_NATIVE_ROWS_WITH_AMX if features.has_amx else UNLIMITED_ROWS
+    if unpack == "bfloat16":
+        return MatmulMethod(max_native_rows=native_rows)
+    # The kernels are twice as fast with AVX-512 as with AVX2; products in float32 are not.
+    kernel_rows = 64 if features.capability == "AVX512" else 32
+    return MatmulMethod(unpack, 64, kernel_rows, native_rows)
 
 
 class Features(NamedTuple):
@@ -376,34 +401,6 @@ def processor_features() -> Features:
         has_bfloat16 = has_bfloat16 and (torch.cpu._is_avx512_bf16_supported() or has_amx)
     capability = torch.backends.cpu.get_cpu_capability()
     return Features(capability, has_bfloat16, has_amx and (not isa_limit or "AMX" in isa_limit))
-
-
-def fastest_method(features: Features, unpack: UnpackName = "auto") -> MatmulMethod:
-    """How to multiply packed weights on a processor with these features and `products.cpp`."""
-    if unpack == "auto":
-        unpack = "bfloat16" if features.has_bfloat16 else "float32"
-    # AMX multiplies many rows of bfloat16 in less time than they need in eight bits without it.
-    native_rows = _MAX_NATIVE_ROWS_WITH_AMX if features.has_amx else UNLIMITED_ROWS
-    if unpack == "bfloat16":
-        return MatmulMethod(max_native_rows=native_rows)
-    # The kernels are twice as fast with AVX-512 as with AVX2; products in float32 are not.
-    kernel_rows = 64 if features.capability == "AVX512" else 32
-    return MatmulMethod(unpack, 64, kernel_rows, native_rows)
-
-
-def choose_matmul_method(module: nn.Module, unpack: UnpackName) -> None:
-    """Let packed layers multiply in the fastest way, or as the setting `unpack_dtype` says."""
-    if matmul_method_of(module) is not None:
-        fastest = fastest_method(processor_features(), unpack)
-        before_compiling = fastest._replace(max_native_rows=0)  # `products.cpp` is not loaded yet
-        set_matmul_method(module, before_compiling)
-
-
-def max_native_rows() -> int:
-    """The most rows that the loaded `products.cpp` should multiply."""
-    if has_matrix_units():
-        return UNLIMITED_ROWS
-    return fastest_method(processor_features()).max_native_rows
 
 
 def processor_name() -> str:

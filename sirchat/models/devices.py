@@ -309,11 +309,19 @@ class DeviceMap:
         free[CPU] = _UNLIMITED_BYTES if in_ram is None else in_ram - PROGRAM_BYTES
         room = {key: max(0, size - self.cache_bytes) for key, size in free.items()}
         layers = (*decoder_layers(outline), outline.get_input_embeddings())
+        first, on_first = next(iter(room.items()))
         unsplit = list({type(layer).__name__ for layer in layers})
         with no_warnings():  # of GPUs that this machine does not have
             if self.spread == "balanced":
                 room = get_balanced_memory(outline, room, unsplit)
             plan: dict[str, Any] = infer_auto_device_map(outline, room, unsplit)
+        if {CPU, DISK} & set(plan.values()) - {first}:  # these layers compute on the first device
+            largest = max(sum(part.nbytes for part in layer.parameters()) for layer in layers)
+            if on_first < largest:
+                raise ModelError(
+                    "the model does not fit, not even with its layers on disk",
+                    hint="choose a smaller budget or model",
+                )
         placement: ModuleDevices = {part: devices.get(key, key) for part, key in plan.items()}
         folder = self._folder.path if DISK in placement.values() else None
         return {"device_map": placement, "offload_folder": folder}

@@ -7,7 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from safetensors import SafetensorError
@@ -19,6 +19,8 @@ from sirchat.config.profile import Profile
 from sirchat.errors import ModelError, panic_as_model_error
 from sirchat.memory.free_memory import trim_memory
 from sirchat.models.compiling import (
+    CompileMode,
+    UnpackName,
     choose_matmul_method,
     compile_in_background,
     use_compiled,
@@ -27,7 +29,9 @@ from sirchat.models.compiling import (
 from sirchat.models.decoder import Decoder
 from sirchat.models.devices import (
     DeviceMap,
+    DeviceName,
     DtypeName,
+    Spread,
     agree_on_instructions,
     main_device,
     make_device_map,
@@ -90,18 +94,36 @@ class LoadOptions:
     trust_remote_code: bool = False
 
 
+class LoadSettings(TypedDict, total=False):
+    """The settings of a `Profile` that say how a model is loaded; the profile has the defaults."""
+
+    device: DeviceName
+    device_map: Spread
+    dtype: DtypeName
+    quantize: Quantize
+    unpack_dtype: UnpackName
+    cache_dtype: DtypeName
+    compile: CompileMode
+    threads: int
+    budget: int  # for whose KV cache a device map leaves room
+    recall_encoder: str
+
+
 def load_model(
     name: str,
     *,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
     for_hub: bool = False,
-    **settings: Any,
+    **settings: Unpack[LoadSettings],
 ) -> LoadedModel:
     """Load a model by its name: a bundled one, `smollm2`, a folder, a GGUF file or a hub id.
 
-    `settings` are those of a `Profile`; the others are as in `load_model_of`.
+    Raises TypeError for other settings, pydantic's ValidationError for a value that is not allowed,
+    and ModelError as `load_model_of` does, which describes the other arguments.
     """
+    if others := settings.keys() - LoadSettings.__annotations__.keys():
+        raise TypeError(f"load_model takes no setting {min(others)}")
     profile = Profile(model=name, **settings)
     how: dict[str, Any] = {"trust_remote_code": trust_remote_code, "for_hub": for_hub}
     return load_model_of(profile, progress=progress, **how)

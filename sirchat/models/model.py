@@ -39,7 +39,7 @@ from sirchat.models.hidden_states import concat_states, record_states
 from sirchat.models.hub_step import HubStep
 from sirchat.models.learning import why_no_encoder
 from sirchat.models.llama_step import LlamaStep
-from sirchat.models.model_config import context_length, refuse_invalid_sizes, sliding_window
+from sirchat.models.model_config import context_length, refuse_invalid_numbers, sliding_window
 from sirchat.models.native_step import NativeStep
 from sirchat.models.packed import packed_buffers
 from sirchat.models.probe import (
@@ -318,10 +318,14 @@ class LoadedModel:
     def decode_step(self) -> NativeStep | CapturedStep | None:
         """Reads single tokens faster than `module`; None if the model has no decode step.
 
-        On a CPU, `use_compiled` sets it. On a GPU, the first access captures the step, and compares
-        its logits with the module's.
+        On a CPU, `use_decode_step` sets it. On a GPU, the first access captures the step, and
+        compares its logits with the module's.
         """
         return self.captured.step
+
+    def use_decode_step(self, step: NativeStep | CapturedStep | None) -> None:
+        """Read single tokens by `step` from now on; None reads them by `module`."""
+        vars(self)["decode_step"] = step  # where `cached_property` keeps it
 
     @cached_property
     def captured(self) -> CaptureResult:
@@ -477,7 +481,7 @@ def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
     """
     config = module.config.get_text_config(decoder=True)
     kinds, reads_singly = None, False
-    refuse_invalid_sizes(config, name)
+    refuse_invalid_numbers(config, name)
     if isinstance(module, Decoder):
         rotations = module.rotations
     else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,11 +26,21 @@ REFUSED_LAYERS = {
 
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-# Of a config, whole numbers, or lists of these, that must be above 0.
+# Whole numbers of a config that must be above 0; and numbers of it and its RoPE, with their limits,
+# outside of which a model writes nonsense. A list has one for each layer, or dimension.
 _INTEGER_KEYS = (
     *(*_LENGTH_KEYS, "vocab_size", "hidden_size", "num_hidden_layers", "sliding_window"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
 )
+_NUMBER_LIMITS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("rope_theta", "rope_local_base_freq", "factor"), (1, 1e12)),
+    **dict.fromkeys(("short_factor", "long_factor", "low_freq_factor"), (0, 1e12)),
+    **dict.fromkeys(("high_freq_factor", "attention_factor", _ORIGINAL_LENGTH), (0, 1e12)),
+    **dict.fromkeys(("beta_fast", "beta_slow", "query_pre_attn_scalar"), (0, 1e12)),
+    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping"), (0, 1e12)),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps"), (0, 0.5)),
+    "partial_rotary_factor": (0, 1),
+}
 # Rotations (RoPE) that change their frequencies beyond a length: keys that are already in the cache
 # would be wrong for the new frequencies, so the context ends there. `su` was the name of longrope.
 LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
@@ -108,16 +119,24 @@ def context_length(config: Any) -> int | None:
     return limit
 
 
-def refuse_invalid_sizes(config: Any, name: str) -> None:
-    """Raise ModelError if a size in a config makes no sense."""
+def refuse_invalid_numbers(config: Any, name: str) -> None:
+    """Raise ModelError if a config's sizes, or its numbers for RoPE or norms, make no sense."""
     said = config.to_dict()
-    for key in _INTEGER_KEYS:
-        value = said.get(key)
-        if key == "sliding_window" and not (value and said.get("use_sliding_window", True)):
+    rope = said.get("rope_parameters") or said.get("rope_scaling")
+    rope = rope if isinstance(rope, dict) else {}
+    parts = [said, rope, *(part for part in rope.values() if isinstance(part, dict))]
+    for key, part in product((*_INTEGER_KEYS, *_NUMBER_LIMITS), parts):
+        value = part.get(key)
+        if key == "sliding_window" and not (value and part.get("use_sliding_window", True)):
             continue
+        least, most = _NUMBER_LIMITS.get(key, (1, _MAX_INTEGER))
+        kind = "number" if key in _NUMBER_LIMITS else "whole number"
         for number in value if isinstance(value, list) else [value]:
-            if number is not None and positive_int(number) is None:
-                rule = "its config.json must have a whole number above 0"
+            is_number = isinstance(number, int | float if kind == "number" else int)
+            is_number = is_number and not isinstance(number, bool)
+            if number is not None and not (is_number and number > 0 and least <= number <= most):
+                limits = f"above 0, from {least:g} to {most:g}"
+                rule = f"its config.json must have a {kind} {limits}"
                 raise ModelError(f"{name} has {key} {format_value(value)}; {rule}")
 
 

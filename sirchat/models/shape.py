@@ -32,7 +32,7 @@ from sirchat.models.model_config import (
     context_length,
     load_config,
     positive_int,
-    refuse_invalid_sizes,
+    refuse_invalid_numbers,
 )
 from sirchat.models.names import part_names
 
@@ -307,7 +307,7 @@ def weights_in_folder(folder: Path) -> dict[str, tuple[Path, TensorSpan]]:
     found = {name: (file, span) for file, named in spans for name, span in named.items()}
     _refuse_larger_config(folder, config, found)
     text = config.get("text_config")
-    refuse_invalid_sizes(ConfigValues(text if isinstance(text, dict) else config), str(folder))
+    refuse_invalid_numbers(ConfigValues(text if isinstance(text, dict) else config), str(folder))
     return found
 
 

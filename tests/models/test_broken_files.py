@@ -150,6 +150,8 @@ def test_a_file_of_another_kind_or_with_an_error_is_named(
     refused(folder, why)
 
 
+ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
+ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 512}
 NO_IDS: tuple[object, ...] = ("", [[]], 1.5)
 
 
@@ -157,6 +159,17 @@ NO_IDS: tuple[object, ...] = ("", [[]], 1.5)
     ("name", "key", "value", "why"),
     [
         ("config", "num_attention_heads", 0, "has num_attention_heads 0; its config.json must"),
+        ("config", "rms_norm_eps", "x", 'has rms_norm_eps "x"; its config.json must have a number'),
+        ("config", "rms_norm_eps", 1.0, "has rms_norm_eps 1.0; .* above 0, from 0 to 0.5"),
+        *(
+            ("config", "rope_parameters", ROPE | {key: no}, f"has {key} {json.dumps(no)}; ")
+            for key, no in (
+                ("rope_theta", 0.5),
+                ("low_freq_factor", float("nan")),
+                ("original_max_position_embeddings", 0),
+                ("attention_factor", -1.0),
+            )
+        ),
         (
             *("config", "rope_parameters", {"rope_type": "new", "rope_theta": 1.0}),
             "'new' is missing or unknown",

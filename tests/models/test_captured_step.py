@@ -167,7 +167,7 @@ def test_neither_a_step_nor_a_choice_waits_for_the_device() -> None:
             step = CapturedStep(
                 LlamaStep(module, "torch"), device, captures=False, encoder=model.encoder
             )
-            model.__dict__["decode_step"] = step
+            model.use_decode_step(step)
             # The results are copied to the host without a wait, which the simulation can't tell.
             state = step.run_buffers
             hosts = {
@@ -313,9 +313,8 @@ def test_a_gpu_reads_the_same_with_and_without_a_graph_and_ahead() -> None:
     assert isinstance(step, CapturedStep)
     said = []
     for captures in (True, False):
-        model.__dict__["decode_step"] = CapturedStep(
-            step.body, model.device, captures=captures, encoder=step.encoder
-        )
+        how = step.body, model.device
+        model.use_decode_step(CapturedStep(*how, captures=captures, encoder=step.encoder))
         for ahead in (True, False):
             engine = Engine(model, CacheSettings(Entropy(), 64, archive=2**24))
             prefill(engine, some_ids(60, 1, model.vocab_size))

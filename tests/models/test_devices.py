@@ -94,7 +94,8 @@ def load(folder: Path, devices: list[str] | None = None) -> LoadedModel:
             how = {"device_map": "auto"}
         model = load_model(str(folder), for_hub=True, dtype="float32", **how)
     # What a CPU alone computes in other ways, which round differently; so does torch for gradients.
-    vars(model)["decode_step"], vars(model)["has_linear_head"] = None, False
+    model.use_decode_step(None)
+    vars(model)["has_linear_head"] = False
     model.module.requires_grad_(False)
     return model
 
@@ -301,6 +302,24 @@ def test_a_model_whose_head_has_the_weights_of_the_embeddings_is_spread(
 def test_a_spread_model_is_on_no_other_device(other: Any, folder: Path) -> None:
     with pytest.raises(SirchatError, match="can't be used with a device map"):
         load_model(str(folder), device_map="auto", **other)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param({"budget": 2000}, id="no room for the cache"),
+        pytest.param({"gpu": 10**9 + 1000}, id="no room for a layer on the first device"),
+    ],
+)
+def test_what_does_not_fit_on_the_first_device_is_refused(
+    other: dict[str, int], folder: Path, simulation: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sirchat.models.devices.free_memory", lambda: 0)
+    monkeypatch.setattr("sirchat.models.load.MIN_RESERVED_ROWS", 16)
+    if gpu := other.pop("gpu", 0):
+        monkeypatch.setattr("sirchat.models.devices.free_gpu_bytes", lambda _: gpu)
+    with pytest.raises(SirchatError, match="does not fit, not even with its layers on disk"):
+        load_model(str(folder), device_map="auto", dtype="float32", **other)  # type: ignore[arg-type]
 
 
 def test_a_gguf_file_is_not_spread(tmp_path: Path) -> None:

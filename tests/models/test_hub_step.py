@@ -114,7 +114,7 @@ def of_family(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32
     model_type, overrides = HELD[name]
     module = build(model_type, {**overrides, **more}, dtype).to(device)
     model = replace(loaded(name), module=module)
-    vars(model)["decode_step"] = None
+    model.use_decode_step(None)
     return model
 
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from huggingface_hub import HfApi
 from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
+from pydantic import ValidationError
 
+import sirchat
+from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
 from sirchat.models.hub import must_use_cache, require_available
+from sirchat.models.load import LoadSettings
 from sirchat.models.names import locate
 from warm_python import warm_python
 
@@ -155,3 +160,13 @@ def test_the_real_model_answers_from_a_pipe() -> None:
     )
     assert found.returncode == 0, found.stderr
     assert "Paris" in found.stdout
+
+
+def test_load_model_takes_the_profiles_settings_for_loading_with_their_types() -> None:
+    hints = get_type_hints(LoadSettings)
+    assert hints == {name: get_type_hints(Profile)[name] for name in hints}
+    # mypy refuses both calls; else it would refuse the comments.
+    with pytest.raises(ValidationError):
+        sirchat.load_model("tiny", threads="2")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="load_model takes no setting temperature"):
+        sirchat.load_model("tiny", temperature=1.0)  # type: ignore[call-arg]

@@ -46,7 +46,7 @@ def test_a_matrix_has_the_bits_of_torch(
     rows = 192
     tensor = random_blocks(kind, rows, np.random.default_rng(len(kind) + threads))
     order, native = torch.randperm(rows), NativePacking(library)
-    assert native.can_read(tensor)
+    assert native.can_pack_eight_bits(tensor)
     q, scale = quantize_int8(unpack_floats(tensor)[order])
     made = native.pack_eight_bits(tensor, order)
     assert torch.equal(made.q, q)

@@ -51,4 +51,4 @@ def read_in_native_code(model: LoadedModel) -> None:
     """Let a model read single tokens as chats do: three times as fast as by torch's operations."""
     if CAN_BUILD and NativeStep.supports(model.module):
         how = model.module, model.cache_dtype, model.encoder.layers
-        vars(model)["decode_step"] = NativeStep(loaded_library(), *how)
+        model.use_decode_step(NativeStep(loaded_library(), *how))

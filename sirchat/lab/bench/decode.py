@@ -165,11 +165,11 @@ def _uncompiled(model: LoadedModel, blocks: Iterator[float]) -> Iterator[float]:
     """Run the timed blocks with the compiled decode step switched off; yield the time of each."""
     step = model.decode_step
     while True:
-        vars(model)["decode_step"] = None
+        model.use_decode_step(None)
         try:
             seconds = next(blocks)
         finally:
-            vars(model)["decode_step"] = step
+            model.use_decode_step(step)
         yield seconds
 
 

@@ -408,11 +408,11 @@ _STEPS: dict[str, _MakeStep] = {
 def _stepping(model: LoadedModel, make: _MakeStep) -> Iterator[Any]:
     """Let the model decode with another step."""
     usual = model.decode_step
-    model.__dict__["decode_step"] = step = make(model)
+    model.use_decode_step(step := make(model))
     try:
         yield step
     finally:
-        model.__dict__["decode_step"] = usual
+        model.use_decode_step(usual)
 
 
 def _own_step(model: LoadedModel) -> Any:

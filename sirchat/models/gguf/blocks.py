@@ -63,7 +63,7 @@ class NativePacking:
         self._blocks.restype = self._eight.restype = ctypes.c_bool
 
     @staticmethod
-    def can_read(tensor: GgufTensor) -> bool:
+    def can_pack_eight_bits(tensor: GgufTensor) -> bool:
         """Whether a matrix can be packed in eight bits."""
         return tensor.type in _SPLITTERS
 

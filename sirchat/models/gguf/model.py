@@ -151,7 +151,7 @@ class _Loader:
         is_4_bit = may_be_4_bit and tensor.type in FOUR_BIT and head_dim % GROUP == 0
         is_4_bit = is_4_bit and four_bit.fits(*tensor.shape)
         native = self.native if conversion != "value columns" else None
-        if native is not None and native.can_read(tensor):
+        if native is not None and native.can_pack_eight_bits(tensor):
             pack: Callable[..., PackedLinear] = native.pack_eight_bits
             if BlockLinear.fits(tensor.type, *tensor.shape):
                 pack = native.pack_blocks
