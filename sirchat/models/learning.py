@@ -33,12 +33,6 @@ _LOWEST_PRIORITY = 19  # niceness
 _SHARED_FOLDER = Path("/dev/shm")
 _PACKAGE = Path(__file__).parents[1]
 _STARTED, _ERROR_PREFIX = "start", "sirchat: "
-_LOWEST_PRIORITY = 19  # niceness
-# Whatever the environment says: `XDG_RUNTIME_DIR` differs between a session, cron and ssh.
-_SHARED_FOLDER = Path("/dev/shm")
-_PACKAGE = Path(__file__).parents[1]
-_STARTED, _ERROR_PREFIX = "start", "sirchat: "
-# In errors that may not recur at a later start.
 
 
 def learn_in_background(name: str, module: Any, *, trust_remote_code: bool = False) -> str:

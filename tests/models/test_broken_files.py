@@ -131,6 +131,16 @@ def change_json(path: Path, **values: object) -> None:
         ("model.safetensors", b"GGUF" + bytes(200), r"is a GGUF file"),
         ("model.safetensors", b"\x80\x01", r"incomplete|is a pickle"),
         ("model.safetensors", b"\xff" * 7 + b"\0{", r"no safetensors file, or incomplete"),
+        *(
+            ("model.safetensors", struct.pack("<Q", len(header)) + header, r"safetensors can't be")
+            for header in (
+                *(b"[]", b"{", b'{"a": 3}', b'{"a": {"shape": "4", "dtype": "F32"}}'),
+                *(
+                    b'{"a": {"shape": [%b], "dtype": %b}}' % odd
+                    for odd in ((b"-1", b'"F32"'), (b"99999999999999", b'"F32"'), (b"4", b"[]"))
+                ),
+            )
+        ),
         ("config.json", b"{", r"config\.json can't be read: JSONDecodeError"),
         ("generation_config.json", b'{"temperature": 0', r"generation_config\.json can't be read"),
         ("tokenizer.json", b"{", r"the tokenizer of .* is no valid JSON"),
@@ -317,6 +327,10 @@ def zeros_from(part: float) -> Callable[[bytes], bytes]:
         (
             lambda data: with_pair(data, b"general.type", struct.pack("<IQ", 8, 7) + b"adapter"),
             "is a LoRA adapter, not a model",
+        ),
+        (
+            lambda data: data.replace(b"blk.1.ffn_up.weight", b"blk.0.ffn_up.weight"),
+            "two tensors of the same name",
         ),
         (lambda data: data.replace(b"llama.vocab_size", b"llama.block_count"[:16]), "llama"),
         (

@@ -14,7 +14,6 @@ from by_heart import (
     CODE,
     FORECAST,
     GREETING,
-    NAME,
     QUESTION,
     SHAPES,
     SUNNY,
@@ -35,7 +34,6 @@ from plain_model import load_model
 from serving import served
 from sirchat.models.model import LoadedModel
 from template_shapes import WEATHER
-from terminal import Terminal
 
 # Harmony, sentencepiece, and marks of thinking and calls; the other shapes are tried where their
 # replies are parsed (`tests/text`).
@@ -129,14 +127,3 @@ def test_the_server_calls_a_tool_and_reads_what_it_returned(
         result = {"role": "tool", "tool_call_id": call["id"], "content": SUNNY}
         later = server.ask([user(FORECAST), choice["message"], result], **fields)
         assert later["choices"][0]["message"]["content"].strip() == SUNNY
-
-
-def test_a_chat_on_the_screen_folds_the_thinking(models: Path, tmp_path: Path) -> None:
-    flags = ("--model", str(models / "gpt-oss"), "--device", "cpu", "--panel", "off")
-    with Terminal(*flags, "--thinking", "fold", home=tmp_path) as chat:
-        shown = chat.ask(QUESTION)
-        assert shown.startswith("thought for ")
-        assert chat.ask("/thinking") == THOUGHT
-        assert f"\n{ANSWER}\n" in f"\n{shown}\n"
-        assert GREETING in chat.ask(NAME)
-        assert chat.leave() == 0

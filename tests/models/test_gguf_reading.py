@@ -150,11 +150,3 @@ def test_the_real_file_gives_the_model_that_transformers_makes_of_it(
     assert tokenizer.encode(text) == ours.tokenizer.encode(text)
     assert tokenizer.chat_template == ours.tokenizer.chat_template
     assert tokenizer.special_tokens_map == ours.tokenizer.special_tokens_map
-
-
-def test_two_tensors_of_the_same_name_are_refused(file: Path, tmp_path: Path) -> None:
-    data = file.read_bytes()
-    broken = tmp_path / "broken.gguf"
-    broken.write_bytes(data.replace(b"blk.1.ffn_up.weight", b"blk.0.ffn_up.weight"))
-    with pytest.raises(ModelError, match="two tensors of the same name"):
-        load_model(str(broken), device="cpu")

@@ -1,10 +1,11 @@
-"""Products by the library compiled here: near exact, and always the same."""
+"""The library compiled here: products near exact and always the same, packing without loss."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,15 +18,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gguf_models import random_blocks
-from native_library import built_library, has_library
+from gguf_models import random_blocks, random_model, write_model
+from native_library import built_library, has_library, loaded_library
 from plain_model import load_model
+from sirchat.config.profile import Profile
 from sirchat.engine.reader import Reader
 from sirchat.memory.ledger import Ledger
-from sirchat.models import compiling
-from sirchat.models.gguf.blocks import NativePacking
+from sirchat.models import compiling, load
+from sirchat.models.fit import compute_fit
+from sirchat.models.gguf import prepared
+from sirchat.models.gguf.blocks import NativePacking, unpack_floats
 from sirchat.models.gguf.header import BLOCK_LAYOUTS
-from sirchat.models.model import LoadedModel
+from sirchat.models.listing import find_model
 from sirchat.models.packed import (
     GROUP,
     UNLIMITED_ROWS,
@@ -33,11 +37,15 @@ from sirchat.models.packed import (
     Int4Linear,
     Int8Linear,
     MatmulMethod,
+    PackedLinear,
     has_matrix_units,
     int4_block_rows,
+    packed_buffers,
+    quantize_int8,
     set_matmul_method,
 )
 from sirchat.models.surprisal import surprisal_of_states
+from sirchat.paths import compiled_dir, make_private_dir
 
 pytestmark = has_library
 
@@ -45,10 +53,8 @@ ATTACK = int(os.environ.get("SIRCHAT_ATTACK", 1))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def library() -> Path:
-    path = built_library()
-    compiling.load_library(path)
-    return path
+def native() -> NativePacking:
+    return NativePacking(compiling.load_library(built_library()))
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -72,7 +78,7 @@ def blocks(kind: str) -> Callable[[int, int, int], BlockLinear]:
         layout = BLOCK_LAYOUTS[kind]
         count, rows = -(-columns // layout.columns), rows // 16 * 16
         tensor = random_blocks(kind, rows, np.random.default_rng(seed), count * layout.columns)
-        native = NativePacking(compiling.load_library(built_library()))
+        native = NativePacking(loaded_library())
         layer = native.pack_blocks(tensor, torch.arange(rows))
         set_matmul_method(layer, MatmulMethod(max_native_rows=2**30))
         return layer
@@ -118,7 +124,7 @@ def test_products_err_only_by_the_rounding_of_the_rows(data: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def tiles(library: Path) -> None:
+def tiles(native: NativePacking) -> None:
     if not has_matrix_units():
         pytest.skip("needs matrix units (AMX)")
 
@@ -226,24 +232,91 @@ def test_what_is_no_number_stays_none(make: Any, rows: int) -> None:
 
 @pytest.mark.parametrize(("own", "size"), [(UNLIMITED_ROWS, 384), (64, 1000), (0, 1000)])
 def test_passes_are_small_where_they_take_no_longer(own: int, size: int) -> None:
-    model = packed()
+    model = load_model("tiny", quantize="int4", device="cpu")
     set_matmul_method(model.module, MatmulMethod(max_native_rows=own))
     reader = Reader(model, model.new_cache(8), Ledger())
     assert reader.pass_size(1000, is_observed=False) == size
     assert reader.pass_size(7, is_observed=False) == 7
 
 
-def packed() -> LoadedModel:
-    return load_model("tiny", quantize="int4", device="cpu")
+# Packing of a GGUF file's matrices
+
+KINDS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
 
 
-def test_a_damaged_library_is_not_loaded(library: Path, tmp_path: Path) -> None:
-    code = library.read_bytes()
-    for damaged in (b"", code[: len(code) // 2], code[:5000] + b"x" + code[5001:]):
-        path = tmp_path / "damaged.so"
-        path.write_bytes(damaged)
-        with pytest.raises(compiling.DamagedProgramError):
-            compiling.check_digest(path)
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_matrix_has_the_bits_of_torch(
+    kind: str, threads: int, native: NativePacking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    rows = 192
+    tensor = random_blocks(kind, rows, np.random.default_rng(len(kind) + threads))
+    order = torch.randperm(rows)
+    assert native.can_pack_eight_bits(tensor)
+    q, scale = quantize_int8(unpack_floats(tensor)[order])
+    made = native.pack_eight_bits(tensor, order)
+    assert torch.equal(made.q, q)
+    assert torch.equal(made.scale, scale)
+    assert BlockLinear.fits(kind, *tensor.shape) is (kind in BLOCK_LAYOUTS)
+    if kind in BLOCK_LAYOUTS:
+        own = native.pack_blocks(tensor, order)
+        assert torch.equal(own.unpacked(torch.float32).T, unpack_floats(tensor)[order])
+
+
+def wait_for_the_writer() -> None:
+    for thread in threading.enumerate():
+        if thread.name == prepared.WRITER_THREAD:
+            thread.join()
+
+
+def test_a_file_is_read_and_mapped_in_its_own_bits_and_values(
+    own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kind_of(name: str, shape: tuple[int, ...]) -> str:
+        return "F32" if len(shape) < 2 else "Q6_K" if "down" in name else "Q5_0"
+
+    make_private_dir(compiled_dir())
+    (compiled_dir() / compiling.library_name()).symlink_to(built_library())
+    monkeypatch.setattr(prepared, "MIN_GGUF_BYTES", 0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 320}
+    original = random_model("qwen2", tie_word_embeddings=True, **sizes)
+    path = write_model(own_home / "model.gguf", original, "qwen2", kind_of)
+
+    def bits_without_the_library() -> set[int]:
+        with monkeypatch.context() as patch:
+            patch.setattr(load, "wait_for_library", lambda: None)
+            plain = load_model(str(path), device="cpu", compile="auto")
+        wait_for_the_writer()
+        return {one.bits for one in plain.module.modules() if isinstance(one, PackedLinear)}
+
+    assert bits_without_the_library() == {8}
+    ids = list(range(3, 23))
+    with torch.inference_mode():
+        wanted = original(torch.tensor([ids])).logits[0, -1]
+    for _ in range(2):
+        model = load_model(str(path), device="cpu", compile="on")
+        wait_for_the_writer()
+        monkeypatch.setattr(load, "parse_gguf", None)  # the second time, the file is mapped
+        layers = model.module.model.layers[0]
+        projections = layers.self_attn.q_proj, layers.mlp.gate_proj, layers.mlp.down_proj
+        assert [one.bits for one in projections] == [5, 5, 6]
+        gate = original.model.layers[0].mlp.gate_proj.weight
+        assert torch.equal(projections[1].unpacked(torch.float32).T, gate)
+        cache = model.new_cache(32)
+        model.forward(ids[:-1], cache)
+        cache.commit(len(ids) - 1)
+        alone, together = model.forward(ids[-1:], cache)[0], model.forward(ids, model.new_cache(32))
+        for found in (alone, together[-1]):
+            assert (found - wanted).norm() < 0.1 * wanted.norm()  # of all that is rounded
+    assert bits_without_the_library() == {8}
+    held = sum(one.nbytes for one in packed_buffers(model.module))
+    held += sum(one.nbytes for one in model.module.parameters())
+    said = compute_fit(find_model(str(path)), Profile(device="cpu"), None).choices[0]
+    assert said.weights == pytest.approx(held, rel=0.02)
+
+
+# Compilation for other processors
 
 
 @pytest.mark.skipif(ATTACK == 1, reason="builds the library once more")
