@@ -45,7 +45,6 @@ from sirchat.server.requests import (
     MAX_NAME_CHARS,
     ChatRequest,
     clamped_setting,
-    ignored_fields_notes,
 )
 from sirchat.server.responses import ResponsesSerializer
 from sirchat.server.session_routes import SessionRoutes
@@ -163,7 +162,7 @@ class ChatServer:
         chat = chat_request(endpoint, body)
         serializer = serializer_of(body, self.model)
         options = self._options(chat)
-        options.notes.extend(ignored_fields_notes(chat))
+        options.notes.extend(chat.ignored_fields_notes())
         name = request.headers.get("X-Sirchat-Conversation", "")[:MAX_NAME_CHARS]
         client = request.client.host if request.client else None
         parts = ReplyParts(self.replies, self._history(chat, name), options, client)

@@ -100,13 +100,6 @@ class Tool(RequestObject):
     function: FunctionFields
 
 
-def ignored_fields_notes(request: RequestBody) -> list[str]:
-    """A note for the client about fields without effect, if there are any."""
-    given = (request.model_extra or {}).items()
-    names = [json.dumps(name) for name, value in given if value not in (*EMPTY_VALUES, 0)]
-    return [f"without effect: {', '.join(names)}"[:_MAX_NOTE_CHARS]] if names else []
-
-
 def clamped_setting(name: str, value: Any) -> Any:
     """The value that a setting has for a reply, if a request gives it `value`."""
     if name not in _SETTING_RANGES:
@@ -214,6 +207,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "on"]
 class TemplateOptions(RequestObject):
     """The field `chat_template_kwargs`, with the usual name of the switch of reasoning."""
 
+    model_config = ConfigDict(extra="allow")
     enable_thinking: bool | None = None
 
 
@@ -309,6 +303,14 @@ class ChatRequest(RequestBody):
     def _prompt_length(self) -> int:
         roles = (number for number, m in enumerate(self.messages) if m.role != "system")
         return next(roles, len(self.messages))
+
+    def ignored_fields_notes(self) -> list[str]:
+        """A note for the client about fields without effect, if there are any."""
+        given = [*(self.model_extra or {}).items()]
+        options = self.chat_template_kwargs.model_extra or {}
+        given += [(f"chat_template_kwargs.{name}", value) for name, value in options.items()]
+        names = [json.dumps(name) for name, value in given if value not in (*EMPTY_VALUES, 0)]
+        return [f"without effect: {', '.join(names)}"[:_MAX_NOTE_CHARS]] if names else []
 
     def check(self) -> None:
         """Raise RequestError if fields contradict each other."""

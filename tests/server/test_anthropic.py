@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from operator import attrgetter
 from typing import Any
 
 import httpx2
@@ -82,7 +83,10 @@ def test_what_claude_code_sends_is_read_in_order() -> None:
                 {"role": "user", "content": [RESULT, {"type": "text", "text": "And?"}]},
             ],
             system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "e"}}],
-            tools=[TOOL, {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}],
+            tools=[
+                TOOL | {"defer_loading": True, "input_examples": [{"a": 1}]},
+                {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+            ],
             metadata={"user_id": "u"},
             thinking={"type": "disabled"},
         )
@@ -94,6 +98,8 @@ def test_what_claude_code_sends_is_read_in_order() -> None:
     assert "It rains." in said[2][1]
     assert "an image" in said[2][1]
     assert said[3] == ("user", "And?")
+    (note,) = request.ignored_fields_notes()
+    assert '"tools.web_search_20250305"' in note
 
 
 def test_a_reply_is_that_of_a_chat_completion(server: Served) -> None:
@@ -117,14 +123,6 @@ def test_a_stream_has_the_blocks_of_the_whole_reply(server: Served) -> None:
     assert text == whole["content"][0]["text"]
     assert told[-2][1]["delta"] == {"stop_reason": whole["stop_reason"], "stop_sequence": None}
     assert told[-2][1]["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
-
-
-@pytest.mark.parametrize("name", ["output_config", "output_format"])
-def test_a_format_of_the_reply_is_that_of_chats(name: str) -> None:
-    form: Any = {"type": "json_schema", "schema": {"enum": ["a"]}}
-    given = {name: form if name == "output_format" else {"format": form}}
-    asked = as_chat(body() | given)
-    assert asked.response_format.reply_schema == {"enum": ["a"]}
 
 
 def test_a_stop_sequence_is_named(server: Served) -> None:
@@ -156,54 +154,6 @@ def test_calls_are_blocks_whose_input_is_an_object(
     result = {"role": "user", "content": [RESULT | {"tool_use_id": call["id"]}]}
     after = server.send(PATH, **body([*answered, result], tools=[TOOL]))
     assert after["usage"]["cache_read_input_tokens"] > got["usage"]["input_tokens"]
-
-
-@pytest.mark.parametrize(
-    ("choice", "wanted"),
-    [
-        ({"type": "any"}, ("required", True)),
-        ({"type": "any", "disable_parallel_tool_use": True}, ("required", False)),
-        ({"type": "none"}, ("none", True)),
-        ({"type": "auto", "disable_parallel_tool_use": True}, ("auto", False)),
-    ],
-)
-def test_tool_choices_are_those_of_chats(choice: Any, wanted: tuple[str, bool]) -> None:
-    asked = as_chat(body(tools=[TOOL], tool_choice=choice))
-    assert (asked.tool_choice, asked.parallel_tool_calls) == wanted
-
-
-@pytest.mark.parametrize(
-    ("thinking", "wanted"),
-    [
-        (None, None),
-        ({"type": "disabled"}, "off"),
-        ({"type": "adaptive", "display": "summarized"}, "high"),
-        ({"type": "enabled", "budget_tokens": 2000}, "high"),
-    ],
-)
-def test_effort_is_one_of_reasoning_only_where_the_model_reasons(
-    thinking: Any, wanted: str | None
-) -> None:
-    fields = {} if thinking is None else {"thinking": thinking}
-    asked = as_chat(body(output_config={"effort": "high"}, **fields))
-    asked.check()
-    assert asked.settings().get("reasoning") == wanted
-
-
-@pytest.mark.parametrize("kind", ["日本", "a\r\nSet-Cookie: b", 7])
-def test_a_tool_that_only_a_service_runs_is_left_out_as_a_header_says(
-    server: Served, kind: Any
-) -> None:
-    response = server.client.post(PATH, json=body(tools=[{"type": kind, "name": "a"}]))
-    assert response.status_code == 200
-    assert "tools." in response.headers["X-Sirchat-Note"]
-    assert "Set-Cookie" not in response.headers
-
-
-def test_what_tools_of_claude_have_beside_a_schema_is_taken(server: Served) -> None:
-    more = {"eager_input_streaming": True, "defer_loading": True, "input_examples": [{"a": 1}]}
-    tool = TOOL | more | {"allowed_callers": ["direct"]}
-    assert server.send(PATH, **body(tools=[tool]))["type"] == "message"
 
 
 def test_the_tokens_of_a_request_are_counted_without_a_reply(server: Served) -> None:
@@ -243,6 +193,46 @@ def test_while_tokens_are_counted_other_requests_are_answered(
     assert max(sizes) < 100_000  # while one text is read, no other thread runs
 
 
+HIGH = {"output_config": {"effort": "high"}}
+BY_SCHEMA: Any = {"type": "json_schema", "schema": {"enum": ["a"]}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"output_format": BY_SCHEMA}, {"response_format.reply_schema": {"enum": ["a"]}}),
+        (
+            {"output_config": {"format": BY_SCHEMA}},
+            {"response_format.reply_schema": {"enum": ["a"]}},
+        ),
+        (
+            {"tool_choice": {"type": "any"}},
+            {"tool_choice": "required", "parallel_tool_calls": True},
+        ),
+        (
+            {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
+            {"tool_choice": "required", "parallel_tool_calls": False},
+        ),
+        ({"tool_choice": {"type": "none"}}, {"tool_choice": "none", "parallel_tool_calls": True}),
+        (
+            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+            {"tool_choice": "auto", "parallel_tool_calls": False},
+        ),
+        # An effort is one of the answer, unless the model may reason.
+        (HIGH, {"reasoning_effort": None}),
+        (HIGH | {"thinking": {"type": "disabled"}}, {"reasoning_effort": "none"}),
+        (HIGH | {"thinking": {"type": "adaptive"}}, {"reasoning_effort": "high"}),
+        (
+            HIGH | {"thinking": {"type": "enabled", "budget_tokens": 9}},
+            {"reasoning_effort": "high"},
+        ),
+    ],
+)
+def test_fields_are_those_of_chats(fields: dict[str, Any], wanted: dict[str, Any]) -> None:
+    asked = as_chat(body(tools=[TOOL]) | fields)
+    assert {name: attrgetter(name)(asked) for name in wanted} == wanted
+
+
 @pytest.mark.parametrize("path", [PATH, f"{PATH}/count_tokens"])
 @pytest.mark.parametrize(
     ("fields", "status", "kind"),
@@ -266,14 +256,3 @@ def test_errors_have_the_shape_of_anthropics(
     assert response.status_code == status
     assert response.json()["type"] == "error"
     assert response.json()["error"]["type"] == (kind or "invalid_request_error")
-
-
-def test_the_key_is_taken_from_either_header() -> None:
-    with served(tool_tiny(), key="k", max_new_tokens=2) as one:
-        for headers, status in (
-            ({"x-api-key": "k"}, 200),
-            ({"Authorization": "Bearer k"}, 200),
-            ({"x-api-key": "other"}, 401),
-            ({}, 401),
-        ):
-            assert one.client.post(PATH, json=body(), headers=headers).status_code == status

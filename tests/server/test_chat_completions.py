@@ -115,16 +115,17 @@ def test_sampling_settings_hold_for_one_reply_alone(server: Served) -> None:
 
 
 def test_the_model_has_its_name_and_one_without_folders(server: Served) -> None:
+    """With and without /v1."""
     with served(replace(tiny(), name="Qwen/Qwen3-0.6B"), max_new_tokens=1) as other:
         (shown,) = other.client.get("/v1/models").json()["data"]
         assert shown["id"] == "Qwen3-0.6B"
-        for name in ("Qwen/Qwen3-0.6B", "Qwen3-0.6B"):
-            assert other.client.get(f"/v1/models/{name}").status_code == 200
+        for name in ("v1/models/Qwen/Qwen3-0.6B", "v1/models/Qwen3-0.6B", "models/Qwen3-0.6B"):
+            found = other.client.get(f"/{name}").json()
+            assert (found["id"], found["object"]) == ("Qwen3-0.6B", "model")
+        assert refusal(other.client.get("/v1/models/gpt-4"), 404)["code"] == "model_not_found"
     assert [entry["id"] for entry in server.client.get("/v1/models").json()["data"]] == ["tiny"]
     response = server.post(ASKED, model="gpt-4o")
-    assert response.status_code == 404
-    assert response.json()["error"]["code"] == "model_not_found"
-    assert 'there is no model "gpt-4o"' in response.json()["error"]["message"]
+    assert 'there is no model "gpt-4o"' in refusal(response, 404)["message"]
 
 
 def test_text_never_becomes_a_control_token(server: Served) -> None:
@@ -134,8 +135,6 @@ def test_text_never_becomes_a_control_token(server: Served) -> None:
     control = set(tiny().tokenizer.added_tokens_decoder)
     assert reply["usage"]["prompt_tokens"] == len(turn.ids)
     assert control.isdisjoint(turn.ids[slice(*turn.content)])
-    body = b'{"messages": [{"role": "user", "content": "half of a character: \\ud800"}]}'
-    assert server.client.post("/v1/chat/completions", content=body).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -171,11 +170,31 @@ def test_with_an_api_key_each_request_must_have_it() -> None:
             response = server.client.get("/v1/models", headers={b"Authorization": key})
             assert response.status_code == status, key
         assert response.json()["error"]["code"] == "invalid_api_key"
+        for key, status in (("secret ä".encode(), 200), (b"other", 401)):
+            anthropics = {b"x-api-key": key}
+            assert server.client.get("/v1/models", headers=anthropics).status_code == status
         assert server.client.get("/health").json() == {"status": "ok"}
         far = {b"Authorization": right, b"Host": b"chat.example"}
         near = far | {b"Origin": b"https://chat.example"}
         for headers, status in ((far, 200), (near, 200), (far | {b"Origin": b"http://x"}, 403)):
             assert server.client.get("/v1/models", headers=headers).status_code == status
+
+
+def test_only_pages_of_sites_that_were_named_may_ask() -> None:
+    site, other = {"Origin": "https://chat.example"}, {"Origin": "https://evil.example"}
+    with served(max_new_tokens=2, cors=["https://chat.example"], key="key") as server:
+        asked = {"Access-Control-Request-Method": "POST"}
+        allowed = server.client.options(CHAT, headers=site | asked)
+        assert allowed.headers["access-control-allow-origin"] == "https://chat.example"
+        assert (
+            "access-control-allow-origin"
+            not in server.client.options(CHAT, headers=other | asked).headers
+        )
+        key = {"Authorization": "Bearer key"}
+        said = server.client.post(CHAT, json={"messages": [user("Hi")]}, headers=site | key)
+        assert said.headers["access-control-allow-origin"] == "https://chat.example"
+        refused = server.client.post(CHAT, json={"messages": [user("Hi")]}, headers=other | key)
+        assert "--cors" in refusal(refused, 403)["message"]
 
 
 def test_an_error_of_the_model_is_told_without_its_traceback(

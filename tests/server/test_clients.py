@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from serving import Served, listening, served, told, user
+from serving import listening, served, told, user
 from template_shapes import WEATHER, script, tool_tiny
 
 ANNA, NAME, ASKED = "My name is Anna.", "What is my name?", "How is the weather in Oslo?"
@@ -16,33 +15,15 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_
 MOST = 90  # tokens
 
 
-@pytest.fixture
-def openai() -> Any:
-    return pytest.importorskip("openai")
+def test_the_client_of_openai(monkeypatch: pytest.MonkeyPatch) -> None:
+    openai: Any = pytest.importorskip("openai")
+    with served(tool_tiny(), policy="full", max_new_tokens=MOST) as one, listening(one) as url:
+        chat_and_call(openai, f"{url}/v1", monkeypatch)
 
 
-@pytest.fixture
-def server() -> Iterator[Served]:
-    with served(tool_tiny(), policy="full", max_new_tokens=MOST) as one:
-        yield one
-
-
-@pytest.fixture
-def address(server: Served) -> Iterator[str]:
-    with listening(server) as found:
-        yield f"{found}/v1"
-
-
-@pytest.fixture
-def text() -> str:
-    """The reply to ANNA."""
-    return told([user(ANNA)], max_new_tokens=MOST)
-
-
-def test_the_client_of_openai(
-    openai: Any, address: str, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def chat_and_call(openai: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     client = openai.OpenAI(base_url=address, api_key="none")
+    text = told([user(ANNA)], max_new_tokens=MOST)
     create = client.chat.completions.create
     messages: list[Any] = [user(ANNA)]
     first = create(model="tiny", messages=messages)

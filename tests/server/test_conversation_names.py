@@ -120,7 +120,7 @@ def test_another_system_prompt_is_read_and_nothing_else() -> None:
 def test_tools_and_their_results_go_on_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
     with served(tool_quick(), policy="full", max_new_tokens=90) as one:
-        script(monkeypatch, [call, "It rains.", "Yes."])
+        script(monkeypatch, [call, "It rains.", "Yes.", "No."])
         first = talk(one, [user("Weather?")], tools=[WEATHER])
         (made,) = first["choices"][0]["message"]["tool_calls"]
         messages = [
@@ -132,6 +132,12 @@ def test_tools_and_their_results_go_on_by_name(monkeypatch: pytest.MonkeyPatch) 
         assert cached(second) == first["sirchat"]["seen"]
         third = talk(one, [assistant("It rains."), user("Sure?")], tools=[WEATHER])
         assert cached(third) == second["sirchat"]["seen"]
+        monkeypatch.setattr("sirchat.server.replies.edited", lambda *_: [])  # all is read again
+        last = talk(one, [system("Be brief."), user("Really?")])
+        assert (said(last), cached(last)) == ("No.", 0)
+        text = held_text(one, last)
+        for part in ("Be brief.", "Oslo", "rain", "It rains.", "Yes.", "Really?"):
+            assert part in text
 
 
 def test_a_header_and_the_field_of_responses_are_names_too() -> None:
@@ -169,24 +175,6 @@ def test_a_named_conversation_is_its_clients_alone(
         assert mine["sirchat"]["id"] == second["sirchat"]["id"]
         assert cached(mine) == second["sirchat"]["seen"]
         assert "Zebulon" not in held_text(one, mine)
-
-
-def test_calls_are_read_again_where_they_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-    with served(tool_quick(), policy="full", max_new_tokens=90) as one:
-        script(monkeypatch, [call, "It rains.", "Yes.", "No."])
-        first = talk(one, [user("Weather?")], tools=[WEATHER])
-        (made,) = first["choices"][0]["message"]["tool_calls"]
-        result = {"role": "tool", "tool_call_id": made["id"], "content": "rain"}
-        asked = {"role": "assistant", "content": None, "tool_calls": [made]}
-        talk(one, [user("Weather?"), asked, result], tools=[WEATHER])
-        monkeypatch.setattr("sirchat.server.replies.edited", lambda *_: [])
-        third = talk(one, [system("Be brief."), user("Sure?")])
-        assert said(third) == "Yes."
-        assert cached(third) == 0
-        text = held_text(one, third)
-        for part in ("Be brief.", "Oslo", "rain", "It rains.", "Sure?"):
-            assert part in text
 
 
 def test_other_tools_leave_the_system_prompt_that_was_not_sent_again() -> None:

@@ -66,11 +66,6 @@ def test_a_model_whose_highest_ids_are_added_tokens_replies_in_json() -> None:
     assert text.startswith("{")
 
 
-def test_a_reply_is_some_json_object(server: Served) -> None:
-    text = server.reply(ASKED, response_format={"type": "json_object"}, max_tokens=40)
-    assert text.startswith("{")
-
-
 def test_a_format_that_can_t_be_kept_is_refused(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

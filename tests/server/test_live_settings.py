@@ -206,15 +206,6 @@ def test_what_the_page_shows_can_not_turn_around_or_hide_other_text() -> None:
     assert "made.textContent = text.replace(CONTROLS" in page
 
 
-def test_another_site_can_not_change_a_memory() -> None:
-    with served(quick(), max_new_tokens=4) as server:
-        _, ident = asked(server, "Hello.")
-        path, foreign = f"/v1/sirchat/sessions/{ident}", {"Origin": "http://elsewhere.example"}
-        response = server.client.post(path, json={"budget": 64}, headers=foreign)
-        assert response.status_code == 403
-        assert memory(server, ident)["budget"] != 64
-
-
 def test_a_rule_in_a_history_that_is_sent_at_once_is_kept() -> None:
     rule = "Always answer in one sentence."
     history = [user(f"Hello. {rule}"), assistant("I will."), *[user(LONG), assistant("Yes.")] * 3]

@@ -330,6 +330,8 @@ def test_a_system_prompt_is_read_once_for_all_chats(tools: list[Any]) -> None:
     assert cached(other) > 60
     assert other["usage"]["prompt_tokens"] - cached(other) < 25
     assert said(same) == said(first)
+    messages = [long, user("Where is the harbour?")]
+    assert tools or said(other) == told(messages, tool_quick, max_new_tokens=8)
     assert other["sirchat"]["id"] != first["sirchat"]["id"]
 
 
@@ -364,14 +366,3 @@ def test_tools_behind_another_time_are_not_read_again() -> None:
         whole = held_text(server, server.ask(messages, tools=tools, tool_choice="none"))
     end = messages[-1]["content"]
     assert shown[: shown.index(end)] == whole[: whole.index(end)]
-
-
-def test_a_chat_with_a_beginning_of_another_replies_as_if_it_had_read_it() -> None:
-    long = system("You are kind, and you live in Rome.")
-    with served(quick(), policy="full", max_new_tokens=12) as server:
-        server.reply([long, user("My name is Anna.")])
-        messages = [long, user("What is my name?")]
-        messages.append(assistant(server.reply(messages)))
-        assert messages[-1]["content"] == told(messages[:-1], quick, max_new_tokens=12)
-        more = [*messages, user("Thanks.")]
-        assert server.reply(more) == told(more, quick, max_new_tokens=12)

@@ -95,7 +95,6 @@ def test_a_reply_can_be_stopped_and_an_error_is_said() -> None:
         assert do(type="Hello.")["said"] == "this server needs its API key"
 
 
-@pytest.mark.slow
 def test_the_budget_is_shown_as_segments_and_what_was_told_as_held_in_part_or_not() -> None:
     with page(model=telling(), budget=96, policy="sink", max_new_tokens=8, compile="off") as do:
         shown = do(type=FACTS[0])

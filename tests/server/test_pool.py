@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from chatting import answer, babbler, quick, session
-from serving import Message, Served, assistant, cached, refusal, said, served, system, told, user
+from serving import Served, assistant, cached, refusal, said, served, system, told, user, waiting
 from sirchat.server.conversation import History
 from sirchat.server.fields import RequestError
-from sirchat.server.replies import ReplyEnd, ReplyOptions, ReplyText
-from sirchat.server.reply_thread import SentPart, WaitingReply
+from sirchat.server.replies import ReplyEnd, ReplyText
+from sirchat.server.reply_thread import SentPart
 
 ANNA, NAME, THANKS = "My name is Anna.", "What is my name?", "Thanks."
 TALK = [user(ANNA), assistant("Hello, Anna!"), user("Say something.")]
@@ -30,18 +30,6 @@ TALK = [user(ANNA), assistant("Hello, Anna!"), user("Say something.")]
 def server() -> Iterator[Served]:
     with served(quick(), policy="full", max_new_tokens=12) as one:
         yield one
-
-
-@pytest.mark.parametrize("change", [str, str.strip, lambda text: f" {text}\n"])
-def test_of_a_history_only_the_new_message_is_read(change: type[str]) -> None:
-    messages, seen = [system("Be kind."), user(ANNA)], 0
-    with served(policy="full", max_new_tokens=12) as server:
-        for text in (NAME, THANKS):
-            reply = server.ask(messages)
-            assert cached(reply) == seen
-            assert said(reply) == told(messages, max_new_tokens=12)
-            seen = reply["sirchat"]["seen"]
-            messages += [assistant(change(said(reply))), user(text)]
 
 
 def test_without_a_system_message_the_system_prompt_is_the_servers() -> None:
@@ -56,10 +44,14 @@ def test_without_a_system_message_the_system_prompt_is_the_servers() -> None:
 TEXTS = (ANNA, NAME, THANKS, "My dog is called Rex.", "What is my dog called?")
 
 
-def test_a_client_that_sends_everything_again_gets_the_replies_of_a_prompt() -> None:
+@pytest.mark.parametrize("change", [str, str.strip, lambda text: f" {text}\n"])
+def test_a_client_that_sends_everything_again_gets_the_replies_of_a_prompt(
+    change: Callable[[str], str],
+) -> None:
+    """Blanks around a reply do not count."""
     settings: dict[str, Any] = {"policy": "salience", "budget": 128, "max_new_tokens": 12}
-    prompt = session(quick(), **settings)
-    messages: list[Message] = []
+    prompt = session(quick(), system="Be kind.", **settings)
+    messages = [system("Be kind.")]
     with served(quick(), **settings) as server:
         for number in range(8):
             text = f"{TEXTS[number % len(TEXTS)]} It is day {number}."
@@ -68,7 +60,7 @@ def test_a_client_that_sends_everything_again_gets_the_replies_of_a_prompt() -> 
             assert said(reply) == answer(list(prompt.ask(text)))
             assert cached(reply) == seen  # so only the new message is read
             assert reply["sirchat"]["seen"] == prompt.seen
-            messages.append(assistant(said(reply)))
+            messages.append(assistant(change(said(reply))))
     assert prompt.resident <= 128 < prompt.seen
 
 
@@ -163,12 +155,8 @@ def test_a_long_reply_does_not_keep_others_waiting() -> None:
     parts: SimpleQueue[tuple[str, SentPart]] = SimpleQueue()
     with served(babbler(), budget=256) as server:
         for name, most in (("long", 300), ("short", 4)):
-            history, options = (
-                History.of(None, [("user", name)]),
-                ReplyOptions({"max_new_tokens": most}),
-            )
             send = partial(lambda name, part: parts.put((name, part)), name)
-            server.server.replies.submit(WaitingReply(history, options, send))
+            server.server.replies.submit(waiting(name, send, most))
             if name == "long":
                 parts.get()  # it has begun
         got = (parts.get() for _ in range(2000))
@@ -185,11 +173,7 @@ def test_who_asks_for_one_reply_waits_for_one_of_anothers_and_not_for_all() -> N
     with served(babbler(), budget=256, conversations=2) as server:
         busy = server.server.replies.call(lambda: time.sleep(0.1))  # until all are there
         for number, client in enumerate([*"aaaaaaaa", "b"]):
-            history, options = (
-                History.of(None, [("user", f"say {number}")]),
-                ReplyOptions({"max_new_tokens": 6}),
-            )
-            reply = WaitingReply(history, options, partial(send, client), client)
+            reply = waiting(f"say {number}", partial(send, client), 6, client)
             server.server.replies.submit(reply)
         busy.result()
         assert "b" in [ended.get() for _ in range(4)]
@@ -203,8 +187,7 @@ def test_if_the_thread_of_all_replies_fails_each_ends_with_an_error_and_no_new_o
     with served(babbler(), budget=256, max_new_tokens=100_000) as server:
         replies = server.server.replies
         for text, send in ((ANNA, parts.put), (NAME, fail)):
-            history = History.of(None, [("user", text)])
-            replies.submit(WaitingReply(history, ReplyOptions({}), send))
+            replies.submit(waiting(text, send))
         got = (parts.get(timeout=60) for _ in range(100_000))
         assert next(part for part in got if isinstance(part, RequestError)).status == 503
         assert refusal(server.post([user(THANKS)], model="babbler"), 503)
@@ -230,26 +213,6 @@ def test_the_marks_of_messages_do_not_depend_on_where_texts_are_divided() -> Non
     assert len({(each.prompt_mark, each.marks) for each in histories}) == len(histories)
 
 
-def test_conversations_that_begin_alike_are_kept_apart(server: Served) -> None:
-    talks: dict[str, list[Message]] = {name: [] for name in ("Anna", "Tom")}
-    seen = dict.fromkeys(talks, 0)
-
-    def say(name: str, text: str) -> None:
-        messages = [*talks[name], user(text)]
-        reply = server.ask(messages)
-        assert said(reply) == told(messages, quick, max_new_tokens=12)
-        if len(messages) > 1:  # the first one is equal
-            assert cached(reply) == seen[name]
-        seen[name] = reply["sirchat"]["seen"]
-        talks[name] = [*messages, assistant(said(reply))]
-
-    for name in talks:
-        say(name, "Hello.")
-    for name in ("Anna", "Tom", "Anna"):
-        say(name, f"My name is {name}.")
-        say(name, NAME)
-
-
 def test_a_message_that_is_sent_again_is_not_read_again(server: Served, tmp_path: Path) -> None:
     """Also the first one, under policies that evict, and after a stop; else it is read anew."""
     for settings in ({"policy": "full"}, {"policy": "salience", "budget": 64, "recall": "words"}):
@@ -267,8 +230,7 @@ def test_a_message_that_is_sent_again_is_not_read_again(server: Served, tmp_path
                 assert cached(after) == other["sirchat"]["seen"]
     with served(quick(), max_new_tokens=12, folder=tmp_path) as one:
         first = one.ask(TALK, temperature=0)
-    with served(
-        quick(), max_new_tokens=12, folder=tmp_path
-    ) as one:  # the reply's beginning is not known
+    with served(quick(), max_new_tokens=12, folder=tmp_path) as one:
+        # Where the reply began is not known.
         again = one.ask(TALK, temperature=0)
         assert said(again) == said(first)

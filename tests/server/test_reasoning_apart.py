@@ -17,7 +17,6 @@ from serving import CHAT, Served, cached, served
 from sirchat.models.model import wrap_model
 from sirchat.server.replies import ReplyEnd, ReplyText
 from sirchat.server.responses import ResponsesSerializer
-from sirchat.text.tool_calls import CallParser
 from template_shapes import template, with_template
 
 _USAGE = ["prompt_tokens", "prompt_tokens_details", "completion_tokens", "total_tokens"]
@@ -61,42 +60,27 @@ def test_stop_strings_are_of_the_answer(server: Served) -> None:
         assert (message["content"], message["reasoning_content"]) == (answer, THOUGHT)
 
 
-def test_a_response_has_an_item_of_reasoning(server: Served) -> None:
-    whole = server.send("/v1/responses", input=QUESTION)
-    thought, said = whole["output"]
-    assert [(part["type"], part["text"]) for part in (*thought["content"], *said["content"])] == [
-        ("reasoning_text", THOUGHT),
-        ("output_text", ANSWER),
-    ]
-    assert (thought["type"], thought["summary"], said["type"]) == ("reasoning", [], "message")
-    assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
-    items = [
-        {"role": "user", "content": QUESTION},
-        thought,
-        said,
-        {"role": "user", "content": NAME},
-    ]
-    assert server.send("/v1/responses", input=items)["output"][-1]["content"][0]["text"] == GREETING
-
-
-def test_a_response_with_reasoning_comes_in_events_that_build_it_up(server: Served) -> None:
-    body = {"input": QUESTION, "stream": True}
-    lines = server.client.post("/v1/responses", json=body).text.split("\n")
-    events = [json.loads(line.removeprefix("data: ")) for line in lines if line[:5] == "data:"]
+def test_a_response_has_an_item_of_reasoning_and_events_build_it_up(server: Served) -> None:
+    lines = server.client.post("/v1/responses", json={"input": QUESTION, "stream": True}).text
+    events = [json.loads(one[6:]) for one in lines.split("\n") if one.startswith("data: ")]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     texts: dict[str, str] = {}
     for event in events:
         if event["type"].endswith("_text.delta"):
-            texts[event["type"]] = texts.get(event["type"], "") + event["delta"]
-    assert texts == {
-        "response.reasoning_text.delta": THOUGHT,
-        "response.output_text.delta": ANSWER,
-    }
-    done = [event["item"]["type"] for event in events if event["type"].endswith("item.done")]
-    assert done == ["reasoning", "message"]
-    assert events[-1]["response"]["output"] == [
-        event["item"] for event in events if event["type"].endswith("item.done")
+            kind = event["type"].split(".")[1]
+            texts[kind] = texts.get(kind, "") + event["delta"]
+    assert texts == {"reasoning_text": THOUGHT, "output_text": ANSWER}
+    done = [event["item"] for event in events if event["type"].endswith("item.done")]
+    response = events[-1]["response"]
+    assert response["output"] == done
+    thought, said = done
+    assert [(part["type"], part["text"]) for part in (*thought["content"], *said["content"])] == [
+        *texts.items()
     ]
+    assert (thought["type"], thought["summary"], said["type"]) == ("reasoning", [], "message")
+    assert response["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+    items = [user(QUESTION), thought, said, user(NAME)]
+    assert server.send("/v1/responses", input=items)["output"][-1]["content"][0]["text"] == GREETING
 
 
 def test_a_response_has_an_item_for_each_reasoning() -> None:
@@ -120,35 +104,6 @@ def test_a_response_has_an_item_for_each_reasoning() -> None:
         else:
             assert texts == [("reasoning", "acd"), ("message", "be")]
         assert len({item["id"] for item in output}) == len(output)
-
-
-_TOLD = [("weather", {"city": "Rome"}), ("time", {"at": "{to=functions.no"})]
-
-
-@pytest.mark.parametrize(
-    ("lead", "marked"),
-    [
-        ("to=functions.", "<|channel|>commentary to=functions.{0} <|constrain|>json<|message|>{1}"),
-        ("[TOOL_CALLS]", "[TOOL_CALLS]{0}[ARGS]{1}"),
-        (
-            "<｜tool▁sep｜>",
-            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{0}\n```json\n{1}\n```",
-        ),
-        ("<|begin|>functions.", "<|begin|>functions.{0}:0<|arguments|>{1}<|end|>"),
-        ("", '<|call|>{{"name": "{0}", "arguments": {1}}}<|/call|>'),
-        ("", '[TOOL_CALLS][{{"name": "{0}", "arguments": {1}, "id": "a"}}]'),
-        ("", '<|action|>[\n {{"tool_call_id": "0", "tool_name": "{0}", "parameters": {1}}}\n]'),
-    ],
-)
-def test_calls_between_control_tokens_are_read_in_their_form(lead: str, marked: str) -> None:
-    for count in (1, 2):
-        told = _TOLD[:count]
-        text = "".join(marked.format(name, json.dumps(given)) for name, given in told)
-        calls = CallParser({"weather", "time"}, 3).parse_marked(text, lead)
-        assert [(call.name, json.loads(call.arguments)) for call in calls] == told
-        assert [call.id for call in calls] == ["call00003", "call00004"][:count]
-    assert CallParser({"weather"}, 0).parse_marked(marked.format("weather", "{"), lead) == []
-    assert len(CallParser({"weather"}, 0, single_call=True).parse_marked(text, lead)) == 1
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -184,6 +183,7 @@ def test_a_value_that_changes_nothing_is_taken(
         *(
             (path, {field: dict.fromkeys(names, 1)}, f'without effect: "{field}.{names[0]}"')
             for path, field, *names in (
+                (CHAT, "chat_template_kwargs", "thinking_budget"),
                 (RESPONSES, "text", "verbosity"),
                 (RESPONSES, "reasoning", "summary"),
             )
@@ -240,6 +240,19 @@ CALL = {"id": "a", "type": "function", "function": {"name": "weather", "argument
 CALLING = {"role": "assistant", "tool_calls": [CALL]}
 
 
+def calling(**function: Any) -> dict[str, Any]:
+    """A message with a call of these fields."""
+    return CALLING | {"tool_calls": [{"id": "a", "function": function}]}
+
+
+def nested(kind: type[list[Any] | dict[str, Any]]) -> Any:
+    """A list or object in which others are, one within another."""
+    deep: Any = kind()
+    for _ in range(400):
+        deep = [deep] if kind is list else {"a": deep}
+    return deep
+
+
 def named(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
@@ -276,6 +289,14 @@ def refused(server: Served, path: str, fields: dict[str, Any], status: int = 400
             for item in ({"type": "item_reference", "id": "a"}, {"id": "a"})
         ),
         (CHAT, {"messages": [user("a"), CALLING, returned("b")]}, "no such call"),
+        (CHAT, {"messages": [user("a"), calling(name="weather")]}, "arguments: Field required"),
+        (
+            CHAT,
+            {"messages": [user("a"), calling(name="weather", arguments=nested(dict))]},
+            "nested too deeply",
+        ),
+        (CHAT, {"tools": [strange(b=nested(dict))]}, "nested too deeply"),
+        (RESPONSES, {"tools": [{"type": "web_search", "filters": nested(list)}]}, "nested too"),
         (
             CHAT,
             {"messages": [user("a"), CALLING, {"role": "tool", "content": "b"}]},
@@ -304,14 +325,6 @@ def test_what_can_t_be_had_is_refused_and_said(
     server: Served, path: str, fields: dict[str, Any], words: str
 ) -> None:
     assert words in refused(server, path, fields)
-
-
-def nested(kind: type[list[Any] | dict[str, Any]]) -> Any:
-    """A list or object in which others are, one within another."""
-    deep: Any = kind()
-    for _ in range(400):
-        deep = [deep] if kind is list else {"a": deep}
-    return deep
 
 
 CALLED: dict[str, Any] = {
@@ -350,20 +363,6 @@ def test_a_wrong_item_of_a_response_is_refused_by_its_place(
     assert lacks.removeprefix("call_") in problem
 
 
-@pytest.mark.parametrize(
-    ("path", "call", "words"),
-    [
-        (CHAT, {"name": "weather"}, "arguments: Field required"),
-        (CHAT, {"name": "weather", "arguments": nested(dict)}, "nested too deeply"),
-    ],
-)
-def test_a_call_has_the_arguments_of_its_api(
-    server: Served, path: str, call: dict[str, Any], words: str
-) -> None:
-    calling = CALLING | {"tool_calls": [{"id": "a", "function": call}]}
-    assert words in refused(server, path, {"messages": [user("a"), calling, returned("a")]})
-
-
 @pytest.mark.parametrize("last", [assistant(""), CALLING, CALLING | {"content": "b"}])
 def test_a_last_message_that_no_reply_follows_has_no_note(
     server: Served, last: dict[str, Any]
@@ -381,18 +380,6 @@ def test_a_result_that_answers_no_call_is_refused_by_its_number_among_the_result
     for more in ([], [assistant("c"), user("d"), user("e")]):
         problem = refused(server, CHAT, {"messages": [*said, *more, returned("a")]})
         assert 'tool result 3 answers the call "a"' in problem
-
-
-def test_another_model_is_refused(server: Served) -> None:
-    assert "llama3" in refused(server, RESPONSES, {"model": "llama3"}, 404)
-
-
-def test_parameters_that_are_nested_too_deeply_are_refused(server: Served) -> None:
-    deep = '{"a":' * 500 + "1" + "}" * 500
-    function = json.dumps(WEATHER).replace('{"type": "string"}', deep)
-    body = f'{{"messages": {json.dumps(BASE[CHAT]["messages"])}, "tools": [{function}]}}'
-    error = refusal(server.client.post(CHAT, content=body))
-    assert "nested too deeply" in error["message"]
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"a"', b"\xff", b"[" * 100_000, b"1" * 9999])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from chatting import babbler
-from serving import Served, served
+from serving import Served, served, waiting
 from sirchat.chat.session import Session
 from sirchat.engine.reader import Reader
 from sirchat.engine.sampling import TokenFilter
@@ -23,11 +23,13 @@ from sirchat.server import reply_thread
 from sirchat.server.conversation import History
 from sirchat.server.fields import RequestError
 from sirchat.server.pool import BusyError
-from sirchat.server.replies import ReplyEnd, ReplyOptions, ReplyText
+from sirchat.server.replies import ReplyEnd, ReplyText
 from sirchat.server.reply_thread import SentPart, WaitingReply
 
 TEXTS = ("Anna", "My name is Tom. I live in Rome, and I play the violin.", "Hello, you.", "4711")
 LENGTHS = (5, 30, 12, 21)  # tokens of the replies
+Question = tuple[str, int, dict[str, Any]]  # a message, most tokens of the reply, options
+ASKED: list[Question] = [(text, most, {}) for text, most in zip(TEXTS, LENGTHS, strict=True)]
 
 
 @pytest.fixture
@@ -43,24 +45,23 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def replies(
-    server: Served, asked: Sequence[tuple[str, ReplyOptions]], leave: int = -1
-) -> list[Any]:
+def replies(server: Served, asked: Sequence[Question], leave: int = -1) -> list[Any]:
     """The end, text and surprisals of each reply, if all begin at the same time.
 
     The client number `leave` leaves after some tokens.
     """
-    thread, parts, begin = (
-        server.server.replies,
-        SimpleQueue[tuple[int, SentPart]](),
-        threading.Event(),
-    )
+    thread, begin = server.server.replies, threading.Event()
+    parts = SimpleQueue[tuple[int, SentPart]]()
+
+    def send(number: int, part: SentPart) -> None:
+        parts.put((number, part))
+
     thread.call(begin.wait)
-    waiting = [
-        WaitingReply(History.of(None, [("user", text)]), options, partial(_put, parts, number))
-        for number, (text, options) in enumerate(asked)
+    submitted = [
+        waiting(text, partial(send, number), most, **more)
+        for number, (text, most, more) in enumerate(asked)
     ]
-    for one in waiting:
+    for one in submitted:
         thread.submit(one)
     begin.set()
     found: list[list[str]] = [[] for _ in asked]
@@ -70,7 +71,7 @@ def replies(
         if isinstance(part, ReplyText):
             found[number].append(part.text)
             if number == leave and len(found[number]) > 2:
-                thread.cancel(waiting[number])
+                thread.cancel(submitted[number])
         else:
             ends[number] = part
     return [
@@ -87,17 +88,6 @@ def surprisals(server: Served, end: SentPart) -> list[float]:
     ledger = server.server.replies.call(find).result().session.ledger
     numbers: list[float] = ledger.column("surprisal").tolist()
     return numbers
-
-
-def _put(parts: SimpleQueue[tuple[int, SentPart]], number: int, part: SentPart) -> None:
-    parts.put((number, part))
-
-
-def asked(**more: Any) -> list[tuple[str, ReplyOptions]]:
-    return [
-        (text, ReplyOptions({"max_new_tokens": most}, **more))
-        for text, most in zip(TEXTS, LENGTHS, strict=True)
-    ]
 
 
 def read(end: Any) -> dict[str, Any]:
@@ -128,10 +118,10 @@ def test_each_reply_is_the_one_that_it_would_be_alone(
     settings: dict[str, Any], are_shared: bool, passes: list[int]
 ) -> None:
     with served(babbler(), **settings) as server:
-        alone = [replies(server, [question])[0] for question in asked()]
+        alone = [replies(server, [question])[0] for question in ASKED]
         assert not passes, "a reply alone is generated as in a chat"
     with served(babbler(), **settings) as server:
-        for found, wanted in zip(replies(server, asked()), alone, strict=True):
+        for found, wanted in zip(replies(server, ASKED), alone, strict=True):
             same(found, wanted)
     assert not are_shared or (passes[0], passes[-1]) == (4, 2)
     assert len(passes) <= (sorted(LENGTHS)[-2] if are_shared else 0)
@@ -141,14 +131,14 @@ def test_if_the_shared_pass_fails_each_reply_reads_its_own_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with served(babbler(), budget=256) as server:
-        alone = [replies(server, [question])[0] for question in asked()]
+        alone = [replies(server, [question])[0] for question in ASKED]
 
         def fail(*arguments: object) -> None:
             raise torch.OutOfMemoryError
 
         monkeypatch.setattr(NativeStep, "read_together", fail)
     with served(babbler(), budget=256) as server:
-        for found, wanted in zip(replies(server, asked()), alone, strict=True):
+        for found, wanted in zip(replies(server, ASKED), alone, strict=True):
             same(found, wanted)
 
 
@@ -164,10 +154,9 @@ def test_a_reply_that_fails_or_has_no_client_any_more_leaves_the_others_alone(
         return allowed
 
     with served(babbler(), budget=256) as server:
-        alone = [replies(server, [question])[0] for question in asked()]
+        alone = [replies(server, [question])[0] for question in ASKED]
     with served(babbler(), budget=256) as server:
-        broken = ("Fail.", ReplyOptions({"max_new_tokens": 30}, format=failing))
-        found = replies(server, [*asked(), broken], leave=1)
+        found = replies(server, [*ASKED, ("Fail.", 30, {"format": failing})], leave=1)
         assert isinstance(found[4][0], RequestError)
         for number in (0, 2, 3):
             same(found[number], alone[number])
@@ -176,7 +165,7 @@ def test_a_reply_that_fails_or_has_no_client_any_more_leaves_the_others_alone(
         assert 0 < len(text) < len(alone[1][1])
         assert alone[1][1].startswith(text)
         assert max(passes) == 5
-        same(replies(server, [asked()[3]])[0], alone[3])
+        same(replies(server, [ASKED[3]])[0], alone[3])
 
 
 def test_long_messages_hold_up_a_reply_by_one_chunk_for_each_token(
@@ -191,9 +180,8 @@ def test_long_messages_hold_up_a_reply_by_one_chunk_for_each_token(
     monkeypatch.setattr(Reader, "read", recorded)
     monkeypatch.setattr(reply_thread, "_MAX_READ_TOKENS", 8)
     with served(babbler(), budget=64) as server:
-        one, other = ReplyOptions({"max_new_tokens": 200}), ReplyOptions({"max_new_tokens": 1})
-        long = [(f"{word} " * 100, other) for word in ("long", "wide", "high")]
-        replies(server, [("Hi.", one), *long])
+        long: list[Question] = [(f"{word} " * 100, 1, {}) for word in ("long", "wide", "high")]
+        replies(server, [("Hi.", 200, {}), *long])
     begun = read.index(1)  # its first token
     chunks = [at for at, count in enumerate(read) if count > 8 and at > begun]
     assert len(chunks) > 15
@@ -209,11 +197,8 @@ def test_a_conversation_that_left_memory_is_freed_though_its_request_is_still_kn
 
     with served(babbler(), conversations=1, budget=64) as server:
         for text in ("Hello.", "Bye."):
-            ends, options = (
-                SimpleQueue[SentPart](),
-                ReplyOptions({"max_new_tokens": 2}, format=note),
-            )
-            known.append(WaitingReply(History.of(None, [("user", text)]), options, ends.put))
+            ends = SimpleQueue[SentPart]()
+            known.append(waiting(text, ends.put, 2, format=note))
             server.server.replies.submit(known[-1])
             while not isinstance(ends.get(timeout=20), ReplyEnd):
                 pass
@@ -277,8 +262,7 @@ def test_a_reply_that_waits_is_tried_again_before_one_that_comes_later(
         monkeypatch.setattr(server.server.conversations, "take", busy)
 
         def submit(text: str) -> None:
-            options = ReplyOptions({"max_new_tokens": 2})
-            thread.submit(WaitingReply(History.of(None, [("user", text)]), options, ends.put))
+            thread.submit(waiting(text, ends.put, 2))
 
         submit("first")
         assert waits.wait(20)

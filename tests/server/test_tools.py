@@ -15,9 +15,9 @@ from chatting import hub_tokenizer, quick
 from serving import Served, assistant, cached, refusal, said, served, system, told, user
 from sirchat.errors import ModelError
 from sirchat.models.model import wrap_model
-from sirchat.text.other_templates import PromptedTools, ToolTemplate
+from sirchat.text.other_templates import PromptedTools
 from sirchat.text.tool_calls import CallParser, ToolCall, calls_from_key, calls_key
-from template_shapes import WEATHER, script, tool_quick, tool_tokenizer
+from template_shapes import WEATHER, script, tool_quick
 
 ASKED = [system("Be kind."), user("How is the weather in Oslo?")]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 1}}\n</tool_call>'
@@ -43,7 +43,8 @@ def test_a_call_in_a_reply_is_returned_as_one_and_streamed(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = f"Let me look.\n{CALL}"
-    script(monkeypatch, [said, said])
+    tags = "<function=weather>\n<parameter=city>\n7\n</parameter>\n</function>"
+    script(monkeypatch, [said, said, tags])
     (choice,) = server.ask(ASKED, tools=[WEATHER])["choices"]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"] == calling(CALLED, text="Let me look.")
@@ -53,6 +54,10 @@ def test_a_call_in_a_reply_is_returned_as_one_and_streamed(
     (call,) = [one for piece in pieces for one in piece["delta"].get("tool_calls", [])]
     assert call == {"index": 0, **CALLED}
     assert pieces[-1]["finish_reason"] == "tool_calls"
+    (choice,) = server.ask([user("And in 7?")], tools=[WEATHER])["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    # In other forms than JSON, values have the types of the schema.
+    assert json.loads(call["function"]["arguments"]) == {"city": "7"}
 
 
 def test_what_a_tool_returned_is_read_and_nothing_before_it_is_read_again(
@@ -103,23 +108,6 @@ def test_a_history_with_calls_that_the_model_did_not_make_is_read_as_the_templat
         return_dict=False,
     )
     assert reply["usage"]["prompt_tokens"] == len(whole)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_call_in_another_form_has_the_types_of_the_schema(
-    server: Served, monkeypatch: pytest.MonkeyPatch, stream: bool
-) -> None:
-    script(monkeypatch, ["<function=weather>\n<parameter=city>\n7\n</parameter>\n</function>"])
-    if stream:
-        deltas = [c["choices"][0]["delta"] for c in server.chunks(ASKED, tools=[WEATHER])]
-        assert not "".join(delta.get("content") or "" for delta in deltas)
-        (call,) = [call for delta in deltas for call in delta.get("tool_calls", [])]
-    else:
-        message = server.ask(ASKED, tools=[WEATHER])["choices"][0]["message"]
-        assert not message["content"]
-        (call,) = message["tool_calls"]
-    assert call["function"]["name"] == "weather"
-    assert json.loads(call["function"]["arguments"]) == {"city": "7"}
 
 
 def test_arguments_that_are_nested_deeply_are_text() -> None:
@@ -239,13 +227,6 @@ def test_calls_are_found_however_the_reply_is_divided(
     assert [*found, *new] == parser.calls
     assert [call.id for call in parser.calls] == [f"call{n:05}" for n in range(7, 7 + calls)]
     assert all(json.loads(call.arguments) == ARGUMENTS for call in parser.calls)
-
-
-def test_text_before_a_call_is_shown_at_once() -> None:
-    parser = CallParser({"weather"}, 0)
-    assert [parser.push(text)[0] for text in ("I ", "look <", "b> it", " up")] == [
-        "I", " look", " <b> it", " up",
-    ]  # fmt: skip
 
 
 def test_a_call_ends_before_an_argument_that_is_not_known() -> None:
@@ -376,11 +357,3 @@ def test_a_header_says_that_calls_of_this_template_would_not_be_found(
         assert "X-Sirchat-Note" not in other.post(told).headers  # it may not call any
     script(monkeypatch, ["Hello."])
     assert "X-Sirchat-Note" not in server.post(ASKED, tools=[WEATHER]).headers
-
-
-@pytest.mark.parametrize(
-    ("shape", "form"),
-    [("qwen", ("<tool_call>\n", "arguments", "\n</tool_call>")), ("llama", ("", "parameters", ""))],
-)
-def test_how_calls_are_written_is_found_by_rendering_one(shape: str, form: Any) -> None:
-    assert ToolTemplate(tool_tokenizer(shape), None).call_form() == form

@@ -197,22 +197,23 @@ def test_a_call_that_the_limit_cuts_is_not_shown_and_a_stop_string_in_one_cuts_n
     assert len(choice["message"]["tool_calls"]) == 1
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+_HALF = '"role": "user", "content": "cut \\ud83d", "\\ud83d": null'
+
+
+@pytest.mark.parametrize(
+    ("path", "own"),
+    [
+        ("/v1/chat/completions", f'"messages": [{{{_HALF}}}], "max_tokens": 2'),
+        ("/v1/responses", '"input": "\\ud83d", "instructions": "\\ude00", "max_output_tokens": 2'),
+    ],
+)
 def test_half_characters_are_replaced_and_endless_numbers_refused(
-    server: Served, path: str
+    server: Served, path: str, own: str
 ) -> None:
-    half = '{"model": "tiny", "max_tokens": 2, "stream": false, %s}'
-    half = half.replace("max_tokens", {"/v1/responses": "max_output_tokens"}.get(path, "user"))
-    bodies = {
-        "/v1/responses": '"input": "cut \\ud83d", "instructions": "\\ude00"',
-    }
-    message = '{"role": "user", "content": "cut \\ud83d", "\\ud83d": null}'
-    own = half % bodies.get(path, f'"messages": [{message}]')
-    assert server.client.post(path, content=own).status_code == 200
+    assert server.client.post(path, content=f"{{{own}}}").status_code == 200
     for number in ("NaN", "Infinity", "-1e999"):
-        response = server.client.post(path, content=own[:-1] + f', "temperature": {number}}}')
-        assert response.status_code == 400
-        assert number in response.text
+        response = server.client.post(path, content=f'{{{own}, "temperature": {number}}}')
+        assert number in refusal(response)["message"]
 
 
 def test_a_refusal_is_one_short_line_whatever_a_field_is_called(server: Served) -> None:

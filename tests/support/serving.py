@@ -22,7 +22,10 @@ from sirchat.chat.model_defaults import SAMPLING_PARAMETERS
 from sirchat.config.profile import Profile
 from sirchat.models.model import LoadedModel
 from sirchat.server.app import ChatServer
+from sirchat.server.conversation import History
 from sirchat.server.pool import Limits
+from sirchat.server.replies import ReplyOptions
+from sirchat.server.reply_thread import SentPart, WaitingReply
 from warm_python import warm_python
 
 Message = dict[str, str]
@@ -171,6 +174,19 @@ def server_of_module(model: Callable[[], LoadedModel] = tiny, **settings: Any) -
             yield one
 
     return server
+
+
+def waiting(
+    text: str,
+    send: Callable[[SentPart], None],
+    most: int | None = None,
+    client: str | None = None,
+    **options: Any,
+) -> WaitingReply:
+    """A reply of at most so many tokens to a first message, for the thread of all replies."""
+    settings = {} if most is None else {"max_new_tokens": most}
+    history = History.of(None, [("user", text)])
+    return WaitingReply(history, ReplyOptions(settings, **options), send, client)
 
 
 @contextmanager
