@@ -49,8 +49,7 @@ def picture_of_memory(store: SessionStore, kind: str) -> bytes:
     What was held is known after the turns with which the chat was saved, mostly those that end a
     round; elsewhere the picture says that it is not known. Pinned and erased: as of now.
     """
-    rows, turns, head = store.rows(ROW), store.turns(), store.state_record()
-    held_by_turn = store.held_by_turn() or ({len(turns) - 1: head.held} if head else {})
+    rows, turns, held_by_turn = store.rows(ROW), store.turns(), store.held_by_turn()
     marks, unknown = _marks(rows, held_by_turn)
     now, end = len(next(reversed(held_by_turn.values()), ())), max(1, len(turns)) - 0.5
     title = f"{store.id}: {now:,} of {len(rows):,} tokens held"

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import sqlite3
 import sys
 import warnings
 from collections import Counter
-from contextlib import closing
 from itertools import groupby
 from pathlib import Path
 from xml.etree import ElementTree
@@ -149,21 +147,6 @@ def test_a_branch_knows_what_was_held_before_it(tmp_path: Path) -> None:
     )
     assert first == second
     assert len(first) > 2
-
-
-def test_of_an_older_chat_what_is_held_now_is_drawn(
-    saved: tuple[Session, list[set[int]]], tmp_path: Path
-) -> None:
-    pytest.importorskip("matplotlib")
-    (path,) = (tmp_path / "data" / "sessions").glob("*.sqlite")
-    with closing(sqlite3.connect(path)) as connection, connection:  # as after its conversion
-        connection.execute("DELETE FROM held")
-    file = tmp_path / "memory.svg"
-    run("sessions", "map", "last", "--out", str(file), SIRCHAT_HOME=str(tmp_path))
-    chat = saved[0]
-    assert drawn(file)["held"] == chat.resident
-    assert drawn(file)["unknown"] == 1
-    assert f"{chat.resident} of {chat.seen} tokens held; hatched" in file.read_text("utf-8")
 
 
 def test_a_picture_may_be_a_png_and_replaces_a_file_only_with_force(

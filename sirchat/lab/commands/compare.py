@@ -100,21 +100,11 @@ _NOTHING_EVICTED = (
 
 
 def with_notes(found: "Comparison") -> "Comparison":
-    """Add a note to a comparison if none of its settings evicted tokens; returns the comparison.
-
-    A comparison of one setting gets no note.
-    """
-    if len(found.settings) < 2 or has_evicted(found):
+    """The comparison, with a note if none of several settings has evicted tokens."""
+    has_evicted = any(one.held < one.seen for setting in found.settings for one in setting.rounds)
+    if len(found.settings) < 2 or has_evicted:
         return found
     return replace(found, notes=(*found.notes, _NOTHING_EVICTED))
-
-
-def has_evicted(found: "Comparison") -> bool:
-    """Whether tokens were evicted under any of the compared settings.
-
-    This is so if, at the end of a round, the cache held fewer tokens than had been read.
-    """
-    return any(one.held < one.seen for setting in found.settings for one in setting.rounds)
 
 
 def _settings(

@@ -61,9 +61,14 @@ def add_study(
         profile = profile_from_flags(flags)
         compared = _compared(profile, **cells) if grid else {"profile": profile}
         options = {key: _parsed(one, values[key]) for key, one in own.items()}
-        made = _maker(makes)(**compared, **options, **(fixed or {}))
+        module, _, kind = makes.partition(":")
+        make = getattr(import_module(f"sirchat.lab.studies.{module}"), kind)
+        made: Study = make(**compared, **options, **(fixed or {}))
         swept = [_swept(one)[0] for one in cells.get("sweep") or ()]
-        _refuse_without_effect(made, [*flags, *swept], name)
+        for setting in (*flags, *swept):
+            if setting in made.without_effect:
+                why = f"{setting} has no effect in `sirchat eval {name}`"
+                raise SettingError(why, hint=f"leave {setting} out")
         _run(made, profile, **how)
 
     given = inspect.Parameter("flags", inspect.Parameter.KEYWORD_ONLY, annotation=dict[str, Any])
@@ -118,15 +123,10 @@ def _names(option: str, text: str) -> tuple[str, ...]:
     return tuple(part for part in text.split(",") if part)
 
 
-def _switches(option: str, text: str) -> tuple[bool, ...]:
-    return tuple(parse_option(part) is True for part in text.split(","))
-
-
 # How the value of a flag is parsed, by the metavar that its help shows.
 _PARSERS: dict[str, Callable[[str, str], tuple[Any, ...]]] = {
     **dict.fromkeys(("N,M,...", "1,2,3"), whole_numbers),
-    **dict.fromkeys(("A,B,...", "WAY,...", "none,surprisal", "tokens,random,..."), _names),
-    "off,on": _switches,
+    **dict.fromkeys(("A,B,...", "WAY,...", "none,surprisal"), _names),
 }
 
 
@@ -134,20 +134,6 @@ def _parsed(parameter: inspect.Parameter, value: Any) -> Any:
     (option, *_) = getattr(parameter.annotation, "__metadata__", (None,))
     parse = _PARSERS.get(getattr(option, "metavar", None) or "")
     return value if parse is None else parse(parameter.name, value)
-
-
-def _maker(path: str) -> Callable[..., "Study"]:
-    module, _, name = path.partition(":")
-    made: Callable[..., Study] = getattr(import_module(f"sirchat.lab.studies.{module}"), name)
-    return made
-
-
-def _refuse_without_effect(made: "Study", given: Sequence[str], name: str) -> None:
-    for setting in given:
-        if setting in getattr(made, "without_effect", ()):
-            raise SettingError(
-                f"{setting} has no effect in `sirchat eval {name}`", hint=f"leave {setting} out"
-            )
 
 
 def _swept(text: str) -> tuple[str, list[str]]:

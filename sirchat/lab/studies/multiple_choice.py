@@ -146,13 +146,9 @@ class MultipleChoice(Grid):
             f"scoring {self.scoring}",
             f"data {self.data}" if self.data else "generated data",
         )
-        table = Table(self.name, columns, tuple(rows))
-        tables = (table, *self._paper_tables())
+        few_shots = [published("few-shot")] if self.shots else []
+        tables = Table(self.name, columns, tuple(rows)), published(self.task), *few_shots
         return Report(header, tables, self.parameters())
-
-    def _paper_tables(self) -> tuple[Table, ...]:
-        """Tables of the results that the paper prints for this task."""
-        return (published(self.task), *([published("few-shot")] if self.shots else []))
 
 
 def _right(findings: Findings, group: str) -> Estimate:

@@ -12,78 +12,28 @@ import pytest
 from chatting import babbler, tiny
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
-from sirchat.lab.studies.multiple_choice import MultipleChoice
 from sirchat.lab.studies.report import Record, Report
 from sirchat.lab.studies.run import run_units
-from sirchat.lab.studies.study import UNLOGGED, Cell, Grid, RunUnit, Study
-from sirchat.models.model import LoadedModel
+from sirchat.lab.studies.study import UNLOGGED, Cell, Grid
 
 SINK = Profile(policy="sink", budget=64)
 RANDOM = Profile(policy="random", budget=64, seed=5)
 
 
-class Squares(Study):
-    """A study that squares whole numbers, and can be interrupted at one of them."""
-
-    name = "squares"
-
-    def __init__(self, stop: int | None = None) -> None:
-        self.stop, self.done = stop, list[str]()
-
-    def parameters(self) -> Record:
-        return {"power": 2, "of": (0, 6)}
-
-    def keys(self) -> list[str]:
-        return [str(number) for number in range(6)]
-
-    def worker(self, model: LoadedModel) -> RunUnit:
-        def work(key: str) -> Record:
-            if int(key) == self.stop:
-                raise KeyboardInterrupt
-            self.done.append(key)
-            return {"square": int(key) ** 2}
-
-        return work
-
-    def report(self, found: Mapping[str, Record]) -> Report:
-        return Report((), ())
-
-
-def test_an_interrupted_study_resumes_where_it_stopped(tmp_path: Path) -> None:
-    straight, out = run_units(Squares(), babbler()), tmp_path / "new"
-    with pytest.raises(KeyboardInterrupt):
-        run_units(Squares(stop=3), babbler(), out)
-    log = out / "squares.jsonl"
-    with log.open("a") as file:
-        file.write('{"key": "3", "fou')  # cut off in the middle of a write
-    rest = Squares()
-    assert run_units(rest, babbler(), out) == straight
-    assert rest.done == ["3", "4", "5"]
-    whole = log.read_bytes()
-    known = Squares(stop=0)
-    assert run_units(known, babbler(), out) == straight
-    assert known.done == []
-    assert log.read_bytes() == whole
-
-
-def test_results_of_another_model_are_refused(tmp_path: Path) -> None:
-    study = MultipleChoice((SINK,), 1, task="dailydialog")
-    run_units(study, babbler(), tmp_path)
-    with pytest.raises(SettingError, match='another run: model is "babbler" there, not "tiny"'):
-        run_units(study, tiny(), tmp_path)
-
-
 class Noted(Grid):
-    """A grid that notes which units it runs; `depth` changes them."""
+    """A grid that notes which units it runs; `depth` changes them, `stop` interrupts one."""
 
     ran: list[str]
     depth = 1
+    stop = ""
     name = "noted"
 
     def units(self) -> list[str]:
         return [str(number) for number in range(self.limit)]
 
     def run_unit(self, session: Any, unit: str, cell: Cell) -> Record:
+        if unit == self.stop:
+            raise KeyboardInterrupt
         setting = session.profile
         self.ran.append(f"{setting.policy} {setting.budget} {setting.seed} {unit}")
         return {"of": [setting.policy, setting.budget, setting.seed, unit, self.depth]}
@@ -95,11 +45,30 @@ class Noted(Grid):
         return Report((), ())
 
 
-def noted(*settings: Profile, limit: int = 2, repeats: int = 1, depth: int = 1) -> Noted:
+def noted(
+    *settings: Profile, limit: int = 2, repeats: int = 1, depth: int = 1, stop: str = ""
+) -> Noted:
     study = Noted(settings, limit, repeats=repeats)
-    object.__setattr__(study, "ran", [])
-    object.__setattr__(study, "depth", depth)
+    vars(study).update(ran=[], depth=depth, stop=stop)
     return study
+
+
+def test_an_interrupted_study_resumes_where_it_stopped(tmp_path: Path) -> None:
+    straight, out = run_units(noted(SINK, limit=6), babbler()), tmp_path / "new"
+    with pytest.raises(KeyboardInterrupt):
+        run_units(noted(SINK, limit=6, stop="3"), babbler(), out)
+    log = out / "noted.jsonl"
+    with log.open("a") as file:
+        file.write('{"key": "3", "fou')  # cut off in the middle of a write
+    rest = noted(SINK, limit=6)
+    assert run_units(rest, babbler(), out) == straight
+    assert rest.ran == [f"sink 64 0 {number}" for number in (3, 4, 5)]
+    whole = log.read_bytes()
+    known = noted(SINK, limit=6, stop="0")
+    assert run_units(known, babbler(), out) == straight
+    assert log.read_bytes() == whole
+    with pytest.raises(SettingError, match='another run: model is "babbler" there, not "tiny"'):
+        run_units(known, tiny(), out)
 
 
 def test_a_study_is_extended_by_units_settings_and_seeds_and_runs_only_what_is_new(

@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from chatting import babbler, hub_tokenizer, smallest, tiny, with_anchors
+from chatting import babbler, tiny, with_anchors
 from command import run
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed_profile
 from sirchat.errors import SettingError
+from sirchat.lab.commands import study_flags
 from sirchat.lab.commands.study_flags import settings_of
 from sirchat.lab.studies.by_question import mean_of
 from sirchat.lab.studies.intervals import (
@@ -43,6 +44,7 @@ from sirchat.lab.studies.report import (
     write_report,
 )
 from sirchat.lab.studies.run import run_units
+from sirchat.lab.studies.study import Study
 from sirchat.text.template import Template
 
 SINK = Profile(policy="sink", budget=64)
@@ -119,15 +121,6 @@ def test_every_form_of_a_report_says_the_same(tmp_path: Path) -> None:
     assert "| two |  |" in text
     for part in ("tiny", "cpu", "float32", "torch", "transformers", "seed 0"):
         assert part in text.splitlines()[0]
-
-
-def test_a_report_says_whether_the_step_was_compiled() -> None:
-    head = provenance(smallest("without C++", hub_tokenizer()), "test", "")
-    assert head["compiled"] is False
-    assert "compiled step" not in markdown(REPORT, head)
-    assert "1 thread, compiled step, seed 0" in markdown(
-        REPORT, head | {"compiled": True, "threads": "1 thread"}
-    )
 
 
 def test_a_share_or_mean_of_nothing_is_a_dash_and_null_in_json() -> None:
@@ -211,16 +204,40 @@ def test_in_several_readings_every_part_is_read_in_every_place(tmp_path: Path) -
         }
 
 
-def test_the_command_of_a_study_refuses_in_one_line() -> None:
-    for words, hint in (
-        (("grocery", "--policies", "entropie"), "entropy"),
-        (("grocery", "--shots", "x"), "numbers"),
-        (("perplexity", "--text", "/nowhere"), "can't be read"),
-    ):
-        done = run("eval", *words)
-        assert done.returncode == 2, words
-        assert hint in done.stderr
-        assert len(done.stderr.strip().splitlines()) <= 2
+@pytest.mark.parametrize(
+    ("study", "useless", "others"),
+    [
+        (
+            ("perplexity",),
+            ("--system", "--recall", "--temperature", "--archive", "--save-kv", "--theme"),
+            ("--sinks", "--recent", "--evict", "--positions", "--seed"),
+        ),
+        (
+            ("facts-in-dialogue", "--data", "TALK"),
+            ("--theme", "--temperature", "--save-kv"),
+            ("--system", "--recall", "--archive", "--sinks", "--evict"),
+        ),
+    ],
+)
+def test_what_changes_nothing_is_refused_in_one_line_and_nothing_else(
+    study: tuple[str, ...],
+    useless: tuple[str, ...],
+    others: tuple[str, ...],
+    talk: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran = list[Study]()
+    monkeypatch.setattr(study_flags, "_run", lambda made, *_, **__: ran.append(made))
+    given = ["eval", *(str(talk) if word == "TALK" else word for word in study)]
+    values = {"--recall": "words", "--archive": "disk", "--save-kv": "off", "--theme": "dark"}
+    values |= {"--evict": "before-turn", "--positions": "stream", "--system": "Talk."}
+    for flag in (*useless, *others):
+        done = run(*given, flag, values.get(flag, "5"))
+        name = flag[2:].replace("-", "_")
+        told = f"sirchat: {name} has no effect in `sirchat eval {study[0]}` (leave {name} out)\n"
+        assert done.stderr == (told if flag in useless else ""), flag
+        assert done.returncode == (2 if flag in useless else 0), flag
+    assert len(ran) == len(others)
 
 
 @pytest.mark.parametrize("width", [40, 90, 200])
