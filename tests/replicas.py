@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from sirchat.server.cluster import app, conversation_key, replica_of
+from sirchat.server.cluster import app, replica_of
 
 _NAMES = ("Anna", "Tom", "Eva", "Kim", "Leo", "Mia")
 _QUESTIONS = ("Where am I from?", "What do I like?", "And what else?", "Who am I?", "Goodbye.")
@@ -39,7 +39,7 @@ class Conversation:
     def __init__(self, name: str) -> None:
         self.messages = [{"role": "user", "content": f"My name is {name}."}]
         body = json.dumps({"messages": self.messages}).encode()
-        self.replica = replica_of(conversation_key(_CHAT, body), 2)
+        self.replica = replica_of(2, _CHAT, body)
         self.seen = 0
 
     def ask(self, then: str) -> str:

@@ -154,5 +154,4 @@ def _run(server: "ChatServer", listener: socket.socket, host: str) -> None:
         if leaving.code != 128 + signal.SIGTERM:
             raise
     finally:
-        server.replies.end()
-        server.replies.join()
+        server.replies.close()

@@ -16,7 +16,7 @@ from sirchat.server.fields import (
     take_options,
 )
 from sirchat.server.replies import ReplyEnd, ReplyText
-from sirchat.server.requests import ChatMessage, function_tool, schema_format, tool_named
+from sirchat.server.requests import ChatMessage, function_tool, tool_named
 from sirchat.server.streaming import ReplySerializer, server_sent_event
 from sirchat.text.tool_calls import ToolCall
 
@@ -65,7 +65,8 @@ def chat_fields(body: Fields) -> Fields:
         fields["reasoning_effort"] = "none"
     older_format = fields.pop("output_format", None)
     if given := checked(output.get("format") or older_format, Fields(), "output_config.format"):
-        fields["response_format"] = schema_format(given.get("schema"))
+        schema = {"name": "format", "schema": given.get("schema")}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     return fields
 
 
@@ -92,7 +93,7 @@ def _chat_messages(message: Fields, place: str) -> Iterator[Fields]:
 class MessageSerializer(ReplySerializer):
     """The JSON of one reply as an Anthropic message, whole or as events."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, request: Fields, model: str) -> None:
         self._message = {
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",

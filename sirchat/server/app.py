@@ -31,13 +31,7 @@ from sirchat.server import anthropic, responses
 from sirchat.server.access import Access, read_body, show_error
 from sirchat.server.anthropic import MessageSerializer
 from sirchat.server.conversation import History
-from sirchat.server.fields import (
-    Fields,
-    RequestBody,
-    RequestError,
-    make_request,
-    parse_json_object,
-)
+from sirchat.server.fields import Fields, RequestError, make_request, parse_json_object
 from sirchat.server.pool import ConversationPool, Limits
 from sirchat.server.replies import ReplyOptions, reply_format
 from sirchat.server.reply_thread import ReplyThread
@@ -56,15 +50,15 @@ from sirchat.server.streaming import (
     await_unless_disconnected,
 )
 
-# What puts a request of another API into the form of chat completions, and its names of fields.
-_TRANSLATIONS: dict[str, tuple[Callable[[Fields], Fields], dict[str, str]]] = {
-    "/v1/messages": (anthropic.chat_fields, anthropic.NAMES),
-    "/v1/responses": (responses.chat_fields, responses.NAMES),
-}
-_SERIALIZERS: dict[str, Callable[[Fields, str], ReplySerializer]] = {
-    "/v1/chat/completions": ChatCompletionSerializer,
-    "/v1/messages": lambda body, model: MessageSerializer(model),
-    "/v1/responses": ResponsesSerializer,
+# Of each API: what puts its requests into the form of chat completions, what it calls the fields of
+# these, and the form of its replies.
+_APIS: dict[
+    str,
+    tuple[Callable[[Fields], Fields], dict[str, str], Callable[[Fields, str], ReplySerializer]],
+] = {
+    "/v1/chat/completions": (dict, {}, ChatCompletionSerializer),
+    "/v1/messages": (anthropic.chat_fields, anthropic.NAMES, MessageSerializer),
+    "/v1/responses": (responses.chat_fields, responses.NAMES, ResponsesSerializer),
 }
 _CORS: dict[str, Any] = {
     "allow_methods": ["*"],
@@ -110,7 +104,7 @@ class ChatServer:
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._show_model),
             *SessionRoutes(self.replies, self.conversations).routes,
-            *(Route(p, partial(self._reply, p), methods=["POST"]) for p in _SERIALIZERS),
+            *(Route(p, partial(self._reply, p), methods=["POST"]) for p in _APIS),
             Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
         ]
         # Some clients take the address for the whole of it.
@@ -156,14 +150,14 @@ class ChatServer:
 
     async def _reply(self, endpoint: str, request: Request) -> Response:
         """Generate the reply to a request; the response is a stream if the request asks for one."""
-        serializer_of = _SERIALIZERS[endpoint]
         body = parse_json_object(await read_body(request))
-        self._check_name(make_request(RequestBody, body).model)
         chat = chat_request(endpoint, body)
-        serializer = serializer_of(body, self.model)
+        self._check_name(chat.model)
+        *_, make_serializer = _APIS[endpoint]
+        serializer = make_serializer(body, self.model)
         options = self._options(chat)
         options.notes.extend(chat.ignored_fields_notes())
-        name = request.headers.get("X-Sirchat-Conversation", "")[:MAX_NAME_CHARS]
+        name = conversation_header(request)
         client = request.client.host if request.client else None
         parts = ReplyParts(self.replies, self._history(chat, name), options, client)
         try:
@@ -237,7 +231,12 @@ def _note_headers(notes: list[str]) -> dict[str, str]:
     return {"X-Sirchat-Note": header} if notes else {}
 
 
+def conversation_header(request: Request) -> str:
+    """The name of the conversation that a header gives; "" if it gives none."""
+    return request.headers.get("X-Sirchat-Conversation", "")[:MAX_NAME_CHARS]
+
+
 def chat_request(endpoint: str, body: Fields) -> ChatRequest:
     """A request for a reply in the form of chat completions; raises RequestError if invalid."""
-    to_chat, names = _TRANSLATIONS.get(endpoint, (dict, {}))
+    to_chat, names, _ = _APIS.get(endpoint, (dict, {}, None))
     return make_request(ChatRequest, to_chat(body), names=names)

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,11 @@ from sirchat.models.load import load_model_of
 from sirchat.models.new_thread import call_in_new_thread
 from sirchat.paths import archives_dir, served_dir
 from sirchat.server.access import read_body, show_error
-from sirchat.server.app import ChatServer, chat_request
+from sirchat.server.app import ChatServer, chat_request, conversation_header
 from sirchat.server.fields import RequestError, parse_json_object
 from sirchat.server.pool import Limits
-from sirchat.server.requests import MAX_NAME_CHARS
 
-_SCOPE_KEYS = ("type", "asgi", "http_version", "method", "scheme", "path", "query_string")
+_SCOPE_KEYS = ("type", "http_version", "method", "scheme", "path", "query_string", "headers")
 _MAX_REQUESTS = 100_000  # under way: the replica itself says how many may wait
 
 
@@ -51,18 +51,18 @@ class Replica:
     """One of the servers; no other replica uses its conversations, or its `folder`."""
 
     def __init__(self, profile: Profile, limits: Limits, folder: Path, key: str) -> None:
+        self._server: ChatServer | None = None  # while the model is not loaded
         remove_stale_folders(archives_dir())  # removes archives of replicas that were killed
         model = call_in_new_thread(lambda: load_model_of(profile))
         self._server = ChatServer(model, profile, limits, folder=folder, host="0.0.0.0", key=key)
 
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[dict[str, Any]]:
         """Answer a request, given by its ASGI scope and body; yields the ASGI messages."""
-        messages, bodies = asyncio.Queue[Any](), [body]
+        assert self._server is not None
+        messages, bodies = asyncio.Queue[Any](), iter([{"type": "http.request", "body": body}])
 
-        async def receive() -> dict[str, Any]:
-            if bodies:
-                return {"type": "http.request", "body": bodies.pop()}
-            return await asyncio.Future()  # if the client leaves, this task is cancelled
+        async def receive() -> Any:  # if the client leaves, its task is cancelled
+            return next(bodies, None) or await asyncio.Future()
 
         running = asyncio.create_task(self._server.app(scope, receive, messages.put))
         running.add_done_callback(lambda _: messages.put_nowait(None))
@@ -72,13 +72,9 @@ class Replica:
         finally:
             running.cancel()
 
-    def end(self) -> None:
-        """End all replies, and save the conversations."""
-        with suppress(AttributeError):  # the model could not be loaded
-            self._server.replies.end()
-            self._server.replies.join()
-
-    __del__ = end  # Ray calls it when it stops a replica
+    def __del__(self) -> None:  # Ray calls it when it stops a replica
+        if self._server is not None:
+            self._server.replies.close()
 
 
 class Router:
@@ -88,16 +84,14 @@ class Router:
         self._replicas = replicas
 
     async def __call__(self, request: Request) -> Response:
-        path, name = request.url.path, request.headers.get("X-Sirchat-Conversation", "")
         try:
-            if "/sirchat/" in path:
+            if "/sirchat/" in request.url.path:
                 raise RequestError("replicas do not show their conversations", status=404)
             body = await read_body(request)
-            key = conversation_key(path, body, name[:MAX_NAME_CHARS])
-            replica = self._replicas[replica_of(key, len(self._replicas))].options(stream=True)
-            scope = {one: request.scope[one] for one in _SCOPE_KEYS if one in request.scope}
-            scope |= {"root_path": "", "headers": [*map(tuple, request.scope["headers"])]}
-            messages = replica.answer.remote(scope, body)
+            name, count = conversation_header(request), len(self._replicas)
+            replica = self._replicas[replica_of(count, request.url.path, body, name)]
+            scope = {key: request.scope[key] for key in _SCOPE_KEYS}
+            messages = replica.options(stream=True).answer.remote(scope, body)
             try:
                 start = await anext(messages)
             except Exception:  # whatever Ray raises
@@ -107,21 +101,20 @@ class Router:
             return await show_error(request, error)
         pieces = (message.get("body", b"") async for message in messages)
         response = StreamingResponse(pieces, start["status"])
-        response.raw_headers = [*map(tuple, start["headers"])]
+        response.raw_headers = start["headers"]
         return response
 
 
-def conversation_key(path: str, body: bytes, name: str = "") -> bytes:
-    """Hash the name of a request's conversation, or else its system prompt and first message."""
+def replica_of(count: int, path: str, body: bytes, name: str = "") -> int:
+    """Which of `count` replicas has a request's conversation, by its `name` or its beginning.
+
+    With one replica more, a conversation stays or moves to the new one.
+    """
     beginning: Any = None
     with suppress(RequestError):  # such as without a body; the replica answers with the same error
         chat = chat_request(f"/v1{path.removeprefix('/v1')}", parse_json_object(body))
         beginning = chat.sirchat.conversation or name or [chat.system, chat.turns[0]]
-    return sha256(json.dumps(beginning).encode()).digest()
-
-
-def replica_of(key: bytes, count: int) -> int:
-    """The replica, of `count`, of a key; with one more, a key stays or moves to the new one."""
+    key = json.dumps(beginning).encode()
     # rendezvous hashing (Thaler and Ravishankar 1998)
     return max(range(count), key=lambda number: sha256(key + number.to_bytes(2)).digest())
 
@@ -132,16 +125,15 @@ def app(settings: Mapping[str, Any]) -> Any:
     NAME is a field of `ClusterOptions` or a setting of sirchat; VALUE is a text.
     """
     options = ClusterOptions.model_validate(settings)
-    key = os.environ.get("SIRCHAT_API_KEY", "").strip()
-    if not key:
+    if not (key := os.environ.get("SIRCHAT_API_KEY", "").strip()):
         raise UsageError("replicas need an API key", hint="set SIRCHAT_API_KEY")
     profile = resolve(options.profile, options.model_extra or {}, os.environ)
     from ray import serve
 
-    folder, deploy = (options.folder or served_dir()).absolute(), serve.deployment
+    deploy = partial(serve.deployment, max_ongoing_requests=_MAX_REQUESTS)
     actor = {"num_cpus": options.cpus, "num_gpus": options.gpus}
-    deployed = deploy(ray_actor_options=actor, max_ongoing_requests=_MAX_REQUESTS)(Replica)
+    replica, folder = deploy(ray_actor_options=actor)(Replica), options.folder or served_dir()
     names = (f"replica-{number}" for number in range(options.replicas))
-    replicas = [deployed.options(name=n).bind(profile, options, folder / n, key) for n in names]
-    routers = deploy(ray_actor_options={"num_cpus": 0}, max_ongoing_requests=_MAX_REQUESTS)
-    return routers(Router).bind(*replicas)
+    places = [(name, folder.absolute() / name) for name in names]
+    replicas = [replica.options(name=n).bind(profile, options, at, key) for n, at in places]
+    return deploy(ray_actor_options={"num_cpus": 0})(Router).bind(*replicas)

@@ -22,13 +22,12 @@ from pydantic import ConfigDict
 
 from sirchat.chat.editing import KeptTurn, ReadTurns, can_edit
 from sirchat.chat.events import Event
-from sirchat.chat.rereading import copy_session
 from sirchat.chat.session import Session
 from sirchat.chat.state import Turn
 from sirchat.errors import ModelError, UndoError
 from sirchat.memory.key_values import LostTokensError, Positions
 from sirchat.memory.ledger import Flag
-from sirchat.saved.autosave import AUTO_KV_BYTES, Autosave
+from sirchat.saved.autosave import Autosave
 from sirchat.saved.store import SavedTurn
 from sirchat.text.reply_parts import prefix_length
 from sirchat.text.template import TurnIds
@@ -218,11 +217,6 @@ class ServedConversation(KnownConversation):
     def has_answered(self, history: History) -> bool:
         """Whether this conversation ends with the last message of `history` and a reply to it."""
         return self.prefix_length(history) == len(history.marks) == len(self.marks) - 1
-
-    def copy(self) -> ServedConversation | None:
-        """A copy with its session; None if keys and values take more than `AUTO_KV_BYTES`."""
-        session = copy_session(self.session, AUTO_KV_BYTES)
-        return None if session is None else self.with_session(session)
 
     def with_session(self, session: Session) -> ServedConversation:
         """A copy with a new id and a `session` that has read the same messages."""

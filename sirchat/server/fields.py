@@ -142,19 +142,7 @@ def _unsupported(name: str, value: Any) -> PydanticCustomError:
     return PydanticCustomError("unsupported", "{problem}", {"problem": problem, "field": name})
 
 
-class RequestBody(RequestObject):
-    """The body of a request, which may name the model; its unknown fields are named in a note."""
-
-    model_config = ConfigDict(extra="allow")
-    model: str | None = None
-
-
 Request = TypeVar("Request", bound=RequestObject)
-
-
-def parse_request(body: bytes, kind: type[Request]) -> Request:
-    """Parse a JSON body as this `kind`; raises RequestError for the first problem."""
-    return make_request(kind, parse_json_object(body))
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:

@@ -21,14 +21,14 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from sirchat.chat.editing import can_edit
 from sirchat.chat.events import Event
-from sirchat.chat.rereading import copy_system_prompt
+from sirchat.chat.rereading import copy_session, copy_system_prompt
 from sirchat.chat.session import Session
 from sirchat.config.profile import FIXED_SETTINGS, Profile
 from sirchat.errors import SirchatError
 from sirchat.memory.policies import import_typed
 from sirchat.models.model import LoadedModel
 from sirchat.models.shape import free_memory
-from sirchat.saved.autosave import Autosave
+from sirchat.saved.autosave import AUTO_KV_BYTES, Autosave
 from sirchat.saved.database import SUFFIX, as_damage_errors, require
 from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import model_fingerprint, saved_profile
@@ -242,12 +242,14 @@ class ConversationPool:
 
     def _branch(self, conversation: ServedConversation) -> ServedConversation:
         """Copy a conversation so that both can be continued; the original may move to disk."""
-        copy = conversation.copy() if self._make_room(besides=conversation) else None
-        if copy is None and self._disk is not None:
+        session = None  # if keys and values take too much
+        if self._make_room(besides=conversation):
+            session = copy_session(conversation.session, AUTO_KV_BYTES)
+        if session is None and self._disk is not None:
             self._remove(conversation)
             self._disk.move_to_disk(conversation).file.result()
-            copy = conversation.with_session(conversation.session)
-        return copy or conversation
+            session = conversation.session
+        return conversation if session is None else conversation.with_session(session)
 
     def _find_editable(self, history: History, max_chars: int) -> Continuation | None:
         """A conversation to edit for `history`, with at most `max_chars` left to read, or None."""
@@ -308,7 +310,8 @@ class ConversationPool:
             return None
         for saved in reversed(self._disk.entries):
             is_exact = saved.prompt_mark == history.prompt_mark and not saved.is_edited
-            if is_exact and saved.has_keys_and_values():
+            kv_file = saved.kv_file if is_exact else None
+            if kv_file is not None and kv_file.exists():  # so that loading computes nothing
                 return self._load(saved)
         return None
 
@@ -398,10 +401,6 @@ class SavedConversation(KnownConversation):
         """The file of keys and values; None if they are not saved, or not yet written."""
         path = self.file.result() if self.file.done() else None
         return path and path.with_suffix(".safetensors")
-
-    def has_keys_and_values(self) -> bool:
-        """Whether keys and values are saved, so that loading computes nothing."""
-        return self.kv_file is not None and self.kv_file.exists()
 
     def nbytes_on_disk(self) -> int:
         """Bytes of its files; 0 if they are missing or being written."""

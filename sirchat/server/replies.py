@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -77,7 +77,7 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
-        self.held_back = ""  # the end of the text, which may be the beginning of a stop string
+        self._held = ""  # the end of the text, which may be the beginning of a stop string
         self.complete_stop = ""  # the stop string that is complete
 
     @property
@@ -88,20 +88,23 @@ class StopStrings:
         """Add a piece; returns the text that can be sent now, always "" after a stop string."""
         if self.is_found:
             return ""
-        self.held_back += text
+        held, self._held = self._held + text, ""
         ends = [
             (start + len(stop), start, stop)
             for stop in self._stops
-            if (start := self.held_back.find(stop)) >= 0
+            if (start := held.find(stop)) >= 0
         ]
         if ends:
             _, start, self.complete_stop = min(ends)
-            return self.held_back[:start]
-        held = self.held_back
+            return held[:start]
         tails = (n for n in range(len(held)) if any(s.startswith(held[n:]) for s in self._stops))
         end = next(tails, len(held))
-        self.held_back = held[end:]
+        self._held = held[end:]
         return held[:end]
+
+    def finish(self) -> str:
+        """The rest of the text, which is no stop string as nothing follows."""
+        return self._held
 
 
 class ReplySplitter:
@@ -131,26 +134,25 @@ class ReplySplitter:
 
     def push(self, event: Event) -> ReplyText | None:
         """Add an event; if it is generated text, returns the next part, if there is one."""
-        return self._add_text(event) if isinstance(event, Delta) and event.text else None
-
-    def _add_text(self, delta: Delta) -> ReplyText | None:
-        if delta.part == "thinking":
-            return ReplyText("", thinking=delta.text)
-        calls = self._calls
-        if delta.part == "call" and calls is not None and calls.hold_back(delta.text):
+        if not isinstance(event, Delta) or not event.text:
             return None
-        return self._add(*((delta.text, []) if calls is None else calls.push(delta.text)))
+        if event.part == "thinking":
+            return ReplyText("", thinking=event.text)
+        if self._calls is None:
+            return self._add(event.text, [])
+        if event.part == "call" and self._calls.hold_back(event.text):
+            return None
+        return self._add(*self._calls.push(event.text))
 
     def end(self, *, is_short: bool) -> ReplyText:
         """The last part, with all text held back; `is_short` means that the reply was cut."""
-        calls = self._calls
-        if calls is None:
-            return ReplyText(self._held_back())
-        lead = self._session.template.marks.call_lead
-        last = self._add(*calls.finish(lead, is_short=is_short)) or ReplyText("")
-        rest = self._held_back()
+        last = None
+        if self._calls is not None:
+            lead = self._session.template.marks.call_lead
+            last = self._add(*self._calls.finish(lead, is_short=is_short))
+        rest = self.stops.finish()
         self.answer += rest
-        return replace(last, text=last.text + rest)
+        return (last or ReplyText("")) + ReplyText(rest)
 
     def _add(self, text: str, new: Sequence[ToolCall]) -> ReplyText | None:
         """Add text and calls, up to a stop string in the text."""
@@ -160,13 +162,11 @@ class ReplySplitter:
         self.calls += new
         return ReplyText(text, calls=new) if text or new else None
 
-    def _held_back(self) -> str:
-        return "" if self.stops.is_found else self.stops.held_back
 
-
-# A part of the reply; or the reply being generated, whose next `StepResult` is to be sent back.
-Part = ReplyText | Generation | None
-Parts = Generator[Part, StepResult | None, ReplyEnd | None]  # returns None if the client has left
+# A part of the reply; or a generation, whose next `StepResult` is to be sent back; or None, after a
+# chunk of a message.
+Step = ReplyText | Generation | None
+Steps = Generator[Step, StepResult | None, ReplyEnd | None]  # returns None if the client has left
 
 
 class ReplyGenerator:
@@ -188,8 +188,8 @@ class ReplyGenerator:
         self._options, self._is_cancelled = options, is_cancelled
         self._complete_tokens = self._session.seen  # number of tokens of whole messages
 
-    def parts(self) -> Parts:
-        """Read the new messages, and generate the reply to the last one, part by part.
+    def steps(self) -> Steps:
+        """Read the new messages, and generate the reply to the last one, step by step.
 
         Raises the same errors as `Session.ask`.
         """
@@ -267,7 +267,7 @@ class ReplyGenerator:
                 return False
         return True
 
-    def _reply(self, cached: int, allowed: TokenFilter | None, *, is_retry: bool) -> Parts:
+    def _reply(self, cached: int, allowed: TokenFilter | None, *, is_retry: bool) -> Steps:
         """Read the last message, unless it `is_retry`, and reply; `cached`: tokens read before."""
         conversation, session = self._conversation, self._session
         role, question = self._history.messages[-1]
@@ -285,21 +285,19 @@ class ReplyGenerator:
         yield splitter.end(is_short=done.finish in _CUT_REASONS)
         if not is_retry:
             conversation.add("tool" if role == "tool" else "user", question)
-        calls = splitter.calls
-        if calls:
-            conversation.add("calls", calls_key(splitter.answer, calls))
+        if splitter.calls:
+            conversation.add("calls", calls_key(splitter.answer, splitter.calls))
         else:
             conversation.add("assistant", done.text)
         conversation.is_exact = not splitter.has_unsent_text
-        end = _reply_end(conversation, start, done, cached)
+        end = _reply_end(conversation, splitter, start, done, cached)
         if not is_read:
             conversation.undo_last_question()
-        stop = splitter.stops.complete_stop
-        return replace(end, stopped_by=stop, finish=_finish_reason(done, calls))
+        return end
 
     def _generate(
         self, splitter: ReplySplitter, allowed: TokenFilter | None
-    ) -> Generator[Part, StepResult | None, TurnDone]:
+    ) -> Generator[Step, StepResult | None, TurnDone]:
         def stops() -> bool:
             return self._is_cancelled() or splitter.has_ended
 
@@ -449,13 +447,12 @@ def reply_format(
         raise RequestError(str(error), param=param) from None
 
 
-def _finish_reason(done: TurnDone, calls: Sequence[ToolCall]) -> str:
-    finish = "length" if done.finish in _CUT_REASONS else "stop"
-    return "tool_calls" if calls and finish == "stop" else finish
-
-
 def _reply_end(
-    conversation: ServedConversation, start: tuple[int, int], done: TurnDone, cached: int
+    conversation: ServedConversation,
+    splitter: ReplySplitter,
+    start: tuple[int, int],
+    done: TurnDone,
+    cached: int,
 ) -> ReplyEnd:
     """`start`: tokens seen, and held, when the reply began; `cached` ones were not read again."""
     seen, held = start
@@ -483,4 +480,5 @@ def _reply_end(
         "policy": conversation.session.profile.policy,
         "budget": conversation.session.budget,
     }
-    return ReplyEnd("", usage, memory)
+    finish = "length" if done.finish in _CUT_REASONS else "tool_calls" if splitter.calls else "stop"
+    return ReplyEnd(finish, usage, memory, splitter.stops.complete_stop)

@@ -22,7 +22,7 @@ from sirchat.errors import ContextFullError, SirchatError, UsageError
 from sirchat.server.conversation import History, ServedConversation
 from sirchat.server.fields import RequestError
 from sirchat.server.pool import BusyError, ConversationPool
-from sirchat.server.replies import Parts, ReplyEnd, ReplyGenerator, ReplyOptions, ReplyText
+from sirchat.server.replies import ReplyEnd, ReplyGenerator, ReplyOptions, ReplyText, Steps
 
 SentPart = ReplyText | ReplyEnd | RequestError  # the last one sent is a `ReplyEnd` or an error
 
@@ -37,15 +37,20 @@ _JOIN_SECONDS = 5.0  # for which the end of the program waits for the last step
 
 @dataclass(eq=False)
 class WaitingReply:
-    """A reply that waits for a conversation, or is being generated."""
+    """A reply for which a client waits."""
 
     history: History
     options: ReplyOptions
     send: Callable[[SentPart], None]  # called in the thread that generates the reply
     client: str | None = None  # its address; None if unknown
     is_cancelled: bool = False  # whether the client no longer waits for it
-    conversation: ServedConversation | None = None  # None while it waits, as are the parts
-    parts: Parts | None = None
+
+
+@dataclass(eq=False)
+class _RunningReply:
+    reply: WaitingReply
+    conversation: ServedConversation
+    steps: Steps
     next: Generation | None = None  # what the next token is to be added to, once it was read
 
 
@@ -59,7 +64,7 @@ class ReplyThread:
         self._conversations = conversations
         self._max_replies = max_replies
         self._replies = set[WaitingReply]()  # all that wait or are under way
-        self._running: list[WaitingReply] = []
+        self._running: list[_RunningReply] = []
         self._calls: list[_Call] = []
         self._postponed: list[_Call] = []  # called again when a reply ends
         self._changed = threading.Condition()
@@ -113,8 +118,9 @@ class ReplyThread:
             self._is_ending = True
             self._changed.notify()
 
-    def join(self) -> None:
-        """Wait until all conversations are saved, or 5 seconds if the last step takes longer."""
+    def close(self) -> None:
+        """End, and wait until all is saved, or 5 seconds if the last step takes longer."""
+        self.end()
         self._thread.join(_JOIN_SECONDS)
         if self._is_saving:
             self._thread.join()
@@ -127,9 +133,9 @@ class ReplyThread:
         except Exception as error:  # of this thread itself: then no reply may wait for it
             _LOG.critical("the server can answer no more", exc_info=error)
             self.end()
-        for reply in self._running:
+        for running in self._running:
             with suppress(Exception):  # what failed above may fail again
-                reply.send(_ending_error())
+                running.reply.send(_ending_error())
         self._run_calls()
         for _, result, _ in self._postponed:
             result.set_exception(_ending_error())
@@ -151,7 +157,7 @@ class ReplyThread:
                 calls, self._postponed = self._postponed + calls, []
         while calls:
             # Who has fewer replies under way begins the next one, however many another waits for.
-            running = Counter(reply.client for reply in self._running)
+            running = Counter(running.reply.client for running in self._running)
             fewest = min(range(len(calls)), key=lambda index: running[calls[index][2]])
             function, result, client = calls.pop(fewest)
             if not (result.running() or result.set_running_or_notify_cancel()):
@@ -169,11 +175,9 @@ class ReplyThread:
             raise _ending_error()
         if reply.is_cancelled:
             raise RequestError("the request was cancelled", status=499)
-        continuation = self._conversations.take(reply.history)
-        reply.conversation = continuation.conversation
-        generator = ReplyGenerator(continuation, reply.options, lambda: reply.is_cancelled)
-        reply.parts = generator.parts()
-        self._running.append(reply)
+        taken = self._conversations.take(reply.history)
+        generator = ReplyGenerator(taken, reply.options, lambda: reply.is_cancelled)
+        self._running.append(_RunningReply(reply, taken.conversation, generator.steps()))
 
     def _send_begin_error(self, reply: WaitingReply, future: Future[None]) -> None:
         if (error := future.exception()) is not None:
@@ -186,50 +190,45 @@ class ReplyThread:
         Messages are read by turns, so that no reply waits long for its next token.
         """
         read = 0
-        for reply in [reply for reply in self._running if reply.next is None]:
+        for running in [one for one in self._running if one.next is None]:
             if read >= _MAX_READ_TOKENS:
                 break
-            session = reply.conversation.session if reply.conversation is not None else None
-            seen = session.seen if session is not None else 0
-            self._running.remove(reply)
-            self._running.append(reply)  # the others come first in the next round
-            self._advance(reply)
-            read += max(0, session.seen - seen) if session is not None else 0
-        generating = [reply for reply in self._running if reply.next is not None]
-        steps = step([reply.next for reply in generating if reply.next is not None])
-        for reply, result in zip(generating, steps, strict=True):
-            reply.next = None
-            self._advance(reply, result)
+            session = running.conversation.session
+            seen = session.seen
+            self._running.remove(running)
+            self._running.append(running)  # the others come first in the next round
+            self._advance(running)
+            read += max(0, session.seen - seen)
+        generating = [one for one in self._running if one.next is not None]
+        results = step([one.next for one in generating if one.next is not None])
+        for running, result in zip(generating, results, strict=True):
+            running.next = None
+            self._advance(running, result)
 
-    def _advance(self, reply: WaitingReply, result: StepResult | None = None) -> None:
+    def _advance(self, running: _RunningReply, result: StepResult | None = None) -> None:
         """Continue a reply with a step's `result`, up to its next step or message chunk."""
-        assert reply.parts is not None
         while True:
             try:
-                part, result = reply.parts.send(result), None
+                part, result = running.steps.send(result), None
             except StopIteration as ended:
-                self._finish(reply)
+                self._finish(running)
                 if ended.value is not None:
-                    reply.send(ended.value)
+                    running.reply.send(ended.value)
                 return
             except Exception as error:  # whatever a model raises
-                self._finish(reply)
-                reply.send(_error_for_client(error))
+                self._finish(running)
+                running.reply.send(_error_for_client(error))
                 return
             if part is None or isinstance(part, Generation):
-                reply.next = part
+                running.next = part
                 return
-            reply.send(part)
+            running.reply.send(part)
 
-    def _finish(self, reply: WaitingReply) -> None:
-        if reply.parts is not None:
-            reply.parts.close()
-        self._running.remove(reply)
-        self._replies.discard(reply)
-        # Whoever still refers to the reply must not keep the memory of its conversation.
-        conversation, reply.conversation, reply.parts = reply.conversation, None, None
-        if conversation is not None:
-            self._conversations.release(conversation, self.wake)
+    def _finish(self, running: _RunningReply) -> None:
+        running.steps.close()
+        self._running.remove(running)
+        self._replies.discard(running.reply)
+        self._conversations.release(running.conversation, self.wake)
 
 
 def _ending_error() -> RequestError:

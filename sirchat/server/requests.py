@@ -29,7 +29,6 @@ from sirchat.server.fields import (
     Fields,
     FunctionName,
     Name,
-    RequestBody,
     RequestError,
     RequestObject,
     join_text_parts,
@@ -60,14 +59,11 @@ def _as_json_text(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, dict) else value
 
 
-Arguments = Annotated[str, BeforeValidator(_as_json_text)]
-
-
 class FunctionCall(RequestObject):
     """The field `function` of a tool call; `arguments` is JSON text."""
 
     name: FunctionName
-    arguments: Arguments
+    arguments: Annotated[str, BeforeValidator(_as_json_text)]
 
 
 class ToolCallFields(RequestObject):
@@ -167,8 +163,6 @@ class JsonSchema(RequestObject):
     """The field `json_schema` of a reply's format; the model does not see its name."""
 
     name: Name
-    description: str | None = None
-    strict: bool | None = None
     schema_: Fields = Field(default={"type": "object"}, alias="schema")
 
 
@@ -221,12 +215,14 @@ class ConversationFields(RequestObject):
     conversation: ConversationName | None = None
 
 
-class ChatRequest(RequestBody):
+class ChatRequest(RequestObject):
     """A request for a reply in a chat, with the fields of OpenAI's chat completions.
 
     Requests of other APIs are translated to this form. `ChatServer` checks sampling settings.
     """
 
+    model_config = ConfigDict(extra="allow")  # which a note names
+    model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -409,8 +405,3 @@ def function_tool(tool: Fields, parameters: str = "parameters") -> Fields:
 def tool_named(name: Any) -> Fields:
     """The field `tool_choice` of a chat request that names a tool."""
     return {"type": "function", "function": {"name": name}}
-
-
-def schema_format(schema: Any) -> dict[str, Any]:
-    """The field `response_format` of a chat request for JSON by a schema."""
-    return {"type": "json_schema", "json_schema": {"name": "format", "schema": schema}}

@@ -21,7 +21,7 @@ from sirchat.chat.events import Event, to_json
 from sirchat.memory.policies import is_path, policy_names
 from sirchat.server.access import read_body
 from sirchat.server.conversation import ServedConversation
-from sirchat.server.fields import RequestError, RequestObject, parse_request
+from sirchat.server.fields import RequestError, RequestObject, make_request, parse_json_object
 from sirchat.server.pool import ConversationPool
 from sirchat.server.reply_thread import ReplyThread
 
@@ -103,7 +103,7 @@ class SessionRoutes:
 
     async def _change(self, request: Request) -> Response:
         ident = request.path_params["id"]
-        change = parse_request(await read_body(request), MemoryChange)
+        change = make_request(MemoryChange, parse_json_object(await read_body(request)))
         loop, saved = asyncio.get_running_loop(), asyncio.Event()
 
         def on_saved() -> None:

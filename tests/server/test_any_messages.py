@@ -107,7 +107,7 @@ def ask(
     conversation = continuation.conversation
     asked = count(1)
     gone = (lambda: False) if leaves is None else (lambda: next(asked) >= leaves)
-    parts, done = ReplyGenerator(continuation, ReplyOptions(), gone).parts(), None
+    parts, done = ReplyGenerator(continuation, ReplyOptions(), gone).steps(), None
     with suppress(StopIteration):
         while True:
             part = parts.send(done)

@@ -92,7 +92,7 @@ def test_a_text_ends_before_the_first_complete_stop_string_however_it_is_divided
     stopping = StopStrings(stops)
     sent = "".join(stopping.push(piece) for piece in pieces)
     assert stopping.is_found == bool(complete)
-    assert (sent if complete else sent + stopping.held_back) == text
+    assert sent + stopping.finish() == text
 
 
 def test_only_text_that_may_belong_to_a_stop_string_is_held_back() -> None:

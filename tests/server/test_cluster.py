@@ -19,7 +19,7 @@ from serving import CHAT, URL, Message, assistant, cached, said, system, user
 from sirchat.config.profile import Profile
 from sirchat.errors import UsageError
 from sirchat.server import cluster
-from sirchat.server.cluster import Replica, Router, conversation_key, replica_of
+from sirchat.server.cluster import Replica, Router, replica_of
 from sirchat.server.pool import Limits
 
 NAMES = ("Anna", "Tom", "Eva", "Kim", "Leo", "Mia")
@@ -59,7 +59,7 @@ def handles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Ha
     yield found
     for one in found:
         if one.replica is not None:
-            one.replica.end()
+            one.replica.__del__()
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_a_replica_that_died_comes_back_with_its_conversations(
     talks = [talk(client, name, 2) for name in NAMES[:4]]
     died, handles[0].replica = handles[0].replica, None
     assert died is not None
-    died.end()
+    died.__del__()  # as Ray ends it
     states = [
         client.post("/v1/chat/completions", json={"messages": messages}).status_code
         for messages, _ in talks
@@ -136,29 +136,31 @@ def test_each_replica_checks_the_key_and_the_request(client: TestClient) -> None
     assert (response.status_code, response.json()["error"]["param"]) == (400, None)
 
 
-def key_of(path: str, name: str = "", **body: Any) -> bytes:
-    return conversation_key(path, json.dumps(body).encode(), name)
+def place_of(path: str, name: str = "", count: int = 1000, **body: Any) -> int:
+    return replica_of(count, path, json.dumps(body).encode(), name)
 
 
-def test_how_a_conversation_begins_or_its_name_is_its_key_in_each_shape() -> None:
+def test_how_a_conversation_begins_or_its_name_says_its_replica_in_each_shape() -> None:
     messages = [system("Be kind."), user("Hello.")]
-    key = key_of(CHAT, messages=messages)
+    place = place_of(CHAT, messages=messages)
     parts = [{"type": "text", "text": "Hello.", "cache_control": {"type": "ephemeral"}}]
     more = [assistant("Hi."), user("And now?")]
-    assert key == key_of(CHAT[3:], messages=[messages[0], {"role": "user", "content": parts}])
-    assert key == key_of(CHAT, messages=[*messages, *more], model="tiny")
-    assert key == key_of("/v1/responses", instructions="Be kind.", input="Hello.")
-    assert key != key_of(CHAT, messages=[user("Hello.")])
-    assert key != key_of(CHAT, messages=[messages[0], user("Hello!")])
-    named = key_of(CHAT, "Anna", messages=messages)
-    assert named != key
-    assert named == key_of("/v1/responses", "Tom", input="Hi.", conversation={"id": "Anna"})
-    assert named == key_of(CHAT, "Tom", messages=more, sirchat={"conversation": "Anna"})
+    assert place == place_of(CHAT[3:], messages=[messages[0], {"role": "user", "content": parts}])
+    assert place == place_of(CHAT, messages=[*messages, *more], model="tiny")
+    assert place == place_of("/v1/responses", instructions="Be kind.", input="Hello.")
+    assert place != place_of(CHAT, messages=[user("Hello.")])
+    assert place != place_of(CHAT, messages=[messages[0], user("Hello!")])
+    named = place_of(CHAT, "Anna", messages=messages)
+    assert named != place
+    assert named == place_of("/v1/responses", "Tom", input="Hi.", conversation={"id": "Anna"})
+    assert named == place_of(CHAT, "Tom", messages=more, sirchat={"conversation": "Anna"})
 
 
 def test_a_further_replica_takes_its_share_of_the_conversations_and_no_other_moves() -> None:
-    keys = [key_of("/v1/responses", input=str(number)) for number in range(600)]
-    before, after = ([replica_of(key, count) for key in keys] for count in (2, 3))
+    before, after = (
+        [place_of("/v1/responses", count=count, input=str(number)) for number in range(600)]
+        for count in (2, 3)
+    )
     assert all(new in (old, 2) for old, new in zip(before, after, strict=True))
     assert all(150 < after.count(number) < 250 for number in range(3))
 

@@ -77,17 +77,6 @@ def test_the_same_message_is_said_twice_and_asked_again_is_answered_anew() -> No
         assert third["usage"]["prompt_tokens"] == second["usage"]["prompt_tokens"]
 
 
-def test_a_reply_from_before_a_restart_is_replaced_too(tmp_path: Path) -> None:
-    """It can't be undone, so the messages before it are read again."""
-    with served(quick(), policy="full", max_new_tokens=6, folder=tmp_path) as one:
-        first = talk(one, [system("Be kind."), user(ANNA)], temperature=0)
-        second = talk(one, [user(NAME)], temperature=0)
-    with served(quick(), policy="full", max_new_tokens=6, folder=tmp_path) as one:
-        third = talk(one, [assistant(said(first)), user(NAME)], temperature=0)
-        assert said(third) == said(second)
-        assert third["usage"]["prompt_tokens"] == second["usage"]["prompt_tokens"]
-
-
 def test_names_are_kept_on_disk_and_belong_to_one_conversation_each(tmp_path: Path) -> None:
     with served(quick(), policy="full", max_new_tokens=6, folder=tmp_path) as one:
         mine, other = talk(one, [user(ANNA)]), talk(one, [user("Hello!")], "other")

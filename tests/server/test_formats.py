@@ -79,21 +79,6 @@ def test_a_format_that_can_t_be_kept_is_refused(
     assert "reasoning" in refusal(server.post(asked, response_format=form))["message"]
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(3.0, 2, 0.1, repetition_penalty=1.5)])
-def test_the_sampler_chooses_only_what_is_allowed_after_its_own_choices(sampling: Sampling) -> None:
-    asked: list[list[int]] = []
-
-    def allowed(ids: Any) -> Any:
-        asked.append(list(ids))
-        return torch.tensor([number in (3, 5 + len(ids)) for number in range(10)])
-
-    sampler = Sampler(sampling, allowed=allowed)
-    logits = torch.tensor([9.0, 8, 7, -50, 0, 1, 2, 3, 4, 5])
-    picked = [sampler.pick(logits, lambda _: [1, 2], at) for at in range(4)]
-    assert picked == [5, 6, 7, 8]
-    assert asked == [picked[:n] for n in range(4)]
-
-
 # Texts that a tokenizer, a grammar or JSON may take for something else.
 _TEXTS = st.one_of(
     st.sampled_from(

@@ -246,6 +246,7 @@ def test_the_budget_holds_system_prompt_and_tools_twice(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_tools_that_take_most_of_the_context_are_not_pinned(tmp_path: Path) -> None:
     chat, tools = [system("Be kind."), user("Hello, who are you?")], many_tools(10)
     with served(tool_tiny(), budget=160, max_new_tokens=4, folder=tmp_path) as one:

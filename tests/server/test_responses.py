@@ -187,29 +187,3 @@ def test_codex_gets_calls_of_namespaces_and_of_tools_that_take_a_text(
     done = {"type": "custom_tool_call_output", "call_id": use["call_id"], "output": "ok"}
     last = with_tools.send(RESPONSES, **body | {"input": [*history, use, done]})
     assert cached(last) == events[-1]["response"]["sirchat"]["seen"]
-
-
-def test_an_image_that_a_tool_returned_is_a_mark_in_a_response_too(
-    with_tools: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script(monkeypatch, ["A dog.", "A dog."])
-    call = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
-    image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
-    mark = {"type": "input_text", "text": "[an image, which can't be seen]"}
-    first, second = (
-        with_tools.send(RESPONSES, input=[user(ASKED), call, returned(call) | {"output": [part]}])
-        for part in (image, mark)
-    )
-    assert first["output"][0]["content"][0]["text"] == "A dog."
-    assert cached(second) == second["usage"]["input_tokens"] == first["usage"]["input_tokens"]
-
-
-def test_a_response_can_be_made_to_call_a_tool(with_tools: Served) -> None:
-    days = {"type": "integer", "minimum": 1, "maximum": 9}
-    function = TOOL | {"parameters": {"type": "object", "properties": {"days": days}}}
-    fields: dict[str, Any] = {"tools": [function], "parallel_tool_calls": False}
-    for choice in ("required", {"type": "function", "name": "weather"}):
-        response = with_tools.send(RESPONSES, input=ASKED, tool_choice=choice, **fields)
-        (call,) = response["output"]
-        assert call["name"] == "weather"
-        assert response["tool_choice"] == choice

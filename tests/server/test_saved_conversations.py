@@ -153,8 +153,7 @@ def test_with_no_save_nothing_is_written(
     profile = Profile(save=save, max_new_tokens=4, compile="off")
     server = load_server(profile, False, {}, "127.0.0.1", None)
     Served(server).ask([user("Hello.")])
-    server.replies.end()
-    server.replies.join()
+    server.replies.close()
     assert (tmp_path / "data" / "served").exists() == save
 
 

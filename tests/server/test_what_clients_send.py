@@ -127,13 +127,6 @@ def test_of_any_order_no_text_is_lost_and_no_two_replies_follow_each_other(
     assert [t for text in texts if text for t in text.split()] == [m["content"] for m in messages]
 
 
-def test_instructions_stand_beside_messages_of_the_developer(server: Served) -> None:
-    asked = [{"role": "developer", "content": "Be brief."}, *ASKED]
-    both = server.send("/v1/responses", input=asked, instructions="Be kind.", max_output_tokens=9)
-    text = server.reply([system("Be kind.\n\nBe brief."), *ASKED], max_tokens=9)
-    assert both["output"][0]["content"][0]["text"] == text
-
-
 @pytest.mark.parametrize(
     ("written", "arguments"),
     [

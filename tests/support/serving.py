@@ -141,8 +141,7 @@ def served(
     try:
         yield Served(server)
     finally:
-        server.replies.end()
-        server.replies.join()
+        server.replies.close()
 
 
 def told(messages: Sequence[Message], of: Callable[[], LoadedModel] = tiny, **settings: Any) -> str:

@@ -172,6 +172,10 @@ FORMS: dict[str, tuple[Callable[..., str], Marks]] = {
         each(_BEGIN, _SEP, "<｜tool▁call▁end｜>"),
         marks(call="<｜tool▁calls▁begin｜>", call_lead="<｜tool▁call▁begin｜>"),
     ),
+    "kimi": (
+        each("<|tool_call_begin|>functions.", ":0<|argument_begin|>", "<|tool_call_end|>"),
+        marks(call="<|tool_call_begin|>", call_lead="functions."),
+    ),
     "phi, granite": (
         lambda *calls: spelled("<|tool_call|>") + listed(*calls), marks(call="<|tool_call|>")
     ),
