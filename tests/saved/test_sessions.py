@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from attacking import MANY
 from chatting import babbler, random_model, session, tiny
 from sirchat.chat.session import Session
 from sirchat.chat.summary import PREFIX, pin_summary
+from sirchat.cli.sessions import sessions_list
 from sirchat.config.profile import Profile
 from sirchat.errors import SessionError
 from sirchat.memory.key_values import KeyValues
@@ -22,6 +24,7 @@ from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import model_fingerprint, saved_profile
 from sirchat.saved.session_list import find_session, list_sessions
 from sirchat.saved.store import SessionStore
+from sirchat.ui.lists import format_bytes
 
 SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 10, "decay": 0.9}
 MESSAGES = [f"{n} some words and {n * n} more of them " * 3 for n in range(12)]
@@ -244,6 +247,26 @@ def test_of_too_many_keys_and_values_the_oldest_archived_are_not_saved(
     for each in (chat, again):
         list(each.ask("and on"))
     assert again.turns == chat.turns
+
+
+def test_past_the_limit_of_all_chats_the_oldest_keys_and_values_go_and_no_text(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for said, age in (("one", 3), ("two", 2), ("three", 1)):
+        saved([said])
+        (file,) = (one for one in folder.glob("*.safetensors") if one.stat().st_mtime > 9e8)
+        size = file.stat().st_size
+        os.utime(file, (5e8 - age, 5e8 - age))
+    sessions_list()
+    told = f"keys and values take {format_bytes(3 * size)} of at most 4GiB"
+    assert told in capsys.readouterr().err
+    saved(["four"], save_kv_limit=f"{7 * size // 2}")
+    chats = sorted(list_sessions(folder).sessions, key=lambda chat: chat.first_message)
+    has_rows = {c.first_message: c.path.with_suffix(".safetensors").exists() for c in chats}
+    assert has_rows == {"one": False, "two": True, "three": True, "four": True}
+    saved(["five"], save_kv_limit="1kB")
+    assert not list(folder.glob("*.safetensors"))
+    assert len(list_sessions(folder).sessions) == 5
 
 
 def test_models_with_other_weights_have_other_fingerprints(tmp_path: Path) -> None:
