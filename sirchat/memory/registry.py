@@ -1,7 +1,7 @@
 """Finds classes of one kind by name: eviction policies and retrievers.
 
-Each built-in class has a file named after it. Other packages add classes by a group of entry
-points. Listing the names imports no class, so settings are checked without torch.
+Other packages add classes by a group of entry points. Listing the names imports no class, so
+settings are checked without torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import pkgutil
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from sirchat.errors import SettingError, did_you_mean
@@ -18,9 +18,9 @@ from sirchat.errors import SettingError, did_you_mean
 class Registry:
     """Finds classes of one kind, such as eviction policies, by name.
 
-    `package` has the base class in `base`, and one class in each file that is not among
-    `non_class_modules`: `cosine_pairwise.py` has `CosinePairwise`, named `cosine-pairwise`. `group`
-    is the group of entry points.
+    `package` has the base class in `base`, and the built-in classes in `files`, by their names;
+    without `files`, each has a file named after it: `cosine_pairwise.py` has `CosinePairwise`,
+    named `cosine-pairwise`. `group` is the group of entry points.
     """
 
     def __init__(
@@ -28,16 +28,15 @@ class Registry:
         kind: str,
         package: str,
         group: str,
+        files: Mapping[str, str] | None = None,
         aliases: Mapping[str, str] | None = None,
-        non_class_modules: Collection[str] = ("base",),
     ) -> None:
         self._kind, self._package, self._group = kind, package, group
-        self._non_class_modules = non_class_modules
-        self.aliases = aliases or {}
+        self._files, self.aliases = files, aliases or {}
 
     def names(self) -> list[str]:
         """All names without aliases, built-in classes first."""
-        built_in = self._built_in()
+        built_in = sorted(self._built_in())
         added = {entry.name for entry in importlib.metadata.entry_points(group=self._group)}
         return built_in + sorted(added - set(built_in))
 
@@ -52,8 +51,7 @@ class Registry:
         hint.
         """
         name = self.aliases.get(name, name)
-        if name in self._built_in():
-            module = name.replace("-", "_")
+        if module := self._built_in().get(name):
             kind = "".join(part.capitalize() for part in name.split("-"))
             return self.load(f"{self._package}.{module}:{kind}")
         for entry in importlib.metadata.entry_points(group=self._group, name=name):
@@ -76,10 +74,13 @@ class Registry:
             raise SettingError(f"{path} is not a sirchat {self._kind}")
         return loaded
 
-    def _built_in(self) -> list[str]:
+    def _built_in(self) -> Mapping[str, str]:
+        """The module of each built-in class, by the class's name."""
+        if self._files is not None:
+            return self._files
         modules = pkgutil.iter_modules(importlib.import_module(self._package).__path__)
-        names = {module.name for module in modules}.difference(self._non_class_modules)
-        return sorted(name.replace("_", "-") for name in names)
+        names = {module.name for module in modules} - {"base"}
+        return {name.replace("_", "-"): name for name in names}
 
 
 # Named here, because settings are checked below the room `recall`.

@@ -26,7 +26,7 @@ from sirchat.saved.store import SessionStore
 
 CODE = """
 from pathlib import Path
-from sirchat.memory.policies.sink import Sink
+from sirchat.memory.policies.by_position import Sink
 Path({ran!r}).touch()
 class Mine(Sink):
     pass

@@ -25,10 +25,9 @@ from sirchat.engine.types import (
     Stopped,
     TurnRef,
 )
-from sirchat.memory.policies.entropy import Entropy
-from sirchat.memory.policies.full import Full
-from sirchat.memory.policies.reservoir import Reservoir
-from sirchat.memory.policies.sink import Sink
+from sirchat.memory.policies.by_chance import Reservoir
+from sirchat.memory.policies.by_position import Full, Sink
+from sirchat.memory.policies.by_surprisal import Entropy
 from sirchat.models.captured_step import CapturedStep
 from sirchat.models.model import wrap_model
 

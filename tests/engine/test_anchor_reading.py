@@ -30,7 +30,7 @@ from sirchat.lab.training.masks import anchor_mask, block_mask, position_in_docu
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import MovedRows, Role
 from sirchat.memory.policies.anchor import Anchor
-from sirchat.memory.policies.sink import Sink
+from sirchat.memory.policies.by_position import Sink
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import PassResult
 from sirchat.text.anchors import Anchors, anchors_of, sentences

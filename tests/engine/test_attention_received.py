@@ -28,10 +28,9 @@ from sirchat.memory.attention import AttentionStats, AttentionStatsConfig, PassA
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.base import Policy
-from sirchat.memory.policies.entropy import Entropy
-from sirchat.memory.policies.h2o import H2o
-from sirchat.memory.policies.sink import Sink
-from sirchat.memory.policies.snapkv import Snapkv
+from sirchat.memory.policies.by_attention import H2o, Snapkv
+from sirchat.memory.policies.by_position import Sink
+from sirchat.memory.policies.by_surprisal import Entropy
 from sirchat.models.attention_hook import CallCounter, observed_by
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import PassResult

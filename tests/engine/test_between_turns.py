@@ -16,8 +16,8 @@ from sirchat.chat.events import Evicted, TurnDone
 from sirchat.config.profile_files import resolve
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import CacheSettings, TurnRef
-from sirchat.memory.policies.entropy import Entropy
-from sirchat.memory.policies.sink import Sink
+from sirchat.memory.policies.by_position import Sink
+from sirchat.memory.policies.by_surprisal import Entropy
 
 EXACT = CacheSettings(
     Entropy(recent=0), budget=100, sinks=4, decay=0.8, protect=False, evict="between-turns"

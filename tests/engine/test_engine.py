@@ -40,9 +40,8 @@ from sirchat.memory.key_value_store import Checkpoint
 from sirchat.memory.ledger import Flag, HeldRows, MovedRows, Role
 from sirchat.memory.policies import policy_class, policy_names
 from sirchat.memory.policies.base import Policy
-from sirchat.memory.policies.entropy import Entropy
-from sirchat.memory.policies.full import Full
-from sirchat.memory.policies.sink import Sink
+from sirchat.memory.policies.by_position import Full, Sink
+from sirchat.memory.policies.by_surprisal import Entropy
 from sirchat.models.model import wrap_model
 
 BOUNDED = [name for name in policy_names() if policy_class(name).bounded]

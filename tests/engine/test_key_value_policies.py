@@ -23,10 +23,9 @@ from sirchat.errors import SettingError, UsageError
 from sirchat.memory.attention import AttentionStats, PassAttention
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.base import Policy
+from sirchat.memory.policies.by_key import Keydiff, Knorm
+from sirchat.memory.policies.by_position import Sink
 from sirchat.memory.policies.check import contract_violations
-from sirchat.memory.policies.keydiff import Keydiff
-from sirchat.memory.policies.knorm import Knorm
-from sirchat.memory.policies.sink import Sink
 from sirchat.saved.saved_tensors import attention_fits, attention_tensors, pop_attention
 
 

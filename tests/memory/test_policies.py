@@ -22,11 +22,10 @@ from sirchat.memory.attention import PassAttention
 from sirchat.memory.ledger import Flag, HeldRows, Ledger, Role
 from sirchat.memory.policies import ALIASES, policy_class, policy_names
 from sirchat.memory.policies.base import ScorePolicy
+from sirchat.memory.policies.by_attention import H2o
+from sirchat.memory.policies.by_position import Sink
+from sirchat.memory.policies.by_surprisal import Entropy, Salience
 from sirchat.memory.policies.check import contract_violations
-from sirchat.memory.policies.entropy import Entropy
-from sirchat.memory.policies.h2o import H2o
-from sirchat.memory.policies.salience import Salience
-from sirchat.memory.policies.sink import Sink
 from sirchat.memory.random_numbers import Purpose, uniform
 
 SEED = 7

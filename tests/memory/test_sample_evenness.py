@@ -18,7 +18,7 @@ from sirchat.engine.types import CacheSettings, TurnRef
 from sirchat.memory.ledger import Ledger, MovedRows, Role
 from sirchat.memory.policies import policy_class
 from sirchat.memory.policies.base import Policy
-from sirchat.memory.policies.reservoir import Reservoir
+from sirchat.memory.policies.by_chance import Reservoir
 from sirchat.memory.random_numbers import Purpose, uniform
 
 SEED = 7

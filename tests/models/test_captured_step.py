@@ -28,7 +28,7 @@ from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import CacheSettings
 from sirchat.errors import ModelError
 from sirchat.memory.cache import BoundedCache
-from sirchat.memory.policies.entropy import Entropy
+from sirchat.memory.policies.by_surprisal import Entropy
 from sirchat.models.attention_hook import PassWeights
 from sirchat.models.captured_step import CapturedStep, ChosenToken, DeviceRun, capture_first
 from sirchat.models.llama_step import LlamaStep

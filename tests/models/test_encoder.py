@@ -25,7 +25,7 @@ from random_encoders import encoded, random_encoder
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import CacheSettings
 from sirchat.errors import ModelError
-from sirchat.memory.policies.sink import Sink
+from sirchat.memory.policies.by_position import Sink
 from sirchat.models.encoder import Encoder, EncoderOutput
 from sirchat.models.hidden_states import decoder_layers
 from sirchat.models.model import LoadedModel, wrap_model

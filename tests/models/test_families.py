@@ -28,7 +28,7 @@ from sirchat.engine.types import CacheSettings, GeneratedToken, TurnRef
 from sirchat.errors import ModelError
 from sirchat.memory.cache import LayerRotation
 from sirchat.memory.ledger import Role
-from sirchat.memory.policies.entropy import Entropy
+from sirchat.memory.policies.by_surprisal import Entropy
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.native_step import NativeStep
 from sirchat.models.probe import cache_argument

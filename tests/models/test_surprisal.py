@@ -20,7 +20,7 @@ from families import HELD, TELLING, BigramModel, build, loaded
 from simulated_devices import DEVICES, move, simulated_devices
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import CacheSettings, GeneratedToken
-from sirchat.memory.policies.entropy import Entropy
+from sirchat.memory.policies.by_surprisal import Entropy
 from sirchat.models.model import LoadedModel
 from sirchat.models.packed import Int8Linear, quantize_int8
 from sirchat.models.surprisal import PassResult, has_linear_head, surprisal_of_states

@@ -13,7 +13,7 @@ for name in (
     "transformers.models.llama.modeling_llama",
     "sirchat.chat.session",
     "sirchat.cli.app",
-    "sirchat.memory.policies.salience",
+    "sirchat.memory.policies.by_surprisal",
     "sirchat.ui.markdown",
     "sirchat.ui.growing_reply",
     "sirchat.ui.repl",

@@ -34,7 +34,7 @@ from sirchat.engine.engine import Engine
 from sirchat.engine.types import CacheSettings, TurnRef
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Flag, Role
-from sirchat.memory.policies.sink import Sink
+from sirchat.memory.policies.by_position import Sink
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.probe import cache_argument, refuse_unsupported_layers
 from sirchat.models.progress import quiet_libraries

@@ -120,7 +120,7 @@ def test_the_third_ctrl_c_ends_a_forward_pass_at_once_but_no_move_of_tokens() ->
         assert flag()
         for module in (
             "sirchat.models.model",
-            "sirchat.memory.policies.sink",
+            "sirchat.memory.policies.by_position",
             "outside",
             "sirchat",
         ):

@@ -23,7 +23,7 @@ from sirchat.lab.bench.peers import LlamaCpp
 from sirchat.lab.bench.ratio import BenchOptions, Ratio, compare, measure_seconds, some_ids
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.base import Policy
-from sirchat.memory.policies.entropy import Entropy
+from sirchat.memory.policies.by_surprisal import Entropy
 from sirchat.models.model import LoadedModel
 from sirchat.models.native_step import NativeStep
 from sirchat.models.probe import cache_argument

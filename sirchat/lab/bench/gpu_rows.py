@@ -38,8 +38,8 @@ from sirchat.lab.bench.decode import (
 from sirchat.lab.bench.gpu_value import Value
 from sirchat.lab.bench.ratio import SHAPES, BenchOptions, Ratio, compare, random_model, some_ids
 from sirchat.lab.bench.record import machine
-from sirchat.memory.policies.entropy import Entropy
-from sirchat.memory.policies.h2o import H2o
+from sirchat.memory.policies.by_attention import H2o
+from sirchat.memory.policies.by_surprisal import Entropy
 from sirchat.models.devices import DeviceName, DtypeName, pick_device, pick_dtype
 from sirchat.models.load import Quantize, load_model
 from sirchat.models.model import LoadedModel

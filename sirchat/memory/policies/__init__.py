@@ -1,4 +1,4 @@
-"""The eviction policies, each in a file named after it.
+"""The eviction policies, in files by what they choose by.
 
 Other packages add policies by the entry points `sirchat.policies`. A user may also name a class by
 its path `package.module:Class`. Listing the names imports no policy, and so no torch.
@@ -20,7 +20,24 @@ if TYPE_CHECKING:
 # Additional names of eviction policies, each mapped to the policy's usual name.
 ALIASES = {"stream": "sink", "attention": "h2o"}
 
-_REGISTRY = Registry("policy", __name__, "sirchat.policies", ALIASES, ("base", "check"))
+# The file of each built-in policy.
+_FILES = {
+    "anchor": "anchor",
+    "entropy": "by_surprisal",
+    "full": "by_position",
+    "h2o": "by_attention",
+    "interval": "by_position",
+    "keydiff": "by_key",
+    "knorm": "by_key",
+    "random": "by_chance",
+    "reservoir": "by_chance",
+    "salience": "by_surprisal",
+    "sink": "by_position",
+    "snapkv": "by_attention",
+    "tova": "by_attention",
+    "window": "by_position",
+}
+_REGISTRY = Registry("policy", __name__, "sirchat.policies", _FILES, ALIASES)
 
 
 def policy_names() -> list[str]:

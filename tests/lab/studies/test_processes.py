@@ -78,7 +78,7 @@ def test_processes_run_what_was_typed_listen_to_nobody_and_end_with_the_command(
 ) -> None:
     hostile_modules(tmp_path)
     (tmp_path / "mine.py").write_text(
-        "import os\nfrom sirchat.memory.policies.sink import Sink\n\n\n"
+        "import os\nfrom sirchat.memory.policies.by_position import Sink\n\n\n"
         "class Mine(Sink):\n    open(f'mine-{os.getpid()}', 'w').close()\n"
     )
     command = [sys.executable, "-P", "-m", "sirchat"]  # as the installed program: no folder on path

@@ -1,4 +1,4 @@
-"""Policy `reservoir`: keeps a uniform sample of all tokens ever read, and the newest tokens."""
+"""Policies that choose by random numbers: `random` and `reservoir`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,26 @@ import torch
 from torch import Tensor
 
 from sirchat.memory.ledger import HeldRows
-from sirchat.memory.policies.base import RecentScorePolicy, highest
+from sirchat.memory.policies.base import RecentScorePolicy, ScorePolicy, highest
+from sirchat.memory.random_numbers import Purpose, uniform
 
 _MIN_NEWEST = 8  # newest tokens, however large the sample is
+
+
+@dataclass(frozen=True)
+class Random(ScorePolicy):
+    """Keeps the sinks and a random choice of the other tokens in the cache.
+
+    SirLLM's RandomLLM baseline (arXiv:2405.12528, section 4.1): the choice is made anew at each
+    eviction, so fewer of the old tokens stay; `reservoir` does not have this bias.
+    """
+
+    source: ClassVar[str] = "SirLLM's RandomLLM, arXiv:2405.12528"
+    uses: ClassVar[tuple[str, ...]] = ("budget", "sinks", "seed")
+
+    def score(self, rows: HeldRows) -> Tensor:
+        numbers = uniform(rows.seed, Purpose.EVICTION, rows.position.numpy(), rows.seen)
+        return torch.from_numpy(numbers)
 
 
 @dataclass(frozen=True)
