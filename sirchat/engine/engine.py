@@ -118,7 +118,8 @@ class Engine:
         The engine is consistent at every yield, so callers may stop there. Raises ContextFullError,
         before any id is read, if the ids do not fit and nothing may be evicted.
         """
-        evictor, ledger, compacts = self.evictor, self.ledger, self._compacts_at_anchors
+        evictor, ledger = self.evictor, self.ledger
+        compacts = self.settings.policy.compacts_at_anchors
         self.choice.round = ref.round
         self.require_room(len(ids))
         turn = NewTokens(ids, roles, self.flags_of(ids, pinned), ref)
@@ -260,9 +261,8 @@ class Engine:
         """
         policy, most = self.settings.policy, self._model.context_length
         if not policy.bounded and self.cache.length + count > most:
-            policy.keep(
-                self.choice.view(self.ledger.held_positions), most - count
-            )  # raises, in its own words
+            held = self.choice.view(self.ledger.held_positions)
+            policy.keep(held, most - count)  # raises, in its own words
         if self.cache.absolute_positions and self.ledger.seen + count > most:
             raise ContextFullError(
                 f"the model's context is full: {self.ledger.seen} tokens read, and with positions "
@@ -290,71 +290,16 @@ class Engine:
             most = self.choice.divide_budget().hard_bound
             self.cache.grow_to(min(most, max(2 * cursor.capacity, needed)))
 
-    @property
-    def _compacts_at_anchors(self) -> bool:
-        return self.settings.policy.compacts_at_anchors
-
     def _pass_size(self, division: Division, pinned: bool) -> int:
         """Most ids of a turn that one pass reads: as many whole chunks as fit, at least one."""
         # Several chunks in one pass are faster, and the same tokens are evicted.
         size = division.chunk_size
-        if pinned or self._compacts_at_anchors:  # pins change the size of the next chunk
+        if (
+            pinned or self.settings.policy.compacts_at_anchors
+        ):  # pins change the size of the next chunk
             return size
         free = min(division.hard_bound - self.cache.length, _MAX_PASS_IDS)
         return size * max(1, free // size)
-
-
-class PromptLookup:
-    """Guesses the next tokens of one reply: those that followed the same text earlier.
-
-    Guessing pauses after a wrong guess. The pause doubles with each further wrong one in a row.
-    """
-
-    def __init__(self) -> None:
-        self._min_match = _LONG_MATCH
-        self._pause = 0  # tokens for which nothing is guessed
-        self._next_pause = 8
-
-    def guess(self, ids: NDArray[Any], token_id: int, max_tokens: int) -> list[int]:
-        """At most `max_tokens` ids that may follow the stream `ids` [seen] and then `token_id`."""
-        if self._pause:
-            self._pause -= 1
-            return []
-        if max_tokens < _MIN_USEFUL_TOKENS:
-            return []
-        recent = np.append(ids[-_SEARCHED_TOKENS:], token_id)
-        match_end, length = _longest_match(recent)
-        if length < self._min_match:
-            return []
-        count = min(max_tokens, _LONG_GUESS if length == _LONG_MATCH else _SHORT_GUESS)
-        guessed: list[int] = recent[match_end : match_end + count].tolist()
-        return guessed if len(guessed) >= _MIN_USEFUL_TOKENS else []
-
-    def learn(self, num_right: int) -> None:
-        """Adapt to the last guess, of which the first `num_right` tokens were right."""
-        self._min_match = _SHORT_MATCH if num_right >= _MIN_USEFUL_TOKENS else _LONG_MATCH
-        if num_right >= _MIN_USEFUL_TOKENS:
-            self._next_pause = 8
-        else:
-            self._pause = self._next_pause
-            self._next_pause = min(2 * self._next_pause, _MAX_PAUSE)
-
-
-def _longest_match(ids: NDArray[Any]) -> tuple[int, int]:
-    """End and length (3 to 8) of the longest earlier copy of the end of `ids`; (0, 0) if none."""
-    ends = np.flatnonzero(ids[:-1] == ids[-1])
-    ends = ends[ends >= _SHORT_MATCH - 1]
-    length, best = 1, 0
-    while len(ends) and length < _LONG_MATCH:
-        if length >= _SHORT_MATCH:
-            best = int(ends[-1])
-        ends = ends[ends >= length]
-        ends = ends[ids[ends - length] == ids[-1 - length]]
-        if len(ends):
-            length += 1
-    if len(ends) and length >= _SHORT_MATCH:
-        best = int(ends[-1])
-    return (best + 1, length) if length >= _SHORT_MATCH else (0, 0)
 
 
 class StepResult(NamedTuple):
@@ -363,6 +308,53 @@ class StepResult(NamedTuple):
     records: Sequence[GeneratedToken | MovedRows | Stopped]
     error: Exception | None = None  # what failed after these records
     seconds: float = 0.0  # that the step took
+
+
+def step(replies: Sequence[Generation]) -> list[StepResult]:
+    """Choose the next token of each reply, and read the tokens of all replies in one pass.
+
+    An error of one reply is in its `StepResult`, and does not stop the others.
+    """
+    start, is_alone = time.perf_counter(), len(replies) == 1
+    errors = list[Exception | None]()
+    for reply in replies:
+        errors.append(None)
+        try:
+            reply.choose(alone=is_alone)
+        except Exception as error:  # whatever a sampler or a policy raises
+            errors[-1] = error
+    if not is_alone:
+        _read_together([reply for reply in replies if reply.can_share_pass])
+    for index, reply in enumerate(replies):
+        try:
+            reply.read_chosen()
+        except Exception as error:  # whatever a model raises
+            errors[index] = error
+    seconds = time.perf_counter() - start
+    return [
+        StepResult(reply.records, error, seconds)
+        for reply, error in zip(replies, errors, strict=True)
+    ]
+
+
+def _read_together(replies: Sequence[Generation]) -> None:
+    """Precompute the logits after all chosen tokens in one pass; if that fails, do nothing."""
+    model = replies[0].reader.model if len(replies) > 1 else None
+    if model is None or model.decode_step is None:
+        return
+    readers = [reply.reader for reply in replies]
+    try:
+        logits, states = model.decode_step.read_together(
+            [(one.chosen_id, one.reader.rotary_position, one.reader.cache) for one in replies]
+        )
+        encoded = EncoderOutput(any(reader.ledger.token_vectors.wanted for reader in readers))
+        model.encoder.fill(encoded, states)
+        likeliest = ChosenToken.likeliest(logits)
+        for index, (reply, token) in enumerate(zip(replies, likeliest, strict=True)):
+            own = logits[index][None], encoded.of_token(index), token
+            reply.reader.set_precomputed(reply.chosen_id, *own)
+    except Exception as error:  # whatever a model raises
+        _LOG.warning("tokens are read one by one: %s", type(error).__name__)
 
 
 class Generation:
@@ -488,48 +480,54 @@ class Generation:
                 self.reader.precompute([token_id, *guess])
 
 
-def step(replies: Sequence[Generation]) -> list[StepResult]:
-    """Choose the next token of each reply, and read the tokens of all replies in one pass.
+class PromptLookup:
+    """Guesses the next tokens of one reply: those that followed the same text earlier.
 
-    An error of one reply is in its `StepResult`, and does not stop the others.
+    Guessing pauses after a wrong guess. The pause doubles with each further wrong one in a row.
     """
-    start, is_alone = time.perf_counter(), len(replies) == 1
-    errors = list[Exception | None]()
-    for reply in replies:
-        errors.append(None)
-        try:
-            reply.choose(alone=is_alone)
-        except Exception as error:  # whatever a sampler or a policy raises
-            errors[-1] = error
-    if not is_alone:
-        _read_together([reply for reply in replies if reply.can_share_pass])
-    for index, reply in enumerate(replies):
-        try:
-            reply.read_chosen()
-        except Exception as error:  # whatever a model raises
-            errors[index] = error
-    seconds = time.perf_counter() - start
-    return [
-        StepResult(reply.records, error, seconds)
-        for reply, error in zip(replies, errors, strict=True)
-    ]
+
+    def __init__(self) -> None:
+        self._min_match = _LONG_MATCH
+        self._pause = 0  # tokens for which nothing is guessed
+        self._next_pause = 8
+
+    def guess(self, ids: NDArray[Any], token_id: int, max_tokens: int) -> list[int]:
+        """At most `max_tokens` ids that may follow the stream `ids` [seen] and then `token_id`."""
+        if self._pause:
+            self._pause -= 1
+            return []
+        if max_tokens < _MIN_USEFUL_TOKENS:
+            return []
+        recent = np.append(ids[-_SEARCHED_TOKENS:], token_id)
+        match_end, length = _longest_match(recent)
+        if length < self._min_match:
+            return []
+        count = min(max_tokens, _LONG_GUESS if length == _LONG_MATCH else _SHORT_GUESS)
+        guessed: list[int] = recent[match_end : match_end + count].tolist()
+        return guessed if len(guessed) >= _MIN_USEFUL_TOKENS else []
+
+    def learn(self, num_right: int) -> None:
+        """Adapt to the last guess, of which the first `num_right` tokens were right."""
+        self._min_match = _SHORT_MATCH if num_right >= _MIN_USEFUL_TOKENS else _LONG_MATCH
+        if num_right >= _MIN_USEFUL_TOKENS:
+            self._next_pause = 8
+        else:
+            self._pause = self._next_pause
+            self._next_pause = min(2 * self._next_pause, _MAX_PAUSE)
 
 
-def _read_together(replies: Sequence[Generation]) -> None:
-    """Precompute the logits after all chosen tokens in one pass; if that fails, do nothing."""
-    model = replies[0].reader.model if len(replies) > 1 else None
-    if model is None or model.decode_step is None:
-        return
-    readers = [reply.reader for reply in replies]
-    try:
-        logits, states = model.decode_step.read_together(
-            [(one.chosen_id, one.reader.rotary_position, one.reader.cache) for one in replies]
-        )
-        encoded = EncoderOutput(any(reader.ledger.token_vectors.wanted for reader in readers))
-        model.encoder.fill(encoded, states)
-        likeliest = ChosenToken.likeliest(logits)
-        for index, (reply, token) in enumerate(zip(replies, likeliest, strict=True)):
-            own = logits[index][None], encoded.of_token(index), token
-            reply.reader.set_precomputed(reply.chosen_id, *own)
-    except Exception as error:  # whatever a model raises
-        _LOG.warning("tokens are read one by one: %s", type(error).__name__)
+def _longest_match(ids: NDArray[Any]) -> tuple[int, int]:
+    """End and length (3 to 8) of the longest earlier copy of the end of `ids`; (0, 0) if none."""
+    ends = np.flatnonzero(ids[:-1] == ids[-1])
+    ends = ends[ends >= _SHORT_MATCH - 1]
+    length, best = 1, 0
+    while len(ends) and length < _LONG_MATCH:
+        if length >= _SHORT_MATCH:
+            best = int(ends[-1])
+        ends = ends[ends >= length]
+        ends = ends[ids[ends - length] == ids[-1 - length]]
+        if len(ends):
+            length += 1
+    if len(ends) and length >= _SHORT_MATCH:
+        best = int(ends[-1])
+    return (best + 1, length) if length >= _SHORT_MATCH else (0, 0)

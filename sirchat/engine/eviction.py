@@ -243,10 +243,8 @@ class Evictor:
         choice.round, self._expected_tokens = turn.round, 0
         if choice.settings.evict == "when-full" or not choice.settings.policy.bounded:
             return evicted
-        division, rows = (
-            choice.divide_budget(),
-            choice.view(self._ledger.held_positions, turn.round),
-        )
+        division = choice.divide_budget()
+        rows = choice.view(self._ledger.held_positions, turn.round)
         may_exceed = choice.settings.evict == "between-turns"
         most = division.total - (0 if may_exceed else expected_tokens)
         num_keep = max(most, int(rows.protected.sum()))

@@ -43,7 +43,7 @@ _ANCHOR = int(Flag.ANCHOR)
 
 
 # Not a `PassWeights`: a step that computes weights itself gives only sums over heads.
-class HeadWeights:
+class WeightsByHead:
     """Records the mean as `PassWeights` does, and each head's weights for the newest queries."""
 
     def __init__(self, layers: Collection[int], window: int) -> None:
@@ -357,14 +357,14 @@ class Reader:
         mask[-1, visible] = True
         return mask
 
-    def _observer(self, stats: AttentionStatsConfig | None) -> PassWeights | HeadWeights | None:
+    def _observer(self, stats: AttentionStatsConfig | None) -> PassWeights | WeightsByHead | None:
         if stats is None:
             return None
         layers = stats.recorded_layers(len(self.cache.row_layers), self.model.sliding_layers)
-        return HeadWeights(layers, stats.window) if stats.per_head else PassWeights(layers)
+        return WeightsByHead(layers, stats.window) if stats.per_head else PassWeights(layers)
 
     def _weights(
-        self, observer: PassWeights | HeadWeights | None, stats: AttentionStatsConfig | None
+        self, observer: PassWeights | WeightsByHead | None, stats: AttentionStatsConfig | None
     ) -> list[PassAttention]:
         """The weights of a pass, whose rows have been committed to the cache; [] without any."""
         if stats is None or observer is None:

@@ -270,9 +270,8 @@ class KeyValueStore:
         """
         shape = (len(positions),)
         stats = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name in wanted}
-        for rows, tensors in (
-            self._blocks(positions, False) if stats.keys() - {"key_similarity"} else ()
-        ):
+        needs_norms = bool(stats.keys() - {"key_similarity"})
+        for rows, tensors in self._blocks(positions, as_read=False) if needs_norms else ():
             keys, values = tensors[::2], tensors[1::2]
             if "key_norm" in stats:
                 stats["key_norm"][rows] = _mean([_norm(key, 2) for key in keys])
@@ -281,11 +280,11 @@ class KeyValueStore:
         if "key_similarity" in stats:
             # The cosine with the mean of the keys, each of length 1, equals that with their sum.
             sums = list[Tensor]()
-            for _, tensors in self._blocks(positions, True):
+            for _, tensors in self._blocks(positions, as_read=True):
                 parts = [_sum_of_units(key) for key in tensors[::2]]  # [H, 1, D]
                 pairs = zip(sums, parts, strict=bool(sums))
                 sums = [total + part.to(total.device) for total, part in pairs] or parts
-            for rows, tensors in self._blocks(positions, True):
+            for rows, tensors in self._blocks(positions, as_read=True):
                 pairs = zip(tensors[::2], sums, strict=True)
                 cosines = [_cosines(key, total.to(key.device)) for key, total in pairs]
                 stats["key_similarity"][rows] = _mean(cosines)
