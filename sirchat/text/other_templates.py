@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -43,9 +42,6 @@ _NO_CALL_TOOL: Message = {
         "parameters": {"type": "object", "properties": {}},
     },
 }
-_NEUTRAL_TEXT = "a"
-_QUOTE = ' "'
-_RESULT_ROLES = {Role.USER: Role.TOOL}
 _PROMPTED_TOOLS_NOTE = "the model's chat template takes no tools; a text tells of them instead"
 _UNREADABLE_CALLS_NOTE = (
     "the model's chat template writes calls of tools in a form that can't be read: "
@@ -90,9 +86,9 @@ class ToolTemplate(Template):
         self._tools = json.loads(self.tools) if self.tools else None
         neutral = self._without_controls(self._tools)
         if neutral != self._tools:
-            controls = self._controls(self._render([STUB_QUESTION], prompt=True))
+            ids = self._render([STUB_QUESTION], prompt=True)
             given, self._tools = self._tools, neutral
-            if controls - self._controls(self._render([STUB_QUESTION], prompt=True)):
+            if self._has_made_controls(ids, [self._render([STUB_QUESTION], prompt=True)]):
                 raise ModelError("a tool's description would become control tokens")
             self._tools = given
 
@@ -231,9 +227,6 @@ class ToolTemplate(Template):
             raise ModelError("the model's chat template has no place for what a tool returns")
         return ids[size:]
 
-    def _controls(self, ids: Sequence[int]) -> Counter[int]:
-        return Counter(i for i in ids if i in self._control)
-
     def _without_controls(self, value: Any) -> Any:
         """Replace texts that have control tokens; raises ModelError if a key has one."""
         # The template gets keys as they are, without marks.
@@ -243,10 +236,10 @@ class ToolTemplate(Template):
             return {name: self._without_controls(item) for name, item in value.items()}
         if isinstance(value, list | tuple):
             return [self._without_controls(item) for item in value]
-        return _NEUTRAL_TEXT if isinstance(value, str) and self._has_control(value) else value
+        return "a" if isinstance(value, str) and self._has_control(value) else value
 
     def _has_control(self, text: str) -> bool:
-        return any(token in text for token in self._control_tokens.texts)
+        return any(token in text for token in self.controls.values())
 
 
 class PromptedTools(ToolTemplate):
@@ -272,7 +265,9 @@ class PromptedTools(ToolTemplate):
     def tool_results_turn(self, messages: Sequence[Message]) -> TurnIds:
         each = [f"<tool_response>\n{one['content']}\n</tool_response>" for one in messages]
         turn = super().user_turn("\n".join(each))
-        return replace(turn, roles=[_RESULT_ROLES.get(role, role) for role in turn.roles])
+        return replace(
+            turn, roles=[Role.TOOL if role is Role.USER else role for role in turn.roles]
+        )
 
     def tool_calls_turn(
         self, content: str, calls: Sequence[Message], header: list[int] | None = None
@@ -292,7 +287,7 @@ class PromptedTools(ToolTemplate):
             given = "{"
             for name in schema.get("required", ())[:1]:  # the rest is easier then
                 is_text = schema.get("properties", {}).get(name, {}).get("type") == "string"
-                given += f"{json.dumps(name)}:{_QUOTE if is_text else ''}"
+                given += json.dumps(name) + (': "' if is_text else ":")
             called = f'{{"name": {json.dumps(function["name"])}, "arguments": {given}'
             found.append(f"<tool_call>\n{called}")
         return found

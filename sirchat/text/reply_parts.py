@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -391,17 +391,16 @@ class PartSplitter:
 class ReplyStream(PartSplitter):
     """Turns the ids of a reply, one at a time, into the text of its parts.
 
-    `controls` are the ids of control tokens; special ones are not shown. A history has neither
-    reasoning nor the last `unkept_header` ids before the reply.
+    `controls` are the texts of control tokens by id; special ones are not shown. A history has
+    neither reasoning nor the last `unkept_header` ids before the reply.
     """
 
     def __init__(
-        self, tokenizer: Any, marks: Marks, controls: Iterable[int], unkept_header: int = 0
+        self, tokenizer: Any, marks: Marks, controls: Mapping[int, str], unkept_header: int = 0
     ) -> None:
         known = tokenizer.added_tokens_decoder
-        self._controls = {i: known[i].content for i in controls}
-        super().__init__(marks, {text for i, text in self._controls.items() if known[i].special})
-        self.unkept_header = unkept_header
+        super().__init__(marks, {text for i, text in controls.items() if known[i].special})
+        self._controls, self.unkept_header = controls, unkept_header
         self._text = TextStream(tokenizer)
         self._reply = ""
         self._ends: list[int] = []  # of each token in it

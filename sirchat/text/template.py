@@ -94,11 +94,16 @@ class Template:
         self._by_reasoning = {"auto": self}  # shared by all of these
         self._tokenizer = tokenizer
         self._anchors = anchors if anchors is not None and anchors.variant == "ac" else None
-        self._template: str | None = None if tokenizer.chat_template else self._plain_template()
+        self._round_end = list[int]()  # the anchor after each reply and system prompt, if any
+        if anchors and self._anchors and anchors.per == "round" and anchors.token_id is not None:
+            self._round_end = [anchors.token_id]
+        self._source = str(tokenizer.chat_template or "")
+        self._template = None if self._source else _plain_template(tokenizer)
         self.ends = frozenset([ends] if isinstance(ends, int) else ends or ())
         self._control_tokens = ControlTokens(tokenizer)
         self._control_tokens = ControlTokens(tokenizer, self._written_texts(), self.ends)
-        tokenizer.chat_control_tokens = self._control_tokens.texts  # also for transformers
+        self.controls = self._control_tokens.by_id  # by id; text never becomes one of them
+        tokenizer.chat_control_tokens = list(self.controls.values())  # also for transformers
 
     def with_reasoning(self, wanted: str) -> Self:
         """A copy for this value of the setting `reasoning`; the same if there is no switch."""
@@ -122,7 +127,7 @@ class Template:
                 return other._render_text([STUB_QUESTION], prompt=True)
             return None
 
-        return find_switches(rendered, str(self._tokenizer.chat_template or ""))
+        return find_switches(rendered, self._source)
 
     def opening(self, content: str, system: str | None = None) -> tuple[TurnIds | None, TurnIds]:
         """The ids of the system prompt (None without one), and those of the first user turn.
@@ -140,11 +145,17 @@ class Template:
         cut = self._system_length(system, turn.ids) or start
         ids = self._first_turn_ids(system, QUESTION_TEXT, shown)
         others = [self._first_turn_ids(other, QUESTION_TEXT, shown) for other in OTHER_TEXTS]
-        if self._has_made_controls(ids, others):
-            return self._opening_of_plain(content, system)
+        if self._has_made_controls(ids, others):  # then the prompt's text is read alone
+            stub, rest = self.opening(content, OTHER_TEXTS[0])
+            assert stub is not None
+            begin = stub.roles.index(Role.SYSTEM)
+            place = begin, begin + stub.roles.count(Role.SYSTEM)
+            block = _replaced(stub, place, self.as_text(system), Role.SYSTEM)
+            whole = 0, len(block.ids) - len(self._round_end)
+            return replace(block, content=whole), rest
         head = self._find_content(ids, Role.SYSTEM, others, system)
-        rest = TurnIds(turn.ids[cut:], turn.roles[cut:], (start - cut, end - cut))
         block = TurnIds(turn.ids[:cut], head.roles[:cut], (0, cut))
+        rest = TurnIds(turn.ids[cut:], turn.roles[cut:], (start - cut, end - cut))
         return self._with_round_end(block), self._anchored(rest, content)
 
     def user_turn(self, content: str, *, after_user: bool = False) -> TurnIds:
@@ -205,17 +216,16 @@ class Template:
                 return None
 
         added = [token.content for token in self._tokenizer.added_tokens_decoder.values()]
-        source = str(self._tokenizer.chat_template or "")
-        marks = find_marks(rendered, self._control_tokens.delimited, source, added)
-        return marks if source else replace(marks, stop="\nUSER:")
+        marks = find_marks(rendered, self._control_tokens.delimited, self._source, added)
+        return marks if self._source else replace(marks, stop="\nUSER:")
 
     def reply_stream(self, *, in_history: bool = False) -> ReplyStream:
         """A splitter of a reply's ids into parts; `in_history`: the reply is a given one."""
         if in_history:
             marks = replace(self.marks, opens_in_header=False)
-            return ReplyStream(self._tokenizer, marks, self._control)
+            return ReplyStream(self._tokenizer, marks, self.controls)
         prompt, kept = self._prompt
-        return ReplyStream(self._tokenizer, self.marks, self._control, len(prompt) - kept)
+        return ReplyStream(self._tokenizer, self.marks, self.controls, len(prompt) - kept)
 
     @property
     def closing(self) -> list[int]:
@@ -223,11 +233,26 @@ class Template:
         return [*self._closing, *self._round_end]
 
     def stop_ids(self, declared: int | list[int] | None) -> frozenset[int]:
-        """The ids that stop generation, including those `declared` by the model's settings."""
-        # After a token that begins a turn, the model would write the next speaker's text.
+        """The ids that stop generation, including those `declared` by the model's settings.
+
+        After a token that begins a turn, the model would write the next speaker's text.
+        """
+        known, controls = self._tokenizer.added_tokens_decoder, self.controls
+        user, system = self.user_turn(QUESTION_TEXT), self.system_turn(QUESTION_TEXT)
+        stops = set[int]()
+        for turn in (user, system):  # the first one alone: the others may also occur in replies
+            stops.update([i for i in turn.ids[: turn.content[0]] if i in controls][:1])
+        # The reply's own header; marks of reasoning in it, which few call special, may come again.
+        header = user.ids[user.content[1] :]
+        stops |= {i for i in header if i in controls and known[i].special}
+        # Tokens that templates use nowhere, or only at the start, are useless in replies; those for
+        # reasoning or tools may be in the source alone.
+        used = {i for i, text in controls.items() if text in self._source}
+        used.update(self._render(STUB_HISTORY, prompt=False))
+        used.update(self._render([STUB_QUESTION], prompt=True))
+        stops |= controls.keys() - (used - {self._tokenizer.bos_token_id})
         anchor = None if self._anchors is None else self._anchors.token_id
-        others = self._openers | self._never_in_replies
-        return self.end_ids(declared) | others - self._in_replies - {anchor}
+        return self.end_ids(declared) | (stops - self._in_replies - {anchor})
 
     def end_ids(self, declared: int | list[int] | None) -> frozenset[int]:
         """The ids by which the model ends its reply: `declared`, and the end of sequence.
@@ -237,16 +262,15 @@ class Template:
         """
         ids = set(declared if isinstance(declared, list) else [declared])
         ids |= {self._tokenizer.eos_token_id}
-        known = self._tokenizer.added_tokens_decoder
-        written = {i for i in self._control if known[i].content == self.marks.call_end}
-        ids |= ((set(self._closing[:1]) & set(known)) | written) - self._in_replies
-        return frozenset(int(i) for i in ids if i is not None)
+        written = {i for i, text in self.controls.items() if text == self.marks.call_end}
+        written.update(self._tokenizer.added_tokens_decoder.keys() & set(self._closing[:1]))
+        return frozenset(int(i) for i in ids | (written - self._in_replies) if i is not None)
 
     @property
     def _in_replies(self) -> set[int]:
         """Control tokens that may occur within a reply, and do not end it."""
-        inside, known = self.marks.controls | REPLY_CONTROLS, self._tokenizer.added_tokens_decoder
-        return {i for i in self._control if known[i].content in inside}
+        inside = self.marks.controls | REPLY_CONTROLS
+        return {i for i, text in self.controls.items() if text in inside}
 
     def as_text(self, text: str) -> list[int]:
         """The ids of `text` alone, without anything from the chat template."""
@@ -265,7 +289,7 @@ class Template:
 
     def _reply_messages(self, content: str) -> list[Message]:
         """Messages with a reply's text, in several forms, as the template may remove reasoning."""
-        source, plain = str(self._tokenizer.chat_template or ""), _message("assistant", content)
+        source, plain = self._source, _message("assistant", content)
         thought = _LEADING_REASONING.match(content)
         if not thought or not (thought[1] or "</think>" in source):
             return [plain]
@@ -340,58 +364,15 @@ class Template:
         alone = self._after_answer(self._render(STUB_HISTORY, prompt=False))
         return alone[: prefix_length(alone, self._followed)]
 
-    @property
-    def _openers(self) -> set[int]:
-        """Control tokens that begin a turn, or stand between a user's text and the reply."""
-        # Of those before a text only the first: the others may also occur in replies.
-        known = self._tokenizer.added_tokens_decoder
-        user, system = self.user_turn(QUESTION_TEXT), self.system_turn(QUESTION_TEXT)
-        headers = [turn.ids[: turn.content[0]] for turn in (user, system)]
-        openers = {next((i for i in header if i in self._control), None) for header in headers}
-        # The reply's own header; marks of reasoning in it, which few call special, may come again.
-        openers |= {
-            i for i in user.ids[user.content[1] :] if i in self._control and known[i].special
-        }
-        return {i for i in openers if i is not None}
-
-    @property
-    def _never_in_replies(self) -> set[int]:
-        """Control tokens that templates use nowhere, or only at the start: useless in replies."""
-        used = {
-            *self._render(STUB_HISTORY, prompt=False),
-            *self._render([STUB_QUESTION], prompt=True),
-        }
-        source = str(self._tokenizer.chat_template or "")  # may name tokens for reasoning or tools
-        used |= {i for i, name in self.controls.items() if name in source}
-        return set(self._control - (used - {self._tokenizer.bos_token_id}))
-
-    @property
-    def controls(self) -> dict[int, str]:
-        """The control tokens, by id; text never becomes one of them."""
-        added = self._tokenizer.added_tokens_decoder
-        return {i: added[i].content for i in self._control}
-
-    @property
-    def _control(self) -> frozenset[int]:
-        return self._control_tokens.token_ids
-
     def _written_texts(self) -> Iterator[str]:
         """Yield texts that have the template's control tokens: its source, and rendered chats."""
-        yield str(self._tokenizer.chat_template or "")
+        yield self._source
         chat = [*STUB_HISTORY, STUB_QUESTION]
         for messages in (chat, [_message("system", QUESTION_TEXT), *chat]):
             with suppress(ModelError):  # such as for the role `system`
                 if ANSWER_TEXT not in self._render_text(messages, prompt=True):
                     self._in_parts = True
                 yield self._render_text(messages, prompt=True)
-
-    @property
-    def _round_end(self) -> list[int]:
-        """The anchor after each reply and system prompt, if rounds end with one."""
-        anchors = self._anchors
-        if anchors is None or anchors.token_id is None or anchors.per != "round":
-            return []
-        return [anchors.token_id]
 
     def _with_round_end(self, turn: TurnIds) -> TurnIds:
         anchor = self._round_end
@@ -410,15 +391,6 @@ class Template:
             [*turn.roles[:start], *roles, *turn.roles[end:]],
             (start, start + len(ids)),
         )
-
-    def _plain_template(self) -> str:
-        """`_PLAIN` without the special tokens that the tokenizer lacks or does not write."""
-        template = _PLAIN
-        for name in ("bos_token", "eos_token"):
-            is_unused = name == "bos_token" and getattr(self._tokenizer, "adds_bos", None) is False
-            if is_unused or getattr(self._tokenizer, name) is None:
-                template = template.replace("{{ " + name + " }}", "")
-        return template
 
     def _render(self, messages: Sequence[Message], *, prompt: bool) -> list[int]:
         ids = self._control_tokens.chat_ids(self._render_text(messages, prompt=prompt))
@@ -495,17 +467,8 @@ class Template:
         """Whether a turn has control tokens that the same turn with other texts lacks."""
         usual = Counter[int]()
         for other in others:
-            usual |= Counter(i for i in other if i in self._control)
-        return bool(Counter(i for i in ids if i in self._control) - usual)
-
-    def _opening_of_plain(self, content: str, system: str) -> tuple[TurnIds, TurnIds]:
-        """The opening with a system prompt that the template would turn into control tokens."""
-        block, rest = self.opening(content, OTHER_TEXTS[0])
-        assert block is not None
-        start = block.roles.index(Role.SYSTEM)
-        place = start, start + block.roles.count(Role.SYSTEM)
-        block = _replaced(block, place, self.as_text(system), Role.SYSTEM)
-        return replace(block, content=(0, len(block.ids) - len(self._round_end))), rest
+            usual |= Counter(i for i in other if i in self.controls)
+        return bool(Counter(i for i in ids if i in self.controls) - usual)
 
     def _first_turn_ids(self, system: str | None, content: str, shown: bool) -> list[int]:
         """The ids up to the first user turn; a prompt that is not `shown` stands in its text."""
@@ -556,6 +519,16 @@ class Template:
         except ModelError:
             return 0
         return len(block) if block != other and ids[: len(block)] == block else 0
+
+
+def _plain_template(tokenizer: Any) -> str:
+    """`_PLAIN` without the special tokens that the tokenizer lacks or does not write."""
+    template = _PLAIN
+    for name in ("bos_token", "eos_token"):
+        is_unused = name == "bos_token" and getattr(tokenizer, "adds_bos", None) is False
+        if is_unused or getattr(tokenizer, name) is None:
+            template = template.replace("{{ " + name + " }}", "")
+    return template
 
 
 class _Marked(str):

@@ -141,7 +141,7 @@ def _knows_named_tokens(backend: Tokenizer, about: Mapping[str, Any]) -> bool:
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer, which are never made from text.
+    """The control tokens of a tokenizer, which are never made from text: `by_id` has their texts.
 
     These are the tokens that its files call special, and added tokens that end a reply or occur in
     `written`, texts by the chat template. All others are ordinary vocabulary.
@@ -157,9 +157,10 @@ class ControlTokens:
         special |= added.keys() & set(tokenizer.all_special_ids)
         # Indented lines of a template have added tokens that stand for runs of blanks.
         used = {i for i in found & added.keys() if added[i].content.strip(" \t\r\n▁")}
-        self.token_ids = frozenset(special | used)
-        self.texts = [added[i].content for i in sorted(self.token_ids)]
-        any_text = _any_of(self.texts)
+        self.by_id = {i: str(added[i].content) for i in sorted(special | used)}
+        # The longest one that matches wins; without any, nothing matches.
+        longest_first = sorted(self.by_id.values(), key=len, reverse=True)
+        any_text = "|".join(map(re.escape, longest_first)) or "(?!)"
         self._control = re.compile(any_text)
         start, end = CONTROL_START, CONTROL_END
         self._marked = re.compile(f"{start}({any_text}){end}|[{start}{end}]")
@@ -184,16 +185,18 @@ class ControlTokens:
                 ids += self._ids_inside(piece, self._usual_ids)
                 continue
             plain = self._ids_inside(piece, self._plain_ids)
-            if not self.token_ids.isdisjoint(plain):  # a word of the vocabulary, made by its merges
+            if not self.by_id.keys().isdisjoint(
+                plain
+            ):  # a word of the vocabulary, made by its merges
                 letters = (self._ids_inside(letter, self._plain_ids) for letter in piece)
-                plain = [i for letter in letters for i in letter if i not in self.token_ids]
+                plain = [i for letter in letters for i in letter if i not in self.by_id]
             ids += plain
         return ids
 
     def text_ids(self, text: str) -> list[int]:
         """The ids of a text without a template; none of them is a control token."""
         ids = self.chat_ids(self.delimited(text))
-        if self.token_ids.isdisjoint(ids):
+        if self.by_id.keys().isdisjoint(ids):
             return ids
         # The tokenizer changes letters before it looks for added tokens: the text is cut in one.
         half = len(text) // 2
@@ -224,9 +227,3 @@ class ControlTokens:
         if backend.pre_tokenizer is not None:
             parts = [part for part, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
         return [token.id for part in parts for token in backend.model.tokenize(part)]
-
-
-def _any_of(tokens: Iterable[str]) -> str:
-    """A regular expression for any of the tokens; the longest one that matches wins."""
-    longest_first = sorted(tokens, key=len, reverse=True)
-    return "|".join(map(re.escape, longest_first)) or "(?!)"  # matches nothing
