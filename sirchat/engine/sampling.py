@@ -77,11 +77,15 @@ class Sampler:
         # On the CPU: not every device has float64, or sums in the same order each time.
         scores = logits.float().cpu().numpy()
         if self._allowed is not None:
-            scores = _filtered(scores, self._allowed(self._picked_ids).numpy())
-        sampling = self.sampling
-        if sampling.repetition_penalty != 1.0:
+            mask = self._allowed(self._picked_ids).numpy()
+            if not mask.any():
+                raise ModelError("no token may follow in the format of this reply")
+            scores = np.where(mask, scores, np.float32(-np.inf))
+        sampling, penalty = self.sampling, self.sampling.repetition_penalty
+        if penalty != 1.0:
             ids = recent_ids(sampling.repetition_window)
-            scores = _penalized(scores, ids, sampling.repetition_penalty)
+            scores, usual = scores.copy(), scores[ids]
+            scores[ids] = np.where(usual < 0, usual * penalty, usual / penalty)
         if sampling.temperature:
             numbers = uniform(sampling.seed, Purpose.SAMPLING, np.array([position]), self.attempt)
             scores = np.divide(scores, sampling.temperature, dtype=np.float32)
@@ -122,20 +126,6 @@ def _valid_id(token_id: int) -> int:
             hint="its weights, or a saved chat's keys, may be damaged; or try --dtype float32",
         )
     return token_id
-
-
-def _filtered(scores: Scores, mask: NDArray[np.bool_]) -> Scores:
-    """The scores [V] of the ids that a `TokenFilter` allows; -inf for all others."""
-    if not mask.any():
-        raise ModelError("no token may follow in the format of this reply")
-    return np.where(mask, scores, np.float32(-np.inf))
-
-
-def _penalized(scores: Scores, ids: Sequence[int], penalty: float) -> Scores:
-    """The scores [V], with the scores of `ids` [k] lowered by the factor `penalty`."""
-    lowered, chosen = scores.copy(), scores[ids]
-    lowered[ids] = np.where(chosen < 0, chosen * penalty, chosen / penalty)
-    return lowered
 
 
 def _draw(scores: Scores, sampling: Sampling, number: float) -> int:

@@ -72,7 +72,11 @@ class Autosave:
         if not session.turns and self._store is None:
             return
         is_first = self._store is None
-        store = self._store = self._store or self._create_store()
+        if self._store is None:
+            folder = paths.make_private_dir(self._folder)
+            about = session_metadata(session.model, self._family)
+            self._store = SessionStore.create(folder, about)
+        store = self._store
         try:
             if store.name != self.name:
                 store.rename(self.name)
@@ -97,7 +101,8 @@ class Autosave:
         passages, passages_end = new_passages(session, saved_end)
         saved = session.engine.save(start)
         record = self._make_record(saved)
-        turns, extent = _saved_turns(session, turn), Extent(turn, start, passages_end, held)
+        turns = [SavedTurn(at, **vars(one)) for at, one in enumerate(session.turns[turn:], turn)]
+        extent = Extent(turn, start, passages_end, held)
         flagged = sorted(position for position in ledger.flagged if position < start)
         flags = dict(zip(flagged, ledger.column("flags")[flagged].tolist(), strict=True))
         is_longer = turns or len(saved.rows) or len(passages.rows)
@@ -172,17 +177,9 @@ class Autosave:
         self._store, self._epoch, self._record = None, self._session.epoch, None
         self.name, self._family, self._is_replaced = "", "", False
 
-    def _create_store(self) -> SessionStore:
-        folder = paths.make_private_dir(self._folder)
-        return SessionStore.create(folder, session_metadata(self._session.model, self._family))
-
     def _make_record(self, saved: EngineState, stamp: str = "") -> StateRecord:
         record = make_state_record(saved, self._session, stamp)
         return replace(record, fields=record.fields | self.extra_fields)
-
-
-def _saved_turns(session: Session, start: int = 0) -> list[SavedTurn]:
-    return [SavedTurn(at, **vars(turn)) for at, turn in enumerate(session.turns[start:], start)]
 
 
 def _is_same_state(record: StateRecord, other: StateRecord | None) -> bool:

@@ -322,7 +322,18 @@ class SessionStore:
         with as_damage_errors(self.path):
             records = self._fetch("SELECT seen, held, logits, fields FROM head LIMIT 1")
             require(bool(records) or not self.size.turns)
-            return _parse_state_record(*records[0]) if records else None
+            if not records:
+                return None
+            seen, positions, numbers, text = records[0]
+            held = np.frombuffer(positions, "<i8").astype(np.int64)
+            logits = None if numbers is None else np.frombuffer(numbers, "<f4").astype(np.float32)
+            fields = json.loads(text)
+            require(isinstance(seen, int) and isinstance(fields, dict))
+            require(not len(held) or (held[0] >= 0 and held[-1] < seen))
+            require(bool((held[1:] > held[:-1]).all()))
+            # A model may rule out tokens by logits of minus infinity.
+            require(logits is None or bool((logits < np.inf).all()))
+            return StateRecord(seen, held, logits, fields)
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -443,18 +454,3 @@ def _check_count(rows: NDArray[Any], expected: int) -> None:
 def _packed(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The dtype in little-endian and without padding, which would write arbitrary memory."""
     return np.dtype([(name, dtype[name].newbyteorder("<")) for name in dtype.names or ()])
-
-
-def _parse_state_record(seen: int, held: bytes, logits: bytes | None, fields: str) -> StateRecord:
-    record = StateRecord(
-        seen=seen,
-        held=np.frombuffer(held, "<i8").astype(np.int64),
-        logits=None if logits is None else np.frombuffer(logits, "<f4").astype(np.float32),
-        fields=json.loads(fields),
-    )
-    require(isinstance(seen, int) and isinstance(record.fields, dict))
-    require(not len(record.held) or (record.held[0] >= 0 and record.held[-1] < seen))
-    require(bool((record.held[1:] > record.held[:-1]).all()))
-    # A model may rule out tokens by logits of minus infinity.
-    require(record.logits is None or bool((record.logits < np.inf).all()))
-    return record

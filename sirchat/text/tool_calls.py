@@ -182,7 +182,11 @@ class CallParser:
 
         `lead` stands before each name, if names are not in the JSON of the calls.
         """
-        calls: list[Any] = control_token_calls(marked, self._schemas)
+        if _OF_GEMMA.match(marked):
+            calls: list[Any] = list(_gemma_calls(marked))
+        else:
+            parts = map(str.strip, _BETWEEN.split(marked))
+            calls = [call for part in parts for call in non_json_calls(part, self._schemas)]
         before, marked = len(self.calls), marked.lstrip()
         if marked.startswith(PYTHON):  # code, or JSON that stands alone
             self._add(marked)
@@ -232,7 +236,7 @@ class CallParser:
 
     def _inside(self, text: str) -> str | None:
         """The text within the tags of the waiting call; None if the call has no end yet."""
-        if begins_non_json_call(text):
+        if _BEGINNINGS.match(text):  # a call with arguments that are not JSON
             while (end := text.find(CALL_CLOSE, self._tried)) >= 0:
                 if non_json_calls(text[:end], self._schemas):
                     self._tried = 0
@@ -380,11 +384,6 @@ def _parse_arguments(arguments: str) -> Any:
     return arguments if is_too_deep(value) else value
 
 
-def begins_non_json_call(text: str) -> bool:
-    """Whether a text, which may be incomplete, begins like a call with arguments."""
-    return _BEGINNINGS.match(text) is not None
-
-
 def non_json_calls(text: str, tools: Schemas) -> list[dict[str, Any]]:
     """The calls that a text consists of, as `name` and `arguments`; [] if it is anything else.
 
@@ -401,13 +400,6 @@ def non_json_calls(text: str, tools: Schemas) -> list[dict[str, Any]]:
         if calls and at == len(text):
             return calls
     return _python_calls(text, tools)
-
-
-def control_token_calls(text: str, tools: Schemas) -> list[dict[str, Any]]:
-    """The calls in a text that has control tokens and is not JSON; [] if there are none."""
-    if _OF_GEMMA.match(text):
-        return list(_gemma_calls(text))
-    return [call for part in _BETWEEN.split(text) for call in non_json_calls(part.strip(), tools)]
 
 
 def _gemma_calls(text: str) -> Iterator[dict[str, Any]]:
