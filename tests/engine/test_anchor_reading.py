@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from chatting import notices, session, tiny
+from chatting import notices, session
 from families import loaded
 from plain_model import load_model
 from sirchat.chat.settings import build_policy
@@ -33,8 +33,7 @@ from sirchat.memory.policies.anchor import Anchor
 from sirchat.memory.policies.by_position import Sink
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import PassResult
-from sirchat.text.anchors import Anchors, anchors_of, sentences
-from sirchat.text.template import Template
+from sirchat.text.anchors import Anchors, anchors_of
 
 FAMILIES = {  # tokens that are read; windows count held rows, so these texts stay within theirs
     "llama": 90,
@@ -168,19 +167,6 @@ def test_pins_stay_and_a_lazy_policy_waits_until_room_is_needed() -> None:
         assert engine.ledger.held_positions.tolist() == held
 
 
-def test_more_anchors_than_room_leave_the_oldest_first() -> None:
-    engine = Engine(
-        loaded("llama"), CacheSettings(Anchor(), budget=32, sinks=1), ends_sequence=is_anchor
-    )
-    ids = [1, *[9, 10] * 30]
-    list(engine.prefill(ids, [Role.USER] * len(ids), TurnRef(0, 0)))
-    held = engine.ledger.held_positions
-    assert len(held) <= 32
-    assert held[0] == 0
-    assert (np.diff(held[1:-1]) == 2).all()  # anchors alone
-    assert held[-1] == len(ids) - 1
-
-
 def test_a_switch_to_anchors_reduces_and_back_restores() -> None:
     model = loaded("llama")
     engine = Engine(model, CacheSettings(Sink(), budget=64, archive=2**20), ends_sequence=is_anchor)
@@ -193,26 +179,6 @@ def test_a_switch_to_anchors_reduces_and_back_restores() -> None:
     assert engine.ledger.held_positions.tolist() == expected
     engine.switcher.switch(CacheSettings(Sink(), budget=64, archive=2**20))
     assert torch.equal(engine.cache.layer_keys(0), before)
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gpt-neox"])
-def test_positions_of_the_stream_are_those_of_the_model(family: str) -> None:
-    """Rows that left leave gaps; switched to the cache and back, keys are as they were."""
-    model = heard(family)
-    engine = Engine(model, CacheSettings(Sink(), budget=24, absolute_positions=True))
-    ids = random.Random(1).choices(range(3, 128), k=60)
-    list(engine.prefill(ids, [Role.USER] * 60, TurnRef(0, 0)))
-    held = engine.ledger.held_positions.copy()
-    keys = [engine.cache.layer_keys(layer).clone() for layer in range(4)]
-    fresh = model.new_cache(64)
-    model.forward([ids[at] for at in held], fresh, positions=held.tolist())
-    fresh.commit(len(held))
-    torch.testing.assert_close(keys[0], fresh.layer_keys(0), rtol=0, atol=1e-5)
-    engine.switcher.switch(CacheSettings(Sink(), budget=24))
-    assert not torch.equal(engine.cache.layer_keys(0), keys[0])
-    engine.switcher.switch(CacheSettings(Sink(), budget=24, absolute_positions=True))
-    for layer, key in enumerate(keys):
-        torch.testing.assert_close(engine.cache.layer_keys(layer), key, rtol=0, atol=1e-5)
 
 
 def test_positions_of_the_stream_end_with_the_models_context() -> None:
@@ -237,44 +203,6 @@ def test_positions_and_lazy_are_settings() -> None:
             build_policy(Profile(policy="anchor", policy_options={"lazy": wrong}))
     with pytest.raises(SettingError, match="whole number"):
         build_policy(Profile(policy="reservoir", policy_options={"sample": True}))
-
-
-@given(st.text(alphabet="aB .!?\n\"'」。1", max_size=60))
-def test_sentences_joined_are_the_text(text: str) -> None:
-    pieces = sentences(text)
-    assert "".join(pieces) == text
-    assert all(chunk.strip() for chunk in pieces[1:])
-
-
-def test_sentences_are_split_by_their_meaning() -> None:
-    text = "Mr. Smith went to Washington. He paid 3.5 dollars. Why? 我是。你好！\n"
-    assert sentences(text) == [
-        "Mr. Smith went to Washington.",
-        " He paid 3.5 dollars.",
-        " Why?",
-        " 我是。",
-        "你好！\n",
-    ]
-
-
-def test_anchors_stand_behind_sentences_or_rounds() -> None:
-    tokenizer, end = tiny().tokenizer, 4
-    plain = Template(tokenizer)
-    each = Template(tokenizer, Anchors("ac", "round", 2048))
-    assert each.closing == [end, 2048]
-    assert each.stop_ids(None) == plain.stop_ids(None)
-    assert each.user_turn("Hi. How are you?") == plain.user_turn("Hi. How are you?")
-    system, _ = each.opening("Hi.", "Be kind.")
-    assert system is not None
-    assert system.ids[-1] == 2048
-    every = Template(tokenizer, Anchors("ac", "sentence", 2048))
-    turn = every.user_turn("Hi. How are you?")
-    assert [at for at, one in enumerate(turn.ids) if one == 2048] == [
-        at for at, role in enumerate(turn.roles) if role == Role.TEMPLATE and turn.ids[at] == 2048
-    ]
-    assert [one for one in turn.ids if one != 2048] == plain.user_turn("Hi. How are you?").ids
-    assert turn.ids.count(2048) == 2
-    assert every.assistant_turn("Fine. Thanks.").ids.count(2048) == 2
 
 
 @pytest.mark.parametrize(

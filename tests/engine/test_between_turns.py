@@ -16,7 +16,6 @@ from sirchat.chat.events import Evicted, TurnDone
 from sirchat.config.profile_files import resolve
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import CacheSettings, TurnRef
-from sirchat.memory.policies.by_position import Sink
 from sirchat.memory.policies.by_surprisal import Entropy
 
 EXACT = CacheSettings(
@@ -137,17 +136,4 @@ def test_switching_it_on_evicts_nothing_and_off_keeps_the_budget_at_once() -> No
     assert engine.resident == 100
     engine.switcher.switch(replace(engine.settings, decay=0.8))  # as at the last forward pass
     assert state_of(engine)[:2] == before
-    check_whole(engine)
-
-
-def test_undo_goes_back_to_more_than_the_budget() -> None:
-    engine = Engine(BigramModel(), replace(EXACT, archive=10**6))
-    prefill(engine, some_ids(180))
-    engine.decay_at_round_end()
-    before, checkpoint = state_of(engine)[:2], engine.checkpoint()
-    engine.evictor.make_room_for_turn(30, 10, TurnRef(2, 1))
-    prefill(engine, some_ids(30), 2)
-    assert not engine.undo(checkpoint)
-    assert state_of(engine)[:2] == before
-    engine.switcher.switch(CacheSettings(Sink(), budget=60))
     check_whole(engine)

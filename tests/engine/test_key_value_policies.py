@@ -63,8 +63,13 @@ def test_values_have_their_norms_archived_or_not_and_what_is_gone_has_the_median
     assert found[[5, 58]] == pytest.approx([median_low(wanted[known].tolist())] * 2, rel=1e-5)
 
 
-def test_other_policies_have_no_statistics_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sirchat.memory.key_value_store.KeyValueStore.statistics", None)
+def test_other_policies_have_no_statistics_computed_and_no_keys_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = "sirchat.memory.key_value_store.KeyValueStore"
+    monkeypatch.setattr(f"{store}.as_read", None)
+    assert talked(bounded(Keydiff(), budget=32)).resident <= 32
+    monkeypatch.setattr(f"{store}.statistics", None)
     assert talked(bounded(Sink(), budget=32)).resident <= 32
 
 
@@ -169,12 +174,6 @@ def test_attention_of_heads_goes_on_after_other_policies_undo_and_a_resume() -> 
     assert again.recent(np.arange(3)) == pytest.approx(wanted.mean((0, 1))[None, None] + 0.5)
 
 
-def test_other_policies_have_no_keys_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sirchat.memory.key_value_store.KeyValueStore.as_read", None)
-    engine = talked(bounded(Keydiff(), budget=32))
-    assert engine.choice.view(engine.ledger.held_positions).keys == ()
-
-
 def test_a_session_copies_the_held_keys_and_values_of_a_layer() -> None:
     chat = session(tiny(), policy="sink", budget=64, recall="off", max_new_tokens=20)
     with pytest.raises(UsageError, match="nothing was read yet"):
@@ -219,17 +218,12 @@ def test_the_example_of_the_ledgers_columns_runs(capsys: pytest.CaptureFixture[s
     ("policy", "options"), [("knorm", {}), ("keydiff", {}), ("h2o", {"values": True})]
 )
 def test_a_model_that_caches_compressed_keys_is_refused(
-    policy: str, options: dict[str, bool]
+    policy: str, options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profile = changed_profile(Profile(), "flag", policy=policy, policy_options=options)
     check_policy(profile, loaded("llama"), "policy")
     check_policy(Profile(policy="h2o"), loaded("deepseek-mla"), "policy")
-    with pytest.raises(SettingError, match="compressed keys"):
-        check_policy(profile, loaded("deepseek-mla"), "policy")
-
-
-def test_so_is_a_policy_that_needs_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_policy(Profile(policy="sink"), loaded("deepseek-mla"), "policy")
     monkeypatch.setattr(Sink, "needs", "keys")
-    with pytest.raises(SettingError, match="compressed keys"):
-        check_policy(Profile(policy="sink"), loaded("deepseek-mla"), "policy")
+    for refused in (profile, Profile(policy="sink")):
+        with pytest.raises(SettingError, match="compressed keys"):
+            check_policy(refused, loaded("deepseek-mla"), "policy")

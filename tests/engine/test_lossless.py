@@ -40,21 +40,6 @@ def talk(engine: Engine, turn: int, count: int = 40) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "one"),
-    [*(("llama", one) for one in BOUNDED), ("deepseek-mla", "h2o"), ("gemma2", "h2o")],
-)
-def test_there_and_back_with_nothing_said_is_as_if_never_switched(family: str, one: str) -> None:
-    """Over all other policies, with less and with more room, and with room for everything."""
-    engine = talked(memory(one), family, rounds=4)
-    before = contents(engine)
-    for number, other in enumerate(BOUNDED):
-        engine.switcher.switch(memory(other, (24, 64, 200)[number % 3]))
-    engine.switcher.switch(memory(one))
-    assert same(contents(engine), before)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("policy", BOUNDED)
 def test_a_larger_budget_holds_what_it_would_choose_from_everything(policy: str) -> None:
     engine = talked(memory(policy, 64))
@@ -96,40 +81,30 @@ def test_an_archive_that_is_full_or_off_has_nothing_to_bring_back(
     assert engine.ledger.archived_count == 0
 
 
-@pytest.mark.parametrize("policy", ["sink", "random", "entropy"])
-def test_archived_rows_can_be_pinned_up_to_the_allowance(policy: str) -> None:
-    engine = talked(memory(policy, 128))
-    away = np.setdiff1d(np.arange(4, engine.ledger.seen), engine.ledger.held_positions)[:63]
-    engine.switcher.pin(away, True)
-    assert np.isin(away, engine.ledger.held_positions).all()
-    assert engine.resident == 128
-
-
-def test_turns_undone_leave_nothing_in_the_archive() -> None:
-    engine = talked(memory("sink", 64))
-    before = engine.store.archive.nbytes
-    for turn in range(8):
-        checkpoint = engine.checkpoint()
-        talk(engine, 7 + turn, count=100)
-        engine.undo(checkpoint)
-    assert engine.store.archive.nbytes <= 2 * before
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("policy", "dtype"),
-    [*((one, torch.float32) for one in BOUNDED), ("entropy", torch.bfloat16)],
+    ("policy", "family", "dtype"),
+    [
+        *((one, "llama", torch.float32) for one in BOUNDED),
+        ("entropy", "llama", torch.bfloat16),
+        *(("h2o", family, torch.float32) for family in ("deepseek-mla", "gemma2")),
+    ],
 )
-def test_turns_undone_one_by_one_and_said_again_leave_no_trace(
-    policy: str, dtype: torch.dtype
+def test_switches_and_undone_turns_leave_no_trace(
+    policy: str, family: str, dtype: torch.dtype
 ) -> None:
-    engine = Engine(loaded("llama", dtype), memory(policy))
+    """Switched over all other policies, with less and more room; undone and said again."""
+    engine = Engine(loaded(family, dtype), memory(policy))
     marks, before = [], []
     for turn in range(6):
         marks.append(engine.checkpoint())
         before.append(contents(engine) if turn else [])
         talk(engine, turn)
     end, logits = contents(engine), engine.logits
+    for number, other in enumerate(BOUNDED):
+        engine.switcher.switch(memory(other, (24, 64, 200)[number % 3]))
+    engine.switcher.switch(memory(policy))
+    assert same(contents(engine), end)
     for turn in range(5, 2, -1):
         engine.undo(marks[turn])
         assert same(contents(engine), before[turn])

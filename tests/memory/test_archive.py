@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,11 +20,9 @@ from torch import Tensor
 
 from chatting import babbler, notices, session
 from sirchat.chat.session import Session
-from sirchat.config.profile import Profile
-from sirchat.errors import UndoError
 from sirchat.memory.archive import SEGMENT_ROWS, Archive, Segment, SegmentFiles
 from sirchat.memory.key_values import KeyValues, Transfer, Transfers, to_device
-from sirchat.memory.ledger import Flag, Placement, Role, State
+from sirchat.memory.ledger import Placement, Role
 
 SHAPES = ((2, 4), (2, 4), (1, 3), (1, 5))  # heads and dimensions of two layers' keys and values
 
@@ -230,26 +227,6 @@ def long_chat(turns: int = 4, **settings: Any) -> tuple[Session, list[str]]:
     return chat, told
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("can_write", [True, False])
-def test_an_archive_on_disk_holds_the_same_rows_as_one_in_ram_where_it_stays_if_it_must(
-    own_home: Path, can_write: bool
-) -> None:
-    if not can_write:
-        (own_home / "data").write_text("a file where a folder should be")
-    (ram, _), (disk, told) = long_chat(), long_chat(archive="disk")
-    assert ["can't be written to disk" in text for text in told] == [True] * (not can_write)
-    assert any(own_home.rglob("*.safetensors")) == can_write
-    for chat in (ram, disk):
-        list(chat.switch("/budget", budget=2000))
-    assert ram.snapshot().rows == disk.snapshot().rows
-    in_ram, on_disk = ram.engine.store.copy_key_values(), disk.engine.store.copy_key_values()
-    assert in_ram is not None
-    assert on_disk is not None
-    for one, other in zip(in_ram.tensors, on_disk.tensors, strict=True):
-        assert torch.equal(one, other)
-
-
 def test_switching_the_archive_in_a_chat_keeps_the_archived_rows(own_home: Path) -> None:
     chat, _ = long_chat()
     archived = chat.ledger.archived_count
@@ -329,30 +306,3 @@ def test_memory_that_is_full_while_tokens_move_leaves_all_where_they_were(
     gone = store.place(chosen)[0].positions
     assert store.archive.has(gone).all()
     assert all(part.abs().sum() > 0 for part in store.archive.fetch(gone).tensors)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("limit", "recall"), [("25KiB", "cosine"), ("64MiB", "off")])
-def test_reachable_tokens_are_those_that_a_scan_of_all_finds(
-    limit: str, recall: Literal["cosine", "off"]
-) -> None:
-    draw = random.Random(limit + recall)
-    chat = Session(babbler(), Profile(budget=96, archive_limit=limit, recall=recall, seed=1))
-    for n in range(10):
-        list(chat.read_user(f"{n} is {draw.random()}, and so on. " * draw.randint(1, 5)))
-        list(chat.read_reply("Yes. " * draw.randint(1, 9)))
-        match draw.randrange(5):
-            case 0:
-                chat.switch("test", budget=draw.choice((80, 160)))
-            case 1:
-                chat.switch("test", recall=draw.choice(("cosine", "off")))
-            case 2:
-                with suppress(UndoError):  # what the turn pushed out may be gone
-                    chat.undo()
-            case 3:
-                chat.switch("test", system=f"You are number {n}.")
-        ledger = chat.ledger
-        is_gone = ledger.column("state") == State.NOT_STORED
-        is_excluded = ledger.column("flags") & Flag.EXCLUDED != 0
-        expected = np.flatnonzero(~(is_gone | is_excluded))
-        assert chat.engine.store.reachable().tolist() == expected.tolist()

@@ -57,16 +57,6 @@ def test_logits_equal_those_over_transformers_own_cache(name: str) -> None:
         torch.testing.assert_close(read(name, ours, IDS[start:end]), expected, rtol=1e-5, atol=1e-5)
 
 
-@hybrids
-def test_reading_in_pieces_gives_the_logits_of_one_pass(name: str) -> None:
-    pieces, whole, starts = new_cache(name), new_cache(name), [0, 2, 15, 16]
-    if name == "jamba":  # its layers in transformers begin a new state for several tokens at once
-        starts = [0, *range(12, len(IDS))]
-    ends = [*starts[1:], len(IDS)]
-    logits = [read(name, pieces, IDS[at:to]) for at, to in zip(starts, ends, strict=True)]
-    torch.testing.assert_close(torch.cat(logits), read(name, whole, IDS), rtol=1e-4, atol=1e-4)
-
-
 def test_eviction_leaves_the_state_as_it_is() -> None:
     kv_cache = new_cache("lfm2")
     read("lfm2", kv_cache, IDS)

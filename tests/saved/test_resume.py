@@ -30,9 +30,8 @@ def left(*texts: str, **settings: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_resumed_chat_remembers_and_the_session_commands_work(tmp_path: Path) -> None:
+def test_a_resumed_chat_remembers_and_is_shown_and_exported(tmp_path: Path) -> None:
     left("My name is Anna.")
-    assert "My name is Anna." in run("sessions", "list").stdout
     with Terminal("--resume", home=tmp_path) as chat:
         chat.wait_prompt()
         assert "2 messages" in chat.text
@@ -42,19 +41,16 @@ def test_a_resumed_chat_remembers_and_the_session_commands_work(tmp_path: Path) 
     shown = run("sessions", "show", "last").stdout
     assert shown.startswith("USER: My name is Anna.\nASSISTANT: ")
     assert "USER: What is my name?" in shown
-    exported = run("sessions", "export", "last").stdout
-    assert exported.count('"role": "user"') == 2
     file = tmp_path / "kept.jsonl"
     file.write_text("mine")
     refused = run("sessions", "export", "last", str(file))
     assert (refused.returncode, file.read_text()) == (2, "mine")
     assert "--force" in refused.stderr
     assert run("sessions", "export", "last", str(file), "--force").returncode == 0
-    assert file.read_text() == exported
-    assert run("sessions", "rm", "last", "--yes").returncode == 0
-    assert "Anna" not in run("sessions", "list").stdout
+    assert file.read_text().count('"role": "user"') == 2
 
 
+@pytest.mark.slow
 def test_a_chat_that_is_open_can_be_shown_and_exported_and_its_summary_is_called_so(
     tmp_path: Path,
 ) -> None:

@@ -38,6 +38,7 @@ steps = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=MANY or 8)
 @given(steps, heads, st.none() | st.lists(numbers, max_size=5))
 @example([("append", ["a", "b"], 5), ("append", ["c"], 4), ("truncate", 1, 3)], {}, [0.5])
@@ -119,17 +120,6 @@ def test_keys_and_values_are_private_however_the_library_writes_them(
     with SessionStore.create(tmp_path / "saved", {}) as session:
         session.kv.save({}, "stamp")
         assert modes(tmp_path / "saved") == {0o600}
-
-
-def test_undone_turns_are_overwritten_and_what_was_read_can_be_changed(tmp_path: Path) -> None:
-    with SessionStore.open(new(tmp_path, "one")) as session:
-        session.append(said(SECRET, start=1), rows_at(range(3, 6)), head_at(6))
-        session.append([], rows_at(range(0)), head_at(3), extent=Extent(1, 3))
-        assert SECRET.encode() not in everything_in(tmp_path)
-        session.rows(ROW)["flags"][0] = 1
-        head = session.state_record()
-        assert head is not None
-        head.held[0] = 1
 
 
 def test_rows_of_other_fields_are_refused(tmp_path: Path) -> None:
@@ -292,18 +282,6 @@ def test_erased_text_is_in_no_file(
         assert session.turns() == said(*clean)
         assert session.kv.load(texts[-1]) is None
     assert SECRET.encode() not in everything_in(folder)
-
-
-def test_between_turns_everything_is_in_one_file(tmp_path: Path) -> None:
-    with SessionStore.create(tmp_path, {}) as session:
-        for index, text in enumerate([SECRET, "two", "three"]):
-            seen = 3 * index
-            session.append(
-                said(text, start=index), rows_at(range(seen, seen + 3)), head_at(seen + 3)
-            )
-            sizes = {path.suffix: path.stat().st_size for path in tmp_path.iterdir()}
-            assert sizes.pop(".sqlite")
-            assert sizes == {".sqlite-journal": 0}
 
 
 def test_an_erasure_that_a_crash_interrupted_is_finished_when_the_session_is_opened(

@@ -59,6 +59,7 @@ def copied_to_a_branch(path: Path) -> SessionStore:
     return copy_session(path.parent, path.stem, "branch")
 
 
+@pytest.mark.slow
 def test_a_list_shows_a_session_that_another_process_writes(tmp_path: Path) -> None:
     path = new(tmp_path, "turn 0")
     with Elsewhere(APPEND_FOREVER, path) as writer:
@@ -184,15 +185,3 @@ def test_a_session_is_removed_with_all_its_files_unless_it_is_in_use(tmp_path: P
     session.path.with_suffix(".safetensors.new").touch()
     remove_session(session.path)
     assert list(tmp_path.iterdir()) == [other]
-
-
-def test_the_newest_chats_come_first_and_damaged_ones_are_errors(tmp_path: Path) -> None:
-    paths = [new(tmp_path, f"chat {n}") for n in range(4)]
-    for hours, path in enumerate(paths):
-        os.utime(path, (1e9 + 3600 * hours,) * 2)
-    paths[0].write_bytes(b"damaged")
-    os.utime(paths[0], (1e9, 1e9))
-    listing = list_sessions(tmp_path)
-    assert [entry.path for entry in listing.sessions] == paths[:0:-1]
-    assert len(listing.errors) == 1
-    assert find_session(tmp_path, "last") == paths[3]

@@ -237,6 +237,8 @@ def check(chat: Session, theta: float) -> None:
     state, flags = ledger.column("state"), ledger.column("flags")
     assert np.flatnonzero(state == State.HELD).tolist() == held.tolist(), "state of held rows"
     archived = np.flatnonzero(state == State.ARCHIVED)
+    restorable = (state != State.NOT_STORED) & (flags & Flag.EXCLUDED == 0)
+    assert engine.store.reachable().tolist() == np.flatnonzero(restorable).tolist(), "reachable"
     assert archive.has(archived).all(), "an archived row is not in the archive"
     assert not (flags[held] & Flag.ERASED).any(), "an erased row is held"
     pinned = np.setdiff1d(ledger.pinned_positions, held)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from chatting import tiny
 from sirchat.memory.ledger import Role
@@ -22,6 +24,24 @@ def ids(text: str) -> list[int]:
 
 def placed(per: Per, text: str = TEXT) -> list[int]:
     return with_anchors(text, Anchors("ac", per, ANCHOR), ids)
+
+
+@given(st.text(alphabet="aB .!?\n\"'」。1", max_size=60))
+def test_sentences_joined_are_the_text(text: str) -> None:
+    pieces = sentences(text)
+    assert "".join(pieces) == text
+    assert all(chunk.strip() for chunk in pieces[1:])
+
+
+def test_sentences_are_split_by_their_meaning() -> None:
+    pieces = [
+        "Mr. Smith went to Washington.",
+        " He paid 3.5 dollars.",
+        " Why?",
+        " 我是。",
+        "你好！\n",
+    ]
+    assert sentences("".join(pieces)) == pieces
 
 
 def test_sentence_puts_an_anchor_after_each_sentence() -> None:
@@ -52,4 +72,10 @@ def test_in_a_turn_anchors_have_the_template_role_and_nothing_else_changes(per: 
         assert bool(anchors) == (per != "round")
         if per != "sentence":  # which may tokenize the space between two sentences differently
             assert kept == list(zip(other.ids, other.roles, strict=True))
-    assert turns.closing.count(ANCHOR) == (per == "round")
+    rounds = [ANCHOR] * (per == "round")
+    assert turns.closing == [*plain.closing, *rounds]
+    assert turns.stop_ids(None) == plain.stop_ids(None)
+    system, usual = (one.opening("Hi.", "Be kind")[0] for one in (turns, plain))
+    assert system is not None
+    assert usual is not None
+    assert system.ids == [*usual.ids, *rounds]

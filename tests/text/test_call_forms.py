@@ -45,7 +45,9 @@ _TEXTS = st.one_of(
     st.sampled_from(
         ["3", "true", "None", '{"a": 1}', 'say "a', "<b>", "a\nb", "</tool_call>", "[1"]
     ),
-    st.sampled_from(["x </parameter> y", "a </arg_value> b", "</function> b", "<function=f>"]),
+    st.sampled_from(
+        ["call:time{a:1}", "x </parameter> y", "a </arg_value> b", "</function> b", "<function=f>"]
+    ),
     st.sampled_from(["b\n```\n", "functions.time:0"]),
 )
 _JSON = st.one_of(st.integers(), st.booleans(), st.none(), _TEXTS)
@@ -349,14 +351,6 @@ def test_long_calls_take_no_long_time(text: str) -> None:
     parser.finish()
     assert time.process_time() - start < 10
     assert len(parser.calls) == text.count("city")
-
-
-def test_a_text_in_an_argument_is_no_call() -> None:
-    write, marks = FORMS["mistral"]
-    calls = [("weather", {"city": "call:time{a:1} <tool_call>x</tool_call>"})]
-    parser = CallParser(SCHEMAS, 0)
-    assert read(parser, [write(*calls)], marks) == ""
-    assert found(parser) == calls
 
 
 def test_a_tag_that_is_named_in_a_text_is_shown_as_it_is_written() -> None:
