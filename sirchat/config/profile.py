@@ -232,6 +232,13 @@ class Profile(BaseModel):
             raise PydanticCustomError("text", "it must be text") from None
         return text
 
+    @field_validator("model", "json_schema", "recall_encoder")
+    @classmethod
+    def _require_text(cls, text: str) -> str:
+        if not text:
+            raise PydanticCustomError("text", "it must be text")
+        return text
+
     @field_validator("policy")
     @classmethod
     def _require_known_policy(cls, name: str) -> str:

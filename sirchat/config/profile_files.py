@@ -98,7 +98,8 @@ def resolve(
     `flags` maps settings to values or texts; None means not given. Its key `trust_policy` lists
     policies `module:Class` that a file may name, besides the flag `policy`; their code then runs.
     """
-    settings = {key: value for key, value in flags.items() if key != "trust_policy"}
+    given = {k: v for k, v in flags.items() if v is not None and k != "trust_policy"}
+    variables = {key: environ.get(_variable_name(key)) for key in Profile.model_fields}
     trust_named(flags)
     chosen = profile or environ.get("SIRCHAT_PROFILE")
     default = paths.user_profiles_dir() / "default.yaml"
@@ -106,7 +107,8 @@ def resolve(
     if chosen:
         files.append(profile_path(chosen))
     layers = [Layer(_load(path), _file_origin(path)) for path in files]
-    return merge_layers([*layers, _environment_layer(environ), _flag_layer(settings)])
+    layers.append(_parsed_layer({k: v for k, v in variables.items() if v}, _variable_name))
+    return merge_layers([*layers, _parsed_layer(given, _flag_name)])
 
 
 def trust_named(flags: Mapping[str, Any]) -> None:
@@ -233,24 +235,14 @@ def _file_origin(path: Path) -> Origin:
     return lambda key: str(path)
 
 
-def _environment_layer(environ: Mapping[str, str]) -> Layer:
-    texts = {key: environ.get(_variable_name(key)) for key in Profile.model_fields}
-    return _parsed_layer({key: text for key, text in texts.items() if text}, _variable_name)
-
-
 def _variable_name(key: str) -> str:
     return f"SIRCHAT_{key.upper()}"
 
 
-def _flag_layer(flags: Mapping[str, object]) -> Layer:
-    given = {key: value for key, value in flags.items() if value is not None}
-    for key in given:
-        require_setting(key, _flag_name(key))
-    return _parsed_layer(given, _flag_name)
-
-
 def _parsed_layer(given: Mapping[str, object], origin: Origin) -> Layer:
     """Parse and check texts; imports the module of a policy `module:Class`."""
+    for key in given:
+        require_setting(key, origin(key))
     values = {
         key: parse_value(key, value) if isinstance(value, str) else value
         for key, value in given.items()

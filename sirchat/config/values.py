@@ -16,6 +16,7 @@ from sirchat.memory import policies
 from sirchat.memory.registry import RETRIEVERS
 
 _THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+")
+_NUMBER = re.compile(r"[-+]?(?:0|[1-9]\d*|(?=\.\d))(?:\.\d*)?(?:[eE][-+]?\d+)?", re.ASCII)
 _WORDS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
 
 
@@ -97,10 +98,11 @@ def parse_option(text: str) -> object:
 def _parse_number(word: str) -> object:
     """The number that a word is, perhaps with commas as numbers are shown; else the word."""
     digits = word.replace(",", "") if _THOUSANDS.fullmatch(word) else word
-    for kind in (int, float):
-        with suppress(ValueError):
-            return kind(digits)
-    return word
+    if not _NUMBER.fullmatch(digits):
+        return word
+    with suppress(ValueError):  # no whole number, or one of too many digits
+        return int(digits)
+    return float(digits)
 
 
 def _parse_options(options: object) -> object:
@@ -142,13 +144,7 @@ def allowed_values(key: str) -> list[str]:
 
 def setting_types(key: str) -> tuple[Any, ...]:
     """The types that a setting's value can have, such as (int, NoneType)."""
-    return tuple(get_args(kind)[0] if _is_limited(kind) else kind for kind in _union_members(key))
-
-
-def _union_members(key: str) -> tuple[Any, ...]:
     annotation = Profile.model_fields[key].annotation
-    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-
-
-def _is_limited(kind: Any) -> bool:
-    return get_origin(kind) is Annotated
+    is_union = get_origin(annotation) in (Union, UnionType)
+    kinds = get_args(annotation) if is_union else (annotation,)
+    return tuple(get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in kinds)

@@ -28,7 +28,7 @@ _KEYS = (
     "hello\r", "é", "👍🏽", "/panel\r", "/load\r", "/edit\r", "/undo\r", "/set panel turn\r",
     "/recall\r", "/summarize\r", "/help\r", "n", "/pin ", "words 東京 👍 " * 12,
 )  # fmt: skip
-_ENDS = ("Ctrl-D", "/exit", signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_ENDS = ("Ctrl-D", "/exit", "exit", signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _LOADED = b"policy salience"  # the line that greets
 _SECONDS = 60.0  # most time from the last key to a prompt that works
 
@@ -65,7 +65,7 @@ def _session(folder: Path, seed: int, counts: Counter[str]) -> None:
             chat.kill(how)
             check_end(chat, how, {128 + how})
         else:
-            chat.send("\x04" if how == "Ctrl-D" else "/exit\r")
+            chat.send("\x04" if how == "Ctrl-D" else f"{how}\r")
             check_end(chat, signal.SIGINT, {0})
     shutil.rmtree(home.folder)
 
