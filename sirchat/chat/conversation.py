@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import numpy as np
 
@@ -142,15 +142,12 @@ class Conversation:
         """
         text, state = without_surrogates(text), self.state
         system: TurnIds | None = None
-        if self.seen == 0:  # nothing was read: an earlier turn is treated as never begun
-            state.set_turns([])
-            state.pending_ids, state.in_round, state.saved_turns = [], False, 0
+        if self.seen == 0:
             system, ids = self.template.opening(text, self.profile.system)
         else:
             is_unanswered = state.in_round and state.reply_header == []
             ids = given or self.template.user_turn(text, after_user=is_unanswered)
         ids = self.template.followed_by(ids, next_role)
-        torn, state.retried = state.retried.torn, replace(state.retried, torn=())
         turn = yield from self.begin_message("user", ids, system, text)
         after = self.template.closing if ids.header is None else []
         if ids.header:  # without the given reply, there would be an empty one
@@ -160,11 +157,10 @@ class Conversation:
             yield from turn.restore_fitting(self.recall, ids)
             yield from turn.read(ids, interrupted, after=after)
             yield turn.finish(text)
-            self.mark_torn(state.last_turn, torn)
             yield from self._events.take_problems()
 
     def mark_torn(self, number: int, torn: tuple[str, ...]) -> None:
-        """Record the sentences `torn` of a turn, from which words were erased."""
+        """Record the sentences `torn` of a turn that was read again without words erased before."""
         self.turns[number].torn, left = torn, tuple("".join(text.split()) for text in torn)
         for positions, pieces in sentences_of(self.ledger, self.texts, number) if torn else ():
             # One that lost its end goes on with the next.
@@ -185,7 +181,13 @@ class Conversation:
         before = len(system.ids) if system is not None else 0
         if system is not None and self.profile.pin_system:
             self.engine.choice.check_pins(before)
-        self.engine.require_room(len(state.pending_ids) + before + len(ids.ids) + len(closing))
+        pending = len(state.pending_ids) if self.seen else 0
+        self.engine.require_room(pending + before + len(ids.ids) + len(closing))
+        if self.seen == 0:  # a turn of which nothing was read is treated as never begun
+            state.set_turns([])
+            state.pending_ids, state.in_round = [], False
+            state.round = state.saved_turns = 0
+            self.history.messages = []
         if said is not None:
             self._note_undo_point(said)
         yield from self._read_pending()

@@ -59,6 +59,7 @@ from sirchat.memory.key_values import KeyValues, LostTokensError
 from sirchat.memory.ledger import Flag, Role
 from sirchat.models.devices import DeviceMemory, memory_by_device
 from sirchat.models.model import LoadedModel
+from sirchat.recall.passages import note_torn_sentences
 from sirchat.text.template import Template, TurnIds
 
 __all__ = ("Interrupted", "Session")
@@ -133,9 +134,14 @@ class Session(Conversation):
         next_role: str | None = None,
         given: TurnIds | None = None,
     ) -> Iterator[Event]:
-        """Read a user turn, as `read_user` does, and pin its rules and preferences."""
+        """Read a user turn, as `read_user` does, and pin its rules and preferences.
+
+        If it was undone to be asked again, what `undo` has kept of it holds again.
+        """
+        kept, self.state.retried = self.state.retried, RetriedMessage()
         yield from self.read_user(text, interrupted, next_role=next_role, given=given)
-        yield from pin_rules(self, self._statement_cache)
+        self.mark_torn(self.state.last_turn, kept.torn)
+        yield from pin_rules(self, kept, self._statement_cache)
 
     def _tell_tools(self, tools_json: str) -> list[Event]:
         """Let the model read the tools `tools_json`, in place of those that it was told before."""
@@ -179,15 +185,13 @@ class Session(Conversation):
             raise UndoError(f"this message can't be undone: {why}") from None
         self.history.messages = self.history.messages[:-1]
         self.recall.undo()
-        torn = [text for index in later for text in turns[index].torn]
         if turns[turn].is_summary:  # those that the summary replaced are pinned again
             former = [index for index, one in enumerate(turns[:turn]) if one.is_summary]
             replaced = np.isin(self.ledger.column("turn")[point.checkpoint.pinned], former)
             with suppress(SettingError):  # other pins take the room
                 self.engine.switcher.pin_held(point.checkpoint.pinned[replaced])
-        # Set in both cases: the state at the point may be that of an answer given again.
-        kept = RetriedMessage(text, tuple(own.tolist()), tuple(torn))
-        self.state.retried = kept if to_ask_again else RetriedMessage()
+        if to_ask_again:
+            self.state.retried = RetriedMessage(text, tuple(own.tolist()), turns[turn].torn)
         prompt, profile = self.state.system.text, self.profile
         is_other = prompt != profile.system or point.pin_system != profile.pin_system
         if is_other and self.seen:
@@ -309,9 +313,8 @@ class Session(Conversation):
         positions = np.flatnonzero(np.isin(self.ledger.column("turn"), unpinned))
         self.state.unpinned_sentences &= sentences_at(self, positions)
         self.recall.erase_words()
-        torn = self.recall.passage_search.passages.torn
         asked = self.state.restored_by_user
-        self.state.restored_by_user = [position for position in asked if not torn[position]]
+        self.state.restored_by_user = np.setdiff1d(asked, self.ledger.torn).tolist()
         self.erasures += 1
         return [Erased(count, self.resident)]
 
@@ -376,5 +379,6 @@ class Session(Conversation):
         self.history.messages = undo_points
         left_out = [number for number, turn in enumerate(state.turns) if turn.is_left_out]
         self.ledger.left_out = np.flatnonzero(np.isin(self.ledger.column("turn"), left_out))
+        note_torn_sentences(self.ledger, self.texts)
         for number, turn in enumerate(state.turns):
             self.mark_torn(number, turn.torn)

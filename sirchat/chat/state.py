@@ -104,6 +104,7 @@ class ConversationState:
     # After the text was read again: of the tokens that the user had pinned, how many are pinned
     # again, and how many are not.
     repinned: tuple[int, int] = (0, 0)
+    # Set by `Session.undo`, taken by `Session.read_question`
     retried: RetriedMessage = RetriedMessage()
     # Turn and text of each sentence of the user's that the user unpinned: no rule there is pinned
     # again when the message is answered again.

@@ -40,7 +40,7 @@ from sirchat.errors import SettingError, format_value
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger, Role, State
 from sirchat.models.encoder import Encoder
-from sirchat.recall.passages import sentences_of, texts_at, torn_sentences
+from sirchat.recall.passages import sentences_of, texts_at
 from sirchat.recall.word_index import words_of
 from sirchat.text.detokenizer import (
     QUESTION_MARKS,
@@ -53,7 +53,6 @@ _MAX_RULE_CHARS = 400  # characters of a rule; a longer sentence is a text
 _MAX_SENTENCES = 12  # a message with more is a text, and its rules are not for the model
 _MAX_RULES = 2  # sentences of one message
 # Reading a member of an enum takes longer than comparing a row.
-_ERASED = np.uint8(Flag.ERASED)
 _USER, _HELD = int(Role.USER), int(State.HELD)
 _BUDGET_PER_RULES = 4  # rules pinned by themselves take at most the budget divided by this
 
@@ -192,20 +191,19 @@ class StatementCache:
     found: tuple[object, list[StatedFact]] = (None, [])  # after all on which they depend
 
 
-def pin_rules(chat: Conversation, cache: StatementCache) -> Iterator[Event]:
+def pin_rules(chat: Conversation, kept: RetriedMessage, cache: StatementCache) -> Iterator[Event]:
     """Pin the rules and preferences in the user's turn just read, if the settings want that.
 
-    If the turn was read before, the user's pins in it are pinned first. Rules have at most a
-    quarter of the budget; the oldest are unpinned. Must be called while the ledger has the turn's
-    token vectors.
+    If the turn is `kept`, the user's pins in it are pinned first. Rules have at most a quarter of
+    the budget; the oldest are unpinned. Must be called while the ledger has the turn's token
+    vectors.
     """
     engine, ledger, state = chat.engine, chat.ledger, chat.state
     turn, switcher = state.last_turn, engine.switcher
-    retried, state.retried = state.retried, RetriedMessage()
-    if retried.pinned_tokens and retried.text == state.turns[turn].text:
+    if kept.pinned_tokens and kept.text == state.turns[turn].text:
         said = ledger.of_turn(turn, Role.USER)
         try:
-            asked = said[np.isin(np.arange(len(said)), retried.pinned_tokens)]
+            asked = said[np.isin(np.arange(len(said)), kept.pinned_tokens)]
             if gone := len(asked) - switcher.pin_held(asked):
                 of = f"{gone:,} of the tokens that you had pinned in this message"
                 yield Notice(f"evicted, and not pinned again: {of}")
@@ -243,11 +241,11 @@ def unpin_excess_rules(chat: Conversation, settings: CacheSettings) -> list[Even
 
 def _pinned_rules(chat: Conversation, vectors: dict[str, Tensor]) -> list[Positions]:
     """The positions [n] of each sentence of the pinned rules and preferences, in order."""
-    rules, torn = list[Positions](), torn_sentences(chat.ledger, chat.texts)
+    rules = list[Positions]()
     for run in chat.ledger.rules():
         pieces = texts_at(chat.ledger, chat.texts, run)
         parts = (run[start:end] for start, end in pairwise(sentence_bounds(pieces)))
-        rules += [part for part in parts if not torn[part].any()]
+        rules += [part for part in parts if not np.isin(part, chat.ledger.torn).any()]
     own = chat.ledger.pins_except_rules(0)  # among them rules that the user has pinned
     own = own[chat.ledger.column("role")[own] == _USER]
     for turn in np.unique(chat.ledger.column("turn")[own]).tolist():
@@ -438,10 +436,9 @@ def _describe_held(pieces: Sequence[str], is_held: NDArray[np.bool_]) -> dict[st
 def _user_sentences(chat: Conversation, turn: int) -> Iterator[tuple[str, Positions]]:
     """A user turn's sentences and their tokens' positions; none if the message is long."""
     # Sentences from which words were erased are left out.
-    ledger, found = chat.ledger, list(sentences_of(chat.ledger, chat.texts, turn))
-    flags, roles = ledger.column("flags"), ledger.column("role")
+    roles, found = chat.ledger.column("role"), list(sentences_of(chat.ledger, chat.texts, turn))
     for positions, pieces in found if len(found) <= _MAX_SENTENCES else ():
         text = "".join(pieces).strip()
-        is_torn = (flags[positions] & _ERASED).any() or np.isin(positions, ledger.torn).any()
+        is_torn = np.isin(positions, chat.ledger.torn).any()
         if text and not is_torn and roles[positions[0]] == _USER:
             yield text, positions

@@ -156,13 +156,12 @@ class _Message:
 def _messages(session: Session) -> list[_Message]:
     """All messages but summaries, without reasoning and sentences with erased words."""
     rows: dict[int, list[TokenRow]] = {}
-    session.recall.update()
-    torn = session.recall.passage_search.passages.torn
+    torn = set(session.ledger.torn.tolist())
     left_out = {"erased", "thinking"}
     skipped = {index + step for index in summary_turns(session) for step in (0, 1)}
     for row in session.tokens(range(session.seen)):
         is_said = row.role in ("user", "assistant") and left_out.isdisjoint(row.flags)
-        if is_said and row.turn not in skipped and not torn[row.position]:
+        if is_said and row.turn not in skipped and row.position not in torn:
             rows.setdefault(row.turn, []).append(row)
     said = (rows[turn] for turn in sorted(rows))
     return [_Message(it[0].role, it, "".join(row.text for row in it)) for it in said]

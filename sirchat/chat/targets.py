@@ -13,7 +13,7 @@ from sirchat.chat.conversation import Conversation
 from sirchat.errors import UsageError, format_value
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger, Role
-from sirchat.recall.passages import sentences_of, texts_at, torn_sentences
+from sirchat.recall.passages import note_torn_sentences, sentences_of, texts_at
 from sirchat.text.detokenizer import Texts, sentence_bounds, tokens_matching
 
 Target = str | Positions  # what the user typed to name tokens, or their stream positions
@@ -50,7 +50,7 @@ def positions_of(
         is_near &= column[near] == column[positions][:, None]
     near = near[is_near]
     if around:  # the rest of a sentence with erased words says what nobody said
-        near = near[~torn_sentences(ledger, chat.texts)[near] | np.isin(near, positions)]
+        near = near[~np.isin(near, ledger.torn) | np.isin(near, positions)]
     return np.intersect1d(near, said)
 
 
@@ -122,6 +122,7 @@ def erase_target(chat: Conversation, target: str) -> tuple[int, str | None]:
     ends = np.fromiter((sentence[-1] for sentence in said), np.int64)
     chat.engine.erase(positions)
     ledger.flag(Flag.ANCHOR, np.intersect1d(ends, positions), True)  # they ended one
+    note_torn_sentences(ledger, chat.texts)
     index = turn_of_target(target, chat.state.roles)
     if index is not None:
         turn = chat.turns[index]
@@ -203,18 +204,12 @@ def _matches(
     if turn is None:  # no turn has the template's own prompt
         is_text |= np.isin(among, template_prompt_positions(ledger, texts)[0])
     said = among[is_text & ~is_erased]
-    if turn is None:
-        return said, _occurrences(without_quotes(target), ledger, texts, said)
-    return said, said[ledger.column("turn")[said] == turn]
-
-
-def _occurrences(text: str, ledger: Ledger, texts: Texts, among: Positions) -> Positions:
-    """Positions of the tokens of every occurrence of `text` whose tokens are all in `among`."""
-    if not text:
+    if turn is not None:
+        return said, said[ledger.column("turn")[said] == turn]
+    if not (text := without_quotes(target)):
         raise UsageError("expected text, last, or turn N", hint="some words of the chat")
-    pattern, runs = whole_words(text), _runs(ledger, texts, among)
-    found: Positions = among[np.concatenate([tokens_matching(pattern, run) for run in runs])]
-    return found
+    pattern, runs = whole_words(text), _runs(ledger, texts, said)
+    return said, said[np.concatenate([tokens_matching(pattern, run) for run in runs])]
 
 
 def _why_nothing(target: str, roles: Sequence[str], *, is_evicted: bool) -> str:

@@ -237,7 +237,8 @@ class Ledger:
         # Ascending, of tokens in turns that were taken out of the conversation: policies ignore
         # these tokens, but recall may restore them.
         self.left_out: Positions = np.zeros(0, np.int64)
-        # Ascending, of sentences that were read without words erased from them before
+        # Ascending, of all tokens of sentences from which words were erased, now or before the text
+        # was read again: the rest says what nobody said, so it is neither recalled nor listed.
         self.torn: Positions = np.zeros(0, np.int64)
         self.log_decay = 0.0  # log of the product of all decays
         self.unknown_surprisal = unknown_surprisal  # nats, of the first token: nothing predicts it

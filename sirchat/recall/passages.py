@@ -57,7 +57,6 @@ class Passages:
         self._row_buffer = np.zeros(0, PASSAGE)
         self._vector_buffer = np.zeros((0, 0), np.float16)
         self._count = 0
-        self.torn = np.zeros(0, bool)  # [seen], see `torn_sentences`
 
     def __len__(self) -> int:
         return self._count
@@ -75,12 +74,10 @@ class Passages:
     def update(self, ledger: Ledger, vector_of: VectorOf = lambda start, end: None) -> None:
         """Add the passages of the complete turns that were read since the last update."""
         self.truncate(ledger.seen)
-        if not len(self.torn):
-            self.torn = torn_sentences(ledger, self.token_texts)
-        self.torn = np.pad(self.torn, (0, ledger.seen - len(self.torn)))
-        self.torn[ledger.torn] = True
-        runs = list(_runs(ledger, self._end, self.torn))
-        spans = [span for start, end in runs for span in self._divided(ledger, start, end)]
+        spans = list[tuple[int, int]]()
+        for start, end in _runs(ledger, self._end):
+            pieces = texts_at(ledger, self.token_texts, np.arange(start, end))
+            spans += ((start + first, start + last) for first, last in divided(pieces))
         rows = np.zeros(len(spans), PASSAGE)
         if spans:
             rows["start"], rows["end"] = np.array(spans).T
@@ -93,7 +90,6 @@ class Passages:
         """Keep only the passages of the first `seen` tokens of the stream."""
         if seen < self._end:
             self._count, self._end = int(self.rows["end"].searchsorted(seen, side="right")), seen
-        self.torn = self.torn[:seen]
 
     def reorder(self, ledger: Ledger, rank: NDArray[np.int64]) -> int:
         """Move the passages along with their tokens, whose new stream positions are `rank` [seen].
@@ -110,14 +106,12 @@ class Passages:
         rows["turn"] = ledger.column("turn")[rows["start"]]
         same = rows == self.rows[: len(rows)]
         self._replace(rows, self.vectors[kept], ledger.seen)
-        self.torn = torn_sentences(ledger, self.token_texts)
         return int(np.argmin(np.append(same, False)))
 
     def erase(self, ledger: Ledger) -> None:
         """Delete vectors of passages with torn sentences, and passages of torn sentences alone."""
-        self.torn = torn_sentences(ledger, self.token_texts)
-        counts = np.concatenate([[0], np.cumsum(self.torn)])
-        lost = counts[self.rows["end"]] - counts[self.rows["start"]]
+        first, last = (ledger.torn.searchsorted(self.rows[name]) for name in ("start", "end"))
+        lost = last - first
         self.vectors[lost > 0] = np.nan
         stays = lost < self.rows["end"] - self.rows["start"]
         self._replace(self.rows[stays], self.vectors[stays], self._end)
@@ -132,9 +126,9 @@ class Passages:
         """Positions of a passage's tokens, without torn sentences."""
         first, end = (int(self.rows[name][number]) for name in ("start", "end"))
         flags = ledger.column("flags")[first:end]
-        has_text = (flags & _TEXTLESS == 0) & ~self.torn[first:end]
-        shown: Positions = first + has_text.nonzero()[0]
-        return shown
+        torn = slice(*ledger.torn.searchsorted((first, end)))
+        shown: Positions = first + (flags & _TEXTLESS == 0).nonzero()[0]
+        return np.setdiff1d(shown, ledger.torn[torn], assume_unique=True)
 
     def state(self) -> dict[str, NDArray[np.generic]]:
         """The passages as arrays, to be saved."""
@@ -144,7 +138,6 @@ class Passages:
         rows = np.asarray(state["rows"]).astype(PASSAGE)
         vectors = np.asarray(state["vectors"]).astype(np.float16)
         self._replace(rows, vectors, int(state["until"][0]))
-        self.torn = np.zeros(0, bool)  # not known yet
 
     def _replace(self, rows: NDArray[np.void], vectors: NDArray[np.float16], end: int) -> None:
         self._row_buffer, self._vector_buffer = rows, vectors
@@ -163,12 +156,6 @@ class Passages:
         for number, vector in enumerate(vectors, self._count):
             self._vector_buffer[number] = np.nan if vector is None else vector.numpy()
         self._count = count
-
-    def _divided(self, ledger: Ledger, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """The passages in a run of tokens, each as (start, end) in the stream."""
-        pieces = texts_at(ledger, self.token_texts, np.arange(start, end))
-        for first, last in divided(pieces):
-            yield start + first, start + last
 
 
 def texts_at(ledger: Ledger, texts: Texts, positions: Positions) -> list[str]:
@@ -191,16 +178,13 @@ def sentences_of(ledger: Ledger, texts: Texts, turn: int) -> Iterator[tuple[Posi
         yield positions[start:end], pieces[start:end]
 
 
-def torn_sentences(ledger: Ledger, texts: Texts) -> NDArray[np.bool_]:
-    """Mask [seen] of the tokens in torn sentences, which are sentences with erased words."""
-    # The rest of a torn sentence says what nobody said, so recall does not restore it.
-    is_erased: NDArray[np.bool_] = ledger.column("flags") & np.uint8(Flag.ERASED) != 0
-    is_torn = is_erased.copy()
-    for turn in np.unique(ledger.column("turn")[is_erased]).tolist():
-        for positions, _ in sentences_of(ledger, texts, turn):
-            is_torn[positions] = is_erased[positions].any()
-    is_torn[ledger.torn] = True
-    return is_torn
+def note_torn_sentences(ledger: Ledger, texts: Texts) -> None:
+    """Add the sentences with erased words to `ledger.torn`; call this after words were erased."""
+    is_erased = ledger.column("flags") & np.uint8(Flag.ERASED) != 0
+    turns = np.unique(ledger.column("turn")[is_erased]).tolist()
+    said = (positions for turn in turns for positions, _ in sentences_of(ledger, texts, turn))
+    torn = (positions for positions in said if is_erased[positions].any())
+    ledger.torn = np.unique(np.concatenate([ledger.torn, *torn]))
 
 
 def divided(pieces: Sequence[str]) -> list[tuple[int, int]]:
@@ -218,10 +202,11 @@ def divided(pieces: Sequence[str]) -> list[tuple[int, int]]:
     return found
 
 
-def _runs(ledger: Ledger, start: int, torn: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+def _runs(ledger: Ledger, start: int) -> Iterator[tuple[int, int]]:
     """The (start, end) of each run of text tokens with one turn and role, from `start` on."""
     turn, role, flags = (ledger.column(name)[start:] for name in ("turn", "role", "flags"))
-    has_text = (role != Role.TEMPLATE) & (flags & _TEXTLESS == 0) & ~torn[start:]
+    has_text = (role != Role.TEMPLATE) & (flags & _TEXTLESS == 0)
+    has_text[ledger.torn[ledger.torn.searchsorted(start) :] - start] = False
     changes = (np.diff(turn) != 0) | (np.diff(role) != 0) | (np.diff(has_text) != 0)
     bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), len(turn)]
     for first, end in pairwise(bounds):

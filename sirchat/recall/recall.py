@@ -7,7 +7,7 @@ once, which is then undone; with `recall_query: recent`, it need not.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -86,6 +86,16 @@ class RecallResult:
     seconds: float
     problem: str = ""  # why the retriever could not search
     focused: bool = False  # whether the turn is answered from these tokens alone
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """How well each of the n passages of a chat fits a message."""
+
+    query: PassageQuery
+    generated: NDArray[np.int64]  # turns that the model wrote itself
+    by_words: Scores  # [n]
+    scores: Scores  # [n], by words and by meaning
 
 
 class Recall:
@@ -195,7 +205,7 @@ class Recall:
             # This reads the turn first, which may evict tokens, so the room is known after it.
             result = score_by_reading_turn(engine, self._model, turn.ids, turn.roles, ref)
             room = engine.evictor.recall_room(len(turn.ids)) - requested
-            return None if result is None else best_tokens(result, room, passages.torn)
+            return None if result is None else best_tokens(result, room, engine.ledger.torn)
         is_all_held = engine.resident == engine.ledger.seen
         if recall and len(passages) and (self._focus() or not is_all_held):
             return self.find(turn, max(0, engine.evictor.recall_room(len(turn.ids)) - requested))
@@ -206,50 +216,64 @@ class Recall:
 
         If it asks for something, passages that fit the best one or fit less well take the rest.
         """
-        recall, encoder = self._engine.settings.recall, self._model.encoder
+        recall, fit = self._engine.settings.recall, self._fit(turn)
+        best, least, asks = float(fit.scores.max(initial=0.0)), 0.0, self._asks_back(fit.query)
+        if is_question := asks and self._is_focused(fit.query, best):
+            room, least = min(room, self._focus()), MIN_SHARE_OF_BEST
+        if is_auto := recall is None or recall.n is None:
+            chosen = self._take(fit.scores, max(MIN_SCORE, least * best), room)
+            if asks:
+                left = room - sum(len(rows) for rows, _ in chosen.values())
+                further = self._further_scores(fit, chosen, least)
+                chosen |= self._take(further, DISCOUNT * MIN_SCORE, left, whole=bool(chosen))
+        else:  # passages with any score are found; each has at least one token
+            most = min(room, len(fit.scores) - 1)
+            chosen = self._take(fit.scores, -float(np.partition(-fit.scores, most)[most]), room)
+        other = "its meaning" if fit.query.vector is not None else ""
+        reasons = (
+            "words of the best"
+            if is_auto and fit.scores[number] < DISCOUNT * MIN_SCORE
+            else "words beside it"
+            if fit.by_words[number] > 0
+            else other
+            for number in chosen
+        )
+        about = tuple(chosen), tuple(reasons), fit.query, best, is_question
+        positions, scores = _tokens_of(chosen)
+        return FoundPassages(positions, scores, *about)
+
+    def _fit(self, turn: NewTurn) -> _Fit:
+        """Score all passages for a turn."""
         search = self.passage_search
         query = replace(self.query_of(turn.ids, turn.roles), excluded_turns=turn.excluded_turns)
         generated = np.array(turn.generated_turns, np.int64)
         by_words = search.by_words(query.sentences)
-        asks, focus = self._asks_back(query), self._focus()
-        has_mark = any(mark in query.text for mark in QUESTION_MARKS)
         scores = search.scores(query, generated, by_words)
         of_result = search.passages.rows["turn"] == turn.tool_result_turn
         if of_result.any():
             scores[of_result] += search.tool_result_scores(query.sentences, of_result)
-        best = float(scores.max(initial=0.0))
-        is_told = query.model_vector is not None and len(encoder.question) > 0
-        is_near = best >= DISCOUNT * MIN_SCORE
-        is_question = bool(asks and (is_told or has_mark) and focus and is_near)
-        room = min(room, focus) if is_question else room
-        least_share = MIN_SHARE_OF_BEST if is_question else 0.0
-        is_auto = recall is None or recall.n is None
-        floor = max(MIN_SCORE, least_share * best)
-        if not is_auto:  # passages with any score are found; each has at least one token
-            most = min(room, len(scores) - 1)
-            floor = -float(np.partition(-scores, most)[most])
-        chosen = self._take(scores, floor, room)
-        if is_auto and asks:
-            further = np.where(scores < least_share * best, 0, scores)
-            if chosen and by_words[first := next(iter(chosen))]:
-                again = search.second_hop_scores(self._engine.ledger, first, query, generated)
-                again[again < least_share * again.max()] = 0
-                further = np.maximum(further, again)
-            further[list(chosen)] = -np.inf
-            left = room - sum(len(rows) for rows, _ in chosen.values())
-            chosen |= self._take(further, DISCOUNT * MIN_SCORE, left, whole=bool(chosen))
-        other = "its meaning" if query.vector is not None else ""
-        reasons = (
-            "words of the best"
-            if is_auto and scores[number] < DISCOUNT * MIN_SCORE
-            else "words beside it"
-            if by_words[number] > 0
-            else other
-            for number in chosen
-        )
-        about = tuple(chosen), tuple(reasons), query, best, is_question
-        positions, fits = _tokens_of(chosen)
-        return FoundPassages(positions, fits, *about)
+        return _Fit(query, generated, by_words, scores)
+
+    def _is_focused(self, query: PassageQuery, best: float) -> bool:
+        """Whether a message that asks back is answered from what fits it alone."""
+        is_told = query.model_vector is not None and len(self._model.encoder.question) > 0
+        has_mark = any(mark in query.text for mark in QUESTION_MARKS)
+        return (is_told or has_mark) and self._focus() > 0 and best >= DISCOUNT * MIN_SCORE
+
+    def _further_scores(self, fit: _Fit, chosen: Collection[int], least: float) -> Scores:
+        """The scores [n] by which more passages follow the `chosen` ones, which are best first.
+
+        If words found the best, passages that fit it count, too. Scores below the share `least` of
+        the highest are 0.
+        """
+        further: Scores = np.where(fit.scores < least * fit.scores.max(initial=0.0), 0, fit.scores)
+        if chosen and fit.by_words[first := next(iter(chosen))]:
+            search, ledger = self.passage_search, self._engine.ledger
+            again = search.second_hop_scores(ledger, first, fit.query, fit.generated)
+            again[again < least * again.max()] = 0
+            further = np.maximum(further, again)
+        further[list(chosen)] = -np.inf
+        return further
 
     def passages_containing(self, text: str) -> list[Positions]:
         """Tokens of each passage with all informative words of a text; [] if the chat lacks one.
@@ -365,7 +389,7 @@ class Recall:
         """The positions in `rows` whose tokens are held or may be restored."""
         flags = self._engine.ledger.column("flags")[rows]
         is_there = flags & np.uint8(Flag.EXCLUDED | Flag.ERASED) == 0
-        there: Positions = rows[is_there & ~self.passage_search.passages.torn[rows]]
+        there: Positions = rows[is_there & ~np.isin(rows, self._engine.ledger.torn)]
         return there
 
 
@@ -413,12 +437,9 @@ def _tokens_of(chosen: dict[int, tuple[Positions, float]]) -> tuple[Positions, N
     return positions[order], np.concatenate([np.zeros(0), *scores])[order]
 
 
-def best_tokens(result: SearchResult, n: int, but: NDArray[np.bool_]) -> SearchResult:
-    """The n tokens with the best scores, without those at which the mask `but` [seen] is true.
-
-    Of equal scores, the newer token wins.
-    """
-    is_whole = ~but[result.positions]
+def best_tokens(result: SearchResult, n: int, but: Positions) -> SearchResult:
+    """The n tokens with the best scores but those at `but`; of equal scores, the newer one wins."""
+    is_whole = ~np.isin(result.positions, but)
     positions, scores = result.positions[is_whole], result.scores[is_whole]
     best = np.sort(np.lexsort((positions, scores))[::-1][: max(0, n)])
     return SearchResult(positions[best], scores[best])

@@ -181,7 +181,8 @@ class Talk:
             assert_same(digest(self.chat), before, f"there and back {updates}")
 
     def said_and_undone(self, text: str) -> None:
-        if self.chat.state.pending_ids:  # they are read first, and stay
+        is_unread = bool(self.chat.turns) and not self.chat.seen  # it goes with the next message
+        if self.chat.state.pending_ids or is_unread:  # ids are read first, and stay
             self.read("ok", "I see.")
         before = digest(self.chat)
         self.ask(text)

@@ -9,7 +9,7 @@ import pytest
 from chatting import babbler, fail_reading, ids_of, session, tiny
 from sirchat.chat.events import Evicted, TurnDone
 from sirchat.chat.session import Session
-from sirchat.errors import SettingError
+from sirchat.errors import ContextFullError, SettingError, UndoError
 
 SEA, MOUNTAINS = "Speak of the sea.", "Speak of mountains."
 
@@ -142,12 +142,19 @@ def test_an_interrupt_cuts_the_reading_of_a_system_prompt_short() -> None:
 def test_a_first_turn_of_which_nothing_was_read_is_as_if_it_had_never_been(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    chat = talk(max_new_tokens=8)
+    chat = talk(policy="full", max_new_tokens=8)
     with monkeypatch.context() as patch:
         fail_reading(patch, 0, RuntimeError("no"))
         with pytest.raises(RuntimeError):
             list(chat.ask("Hello."))
+    with pytest.raises(ContextFullError):
+        list(chat.ask("word " * 5000))
+    assert chat.undoable_message == "Hello.", "so /retry sends it again"
     list(chat.ask("Hello again."))
     assert ids_of(chat)[0] == tiny().tokenizer.bos_token_id
     assert [turn.role for turn in chat.snapshot().turns] == ["system", "user", "assistant"]
     assert pinned(chat) == SEA
+    chat.undo()
+    assert (chat.seen, chat.turns) == (0, [])
+    with pytest.raises(UndoError, match="no message"):
+        chat.undo()

@@ -69,7 +69,5 @@ def as_if_at_zero(given: KeyValues, tensor: int, rotation: Rotation | None) -> T
 
 def restore(engine: Engine, found: SearchResult, incoming: int) -> None:
     """Restore the best of the tokens found, for a turn of so many ids."""
-    best = best_tokens(
-        found, engine.evictor.recall_room(incoming), np.zeros(engine.ledger.seen, bool)
-    )
+    best = best_tokens(found, engine.evictor.recall_room(incoming), np.zeros(0, np.int64))
     engine.evictor.begin_recall(best.positions, incoming=incoming, scores=best.scores)
