@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from chatting import ids_of, session, tiny
+from shadow import rotated
 from sirchat.chat.editing import KeptTurn, ReadTurns, can_edit, edit
 from sirchat.chat.session import Session
 from sirchat.saved.autosave import Autosave
@@ -62,27 +63,17 @@ def first_written(chat: Session) -> dict[int, tuple[int, Tensor]]:
     return {position: (where, of_all[:, :, n].clone()) for n, (position, where) in enumerate(at)}
 
 
-def turned(keys: Tensor, by: int) -> Tensor:
-    """The bundled model's keys [H, D] at a place further by so many tokens."""
-    half = keys.shape[-1] // 2
-    base = tiny().module.config.rope_parameters["rope_theta"]
-    angle = by * base ** -(torch.arange(half, dtype=torch.float64) / half)
-    a, b = keys[:, :half].double(), keys[:, half:].double()
-    moved = (a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin())
-    return torch.cat(moved, -1)
-
-
 def check_cache(chat: Session) -> None:
     """Each held key is the one first written, turned to its slot."""
     written, held = first_written(chat), chat.ledger.held_positions.tolist()
     assert held == sorted(held)
     assert len(held) == chat.engine.cache.length <= chat.budget
-    keys = chat.engine.cache.layer_keys(0)[0]  # [H, n, D]
-    for slot, position in enumerate(held):
-        where, rows = written[position]
-        torch.testing.assert_close(
-            keys[:, slot].double(), turned(rows[0], slot - where), atol=5e-4, rtol=1e-3
-        )
+    places, rows = zip(*(written[position] for position in held), strict=True)
+    theta = tiny().module.config.rope_parameters["rope_theta"]
+    keys = torch.stack([row[0] for row in rows], 1)  # [H, n, D]
+    wanted = rotated(keys, np.asarray(places), np.arange(len(held)), theta)
+    found = chat.engine.cache.layer_keys(0)[0]
+    torch.testing.assert_close(found.double(), wanted, atol=5e-4, rtol=1e-3)
 
 
 @pytest.mark.slow
@@ -191,23 +182,6 @@ def test_passages_of_what_stays_are_found_and_no_others() -> None:
         assert chat.recall.passage_search.by_words((words,)).tolist() == pytest.approx(
             fresh.recall.passage_search.by_words((words,)).tolist()
         )
-
-
-def test_only_recall_brings_back_what_is_left_out() -> None:
-    chat = session(policy="salience", budget=256, recall="words")
-    secret = "The password of the harbour office is walnut."
-    list(read(chat, [("user", secret), ("assistant", "I see."), *rounds(Random(2), 3)]))
-    turns = range(len(chat.turns))
-    list(edit(chat, [KeptTurn(n, chat.ledger.of_turn(n), is_left_out=n < 2) for n in turns]))
-    assert "walnut" not in held_text(chat)
-    list(chat.read_user("What is the password of the harbour office?"))
-    assert "walnut" in held_text(chat)
-    list(chat.read_reply("I see."))
-    assert "walnut" not in held_text(chat)
-
-
-def held_text(chat: Session) -> str:
-    return "".join(row.text for row in chat.tokens(chat.ledger.held_positions.tolist()))
 
 
 @pytest.mark.parametrize("save_kv", ["on", "off"])

@@ -8,15 +8,11 @@ from typing import Any
 
 import pytest
 
-from by_heart import ANSWER, QUESTION, SHAPES, THOUGHT, tokenizer
-from chatting import babbler, notices, session, smallest, tiny
+from chatting import babbler, notices, session, tiny
 from command import run
-from saved_chats import Chat, resumed
 from sirchat.chat.events import Delta, Evicted, Notice, TurnDone, to_json
 from sirchat.engine.sampling import ForcedPrefixSampler, Sampler, Sampling
 from sirchat.models.model import LoadedModel, wrap_model
-from sirchat.paths import sessions_dir
-from sirchat.saved.session_list import list_sessions
 from sirchat.text.template import Template
 from sirchat.ui.status import describe_turn
 from speaking import saying
@@ -131,22 +127,6 @@ def test_a_model_without_a_chat_template_says_so_once() -> None:
     assert not told(tiny())
 
 
-def test_a_model_that_goes_on_as_the_user_is_stopped() -> None:
-    shape = SHAPES["gpt-oss"]
-    it = tokenizer(shape)
-    text = (
-        f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant<|channel|>final"
-        f"<|message|>{ANSWER}<|end|><|start|>user<|message|>Who am I?<|end|>" + "a" * 20
-    )
-    ids = it.encode(text, add_special_tokens=False)
-    with pytest.MonkeyPatch.context() as patch:
-        says(patch, ids)
-        chat = session(smallest("heart", it), temperature=0, max_new_tokens=60)
-        *_, reply = (event for event in chat.ask(QUESTION) if isinstance(event, TurnDone))
-    assert (reply.text, reply.thinking, reply.finish) == (ANSWER, THOUGHT, "stop")
-    assert chat.snapshot().rows[-1].text == ANSWER[-1]
-
-
 TOKENIZER, DECLARED = babbler().tokenizer, babbler().module.generation_config.eos_token_id
 CONTROL = sorted({*TOKENIZER.added_tokens_decoder} - Template(TOKENIZER).end_ids(DECLARED))
 END = TOKENIZER.eos_token_id
@@ -190,17 +170,3 @@ def test_a_control_token_ends_the_reply_and_is_neither_shown_nor_held(
     assert ids[0] == ids[1]
     assert to_json(reply)["finish"] == "control"
     assert describe_turn(reply, chat.budget).endswith("ended at a control token")
-
-
-def test_a_resumed_chat_knows_that_a_reply_ended_at_a_control_token(
-    generated: list[int], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path_factory.mktemp("home")))
-    chat = Chat()
-    chat.say("Hello")
-    generated += [*WORDS, CONTROL[0]]
-    chat.say("Hello again")
-    chat.saved_chat.close()
-    (saved,) = list_sessions(sessions_dir()).sessions
-    again, _ = resumed(sessions_dir(), saved.id)
-    assert [turn.finish for turn in again.turns] == ["read", "stop", "read", "control"]

@@ -107,14 +107,6 @@ def test_erase_means_whole_words(target: str, said: str, remains: str) -> None:
     assert chat.turns[0].text == remains
 
 
-def test_erasing_unknown_words_is_refused_and_changes_nothing() -> None:
-    chat = session(babbler(), **SMALL)
-    list(chat.ask("red"))
-    before = chat.snapshot()
-    with pytest.raises(UsageError):
-        chat.erase("nowhere to be found")
-    assert chat.snapshot() == before
-    chat.undo()
 
 
 def test_no_saved_file_has_erased_words_and_the_chat_resumes(own_home: Path) -> None:

@@ -49,18 +49,6 @@ def test_evicted_words_are_whole_words_of_the_user_that_nothing_holds() -> None:
     assert not set(words) & _words_held(chat)
 
 
-def test_a_word_that_is_still_held_elsewhere_is_not_evicted() -> None:
-    chat = session(tiny(), **SINK, max_new_tokens=4)
-    gone: set[int] = set()
-    for line in ("Anna lives in Rome.", *(["Some words to fill the cache."] * 6), "Hello Anna."):
-        for event in chat.ask(line):
-            if isinstance(event, Evicted):
-                gone.update(event.positions)
-    words = evicted_words(chat, gone)
-    assert "Rome" in words
-    assert "Anna" not in words
-
-
 def test_every_turn_that_lost_something_is_listed_with_what_it_lost() -> None:
     roomy = session(tiny(), budget=512, max_new_tokens=4)
     list(roomy.ask("My name is Anna."))
@@ -88,14 +76,6 @@ def test_of_a_wholly_evicted_message_all_words_are_listed_also_those_held_elsewh
     whole = next(evicted_turns(chat))
     assert "12 Heron Street" in "".join(row.text for row in chat.snapshot().rows)
     assert (whole.held, set(whole.words)) == (0, {"I", "live", "at", "12", "Heron", "Street"})
-
-
-def test_words_are_restored_with_their_neighbours() -> None:
-    chat, _ = _told()
-    assert "Paul" not in _words_held(chat)
-    chat.restore("Paul", around=12)
-    assert {"My", "brother", "Paul", "is", "a", "baker"} <= _words_held(chat)
-    assert "Anna" not in _words_held(chat)  # another turn
 
 
 def rows(*texts: str, turn: int = 0, start: int = 0) -> list[TokenRow]:

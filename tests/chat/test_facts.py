@@ -6,7 +6,6 @@ import io
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from attacking import MANY
 from chatting import session, smollm2, tiny
 from drawing import NONE, lines
 from sirchat.chat import statements
+from sirchat.chat.corrections import may_replace
 from sirchat.chat.session import Session
 from sirchat.chat.statements import StatedFact
 from sirchat.chat.summary import omitted_facts
@@ -26,7 +26,7 @@ from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.tables import draw_facts
 from sirchat.ui.typed_input import MemoryHistory
-from statement_telling import FACTS, OTHERS, RULE, telling
+from statement_telling import FACTS, OTHERS, telling
 
 CORRECTIONS = [
     ("My flat is in Harbour Street.", "We moved to Elm Road."),
@@ -39,6 +39,14 @@ CORRECTIONS = [
     ("The meeting is in room 12.", "We meet in room 30 instead."),
     ("My boss is Mr. Okafor.", "Mrs. Brandt is my new boss."),
 ]
+SAME_THING = [
+    *CORRECTIONS,
+    ("My cat is called Tom.", "Actually, my cat is called Momo."),
+    ("I live in a flat on Harbour Street.", "I moved: I now live at 12 Elm Street."),
+    ("I live in Rome.", "We moved to Oslo last week."),
+    ("My sister lives in Rome.", "She now lives in Oslo."),
+    ("My rent is 900 euros.", "My rent went up to 950 euros."),
+]
 UNLIKE = [
     ("My cat is called Tom.", "My sister Corin is a beekeeper."),
     ("My cat is called Tom.", "My dog is called Rex."),
@@ -49,6 +57,7 @@ UNLIKE = [
     ("My rent is 900 euros.", "I bought a bicycle for 400 euros."),
     ("My brother is a baker.", "My neighbour is a pilot."),
     ("We have two hens in the garden.", "We grow tomatoes on the balcony."),
+    ("I work as a nurse.", "My birthday is in June."),
 ]
 
 
@@ -59,21 +68,6 @@ def chat_of(*said: str) -> Session:
     return chat
 
 
-@pytest.mark.slow
-def test_facts_are_listed_in_order_and_said_to_be_held_or_evicted() -> None:
-    cat, live = FACTS[:2]
-    chat = chat_of(f"Hello.\n{cat}\nHow are you?", *OTHERS, RULE, live)
-    first, second = chat.facts()
-    assert (first.text, first.turn, first.held) == (cat, 0, 0)
-    assert (second.text, second.held) == (live, second.tokens)
-    assert second.time == chat.turns[second.turn].time
-    assert [fact.text for fact in chat.facts("rome")] == [live]
-    assert not chat.facts("Rome cat")
-    chat.erase("Rome")
-    assert [fact.text for fact in chat.facts("cat")] == [cat]
-    assert not any("Rome" in fact.text for fact in chat.facts())
-
-
 def test_of_a_fact_that_is_held_in_part_it_says_what_is_left() -> None:
     chat = chat_of(FACTS[0])
     at = [row.position for row in chat.tokens(range(chat.seen)) if row.text.strip() == "called"]
@@ -81,35 +75,6 @@ def test_of_a_fact_that_is_held_in_part_it_says_what_is_left() -> None:
     (fact,) = chat.facts()
     assert 0 < fact.held < fact.tokens
     assert fact.left == "My cat is … Tom."
-
-
-def held_state(text: str, *gone: str) -> tuple[str, str]:
-    """The state of a fact, and how it is shown, where these parts of its text are evicted."""
-    chat = chat_of("Hello.", text)
-    rows = [row for row in chat.tokens(range(chat.seen)) if (row.role, row.turn) == ("user", 2)]
-    ends, at = list(accumulate(len(row.text) for row in rows)), list[int]()
-    for part in gone:
-        start = text.index(part)
-        for row, end in zip(rows, ends, strict=True):
-            if end - len(row.text) < start + len(part) and end > start:
-                at.append(row.position)
-    chat.engine.evictor.exclude(np.asarray(at))
-    (fact,) = chat.facts()
-    is_shown = lines(draw_facts([fact], 0.0, NONE, 200), 200)[1].split("  ")
-    return fact.state, next(one.strip() for one in is_shown if "held" in one or "evicted" in one)
-
-
-def test_of_a_fact_that_is_held_in_part_it_names_the_words_that_are_missing() -> None:
-    assert held_state(FACTS[0], "Tom") == ("partly held", 'partly held, without "Tom"')
-    two = 'partly held, without "called", "Tom"'
-    assert held_state(FACTS[0], "called", "Tom", ".") == ("partly held", two)
-    more = 'partly held, without "cat", "is" and 2 more'
-    assert held_state(FACTS[0], "cat", "is", "called", "Tom") == ("partly held", more)
-
-
-def test_a_fact_without_its_full_stop_is_held_and_one_of_which_only_that_is_left_evicted() -> None:
-    assert held_state(FACTS[0], ".") == ("held", "held")
-    assert held_state(FACTS[0], "My cat is called Tom") == ("evicted", "evicted")
 
 
 @pytest.mark.parametrize(
@@ -220,27 +185,9 @@ def all_near(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sirchat.chat.statements.SAME_SUBJECT_COSINE", -2.0)
 
 
-@pytest.mark.parametrize(
-    ("older", "newer", "is_marked"),
-    [
-        ("My cat is called Tom.", "My sister Corin is a beekeeper.", False),
-        ("My cat is called Tom.", "Actually, my cat is called Momo.", True),
-        ("I live in a flat on Harbour Street.", "I moved: I now live at 12 Elm Street.", True),
-        ("I live in Rome.", "We moved to Oslo last week.", True),
-        ("I work as a nurse.", "My birthday is in June.", False),
-        ("My boss is Mr. Okafor.", "Mrs. Brandt is my new boss.", True),
-        ("My flat is in Harbour Street.", "My brother works in Elm Road.", False),
-        ("My sister lives in Rome.", "I live in Oslo.", False),
-        ("My sister lives in Rome.", "She now lives in Oslo.", True),
-        ("My rent is 900 euros.", "I bought a bicycle for 400 euros.", False),
-        ("My rent is 900 euros.", "My rent went up to 950 euros.", True),
-    ],
-)
-def test_even_if_the_encoder_finds_them_near_only_what_may_be_the_same_thing_is_newer(
-    older: str, newer: str, is_marked: bool, all_near: None
-) -> None:
-    chat = chat_of(older, newer)
-    assert [fact.newer_text for fact in chat.facts()] == [newer * is_marked, ""]
+def test_even_if_the_encoder_finds_them_near_only_what_may_be_the_same_thing_is_newer() -> None:
+    assert [pair for pair in SAME_THING if not may_replace(*pair)] == []
+    assert [pair for pair in UNLIKE if may_replace(*pair)] == []
 
 
 @pytest.mark.parametrize(
@@ -277,20 +224,7 @@ def test_a_model_without_an_encoder_tells_facts_by_their_form() -> None:
 
 @pytest.mark.slow
 @pytest.mark.real
-def test_a_real_model_tells_facts_from_talk_and_marks_what_a_newer_one_replaced() -> None:
-    chat = session(smollm2(), pin_instructions=False)
-    told = ["I live in Rome.", "My sister Emma is a dentist.", "I live in Oslo now."]
-    for text in (told[0], "Tell me a joke.", told[1], "What is democracy?", told[2]):
-        list(chat.read_user(text))
-        list(chat.read_reply("Okay."))
-    assert [fact.text for fact in chat.facts()] == told
-    assert [fact.newer for fact in chat.facts()] == [8, None, None]
-    assert [fact.newer for fact in chat.facts("Rome")] == [8]
-
-
-@pytest.mark.slow
-@pytest.mark.real
-def test_a_real_model_marks_corrections_and_takes_nothing_else_for_one() -> None:
+def test_a_real_model_tells_facts_from_talk_and_marks_corrections_and_nothing_else() -> None:
     """Of a few, or with `SIRCHAT_ATTACK` of all; one correction may be missed."""
 
     def marked(pairs: list[tuple[str, str]]) -> int:
@@ -299,7 +233,8 @@ def test_a_real_model_marks_corrections_and_takes_nothing_else_for_one() -> None
             chat = session(smollm2(), pin_instructions=False)
             list(chat.read_user(older))
             list(chat.read_reply("Okay."))
-            list(chat.read_user(newer))
+            list(chat.read_user(f"Tell me a joke. {newer} What is democracy?"))
+            assert MANY or [fact.text for fact in chat.facts()] == [older, newer]
             count += chat.facts()[0].newer_text == newer
         return count
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,8 +39,9 @@ def asking(focus: str = "on") -> LoadedModel:
     return replace(model, encoder=replace(model.encoder, question=weight, about={"focus": focus}))
 
 
-def told(budget: int = 1024, focus: str = "on") -> Session:
-    chat = session(asking(focus), policy="sink", budget=budget, recall="on", max_new_tokens=8)
+def told(budget: int = 1024, model: LoadedModel | None = None) -> Session:
+    chosen = model or asking()
+    chat = session(chosen, policy="sink", budget=budget, recall="on", max_new_tokens=8)
     for text in (TOLD, *TALK * 4):
         list(chat.read_user(text, next_role="assistant"))
         list(chat.read_reply("Fine, thank you."))
@@ -91,33 +94,54 @@ def test_then_all_is_back_bit_for_bit(budget: int) -> None:
 
 
 def test_undone_it_never_was() -> None:
-    chat, other = told(), told()
+    chat = told()
+    before, held = contents(chat), held_in_reply(chat, TALK[0])[0]
+    chat.undo()
     held_in_reply(chat, ASKED)
     chat.undo()
-    for now, then in zip(contents(chat)[1], contents(other)[1], strict=True):
+    for now, then in zip(contents(chat)[1], before[1], strict=True):
         assert torch.equal(now, then)
-    assert contents(chat)[0] == contents(other)[0]
-    assert held_in_reply(chat, TALK[0])[0] == held_in_reply(other, TALK[0])[0]
+    assert contents(chat)[0] == before[0]
+    assert held_in_reply(chat, TALK[0])[0] == held
 
 
 @pytest.mark.parametrize(
-    ("text", "settings"), [(TALK[0], {}), (ASKED, {"focus": "off"}), (ASKED, {"recall": "words"})]
+    ("model", "cases"),
+    [
+        (
+            asking,
+            [
+                (TALK[0], {}, True),
+                (ASKED, {"focus": "off"}, True),
+                (ASKED, {"recall": "words"}, True),
+                (ASKED, {"policy": "full"}, True),
+            ],
+        ),
+        # a model that uses its whole context
+        (partial(asking, "off"), [(ASKED, {}, True), (ASKED, {"focus": 32}, False)]),
+        # without an encoder, a number says yes for questions
+        (
+            babbler,
+            [
+                (ASKED, {}, True),
+                (ASKED, {"focus": 32}, False),
+                (ASKED.rstrip("?") + ".", {"focus": 32}, True),
+                (ASKED, {"focus": 32, "policy": "full"}, True),
+            ],
+        ),
+    ],
 )
-def test_other_messages_and_settings_hold_everything(text: str, settings: dict[str, str]) -> None:
-    chat = told()
-    if settings:
+def test_all_is_held_for_other_messages_under_other_settings_and_by_other_models(
+    model: Callable[[], LoadedModel], cases: list[tuple[str, dict[str, Any], bool]]
+) -> None:
+    chat = told(model=model())
+    every = set(range(chat.seen))
+    for text, settings, is_held in cases:
+        own = {name: getattr(chat.profile, name) for name in settings}
         chat.switch("test", **settings)
-    seen = chat.seen
-    assert held_in_reply(chat, text)[0] >= set(range(seen))
-
-
-def test_a_model_that_uses_its_whole_context_says_no_and_a_number_says_yes() -> None:
-    chat = told(focus="off")
-    seen = chat.seen
-    assert held_in_reply(chat, ASKED)[0] >= set(range(seen))
-    chat.undo()
-    chat.switch("test", focus=32)
-    assert not held_in_reply(chat, ASKED)[0] >= set(range(seen))
+        assert (held_in_reply(chat, text)[0] >= every) is is_held, (text, settings)
+        chat.undo()
+        chat.switch("test", **own)
 
 
 def test_passages_that_fit_much_less_than_the_best_are_left_out() -> None:
@@ -137,27 +161,3 @@ def test_passages_that_fit_much_less_than_the_best_are_left_out() -> None:
     assert found.is_question
     assert set(found.passages) == near
     assert (scores[[n not in near for n in range(len(scores))]] >= DISCOUNT * MIN_SCORE).any()
-
-
-def test_without_an_encoder_a_number_says_yes_for_questions() -> None:
-    chat = session(babbler(), policy="sink", budget=1024, recall="words", max_new_tokens=8)
-    for text in (TOLD, *TALK * 4):
-        list(chat.read_user(text, next_role="assistant"))
-        list(chat.read_reply("Fine."))
-    every = set(range(chat.seen))
-    assert held_in_reply(chat, ASKED)[0] >= every
-    chat.undo()
-    chat.switch("test", focus=32)
-    assert not held_in_reply(chat, ASKED)[0] >= every
-    chat.undo()
-    assert held_in_reply(chat, ASKED.rstrip("?") + ".")[0] >= every
-
-
-def test_under_a_policy_that_evicts_nothing_there_is_no_focus() -> None:
-    for model in (asking(), babbler()):
-        chat = session(model, policy="full", recall="on", focus=32, max_new_tokens=8)
-        for text in (TOLD, *TALK):
-            list(chat.read_user(text, next_role="assistant"))
-            list(chat.read_reply("Fine."))
-        every = set(range(chat.seen))
-        assert held_in_reply(chat, ASKED)[0] >= every

@@ -14,7 +14,7 @@ from sirchat.chat.retry import go_on
 from sirchat.chat.session import Session
 from sirchat.chat.state import UNFINISHED, undo_depth
 from sirchat.engine.sampling import Sampler
-from sirchat.errors import ContextFullError, UndoError, UsageError
+from sirchat.errors import UndoError, UsageError
 
 SAID = ("red " * 30, "green and red " * 20, "red and blue " * 10)
 
@@ -175,14 +175,6 @@ def test_without_an_archive_one_turn_is_undone_and_the_hint_says_how_to_have_mor
     with pytest.raises(UndoError, match="archive"):
         chat.undo()
     assert state(chat) == before
-
-
-def test_a_refused_turn_is_not_undone() -> None:
-    chat = session(babbler(), policy="full", max_new_tokens=8)
-    list(chat.ask("one"))
-    with pytest.raises(ContextFullError):
-        list(chat.ask("word " * 5000))
-    assert undo(chat).text == "one"
 
 
 def test_a_stopped_reply_is_undone_exactly() -> None:

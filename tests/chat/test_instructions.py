@@ -138,21 +138,6 @@ def test_a_policy_without_pins_pins_nothing() -> None:
     assert not pinned(window)
 
 
-def test_where_pins_have_no_room_it_says_so_and_pins_nothing() -> None:
-    chat = chat_of(budget=40)
-    ask(chat, "Hello.")
-    chat.pin("turn 0")
-    size = len(chat.ledger.pinned_positions)
-    while size < 14:
-        ask(chat, "Hello.")
-        chat.pin("last")
-        size = len(chat.ledger.pinned_positions)
-    before = pinned(chat)
-    (said,) = ask(chat, RULE)
-    assert said.startswith(f'your instruction "{RULE}" is not pinned: ')
-    assert pinned(chat) == before
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rebuild", [False, True])
 def test_a_resumed_chat_keeps_what_is_pinned_and_pins_nothing_again(
@@ -244,13 +229,6 @@ def test_a_rule_of_which_the_user_pins_a_word_or_all_stays_listed(target: str) -
     assert [one.text for one in chat.facts() if one.is_rule] == [RULE]
 
 
-def test_with_an_encoder_a_rule_of_which_the_user_pins_a_word_stays_listed() -> None:
-    chat = chat_of()
-    ask(chat, RULE)
-    chat.pin("sentence")
-    assert [(one.text, one.is_rule) for one in chat.facts()] == [(RULE, True)]
-
-
 @pytest.mark.parametrize("back", [Session.undo, lambda chat: list(chat.retry(text="Hello."))])
 def test_undo_and_another_message_bring_back_a_rule_that_was_let_go(back: Any) -> None:
     chat, number = plain_chat(), 0
@@ -261,13 +239,6 @@ def test_undo_and_another_message_bring_back_a_rule_that_was_let_go(back: Any) -
     back(chat)
     assert chat.facts()[0].text == RULE
     assert pinned(chat).startswith(RULE)
-
-
-def test_rules_in_turns_with_given_replies_are_pinned() -> None:
-    chat = plain_chat()
-    list(chat.read_question(RULE, next_role="assistant"))
-    list(chat.read_reply("Fine."))
-    assert pinned(chat) == RULE
 
 
 def test_letting_go_moves_no_token_and_leaves_what_was_recalled() -> None:
@@ -351,15 +322,6 @@ def test_a_smaller_budget_lets_the_oldest_rules_go_instead_of_being_refused() ->
     assert [one.text for one in chat.facts()] == now
 
 
-def test_a_word_lets_go_of_the_whole_rule_that_has_it_and_of_no_other() -> None:
-    chat = plain_chat(budget=400)
-    rules = ["Always use metric units.", "Never use emojis."]
-    ask(chat, " ".join(rules))
-    assert [one.text for one in chat.facts()] == rules
-    chat.pin("metric", pinned=False)
-    assert [one.text for one in chat.facts()] == [pinned(chat)] == rules[1:]
-
-
 def test_an_interrupted_message_sets_no_rule() -> None:
     chat = plain_chat(budget=120)
     said = f"{RULE} " + "A fox ran over the hill and the river and the old wood. " * 9
@@ -378,41 +340,30 @@ def test_forms_tell_rules_from_all_else() -> None:
     assert not [text for text in others if is_rule(text)]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("I will never answer again.", "Always here to help.", "Should I always use it?"),
-        *("Never give up!", "I'm late from now on.", "I\u2019m eating healthier from now on."),
-        *("Summarize what we said in this conversation.", "Give your answer as JSON."),
-        *("The app crashes every time I type a letter.", "I get an error each time I write it."),
-        *("Each message should have an id.", "All responses must include a CORS header."),
-        *("In response, the server returns 404.", "There is a bug in the chat window."),
-        *("As of now the team has three members.", "In the future, cars will fly."),
-        *("The shop is closed from now on.", "The server must be online at all times."),
-        *("My boss said he will call me Monday.", "Call me back.", "Why does she call me Karen?"),
-        *(
-            "三天以后我去北京。",
-            "Künftig wird das Haus vermietet.",
-            "Désormais le musée est fermé.",
-        ),
-        "Always use it. " + "so " * 400,
-    ],
-)
-def test_other_sentences_are_no_rules(text: str) -> None:
-    assert not is_rule(text)
+NO_RULES = [
+    *("I will never answer again.", "Always here to help.", "Should I always use it?"),
+    *("Never give up!", "I'm late from now on.", "I\u2019m eating healthier from now on."),
+    *("Summarize what we said in this conversation.", "Give your answer as JSON."),
+    *("The app crashes every time I type a letter.", "I get an error each time I write it."),
+    *("Each message should have an id.", "All responses must include a CORS header."),
+    *("In response, the server returns 404.", "There is a bug in the chat window."),
+    *("As of now the team has three members.", "In the future, cars will fly."),
+    *("The shop is closed from now on.", "The server must be online at all times."),
+    *("My boss said he will call me Monday.", "Call me back.", "Why does she call me Karen?"),
+    *("三天以后我去北京。", "Künftig wird das Haus vermietet.", "Désormais le musée est fermé."),
+    "Always use it. " + "so " * 400,
+]
+RULES = [
+    *("Call me Ben.", "Always tailor it when I ask of jobs.", "Ab jetzt antworte nur Deutsch."),
+    *("Don\u2019t ever use emojis.", "In this chat, always write dates in full."),
+    *("Until I say otherwise, answer with yes or no.", "从现在开始，请用中文回答。"),
+    "Please keep all your answers under fifty words.",
+]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("Call me Ben.", "Always tailor it when I ask of jobs.", "Ab jetzt antworte nur Deutsch."),
-        *("Don\u2019t ever use emojis.", "In this chat, always write dates in full."),
-        *("Until I say otherwise, answer with yes or no.", "从现在开始，请用中文回答。"),
-        "Please keep all your answers under fifty words.",
-    ],
-)
-def test_rules_are_told_by_their_form(text: str) -> None:
-    assert is_rule(text)
+def test_rules_are_told_from_other_sentences_by_their_form() -> None:
+    assert [text for text in RULES if not is_rule(text)] == []
+    assert [text for text in NO_RULES if is_rule(text)] == []
 
 
 @pytest.mark.parametrize(

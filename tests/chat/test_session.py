@@ -13,11 +13,9 @@ import pytest
 from chatting import babbler, fail_reading, ids_of, notices, session, tiny
 from sirchat.chat.events import (
     Delta,
-    Erased,
     Event,
     Evicted,
     Notice,
-    Pinned,
     Restored,
     Switched,
     TurnDone,
@@ -120,6 +118,7 @@ def test_full_refuses_a_turn_that_does_not_fit_and_keeps_the_rest() -> None:
     with pytest.raises(ContextFullError, match="policy full evicts none"):
         list(chat.ask("word " * 5000))
     assert ids_of(chat) == before
+    assert chat.undoable_message == "Hello."
     list(chat.ask("Still here."))
 
 
@@ -207,31 +206,12 @@ def test_fixed_settings_cannot_switch(update: dict[str, Any], hint: str | None) 
     assert chat.profile == before
 
 
-def test_a_switch_whose_events_are_not_all_taken_is_complete() -> None:
-    chat = session(budget=256)
-    for _ in range(8):
-        list(chat.ask("Tell me a joke."))
-    first = next(iter(chat.switch("/budget", budget=64)))
-    assert isinstance(first, Evicted)
-    assert chat.profile.budget == chat.budget == 64
-
-
 def test_a_reply_that_does_not_fit_leaves_no_turn() -> None:
     chat = session(policy="full")
     list(chat.read_user("Hello."))
     with pytest.raises(ContextFullError):
         list(chat.read_reply("word " * 3000))
     assert [turn.role for turn in chat.turns] == ["user"]
-
-
-def test_pin_and_erase_count_tokens_in_json() -> None:
-    assert to_json(Pinned(3, True, 9)) == {
-        "event": "pin",
-        "tokens": 3,
-        "pinned": True,
-        "resident": 9,
-    }
-    assert to_json(Erased(3, 9)) == {"event": "erase", "tokens": 3, "resident": 9}
 
 
 def test_lone_surrogates_are_replaced() -> None:

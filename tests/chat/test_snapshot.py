@@ -130,12 +130,3 @@ def test_words_evicted_next_are_whole_and_not_the_templates(policy: str) -> None
     for word, role in named:
         spoken = " ".join(turn.text for turn in chat.turns if turn.role == role)
         assert word in {said.strip(",.?!()") for said in spoken.split()}
-
-
-def test_a_fresh_conversation_has_a_snapshot_in_which_nothing_is_evicted_next() -> None:
-    chat = session(babbler(), budget=1024, max_new_tokens=20)
-    view = chat.snapshot()
-    assert (view.resident, view.seen, view.rows, view.turns) == (0, 0, (), ())
-    assert view.threshold is None
-    list(chat.ask("Hello."))
-    assert chat.snapshot().evicted_next == ()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from copy import deepcopy
 from typing import Any
 
 import pytest
 
 from chatting import babbler, notices, session, tiny
-from sirchat.chat.events import Notice
 from sirchat.chat.rereading import reread_session
 from sirchat.chat.session import Session
 from sirchat.chat.state import last_generated_reply
@@ -25,7 +23,6 @@ from sirchat.chat.summary import (
 )
 from sirchat.errors import SettingError, UsageError
 from sirchat.models.model import LoadedModel
-from sirchat.recall.word_index import words_of
 
 FACT = "Dr. Halvorsen lives at 42 Mill Lane."
 
@@ -119,12 +116,6 @@ def test_a_kept_summary_is_a_pinned_turn_and_undone_like_any() -> None:
     assert state(chat)[:5] == before[:5]
 
 
-def test_it_is_said_if_the_policy_ignores_the_pin() -> None:
-    chat = told(policy="window")
-    first, *_ = (event for event in pin_summary(chat, "Mill Lane.") if isinstance(event, Notice))
-    assert first.text == "policy window ignores pins"
-
-
 def test_a_new_summary_takes_the_place_of_the_former_one() -> None:
     chat = told(budget=320)
     turn = len(chat.turns)
@@ -172,35 +163,6 @@ def test_a_summary_that_can_not_be_kept_changes_nothing() -> None:
     with pytest.raises(SettingError, match="would be pinned, but budget 192 allows only 96"):
         list(pin_summary(chat, "many words " * 40))
     assert state(chat) == before
-
-
-def test_what_is_left_of_a_sentence_with_erased_words_is_not_summed_up() -> None:
-    chat = session(babbler(), budget=512, max_new_tokens=4)
-    list(chat.ask("I am allergic to sesame seeds. My brother Quixbert bakes bread."))
-    chat.erase("sesame seeds")
-    assert "Quixbert" in make_summary(chat, chat.facts())
-    assert "allergic" not in make_summary(chat, chat.facts())
-
-
-def test_what_was_corrected_is_not_summed_up_and_what_is_left_out_is_named() -> None:
-    chat = session(tiny(), budget=512, max_new_tokens=16)
-    for text in ("My cat is called Zebedee.", "What is my cat called?", "I live in a house."):
-        list(chat.ask(text))
-    assert "Zebedee" in make_summary(chat, chat.facts())
-    list(chat.ask("Actually, my cat is called Momo."))
-    text = make_summary(chat, chat.facts())
-    assert "Actually, my cat is called Momo." in text
-    assert "Zebedee" not in text, "neither as it was told, nor as the model repeated it"
-    (notice,) = omitted_facts(chat.facts(), text)
-    line = notice.text
-    assert line.startswith('the summary leaves out, of what you told: "')
-    assert '"My cat is called Zebedee." (corrected)' in line
-    for fact in chat.facts():
-        assert (fact.text in text) != (fact.text in line)
-    assert [one.text.count('"') for one in omitted_facts(chat.facts(), "")] == [
-        2 * len(chat.facts())
-    ]
-    assert not list(omitted_facts(chat.facts(), " ".join(fact.text for fact in chat.facts())))
 
 
 def test_a_summary_quotes_no_question_and_nothing_that_a_later_statement_denies() -> None:
@@ -260,20 +222,3 @@ def test_a_reply_with_one_word_of_a_corrected_fact_is_summed_up_if_it_is_about_s
     facts = [StatedFact(0, told[0], None, 9, 9, 0, told[1]), StatedFact(0, told[1], None, 9, 9)]
     assert (reply in make_summary(chat, facts)) == is_true
     assert f'"{told[0]}" (corrected)' in next(omitted_facts(facts, told[1])).text
-
-
-def test_a_summary_reads_the_words_of_each_sentence_and_each_corrected_fact_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    chat, read = told(after=8), list[str]()
-    said = [StatedFact(0, f"I own {number} hats.", None, 5, 5) for number in range(9)]
-    facts = [*said, StatedFact(0, "I own hats.", None, 5, 5, 1, "I sold the hats.")]
-
-    def reads(text: str) -> list[str]:
-        read.append(text)
-        return words_of(text)
-
-    monkeypatch.setattr("sirchat.chat.summary.words_of", reads)
-    make_summary(chat, facts)
-    sentences = sum(len(re.findall(r"[^.!]+[.!]", turn.text)) for turn in chat.turns)
-    assert len(read) <= sentences + 2

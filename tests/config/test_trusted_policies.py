@@ -132,11 +132,3 @@ def plant(path: Path, policy: str) -> None:
         database.execute("UPDATE head SET fields = ?", (json.dumps(changed),))
     database.close()
     sum_again(path)
-
-
-@pytest.mark.parametrize("words", ["--policy", "policies check", "eval perplexity --policies"])
-def test_what_is_no_path_of_a_class_is_refused_in_one_line(here: Path, words: str) -> None:
-    done = run(*words.split(), "..a:b")
-    assert done.returncode == 2
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert "TypeError" not in done.stderr

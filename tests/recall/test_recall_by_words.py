@@ -21,6 +21,7 @@ from sirchat.ui.typed_input import MemoryHistory
 
 BY_WORDS = ["words", "meaning"]
 TOLD = "Our zebra is called Quixbert."
+CHAT = ["What a rainy day it is.", "Tell me a joke."]
 
 
 def tell(one: Session, *texts: str) -> None:
@@ -32,7 +33,7 @@ def tell(one: Session, *texts: str) -> None:
 def chat(retriever: str) -> Session:
     """A long chat whose second turn told something; it is no longer held."""
     one = session(babbler(), policy="sink", budget=96, recall=retriever, recall_n=40)
-    tell(one, "Hello there.", TOLD, *["What a rainy day it is.", "Tell me a joke."] * 6)
+    tell(one, "Hello there.", TOLD, *CHAT * 6)
     return one
 
 
@@ -90,7 +91,7 @@ def test_a_question_whose_words_begin_the_vocabulary_finds_what_was_told() -> No
         one,
         "Hello there.",
         "My name is Zelda.",
-        *["What a rainy day it is.", "Tell me a joke."] * 6,
+        *CHAT * 6,
     )
     assert "My name is Zelda." in ask(one, "What is my name?")
 
@@ -100,7 +101,7 @@ STORY = "The fox which came from the hills and went about at night saw a light. 
 
 def test_words_that_carry_nothing_find_nothing() -> None:
     one = roomy()
-    tell(one, STORY * 6, "I write letters.", *["What a rainy day it is.", "Tell me a joke."] * 6)
+    tell(one, STORY * 6, "I write letters.", *CHAT * 6)
     for asked in ("and", "from", "Is it about?", "Who wrote this?"):
         list(one.read_user(asked))
         assert not one.recall.scores, asked
@@ -131,40 +132,13 @@ def test_of_a_long_turn_the_sentence_with_the_word_comes_back() -> None:
     assert TOLD in turn.text
 
 
-@pytest.mark.parametrize(
-    ("retriever", "when"),
-    [
-        *(("words", "at once"), ("words", "after a resume"), ("meaning", "later")),
-        *(("cosine", "at once"), ("cosine", "after a resume")),
-    ],
-)
-def test_what_is_left_of_a_sentence_with_erased_words_does_not_come_back(
-    retriever: str, when: str
-) -> None:
-    one = session(babbler(), policy="sink", budget=128, recall=retriever, recall_n=90)
-    tell(one, "Hello.", "I am allergic to sesame seeds. My brother Quixbert bakes bread.")
-    if when == "at once":
-        one.erase("sesame seeds")
-    tell(one, *["What a rainy day it is.", "Tell me a joke."] * 4)
-    if when != "at once":
-        one.erase("sesame seeds")
-    if when == "after a resume":
-        other = Session(one.model, one.profile)
-        other.load(one.engine.save(), one.state, one.engine.store.copy_key_values())
-        one = other
-    text = "".join(row.text for row in one.tokens(recalled(one, "Allergic? Quixbert?").positions))
-    assert "allergic" not in text
-    assert "My brother Quixbert bakes bread." in text or retriever == "cosine"
-    assert not any("allergic" in turn.text for turn in one.recall.turns)
-
-
 def test_what_was_only_asked_and_what_the_model_replied_give_way_to_what_was_told() -> None:
     one, asked = roomy(), "What is our zebra Quixbert called?"
-    tell(one, "Hello there.", TOLD, *["What a rainy day it is.", "Tell me a joke."] * 6)
+    tell(one, "Hello there.", TOLD, *CHAT * 6)
     list(one.read_user(asked))
     list(one.read_reply("The zebra Quixbert is called Humbert."))
     one.state.set_finish(len(one.turns) - 1, "stop")  # as if it had been generated
-    tell(one, *["What a rainy day it is.", "Tell me a joke."] * 10)
+    tell(one, *CHAT * 10)
     text = "".join(row.text for row in one.tokens(recalled(one, asked).positions))
     assert TOLD in text
     assert "Humbert" not in text
@@ -177,32 +151,40 @@ def test_a_question_that_tells_something_is_found_as_what_was_told() -> None:
     list(one.read_user("Our zebra Quixbert eats no hay since Tuesday, what can I do?"))
     list(one.read_reply("Call somebody who knows zebras."))
     one.state.set_finish(len(one.turns) - 1, "stop")  # as if it had been generated
-    tell(one, *["What a rainy day it is.", "Tell me a joke."] * 10)
+    tell(one, *CHAT * 10)
     came = recalled(one, "Since which day does our zebra eat no hay?")
     assert "hay since Tuesday" in "".join(row.text for row in one.tokens(came.positions))
 
 
+@pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize(
     ("retriever", "erased", "stays"),
     [
         ("words", "My uncle Zebedee keeps goats.", True),
         ("meaning", "My uncle Zebedee keeps goats", True),  # its mark is left
         ("words", "uncle Zebedee", True),
+        ("cosine", "uncle Zebedee", None),  # it finds tokens, of any sentence
         *((name, "goats. My brother", False) for name in BY_WORDS),  # words of both sentences
     ],
 )
-def test_a_sentence_beside_an_erased_one_is_whole(retriever: str, erased: str, stays: bool) -> None:
+def test_a_sentence_with_erased_words_does_not_come_back_and_one_beside_it_is_whole(
+    retriever: str, erased: str, stays: bool | None, is_late: bool
+) -> None:
     one = session(babbler(), policy="sink", budget=128, recall=retriever, recall_n=90)
     tell(one, "Hello.", "My uncle Zebedee keeps goats. My brother Quixbert bakes bread.")
-    one.erase(erased)
-    tell(one, *["What a rainy day it is.", "Tell me a joke."] * 4)
+    if not is_late:
+        one.erase(erased)
+    tell(one, *CHAT * 4)
+    if is_late:
+        one.erase(erased)
     other = Session(one.model, one.profile)
     other.load(one.engine.save(), one.state, one.engine.store.copy_key_values())
     for chat in (one, other):
-        events = list(chat.read_user("Which brother is Quixbert?"))
+        events = list(chat.read_user("Which brother is Quixbert? Which uncle keeps goats?"))
         came = [one for one in events if isinstance(one, Recalled)]
         text = "".join(row.text for one in came for row in chat.tokens(one.positions))
-        assert ("My brother Quixbert bakes bread." in text) == stays
+        text += "".join(turn.text for turn in chat.recall.turns)
+        assert stays in (None, "My brother Quixbert bakes bread." in text)
         assert not any(word in text for word in ("uncle", "keeps", "goats"))
 
 
@@ -254,9 +236,6 @@ def test_what_is_shown_of_a_passage_has_nothing_of_a_sentence_with_erased_words(
     one.erase("hat")
     (told,) = [each for each in recalled(one, "What about the zebra?").turns if each.words]
     assert told.text == "He had a zebra."
-
-
-CHAT = ["What a rainy day it is.", "Tell me a joke."]
 
 
 @pytest.mark.parametrize("own", [True, False])

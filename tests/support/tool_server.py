@@ -56,8 +56,8 @@ def tool(name: str, **properties: str) -> dict[str, Any]:
 
 TOOLS = [
     tool("weather", city="string"),
-    *(tool(name) for name in ("fail", "die", "wait", "hostile", "parts", "structured", "pid")),
-    *(tool(name) for name in ("pid__all", "change", "steps", "listless")),
+    *(tool(name) for name in ("fail", "die", "wait", "hostile", "pid", "pid__all", "change")),
+    *(tool(name) for name in ("steps", "listless")),
     tool("many", size="integer"),
 ]
 
@@ -100,16 +100,6 @@ def call(name: str, given: dict[str, Any], token: object) -> dict[str, Any]:
         TOOLS.clear()
     elif name == "many":
         text = "snow " * given["size"]
-    elif name == "parts":
-        return {
-            "content": [
-                {"type": "image", "data": "AAAA", "mimeType": "image/png"},
-                {"type": "resource_link", "uri": "file:///a", "name": "a"},
-                {"type": "resource", "resource": {"uri": "file:///b", "text": "the text"}},
-            ]
-        }
-    elif name == "structured":
-        return {"content": [], "structuredContent": {"snow": 3}}
     return {"content": [{"type": "text", "text": text}], **more}
 
 

@@ -156,6 +156,11 @@ def text(written: str) -> dict[str, str]:
     return {"type": "text", "text": written}
 
 
+PARTS = [
+    {"type": "image", "data": "AAAA", "mimeType": "image/png"},
+    {"type": "resource_link", "uri": "file:///a", "name": "a"},
+    {"type": "resource", "resource": {"uri": "file:///b", "text": "the text"}},
+]
 # Results of calls, and what the model is told.
 RESULTS: list[tuple[dict[str, Any], str]] = [
     ({"content": [text("Oslo")], "structuredContent": {"result": "Oslo"}}, "Oslo"),
@@ -164,6 +169,10 @@ RESULTS: list[tuple[dict[str, Any], str]] = [
     ({"content": [text('{ "a":[1] }')], "structuredContent": {"a": [1]}}, '{ "a":[1] }'),
     ({"content": [text("no " * 1000)], "isError": True}, f"error: {'no ' * 1000}"),
     ({"content": [], "isError": True}, "error: the tool does not say why"),
+    (
+        {"content": PARTS},
+        "[image, not shown: image/png]\n[resource_link, not shown: file:///a]\nthe",
+    ),
     ({"content": [{"type": "video"}]}, "error: its answer breaks the protocol: content.0"),
     ({"content": [{"type": "text"}]}, "error: its answer breaks the protocol: content.0"),
     ({"content": [text("so \ud800")]}, "error: its answer has half a character (a lone surroga"),
@@ -180,16 +189,6 @@ def test_a_result_is_its_text_and_other_values_and_an_error_is_told(tmp_path: Pa
             came = f"error: {error}"
         assert came == told if "structuredContent" in result else came.startswith(told)
     servers.close()
-
-
-def test_calls_return_text_and_name_what_is_none(servers: ToolServers) -> None:
-    assert not servers.is_running("snow")
-    assert named(servers, "weather").run({"city": "Oslo"}, bool) == "It snows in Oslo."
-    assert named(servers, "structured").run({}, bool) == '{"snow": 3}'
-    parts = "[image, not shown: image/png]\n[resource_link, not shown: file:///a]\nthe text"
-    assert named(servers, "parts").run({}, bool) == parts
-    with pytest.raises(RuntimeError, match="it can't"):
-        named(servers, "fail").run({}, bool)
 
 
 def test_a_server_over_http_gets_the_headers_and_ends_as_others_do() -> None:
