@@ -51,8 +51,8 @@ def test_pin_restores_evicted_tokens_and_unpin_lets_eviction_take_them() -> None
     (pinned,) = (event for event in events if isinstance(event, Pinned))
     assert pinned.tokens == len(chat.why(FACT))
     list(chat.ask("other words " * 20))
-    chat.pin(FACT, pinned=False)
     assert FACT in held_text(chat)
+    chat.pin(FACT, pinned=False)
     list(chat.ask("other words " * 20))
     assert FACT not in held_text(chat)
 
