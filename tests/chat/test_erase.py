@@ -107,8 +107,6 @@ def test_erase_means_whole_words(target: str, said: str, remains: str) -> None:
     assert chat.turns[0].text == remains
 
 
-
-
 def test_no_saved_file_has_erased_words_and_the_chat_resumes(own_home: Path) -> None:
     chat = session(babbler(), system=f"Mind the {SECRET}.", **SMALL)
     saving = Autosave(chat)
