@@ -41,6 +41,13 @@ CPU, DISK = "cpu", "disk"
 _SYS = Path("/sys")
 
 
+Spread = Literal["off", "auto", "balanced"]  # the setting `device_map`
+
+GPU_RESERVE = 1_000_000_000  # bytes of each GPU left free, for its driver and results; assumed
+
+_UNLIMITED_BYTES = 1 << 60  # bytes of main memory where the system does not say what is free
+
+
 def available_gpus() -> list[torch.device]:
     if torch.cuda.is_available():
         return [torch.device("cuda", at) for at in range(torch.cuda.device_count())]
@@ -258,13 +265,6 @@ def weights_by_device(module: Any) -> Counter[str]:
             seen.add(key)
             sizes[where] += tensor.nbytes
     return sizes
-
-
-Spread = Literal["off", "auto", "balanced"]  # the setting `device_map`
-
-GPU_RESERVE = 1_000_000_000  # bytes of each GPU left free, for its driver and results; assumed
-
-_UNLIMITED_BYTES = 1 << 60  # bytes of main memory where the system does not say what is free
 
 
 def make_device_map(profile: Profile, rows: int) -> DeviceMap:

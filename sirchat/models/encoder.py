@@ -29,11 +29,17 @@ from sirchat.models.model_config import load_config
 from sirchat.models.names import cached_folder, snapshot_folder
 from sirchat.models.progress import quiet_libraries
 
-_MAX_INT8 = 127  # of an int8
-
-
 # What a user's sentence can be told to be: a standing rule for replies, something stated.
 KINDS = ("instruction", "fact")
+
+_MAX_INT8 = 127  # of an int8
+
+_MAX_TOKENS = 256  # tokens of a text that are read
+_BATCH_SIZE = 32  # texts in a pass
+# Of which states a text's vector is made, by what older and newer folders call it.
+_MODES = {"mean_tokens": "mean", "cls_token": "first", "lasttoken": "last"}
+_MODES |= {"mean": "mean", "cls": "first"}
+_REQUIRED_FILES = ("config.json", "tokenizer.json")  # of such an encoder's folder
 
 
 @dataclass(eq=False)
@@ -180,49 +186,6 @@ def _unusable(path: Path, why: str) -> ModelError:
     return ModelError(f"encoder {path} {why}", hint=hint)
 
 
-_MAX_TOKENS = 256  # tokens of a text that are read
-_BATCH_SIZE = 32  # texts in a pass
-# Of which states a text's vector is made, by what older and newer folders call it.
-_MODES: dict[object, str] = {"mean_tokens": "mean", "cls_token": "first", "lasttoken": "last"}
-_MODES |= {"mean": "mean", "cls": "first"}
-_REQUIRED_FILES = ("config.json", "tokenizer.json")  # of such an encoder's folder
-
-
-@dataclass(frozen=True)
-class Pooling:
-    """How a text's vector is made of its hidden states: their `mean`, the `first` or the `last`."""
-
-    mode: str = "mean"
-
-    def vectors(self, states: Tensor, mask: Tensor) -> Tensor:
-        """Unit vectors [n, D] of texts from states [n, m, d]; `mask` [n, m] is 0 for padding."""
-        if self.mode == "mean":
-            vectors = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
-        else:  # padding may stand on either side
-            rows = mask.cumsum(1)
-            place = (rows == (1 if self.mode == "first" else rows[:, -1:])).int().argmax(1)
-            vectors = states[torch.arange(len(states)), place]
-        return F.normalize(vectors, dim=-1)
-
-    @classmethod
-    def of_folder(cls, folder: Path) -> Self | None:
-        """The pooling of a folder, by modules.json or else `1_Pooling`; None if not stated.
-
-        Raises ModelError if unsupported; damaged files raise any error.
-        """
-        listed = folder / "modules.json"
-        if listed.exists():
-            modules = json.loads(listed.read_bytes())[1:]  # without the transformer
-        elif (folder / "1_Pooling").exists():
-            modules = [{"type": "Pooling", "path": "1_Pooling"}]
-        else:
-            return None
-        kinds = [one["type"].rpartition(".")[2] for one in modules]
-        if kinds not in ([], ["Pooling"], ["Pooling", "Normalize"]):
-            raise ModelError(f"{listed} has {', '.join(kinds)}; allowed: Pooling, Normalize")
-        return cls(_pooling_mode(folder / Path(modules[0]["path"]).name)) if modules else None
-
-
 class SentenceEncoder:
     """Makes unit vectors of texts from a transformer's last states, by the files' pooling.
 
@@ -236,7 +199,7 @@ class SentenceEncoder:
         folder, self.name = _folder(name), name
         options = {"trust_remote_code": False}  # transformers would ask on standard input
         try:
-            self._pooling = Pooling.of_folder(folder) or Pooling()
+            self._mode = _pooling_mode(folder)
             with quiet_libraries():
                 self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, **options)
                 self._module: Any = AutoModel.from_pretrained(
@@ -251,7 +214,7 @@ class SentenceEncoder:
     def checksum(self) -> int:
         """A checksum of the pooling, and of some values of each weight tensor."""
         weights = (one.flatten()[::997].float() for one in self._module.parameters())
-        how = 0 if self._pooling.mode == "mean" else crc32(self._pooling.mode.encode())
+        how = 0 if self._mode == "mean" else crc32(self._mode.encode())
         return crc32(torch.cat([one.detach() for one in weights]).numpy().tobytes(), how)
 
     @torch.inference_mode()
@@ -269,17 +232,44 @@ class SentenceEncoder:
                 return_tensors="pt",
             )
             states = self._module(**inputs).last_hidden_state.float()  # [n, m, D]
-            vectors[at] = self._pooling.vectors(states, inputs["attention_mask"])
+            vectors[at] = _pooled(states, inputs["attention_mask"], self._mode)
         return vectors
 
 
+def _pooled(states: Tensor, mask: Tensor, mode: str) -> Tensor:
+    """Unit vectors [n, D] of texts from states [n, m, D]; `mask` [n, m] is 0 for padding."""
+    if mode == "mean":
+        vectors = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+    else:  # padding may stand on either side
+        rows = mask.cumsum(1)
+        place = (rows == (1 if mode == "first" else rows[:, -1:])).int().argmax(1)
+        vectors = states[torch.arange(len(states)), place]
+    return F.normalize(vectors, dim=-1)
+
+
 def _pooling_mode(folder: Path) -> str:
-    """The pooling in a folder `1_Pooling`; raises ModelError if it isn't supported."""
-    config, prefix = load_config(folder / "config.json"), "pooling_mode_"
+    """How a text's vector is made of its states: their `mean`, the `first` or the `last`.
+
+    By modules.json, or else `1_Pooling`. Raises ModelError if unsupported; damaged files raise any
+    error.
+    """
+    listed, pooling = folder / "modules.json", folder / "1_Pooling"
+    if listed.exists():
+        modules = json.loads(listed.read_bytes())[1:]  # without the transformer
+        kinds = [one["type"].rpartition(".")[2] for one in modules]
+        if kinds not in ([], ["Pooling"], ["Pooling", "Normalize"]):
+            raise ModelError(f"{listed} has {', '.join(kinds)}; allowed: Pooling, Normalize")
+        if not modules:
+            return "mean"
+        pooling = folder / Path(modules[0]["path"]).name
+    elif not pooling.exists():
+        return "mean"
+    config, prefix = load_config(pooling / "config.json"), "pooling_mode_"
     older = [key.removeprefix(prefix) for key in config if key.startswith(prefix) and config[key]]
     modes = config.get("pooling_mode", older or "mean")
     if (mode := _MODES.get("".join(modes))) is None:
-        raise ModelError(f"{folder} has pooling_mode {modes}; allowed: one of mean, cls, lasttoken")
+        allowed = "allowed: one of mean, cls, lasttoken"
+        raise ModelError(f"{pooling} has pooling_mode {modes}; {allowed}")
     return mode
 
 

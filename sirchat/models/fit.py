@@ -62,7 +62,9 @@ def compute_fit(found: FoundModel, profile: Profile, free: int | None) -> ModelF
 
     `free` is the free memory in bytes. Raises ModelError if the model's files can't be read.
     """
-    stored, shape = _read_files(found)
+    if found.shape is None or found.path is None:
+        raise ModelError(f"model {found.name!r} {found.problem or 'has no files'}")
+    stored, shape = stored_weights(found.path), found.shape
     first = _make_choice("", stored, shape, profile, free)
     choices = {first.precision: first}
     for setting, other in _other_settings(shape, profile):
@@ -77,12 +79,6 @@ def recommend_model(free: int | None, *, on_cpu: bool) -> dict[str, Any]:
     models: list[dict[str, Any]] = yaml.safe_load(path.read_text("utf-8"))
     quick = [model for model in models if not (on_cpu and model["slow_on_cpu"])]
     return next((one for one in reversed(quick) if one["memory"] <= (free or 0)), models[0])
-
-
-def _read_files(found: FoundModel) -> tuple[StoredWeights, ModelShape]:
-    if found.shape is None or found.path is None:
-        raise ModelError(f"model {found.name!r} {found.problem or 'has no files'}")
-    return stored_weights(found.path), found.shape
 
 
 def _other_settings(shape: ModelShape, profile: Profile) -> Iterator[tuple[str, Profile]]:

@@ -261,12 +261,12 @@ def _load_prepared(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     """Load module and tokenizer from a prepared file; any exception means that it is damaged."""
     from sirchat.models.gguf import prepared, vocabulary
 
-    found = prepared.map_prepared(path, dtype)
-    tokenizer = vocabulary.load_tokenizer(found.tokenizer)
-    set_sampling(found.module, found.tokenizer)
-    found.tokenizer.clear()  # of a large vocabulary, 60 MB
+    module, metadata = prepared.map_prepared(path, dtype)
+    tokenizer = vocabulary.load_tokenizer(metadata)
+    set_sampling(module, metadata)
+    metadata.clear()  # of a large vocabulary, 60 MB
     trim_memory()
-    return found.module, tokenizer
+    return module, tokenizer
 
 
 def load_folder_parts(folder: Path, weights: _Weights, how: LoadOptions) -> tuple[Any, Any] | None:

@@ -49,6 +49,16 @@ _HYBRIDS = ("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h", "za
 _ElementCounts = tuple[int, int] | tuple[None, None]
 
 
+_EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight")
+_HEADS = ("lm_head.weight", "embed_out.weight")
+# What a config.json says of sizes that building the model would take memory for.
+_LAYER_COUNT_KEY = "num_hidden_layers"
+_SIZE_KEYS = [
+    *(_LAYER_COUNT_KEY, "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"),
+    *("head_dim", "num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts"),
+]
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """The sizes of a model as stated in its files; None for a size that they do not state."""
@@ -226,16 +236,6 @@ def _has_accelerator() -> bool:
     with suppress(PackageNotFoundError):
         return not version("torch").endswith("+cpu")
     return False
-
-
-_EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight")
-_HEADS = ("lm_head.weight", "embed_out.weight")
-# What a config.json says of sizes that building the model would take memory for.
-_LAYER_COUNT_KEY = "num_hidden_layers"
-_SIZE_KEYS = [
-    *(_LAYER_COUNT_KEY, "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"),
-    *("head_dim", "num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts"),
-]
 
 
 @dataclass(frozen=True)

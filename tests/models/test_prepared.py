@@ -22,7 +22,7 @@ import torch
 from safetensors import safe_open
 
 import gguf_models
-from gguf_models import MODELS, add_settings, few_bits, random_model, write_model
+from gguf_models import MODELS, add_settings, few_bits, random_model, wait_for_writer, write_model
 from native_library import built_library
 from plain_model import load_model
 from sirchat.chat.model_defaults import with_model_defaults
@@ -57,9 +57,7 @@ def written(folder: Path, case: str = "llama3", seed: int = 0) -> Path:
 def loaded(path: Path, **how: Any) -> LoadedModel:
     """Load a model, and wait for its prepared file."""
     model = load_model(str(path), device="cpu", quantize="packed", **how)
-    for thread in threading.enumerate():
-        if thread.name == prepared.WRITER_THREAD:
-            thread.join()
+    wait_for_writer()
     return model
 
 

@@ -1,8 +1,11 @@
-"""The cache's type, and how packed weights are multiplied, suit the processor's features."""
+"""What suits the processor: types and products by its features, threads by its free cores."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -12,10 +15,21 @@ from chatting import tiny
 from plain_model import load_model
 from sirchat.cli.models import listed_models
 from sirchat.config.profile import Profile
-from sirchat.models import compiling
+from sirchat.models import compiling, devices
 from sirchat.models.compiling import Features, fastest_method, max_native_rows, processor_features
+from sirchat.models.devices import (
+    cpu_quota,
+    describe_threads,
+    free_thread_count,
+    load_of_others,
+    physical_cores,
+    thread_count,
+    use_threads,
+)
 from sirchat.models.load import load_model_of
+from sirchat.models.new_thread import call_in_new_thread
 from sirchat.models.packed import UNLIMITED_ROWS, MatmulMethod, matmul_method_of
+from warm_python import warm_python
 
 pytestmark = pytest.mark.usefixtures("own_home")
 
@@ -108,3 +122,152 @@ def test_a_setting_fixes_the_type_to_which_weights_are_unpacked(
     assert how is not None
     assert how.dtype == dtype
     assert matmul_method_of(tiny().module) is None
+
+
+# Threads
+
+
+@pytest.mark.parametrize(
+    ("cores", "allowed", "quota", "load", "threads"),
+    [
+        (8, 8, None, 0.0, 8),
+        (8, 8, None, 0.4, 8),
+        (8, 8, None, 3.2, 5),
+        (8, 8, None, 40.0, 1),  # never none
+        (8, 2, None, 3.0, 2),  # the others are busy, not ours
+        (64, 64, 2.5, 0.0, 2),
+        (64, 64, 0.5, 0.0, 1),
+        (2, 2, None, 1.0, 1),
+    ],
+)
+def test_threads_are_the_cores_that_are_allowed_and_free(
+    cores: int, allowed: int, quota: float | None, load: float, threads: int
+) -> None:
+    assert thread_count(cores, allowed, quota, load) == threads
+
+
+@pytest.mark.parametrize(
+    ("last_minute", "now", "load"),
+    [
+        (3.2, 9, 3.2),  # they still run
+        (3.2, 1, 0.0),  # just this program: the others have ended
+        (0.1, 9, 0.1),  # they have just begun, and may end soon
+        (0.3, 0, 0.0),
+    ],
+)
+def test_the_load_is_what_still_runs_and_does_not_give_way(
+    last_minute: float, now: int, load: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "loadavg").write_text(f"{last_minute} 1.00 1.00 {now}/300 12345\n")
+    monkeypatch.setattr("os.getloadavg", lambda: (last_minute, 1.0, 1.0))
+    running = [False]
+    monkeypatch.setattr(devices, "is_learning", lambda: running[0])
+    assert load_of_others(tmp_path / "loadavg") == load
+    assert load_of_others(tmp_path / "none") == last_minute
+    running[0] = True  # with all cores, of which it gives each away
+    assert load_of_others(tmp_path / "loadavg") == 0
+
+
+def test_two_threads_of_one_core_count_once(tmp_path: Path) -> None:
+    for cpu, siblings in enumerate(("0,2", "1,3", "0,2", "1,3")):
+        path = tmp_path / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        path.parent.mkdir(parents=True)
+        path.write_text(siblings + "\n")
+    assert physical_cores({0, 1, 2, 3}, tmp_path) == 2
+    assert physical_cores({0, 2}, tmp_path) == 1
+    assert physical_cores({0, 7, 8}, tmp_path) == 3  # of two nothing is known
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({}, None),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu.max": "250000 100000\n"}, 2.5),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 0.5),
+    ],
+)
+def test_the_quota_of_a_container(
+    files: dict[str, str], quota: float | None, tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        path = tmp_path / "fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert cpu_quota(tmp_path) == quota
+
+
+@pytest.mark.parametrize(
+    ("wanted", "environment", "threads"),
+    [
+        (3, {"OMP_NUM_THREADS": "7"}, 3),
+        (0, {"SIRCHAT_THREADS": "4", "OMP_NUM_THREADS": "7"}, 4),
+        (0, {"OMP_NUM_THREADS": "7"}, None),  # torch has read it itself
+        (0, {}, 5),
+        (0, {"SIRCHAT_THREADS": "0"}, 5),
+    ],
+)
+def test_what_the_user_sets_is_not_overridden(
+    wanted: int, environment: dict[str, str], threads: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setattr("sirchat.models.devices.free_thread_count", lambda: 5)
+    use_threads(wanted, environment)
+    assert asked == ([] if threads is None else [threads])
+
+
+def test_the_header_says_why_there_are_fewer_threads_than_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sirchat.models.devices.physical_cores", lambda _: 2)
+    monkeypatch.setattr("sirchat.models.devices.cpu_quota", lambda: None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    for name in ("OMP_NUM_THREADS", "SIRCHAT_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    device, told = torch.device("cpu"), "1 thread (other programs kept 1 of 2 cores busy)"
+    assert describe_threads(device, was_free=True) == told
+    assert describe_threads(device) == "1 thread"  # a setting chose it
+    for name in ("OMP_NUM_THREADS", "SIRCHAT_THREADS"):
+        with monkeypatch.context() as said:
+            said.setenv(name, "1")
+            assert describe_threads(device, was_free=True) == "1 thread"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert describe_threads(device, was_free=True) == "2 threads"
+
+
+def test_the_header_names_threads_on_a_cpu_only() -> None:
+    assert free_thread_count() >= 1
+    assert describe_threads(torch.device("cpu")) == "1 thread"
+    assert describe_threads(torch.device("cuda")) == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the threads in /proc")
+def test_a_thread_that_has_ended_keeps_no_workers() -> None:
+    """Workers of a thread that only waits slow down the workers of the one that generates."""
+    script = (
+        "import sys, threading, time; from pathlib import Path; import torch\n"
+        "from sirchat.models.new_thread import call_in_new_thread\n"
+        "torch.set_num_threads(3)\n"
+        "count = lambda: len(list(Path('/proc/self/task').iterdir()))\n"
+        "before = count()\n"
+        "def work():\n"
+        "    torch.ones(600, 600).exp().sum()\n"
+        "    return count(), threading.current_thread() is threading.main_thread()\n"
+        "during, in_main = call_in_new_thread(work)\n"
+        "end = time.monotonic() + 60\n"
+        "while count() > before and time.monotonic() < end:\n"
+        "    time.sleep(0.01)\n"
+        "print(during - before, in_main, count() - before)\n"
+    )
+    found = subprocess.run(
+        [*warm_python(), "-c", script], capture_output=True, text=True, check=True, timeout=120
+    )
+    workers, in_main, left = found.stdout.split()
+    assert (int(workers) > 1, in_main, left) == (True, "False", "0")
+
+
+def test_an_error_in_the_thread_is_raised() -> None:
+    with pytest.raises(ZeroDivisionError):
+        call_in_new_thread(lambda: 1 // 0)

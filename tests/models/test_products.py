@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gguf_models import random_blocks, random_model, write_model
+from gguf_models import random_blocks, random_model, wait_for_writer, write_model
 from native_library import built_library, has_library, loaded_library
 from plain_model import load_model
 from sirchat.config.profile import Profile
@@ -264,12 +263,6 @@ def test_a_matrix_has_the_bits_of_torch(
         assert torch.equal(own.unpacked(torch.float32).T, unpack_floats(tensor)[order])
 
 
-def wait_for_the_writer() -> None:
-    for thread in threading.enumerate():
-        if thread.name == prepared.WRITER_THREAD:
-            thread.join()
-
-
 def test_a_file_is_read_and_mapped_in_its_own_bits_and_values(
     own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,7 +280,7 @@ def test_a_file_is_read_and_mapped_in_its_own_bits_and_values(
         with monkeypatch.context() as patch:
             patch.setattr(load, "wait_for_library", lambda: None)
             plain = load_model(str(path), device="cpu", compile="auto")
-        wait_for_the_writer()
+        wait_for_writer()
         return {one.bits for one in plain.module.modules() if isinstance(one, PackedLinear)}
 
     assert bits_without_the_library() == {8}
@@ -296,7 +289,7 @@ def test_a_file_is_read_and_mapped_in_its_own_bits_and_values(
         wanted = original(torch.tensor([ids])).logits[0, -1]
     for _ in range(2):
         model = load_model(str(path), device="cpu", compile="on")
-        wait_for_the_writer()
+        wait_for_writer()
         monkeypatch.setattr(load, "parse_gguf", None)  # the second time, the file is mapped
         layers = model.module.model.layers[0]
         projections = layers.self_attn.q_proj, layers.mlp.gate_proj, layers.mlp.down_proj

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from sirchat.models.gguf.header import GgufTensor
+from sirchat.models.gguf.prepared import WRITER_THREAD
 
 _CONFIGS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = _CONFIGS["models"]
@@ -34,6 +36,18 @@ _HALVES = {
     "Q5_K": {0: 2e-4, 2: 3e-3},
     "Q6_K": {208: 1e-4},
     "IQ4_NL": {0: 2e-3},
+}
+# Where blocks of each format have floats of two bytes.
+HALVES = {
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    **dict.fromkeys(
+        ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS", "IQ2_XXS", "IQ3_S", "IQ2_S"), (0,)
+    ),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+    "TQ2_0": (64,),
+    "MXFP4": (),
 }
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -385,8 +399,14 @@ def random_blocks(kind: str, rows: int, rng: np.random.Generator, columns: int =
     """A matrix of blocks with all values of their bits, and with floats of usual sizes."""
     each, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     data = rng.integers(0, 256, (rows, columns // each, size), np.uint8)
-    halves = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}.get(kind, (0, 2))
-    for at in halves if kind not in ("Q4_0", "Q5_0", "Q8_0") else (0,):
+    for at in HALVES[kind]:
         floats = rng.normal(0, 1e-2, data.shape[:2]).astype(np.float16)
         data[:, :, at : at + 2] = floats[..., None].view(np.uint8)
     return GgufTensor((rows, columns), kind, data.reshape(-1))
+
+
+def wait_for_writer() -> None:
+    """Wait until the prepared file of a model that was loaded is written."""
+    for thread in threading.enumerate():
+        if thread.name == WRITER_THREAD:
+            thread.join()

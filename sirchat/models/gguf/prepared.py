@@ -89,13 +89,6 @@ def read_header(path: Path) -> Header:
     return header
 
 
-class PreparedModel(NamedTuple):
-    """The contents of a prepared file: the module, and the metadata for the tokenizer."""
-
-    module: Any
-    tokenizer: dict[str, Any]
-
-
 def prepared_path(model: Path, variant: tuple[str, ...]) -> Path | None:
     """The path of a GGUF file's prepared file, which may not exist; None if small or unreadable.
 
@@ -148,8 +141,11 @@ def _path_hash(model: Path) -> str:
     return hashlib.sha256(os.fsencode(model)).hexdigest()[:16]
 
 
-def map_prepared(path: Path, dtype: torch.dtype) -> PreparedModel:
-    """Map a prepared file and make its module; any exception means that the file is damaged."""
+def map_prepared(path: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    """Map a prepared file; returns its module, and the metadata for the tokenizer.
+
+    Any exception means that the file is damaged.
+    """
     header = read_header(path)
     start = len(header.encode())
     weights_start = start + header.manifest_bytes
@@ -165,7 +161,7 @@ def map_prepared(path: Path, dtype: torch.dtype) -> PreparedModel:
         weights[begin : begin + count].view(getattr(torch, kind)).view(shape)
         for begin, count, kind, shape in manifest["tensors"]
     ]
-    return PreparedModel(_restore_module(manifest, tensors, dtype), manifest["tokenizer"])
+    return _restore_module(manifest, tensors, dtype), manifest["tokenizer"]
 
 
 def write_prepared(

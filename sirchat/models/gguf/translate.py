@@ -73,6 +73,37 @@ Conversion = Literal[
 ]
 
 
+# RoPE settings of all models since Llama 3.1. A GGUF file has only a tensor computed from them.
+_LLAMA_3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_ORIGINAL_LENGTH = "original_max_position_embeddings"
+# What each kind of scaling takes from the header's keys `rope.scaling.*`, by transformers' names.
+_PARAMETERS: Mapping[str, Mapping[str, str]] = {
+    "none": {},
+    "linear": {"factor": "factor"},
+    "longrope": {"attn_factor": "attention_factor"},
+    "yarn": {
+        "factor": "factor",
+        "original_context_length": _ORIGINAL_LENGTH,
+        "yarn_attn_factor": "attention_factor",
+        "yarn_beta_fast": "beta_fast",
+        "yarn_beta_slow": "beta_slow",
+    },
+}
+# Values with which keys that are not used mean nothing; the others have no effect then.
+_NEUTRAL_VALUES = {
+    "factor": (0, 1),
+    **dict.fromkeys(("attn_factor", "yarn_attn_factor"), (1,)),
+    **dict.fromkeys(("alpha", "yarn_log_multiplier"), (0,)),
+    "yarn_ext_factor": (-1,),
+}
+_NAMES = ("type", "finetuned", *_NEUTRAL_VALUES, *_PARAMETERS["yarn"])
+SCALING_KEYS = {"rope.scale_linear", *(f"rope.scaling.{name}" for name in _NAMES)}  # all of them
+
+
 @dataclass(frozen=True)
 class Architecture:
     """How to read a GGUF file of one architecture; tables map the file's names to others."""
@@ -439,37 +470,6 @@ def _nest_names(values: Mapping[str, Any]) -> dict[str, Any]:
             inner = inner.setdefault(key, {})
         inner[last] = value
     return out
-
-
-# RoPE settings of all models since Llama 3.1. A GGUF file has only a tensor computed from them.
-_LLAMA_3 = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-_ORIGINAL_LENGTH = "original_max_position_embeddings"
-# What each kind of scaling takes from the header's keys `rope.scaling.*`, by transformers' names.
-_PARAMETERS: Mapping[str, Mapping[str, str]] = {
-    "none": {},
-    "linear": {"factor": "factor"},
-    "longrope": {"attn_factor": "attention_factor"},
-    "yarn": {
-        "factor": "factor",
-        "original_context_length": _ORIGINAL_LENGTH,
-        "yarn_attn_factor": "attention_factor",
-        "yarn_beta_fast": "beta_fast",
-        "yarn_beta_slow": "beta_slow",
-    },
-}
-# Values with which keys that are not used mean nothing; the others have no effect then.
-_NEUTRAL_VALUES = {
-    "factor": (0, 1),
-    **dict.fromkeys(("attn_factor", "yarn_attn_factor"), (1,)),
-    **dict.fromkeys(("alpha", "yarn_log_multiplier"), (0,)),
-    "yarn_ext_factor": (-1,),
-}
-_NAMES = ("type", "finetuned", *_NEUTRAL_VALUES, *_PARAMETERS["yarn"])
-SCALING_KEYS = {"rope.scale_linear", *(f"rope.scaling.{name}" for name in _NAMES)}  # all of them
 
 
 def add_rope_scaling(values: dict[str, Any], file: GgufFile, arch: Architecture) -> None:
