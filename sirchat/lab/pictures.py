@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from io import BytesIO
@@ -37,7 +38,8 @@ def picture(draw: Callable[[Any], None], kind: str, title: str) -> bytes:
         warnings.simplefilter("ignore")  # such as of characters that the font lacks
         figure = Figure(figsize=(9, 6), layout="constrained")
         axes = figure.subplots()
-        axes.set_title(displayable_line(title), fontsize="medium")
+        line = re.sub("[\ufffe\uffff]", "\ufffd", displayable_line(title))  # XML has no such
+        axes.set_title(line, fontsize="medium")
         draw(axes)
         figure.savefig(file, format=kind, dpi=200, metadata={"Date": None} if kind == "svg" else {})
     return file.getvalue()

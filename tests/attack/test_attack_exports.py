@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -14,18 +15,21 @@ from xml.etree import ElementTree
 import pytest
 from markdown_it import MarkdownIt
 
-from attacking import ODD_TEXTS, attack, odd_text
-from chatting import session
-from saved_chats import saved
+from attacking import CONTROLS, ODD_TEXTS, attack, odd_text, refuse_odd_display
+from chatting import babbler, session
+from command import run
+from saved_chats import Chat, saved
 from sirchat.chat.session import Session
+from sirchat.chat.state import Turn
 from sirchat.lab.pictures import picture_of_memory
 from sirchat.saved.database import SUFFIX
 from sirchat.saved.store import SessionStore
+from sirchat.text.text_file import without_surrogates
 from sirchat.text.transcript import parse_transcript
 from sirchat.ui.exporting import export_chat
 from sirchat.ui.screen import Screen
 
-# Of pages that tried to run scripts where they should not.
+# Of pages that tried to run scripts where they should not, and what terminals might obey.
 HOSTILE = [
     "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "</p></html><script>", "<!--",
     "--><svg onload=alert(1)>", "<![CDATA[", "]]>", "<?php ", "<pre>", "</pre>", "<textarea>",
@@ -38,6 +42,8 @@ HOSTILE = [
     "```", "- ```\n  x", "> ```\n", "1. <!--", "`<b>`", "``` a`b", "| a | b |\n|---|---|\n| <i> |",
     "{{ 7 * 7 }}", "{% raw %}", "&lt;b&gt;", "&#60;b&#62;", "&", "\"'>", "</title>", "\\<b>",
     "## You", "# end", "$x$", "$$", "<!DOCTYPE x [", "&e;", "%00", "USER: hello", "\n\n", "    <b>",
+    "\x9b2J", "\x0b\x0c", "\x1b]0;owned\x07", "\x9d0;owned\x9c", "\u202eabc", "\x7f", "\u2066",
+    "\ufffe\uffff", "\r\nx\ry", "\ud800", "a\0b",
 ]  # fmt: skip
 
 
@@ -49,11 +55,18 @@ def hostile_text(random: Random) -> str:
     return random.choice(("", " ", "\n", "\n\n")).join(parts)
 
 
+def sent(random: Random) -> str:
+    return hostile_text(random).encode("utf-8", "replace").decode() + " end"
+
+
 def hostile_chat(random: Random) -> Session:
-    chat = session(save=False, policy="sink", budget=512, recall="off")
+    """A chat with hostile texts, of which the last was generated, and a model with such a name."""
+    model = replace(babbler(), name=hostile_text(random))
+    chat = session(model, save=False, budget=2000, recall="off", system=sent(random))
     for _ in range(random.randint(1, 3)):
-        list(chat.read_user(hostile_text(random) + " end"))
-        list(chat.read_reply(hostile_text(random) + " end"))
+        list(chat.read_user(sent(random)))
+        list(chat.read_reply(sent(random)))
+    chat.turns[-1] = Turn("assistant", hostile_text(random) + " end")
     return chat
 
 
@@ -78,14 +91,18 @@ def test_exports_of_hostile_text_run_and_hide_nothing(
 
     def export(random: Random) -> None:
         chat = hostile_chat(random)
-        roles = [turn.role for turn in chat.turns if turn.text]
-        wanted = [{"user": "You", "assistant": "Model"}[role] for role in roles]
-        found = headings(exported(chat, "md"))
-        rest = iter(found)
+        speakers = {"system": "System", "user": "You", "assistant": "Model"}
+        wanted = [speakers[turn.role] for turn in chat.turns]
+        shown = exported(chat, "md")
+        refuse_odd_display(shown)
+        rest = iter(found := headings(shown))
         if not all(any(one == speaker for one in rest) for speaker in wanted):
             raise ValueError(f"{wanted} spoke, it shows {found}")
-        turns = parse_transcript(exported(chat, "json").encode(), "out")
-        if [(turn.role, turn.content) for turn in turns] != [(t.role, t.text) for t in chat.turns]:
+        data = exported(chat, "json")
+        if control := CONTROLS.search(data):
+            raise ValueError(f"{control[0]!r} in JSON")
+        read = [(turn.role, turn.content) for turn in parse_transcript(data.encode(), "out")]
+        if read != [(turn.role, without_surrogates(turn.text)) for turn in chat.turns]:
             raise ValueError("the JSON is another chat")
 
     attack(export, few=5, seconds=20)
@@ -100,9 +117,8 @@ def test_a_picture_of_a_chat_whose_file_has_a_hostile_name_is_xml(
     (path,) = (tmp_path / "data" / "sessions").glob(f"*{SUFFIX}")
 
     def draw(random: Random) -> None:
-        name = random.choice([*HOSTILE, *ODD_TEXTS]).replace("/", "").replace("\0", "")[:80]
-        other = tmp_path / f"x{name.encode(errors='surrogateescape').decode(errors='replace')}"
-        other = other.with_name(f"{other.name}{SUFFIX}")
+        name = random.choice([*HOSTILE, *ODD_TEXTS]).encode("utf-8", "replace").decode()[:80]
+        other = tmp_path / f"x{name.replace('/', '').replace(chr(0), '')}{SUFFIX}"
         other.write_bytes(path.read_bytes())
         with SessionStore.read(other) as store:
             tree = ElementTree.fromstring(picture_of_memory(store, "svg"))
@@ -115,3 +131,20 @@ def test_a_picture_of_a_chat_whose_file_has_a_hostile_name_is_xml(
                 raise ValueError(f"element {one.tag}")
 
     attack(draw, few=2, seconds=30)
+
+
+def test_a_saved_chat_can_not_control_the_terminal_that_it_is_exported_to(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SIRCHAT_HOME", str(tmp_path))
+        chat = Chat()
+        for text in ("before\x9b2J", "\x9d0;owned\x9c", "\u202eafter", "\x1b]52;c;eA==\x07"):
+            list(chat.session.read_user(text))
+            list(chat.session.read_reply(text))
+        chat.saved_chat.save()
+        chat.saved_chat.close()
+        for words in (("export", "last"), ("list",), ("show", "last"), ("search", "after")):
+            done = run("sessions", *words, SIRCHAT_HOME=str(tmp_path), NO_COLOR="1")
+            assert not CONTROLS.findall(done.stdout + done.stderr), words
+    done = run("sessions", "export", "last", SIRCHAT_HOME=str(tmp_path))
+    texts = [turn.content for turn in parse_transcript(done.stdout.encode(), "x")]
+    assert texts[0] == "before\x9b2J"

@@ -1,124 +1,29 @@
 """What others send is text: nothing in it runs, asks the network, or controls a terminal.
 
-Exported chats and pictures, chats, profiles, model folders; and who can read what sirchat writes.
+Profiles and model folders; and who can read what sirchat writes.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import re
 import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from attacking import attack, odd_text, refuse_odd_display
-from chatting import babbler, hub_tokenizer, save_babbler
+from chatting import hub_tokenizer, save_babbler
 from command import run
 from plain_model import load_model
 from saved_chats import Chat
-from sirchat.chat.session import Session
-from sirchat.chat.state import Turn
-from sirchat.config.profile import Profile
 from sirchat.config.profile_files import load_profile
 from sirchat.errors import SettingError, SirchatError
 from sirchat.saved.session_list import list_sessions
-from sirchat.text.text_file import without_surrogates
-from sirchat.text.transcript import parse_transcript
-from sirchat.ui.exporting import export_chat
-from sirchat.ui.screen import Screen
-
-# Texts that browsers, XML readers or terminals might obey.
-HOSTILE = [
-    "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "<svg/onload=alert(1)>",
-    "</style><script>alert(1)</script>", "</title><script>alert(1)</script>", "<!--", "-->",
-    "[a](javascript:alert(1))", "[a](JaVaScRiPt:alert(1))", "[a](java\tscript:alert(1))",
-    "[a](&#106;avascript:alert(1))", "[a](data:text/html,<script>alert(1)</script>)",
-    "[a](vbscript:x)", "[a](file:///etc/passwd)", "<javascript:alert(1)>", "<data:text/html,x>",
-    "![p](http://evil.example/p.png)", "![p](javascript:alert(1))", "[r]: javascript:alert(1)",
-    "[a][r]", '[a](http://e.org "x\\" onmouseover=\\"alert(1)")', '[a](http://e.org/"onclick="x)',
-    '```"><script>alert(1)</script>\nx\n```', "```js onload=alert(1)\nx\n```", "&lt;script&gt;",
-    "<iframe src=//evil.example>", "<base href=//evil.example>", "<meta http-equiv=refresh>",
-    "<link rel=stylesheet href=//evil.example/a.css>", "<form action=//evil.example>", "]]>",
-    "url(http://evil.example)", "@import '//evil.example'", "<?xml-stylesheet href='x'?>",
-    "<!DOCTYPE x [<!ENTITY e SYSTEM 'file:///etc/passwd'>]>&e;", "\ufffe\uffff", "\x0b\x0c",
-    "| a | b |\n|---|---|\n| <script> | x |", "> <script>", "# <b>", "{x}", "{{x}}", "\x9b2J",
-    "<![CDATA[x]]>", "</textarea><b>", "<plaintext>", "<!-- open", "&amp;lt;", "&#0;", "&notin;",
-    "</p></body></html>x", "<a\nhref=x>", "\r\nx\ry", "\xa0", "\u2028", "\ud800", "a\0b",
-    "\x1b]0;owned\x07", "\x9d0;owned\x9c", "\u202eabc", "\x7f", "\u2066",
-]  # fmt: skip
-
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-
-
-def text_of(random: Random) -> str:
-    parts = [random.choice((*HOSTILE, odd_text(random, 1)[:100])) for _ in range(4)]
-    return random.choice((" ", "\n", "\n\n", "")).join(parts[: random.randint(1, 4)])
-
-
-def chat_of(random: Random) -> Session:
-    """A chat with hostile texts, and a model with a hostile name."""
-    model = replace(babbler(), name=text_of(random))
-    chat = Session(model, Profile(budget=1500, system=_sent(random)))
-    list(chat.read_user(_sent(random)))
-    list(chat.read_reply(_sent(random)))
-    chat.turns[-1] = Turn("assistant", text_of(random))  # as if it had been generated
-    return chat
-
-
-def _sent(random: Random) -> str:
-    return text_of(random).encode("utf-8", "replace").decode() or "x"
-
-
-def exported(chat: Session, format: str, folder: Path) -> str:
-    path = folder / f"out.{format}"
-    path.unlink(missing_ok=True)
-    export_chat(chat, Screen(io.StringIO(), io.StringIO()), f'{format} "{path}"')
-    return path.read_text(encoding="utf-8")
-
-
-def test_exports_of_hostile_texts_hold_nothing_but_text(tmp_path: Path) -> None:
-    def export(random: Random) -> None:
-        chat = chat_of(random)
-        if not any(turn.text.strip() for turn in chat.turns):
-            return
-        refuse_odd_display(exported(chat, "md", tmp_path))
-        data = exported(chat, "json", tmp_path)
-        if found := _CONTROLS.search(data):
-            raise ValueError(f"{found[0]!r} in JSON")
-        said = [turn.text for turn in chat.turns if turn.text.strip()]
-        read = [turn.content for turn in parse_transcript(data.encode(), "out.json")]
-        if read != [without_surrogates(text) for text in said]:
-            raise ValueError("other words are read again")
-
-    attack(export)
-
-
-def test_a_saved_chat_can_not_control_the_terminal_that_it_is_exported_to(tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SIRCHAT_HOME", str(tmp_path))
-        chat = Chat()
-        for text in ("before\x9b2J", "\x9d0;owned\x9c", "\u202eafter", "\x1b]52;c;eA==\x07"):
-            list(chat.session.read_user(text))
-            list(chat.session.read_reply(text))
-        chat.saved_chat.save()
-        chat.saved_chat.close()
-        for words in (("export", "last"), ("list",), ("show", "last"), ("search", "after")):
-            done = run("sessions", *words, SIRCHAT_HOME=str(tmp_path), NO_COLOR="1")
-            assert not _CONTROLS.findall(done.stdout + done.stderr), words
-    done = run("sessions", "export", "last", SIRCHAT_HOME=str(tmp_path))
-    texts = [turn.content for turn in parse_transcript(done.stdout.encode(), "x")]
-    assert texts[0] == "before\x9b2J"
-
 
 # Model folders and profiles.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import resource
 import signal
 import tempfile
@@ -47,6 +48,10 @@ ODD_TEXTS = [
     "5e-324", "1e308", str(2**63), str(10**30), "0.1.2", "a=b", "=", "a=1,b=2", "{a: 1}", "..a:b",
     "os:system", ":", "a:b", "x" * 300, "\u202e", "\t\t", "\n\n", "true\n", "# no",
 ]  # fmt: skip
+
+
+# What a terminal might obey, but line breaks and tabs.
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 class TooSlow(BaseException):
