@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from sirchat.config.profile import Profile
+from sirchat.config.profile_files import changed_profile
 from sirchat.errors import ModelError, panic_as_model_error
 from sirchat.memory.free_memory import trim_memory
 from sirchat.models.compiling import (
@@ -119,12 +120,12 @@ def load_model(
 ) -> LoadedModel:
     """Load a model by its name: a bundled one, `smollm2`, a folder, a GGUF file or a hub id.
 
-    Raises TypeError for other settings, pydantic's ValidationError for a value that is not allowed,
-    and ModelError as `load_model_of` does, which describes the other arguments.
+    Raises TypeError for other settings, SettingError for a value that is not allowed, and
+    ModelError as `load_model_of` does, which describes the other arguments.
     """
     if others := settings.keys() - LoadSettings.__annotations__.keys():
         raise TypeError(f"load_model takes no setting {min(others)}")
-    profile = Profile(model=name, **settings)
+    profile = changed_profile(Profile(), "load_model", model=name, **settings)
     how: dict[str, Any] = {"trust_remote_code": trust_remote_code, "for_hub": for_hub}
     return load_model_of(profile, progress=progress, **how)
 

@@ -297,6 +297,9 @@ def weights_in_folder(folder: Path) -> dict[str, tuple[Path, TensorSpan]]:
 
     Raises ModelError if a file is missing, damaged or of another kind.
     """
+    for path in folder.iterdir():  # a pipe would be waited for, and /dev/zero read without end
+        if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+            raise ModelError(f"{path} is a device or a pipe, not a regular file")
     files, config = _weight_files(folder), load_config(folder / "config.json")
     if missing := [file.name for file in files if not file.is_file()]:
         raise ModelError(

@@ -21,7 +21,7 @@ from random import Random
 import pytest
 import torch
 
-from attacking import apart, attack, mutated
+from attacking import apart, attack, harm, rewrite
 from gguf_models import few_bits, random_model, write_model
 from native_library import copying_compiler, has_library
 from random_encoders import random_encoder
@@ -36,7 +36,6 @@ from sirchat.paths import compiled_dir, encoder_files, prepared_dir
 pytestmark = has_library
 
 IDS = list(range(3, 23))
-_FOREIGN = 65534  # a user
 
 
 def logits(model: LoadedModel) -> torch.Tensor:
@@ -65,57 +64,16 @@ def kept_files() -> list[Path]:
     return [one for folder in folders if folder.is_dir() for one in sorted(folder.iterdir())]
 
 
-Harm = Callable[[Random, Path], None]
+Harm = Callable[[Random, Path], object]
 
 
-def _rewrite(path: Path, data: bytes) -> None:
-    path.unlink()
-    path.write_bytes(data)
-    path.chmod(0o600)
-
-
-def change(random: Random, path: Path) -> None:
-    _rewrite(path, mutated(random, path.read_bytes()))
-
-
-def cut(random: Random, path: Path) -> None:
-    data = path.read_bytes()
-    _rewrite(path, data[: random.choice((0, 7, 4096, random.randrange(len(data))))])
+def harm_it_or_its_folder(random: Random, path: Path) -> str:
+    return harm(random, random.choice((path, path, path.parent)))
 
 
 def swap(random: Random, path: Path) -> None:
     """Put another kept file in its place."""
-    _rewrite(path, random.choice(kept_files()).read_bytes())
-
-
-def give_away(random: Random, path: Path) -> None:
-    place = random.choice((path, path, path.parent))
-    if os.geteuid():
-        place.chmod(0o777)
-    else:
-        os.chown(place, _FOREIGN, _FOREIGN)
-
-
-def forbid(random: Random, path: Path) -> None:
-    random.choice((path, path.parent)).chmod(random.choice((0, 0o100, 0o200, 0o400, 0o500)))
-
-
-def replace_by_no_file(random: Random, path: Path) -> None:
-    place = random.choice((path, path, path.parent))
-    shutil.rmtree(place) if place.is_dir() else place.unlink()
-    match random.randrange(6):
-        case 0:
-            place.mkdir()
-        case 1:
-            place.symlink_to(random.choice((place, "/dev/null", "/dev/zero", "/none")))
-        case 2:
-            os.mkfifo(place)
-        case 3:
-            place.write_bytes(b"x")
-        case 4:
-            place.mkdir(mode=0o500)
-        case _:
-            pass
+    rewrite(path, random.choice(kept_files()).read_bytes())
 
 
 def fill_the_disk(random: Random, path: Path) -> None:
@@ -125,34 +83,14 @@ def fill_the_disk(random: Random, path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
-HARMS: list[Harm] = [
-    change, change, cut, swap, give_away, forbid, replace_by_no_file, fill_the_disk
-]  # fmt: skip
-
-
-def remove(_: Random, path: Path) -> None:
-    path.unlink()
-
-
-def replace_whole(random: Random, path: Path) -> None:
-    new = path.with_name("new")
-    new.write_bytes(random.randbytes(100))
-    os.replace(new, path)
-
-
 def shorten(random: Random, path: Path) -> None:
     """Cut the very file that may be mapped: no program that maps files survives that."""
     path.chmod(0o600)
     os.truncate(path, random.choice((0, path.stat().st_size // 2)))
 
 
-USED_HARMS: list[Harm] = [remove, replace_whole, change, cut, give_away, forbid, shorten]
-
-
-def note(victim: Path, harm: Harm) -> None:
-    (victim.parents[2] / "tried").write_text(
-        f"{victim.suffix} {victim.parent.name} {harm.__name__}"
-    )
+HARMS: list[Harm] = [*[harm_it_or_its_folder] * 6, swap, fill_the_disk]
+USED_HARMS: list[Harm] = [*[harm_it_or_its_folder] * 4, swap, shorten]
 
 
 class Kept:
@@ -182,26 +120,28 @@ class Kept:
 
     def try_before(self, random: Random) -> None:
         """Harm one file, and load the model twice: the second time with what the first made."""
-        victim = random.choice(kept_files())
-        harm = random.choice(HARMS)
-        note(victim, harm)
-        harm(random, victim)
+        self.harm(random, HARMS)
         for _ in range(2):
             self.check(use(self.model))
+
+    def harm(self, random: Random, harms: list[Harm]) -> None:
+        """Harm a file; the file `tried` says how, as this process may end by it."""
+        victim, act = random.choice(kept_files()), random.choice(harms)
+        tried = victim.parents[2] / "tried"
+        tried.write_text(f"{victim.name} in {victim.parent.name} {act.__name__}")
+        if said := act(random, victim):
+            tried.write_text(f"{tried.read_text()} {said}")
 
     def try_while_used(self, random: Random) -> None:
         faulthandler.disable()  # what is cut may end the process
         model = use(self.model)
-        victim, harm = random.choice(kept_files()), random.choice(USED_HARMS)
-        note(victim, harm)
-        harm(random, victim)
+        self.harm(random, USED_HARMS)
         self.check(model)
         self.check(use(self.model))
 
     def try_together(self, random: Random) -> None:
         """Let three processes make what is missing at the same time; one may be killed."""
         for one in random.sample(kept_files(), random.randint(1, 3)):
-            note(one, remove)
             one.unlink()
         others = [self._fork(lambda: self.check(use(self.model))) for _ in range(2)]
         if random.random() < 0.5:
@@ -256,7 +196,8 @@ def test_harmed_files_give_right_numbers_or_one_line(
         try:
             apart(runs.get(when, kept.try_together), 2)(random)
         except ValueError as error:
-            tried = (home / "tried").read_text()
+            file = home / "tried"
+            tried = file.read_text() if file.exists() else "several at once"
             is_mapped = tried.endswith("shorten") and "encoders" not in tried
             if is_mapped and f"exit {-signal.SIGBUS}:" in str(error):
                 return apart(lambda _: kept.check(use(kept.model)), 1)(random)

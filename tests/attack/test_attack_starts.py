@@ -18,7 +18,7 @@ from random import Random
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from attacking import MANY, attack, mutated, odd_text, refuse_odd_display
+from attacking import MANY, attack, harm, odd_text, refuse_odd_display
 from chatting import hub_tokenizer, tiny
 from command_home import CommandHome
 from forked_command import ForkedCommand
@@ -127,26 +127,9 @@ class Started:
 
 
 def damage(random: Random, home: Path) -> str:
-    """Change, remove or replace one of the files or folders; returns which, and how."""
+    """Harm one of the files or folders; returns which, and how."""
     place = random.choice(sorted(one for one in home.rglob("*") if one.name not in ("tmp", "cwd")))
-    kinds = ["remove", "folder", "pipe", "link to itself", "link to nothing", "no rights", "empty"]
-    kind = random.choice([*kinds, *["change"] * 4 * place.is_file()])
-    if kind == "change" and place.is_file():
-        place.write_bytes(mutated(random, place.read_bytes()))
-        return f"{kind} {place.relative_to(home)}"
-    if kind == "no rights" and place.exists():
-        place.chmod(random.choice((0, 0o200, 0o400, 0o500)))
-        return f"{kind} {place.relative_to(home)}"
-    shutil.rmtree(place) if place.is_dir() and not place.is_symlink() else place.unlink()
-    if kind == "folder":
-        place.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(place)
-    elif kind.startswith("link"):
-        place.symlink_to(place if kind == "link to itself" else "/nowhere")
-    elif kind == "empty":
-        place.touch()
-    return f"{kind} {place.relative_to(home)}"
+    return f"{harm(random, place)} in {place.parent.relative_to(home)}"
 
 
 def flags(random: Random) -> list[str]:

@@ -5,9 +5,7 @@ Each is refused in one line, or left out, at once: none is waited for, and none 
 
 from __future__ import annotations
 
-import os
 import re
-import socket
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -15,7 +13,7 @@ from random import Random
 
 import pytest
 
-from attacking import attack
+from attacking import THINGS, attack
 from chatting import save_babbler
 from command import run
 from plain_model import load_model
@@ -36,44 +34,6 @@ from sirchat.saved.store import SessionStore
 from sirchat.text.text_file import load_text_file
 from sirchat.ui.attaching import attach_mentions
 
-_SPARSE = 10 * 2**30  # bytes
-
-
-def _socket(path: Path) -> None:
-    listener = socket.socket(socket.AF_UNIX)
-    folder = os.open(path.parent, os.O_RDONLY)  # a socket's path may be short only
-    listener.bind(f"/proc/self/fd/{folder}/{path.name}")
-    os.close(folder)
-    listener.close()
-
-
-def _huge(path: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(_SPARSE)
-
-
-def _circle(path: Path) -> None:
-    path.symlink_to(path.with_name(f"{path.name}.other"))
-    path.with_name(f"{path.name}.other").symlink_to(path)
-
-
-def _linked_to(target: str) -> Callable[[Path], None]:
-    return lambda path: path.symlink_to(target)
-
-
-THINGS: dict[str, Callable[[Path], None]] = {
-    "pipe": os.mkfifo,
-    "socket": _socket,
-    "folder": Path.mkdir,
-    "huge": _huge,
-    "circle": _circle,
-    "link to itself as a folder": _linked_to("."),
-    "broken link": _linked_to("nowhere"),
-    "zero": _linked_to("/dev/zero"),
-    "random": _linked_to("/dev/urandom"),
-    "full": _linked_to("/dev/full"),
-    "memory": _linked_to("/proc/self/mem"),
-}
 NAMES = ["x", "\x1b[31mred", "\u202etxt", "a\nb", "\udcff", "é" * 30, "-x", " ", "~", "x@y"]
 
 
@@ -178,16 +138,19 @@ def test_a_strange_thing_in_the_place_of_a_file_is_refused_at_once(
     monkeypatch.setattr("sirchat.models.listing.BUNDLED", ())
     monkeypatch.setattr("sirchat.models.listing.PACKAGED", ())
 
+    # What would be read without end, and what would be waited for.
+    fixed = [("model's tokenizer.json", "zero"), ("model's chat_template.jinja", "pipe")]
+
     def meet(random: Random) -> None:
         folder = tmp_path / str(random.random())
         folder.mkdir()
         monkeypatch.setenv("SIRCHAT_HOME", str(folder))
         monkeypatch.chdir(folder)
-        PLACES[random.choice(sorted(PLACES))](
-            folder / random.choice(NAMES), THINGS[random.choice(sorted(THINGS))]
-        )
+        drawn = random.choice(sorted(PLACES)), random.choice(sorted(THINGS))
+        place, thing = fixed.pop() if fixed else drawn
+        PLACES[place](folder / random.choice(NAMES), THINGS[thing])
 
-    attack(meet)
+    attack(meet, few=4)
 
 
 def test_a_folder_that_is_attached_sends_no_file_that_a_link_in_it_leads_to(tmp_path: Path) -> None:

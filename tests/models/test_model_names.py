@@ -13,14 +13,13 @@ from typing import get_type_hints
 import pytest
 from huggingface_hub import HfApi
 from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
-from pydantic import ValidationError
 
 import sirchat
 from chatting import babbler, tiny
 from gguf_file import write_gguf
 from sirchat import paths
 from sirchat.config.profile import Profile
-from sirchat.errors import ModelError
+from sirchat.errors import ModelError, SettingError
 from sirchat.models.hub import must_use_cache, require_available
 from sirchat.models.listing import FoundModel, find_model, find_models, model_names
 from sirchat.models.load import LoadSettings
@@ -174,7 +173,7 @@ def test_load_model_takes_the_profiles_settings_for_loading_with_their_types() -
     hints = get_type_hints(LoadSettings)
     assert hints == {name: get_type_hints(Profile)[name] for name in hints}
     # mypy refuses both calls; else it would refuse the comments.
-    with pytest.raises(ValidationError):
+    with pytest.raises(SettingError):
         sirchat.load_model("tiny", threads="2")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="load_model takes no setting temperature"):
         sirchat.load_model("tiny", temperature=1.0)  # type: ignore[call-arg]

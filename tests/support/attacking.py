@@ -10,7 +10,9 @@ import gc
 import os
 import re
 import resource
+import shutil
 import signal
+import socket
 import tempfile
 import time
 import traceback
@@ -152,6 +154,83 @@ def mutated(random: Random, data: bytes, most: int = 4) -> bytes:
             case _:
                 del changed[at if random.random() < 0.2 else len(changed) :]
     return bytes(changed)
+
+
+_SPARSE = 10 * 2**30  # bytes
+_FOREIGN = 65534  # a user
+
+
+def _socket(path: Path) -> None:
+    listener = socket.socket(socket.AF_UNIX)
+    folder = os.open(path.parent, os.O_RDONLY)  # a socket's path may be short only
+    listener.bind(f"/proc/self/fd/{folder}/{path.name}")
+    os.close(folder)
+    listener.close()
+
+
+def _huge(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(_SPARSE)
+
+
+def _circle(path: Path) -> None:
+    path.symlink_to(path.with_name(f"{path.name}.other"))
+    path.with_name(f"{path.name}.other").symlink_to(path)
+
+
+def _linked_to(target: str) -> Callable[[Path], None]:
+    return lambda path: path.symlink_to(target)
+
+
+# What may stand in the place of a file, and how it is made.
+THINGS: dict[str, Callable[[Path], None]] = {
+    "pipe": os.mkfifo,
+    "socket": _socket,
+    "folder": Path.mkdir,
+    "huge": _huge,
+    "circle": _circle,
+    "link to itself as a folder": _linked_to("."),
+    "broken link": _linked_to("nowhere"),
+    "zero": _linked_to("/dev/zero"),
+    "random": _linked_to("/dev/urandom"),
+    "full": _linked_to("/dev/full"),
+    "memory": _linked_to("/proc/self/mem"),
+}
+
+
+def harm(random: Random, place: Path) -> str:
+    """Change a file or folder, forbid it, give it away, or put another thing there; says what."""
+    kind = random.choice(
+        [
+            "remove",
+            "empty",
+            "forbid",
+            "forbid",
+            "give away",
+            *THINGS,
+            *["change"] * 8 * place.is_file(),
+        ]
+    )
+    if kind == "forbid":
+        place.chmod(random.choice((0, 0o100, 0o200, 0o400, 0o500)))
+    elif kind == "give away" and os.geteuid() == 0:
+        os.chown(place, _FOREIGN, _FOREIGN)
+    elif kind == "give away":
+        place.chmod(0o777)
+    elif kind == "change":
+        rewrite(place, mutated(random, place.read_bytes()))
+    else:
+        shutil.rmtree(place) if place.is_dir() and not place.is_symlink() else place.unlink()
+        if kind != "remove":
+            THINGS.get(kind, Path.touch)(place)
+    return f"{kind} {place.name}"
+
+
+def rewrite(path: Path, data: bytes) -> None:
+    """Put another file, which is the user's alone, in the place of this one."""
+    path.unlink()
+    path.write_bytes(data)
+    path.chmod(0o600)
 
 
 def _problem(act: Callable[[Random], object], random: Random, seconds: float) -> str:
