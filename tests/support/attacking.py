@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,13 @@ ODD_TEXTS = [
     "os:system", ":", "a:b", "x" * 300, "\u202e", "\t\t", "\n\n", "true\n", "# no",
 ]  # fmt: skip
 
+
+# Values that readers of JSON have failed at, or might.
+ODD_JSON: list[Any] = [
+    None, True, False, 0, 1, -1, 2, 3, 64, 4095, 2**31 - 1, 2**32, 10**9, 10**12, 2**63, 10**30,
+    0.5, 1.5, 1e30, 1e308, float("nan"), float("inf"), "", "x", "user", [], [0], [-1], [0, 0],
+    [10**12], [10**30], [1.5], ["a"], [None], [[1]], {}, {"a": 1}, {"": {}}, list(range(50)),
+]  # fmt: skip
 
 # What a terminal might obey, but line breaks and tabs.
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -129,6 +137,22 @@ def odd_text(random: Random, most: int = 3) -> str:
             for _ in range(random.randrange(12))
         )
     return "".join(random.choices(ODD_TEXTS, k=random.randint(1, most)))
+
+
+def odd_json(random: Random, value: Any) -> Any:
+    """A JSON value one part of which, at any depth, is another, or is not there."""
+    if isinstance(value, dict) and value and random.random() < 0.85:
+        key = random.choice(list(value))
+        if random.random() < 0.1:
+            return {name: inner for name, inner in value.items() if name != key}
+        return value | {key: odd_json(random, value[key])}
+    if isinstance(value, list) and value and random.random() < 0.6:
+        at = random.randrange(len(value))
+        return [*value[:at], odd_json(random, value[at]), *value[at + 1 :]]
+    made = random.choice([*ODD_JSON, odd_text(random, 1), value])
+    for _ in range(random.choice((10, 400)) if random.random() < 0.05 else 0):
+        made = [made] if random.random() < 0.5 else {"a": made}
+    return made
 
 
 def mutated(random: Random, data: bytes, most: int = 4) -> bytes:

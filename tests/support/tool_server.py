@@ -23,7 +23,8 @@ def scripted(folder: Path, **script: Any) -> Path:
     Script: `tools`, as they are listed; `results` by tool; `instructions`; `cursor`: no list ends;
     `capabilities`, and `answers` by method, of a server that has more than tools;
     `noise`: so many bytes of standard error; `sleep`: seconds before it starts; `pid`: the file
-    that has its process id.
+    that has its process id; `odd`: a file that has, unless it is empty, what is sent in place of
+    the next answer, with `"ID"` and `"TOKEN"` for its id and the token of its progress.
     """
     return named_servers(folder, snow=scripted_server(**script))
 
@@ -167,7 +168,17 @@ def main() -> None:
     sys.stderr.write("noise\n" * (SCRIPT.get("noise", 0) // 6))
     time.sleep(SCRIPT.get("sleep", 0))
     for line in sys.stdin:
-        if said := answer(line):
+        asked = json.loads(line)
+        if "id" in asked and "odd" in SCRIPT and (odd := Path(SCRIPT["odd"]).read_bytes()):
+            token = asked.get("params", {}).get("_meta", {}).get("progressToken")
+            for mark, value in (("ID", asked["id"]), ("TOKEN", token)):
+                odd = odd.replace(f'"{mark}"'.encode(), json.dumps(value).encode())
+            Path(SCRIPT["odd"]).write_bytes(b"")
+            sys.stdout.buffer.write(odd)
+            sys.stdout.flush()
+            if not odd.endswith(b"\n"):
+                sys.exit()
+        elif said := answer(line):
             write(said)
 
 
