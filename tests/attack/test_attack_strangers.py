@@ -252,17 +252,25 @@ def test_what_a_library_quotes_of_a_file_makes_no_long_message(
     assert len(str(caught.value)) == 1000
 
 
-# By a size in a config.json: values that make no sense.
+# By a setting of a config.json: values that make no sense.
 NO_LENGTHS: list[object] = [-1, 0.5, 1e12, 10**12, 10**30, float("inf"), float("nan"), "64", True]
 NO_COUNTS: list[object] = [0, *NO_LENGTHS]
+NO_NUMBERS: list[object] = [0, -1, 1e300, 10**30, float("inf"), float("nan"), "1", True]
+NO_NUMBERS += [[1.0, one] for one in NO_NUMBERS]
 SIZES = ("max_position_embeddings", "num_hidden_layers", "hidden_size", "num_attention_heads")
+ROTARY = ("rope_theta", "factor", "short_factor", "beta_fast", "partial_rotary_factor")
 NONSENSE: dict[str, list[object]] = {
     **dict.fromkeys((*SIZES, "num_key_value_heads", "head_dim", "vocab_size"), NO_COUNTS),
+    **dict.fromkeys((*ROTARY, "final_logit_softcapping"), NO_NUMBERS),
+    "rope_theta": [1e14, 0.5, *NO_NUMBERS],
+    "factor": [1e-9, *NO_NUMBERS],
+    "partial_rotary_factor": [3, 1.5, *NO_NUMBERS],
+    "rms_norm_eps": [0.9, *NO_NUMBERS],
     "sliding_window": NO_LENGTHS,
 }
 
 
-def test_a_size_without_sense_is_named_at_loading_and_where_models_are_listed(
+def test_nonsense_in_a_config_is_named_at_loading_and_where_models_are_listed(
     tmp_path: Path, folder: Path
 ) -> None:
     folder = shutil.copytree(folder, tmp_path / "model")
@@ -271,7 +279,7 @@ def test_a_size_without_sense_is_named_at_loading_and_where_models_are_listed(
 
     def refuse(key: str, value: object) -> None:
         config = json.loads(whole)
-        config[key] = value
+        (config["rope_parameters"] if key in ROTARY else config)[key] = value
         (folder / "config.json").write_text(json.dumps(config))
         (listed,) = find_models([folder])
         refusals = [listed.problem]
@@ -284,13 +292,8 @@ def test_a_size_without_sense_is_named_at_loading_and_where_models_are_listed(
             assert "cannot be loaded" not in one, (value, refusals)
 
     for key, values in NONSENSE.items():
-        refuse(key, values[0])
-
-    def draw(random: Random) -> None:
-        key = random.choice(list(NONSENSE))
-        refuse(key, random.choice(NONSENSE[key]))
-
-    attack(draw, few=20)
+        for value in values:
+            refuse(key, value)
 
 
 # By a key of a GGUF file's header: values that make no sense.
@@ -298,7 +301,7 @@ ODD_HEADER: dict[str, list[object]] = {
     "llama.context_length": [0, 2**40],
     "llama.rope.freq_base": [0.0, -1.0, float("nan"), float("inf"), "x"],
     "llama.attention.layer_norm_rms_epsilon": [0.0, 7.0, float("nan"), "x"],
-    "llama.attention.head_count": [0, 7, 2**40, "x", [1, 2]],
+    "llama.attention.head_count": [0, 2**40, "x", [1, 2]],
     "llama.attention.head_count_kv": [0, 3, 2**40, -1],
     "llama.block_count": [0, 2**40, 1.5],
     "tokenizer.chat_template": [7, 0.5, [1]],
@@ -344,13 +347,8 @@ def test_nonsense_in_the_header_of_a_gguf_file_is_named_at_loading_and_in_the_li
         assert key in find_models([tmp_path])[0].problem
 
     for key, values in ODD_HEADER.items():
-        refuse(key, values[0])
-
-    def draw(random: Random) -> None:
-        key = random.choice(names)
-        refuse(key, random.choice(ODD_HEADER[key]))
-
-    attack(draw, few=20)
+        for value in values:
+            refuse(key, value)
 
 
 def test_a_damaged_sentence_encoder_is_refused_or_the_same(tmp_path: Path) -> None:
