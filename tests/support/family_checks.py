@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import random
 import re
+import resource
 import signal
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing import TimeoutError, get_context
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal
@@ -66,28 +65,23 @@ class FamilyCheck:
         return f"{self.status}{between if self.note else ''}{self.note}"
 
 
-def check_families(
-    families: Iterable[str] | None = None,
-    *,
-    check: Callable[[str], FamilyCheck] | None = None,
-    seconds: float = SECONDS,
-) -> Iterator[FamilyCheck]:
-    """Check each of the families of models in a process of its own; yields the results."""
-    context: Any = get_context("fork" if sys.platform == "linux" else "spawn")
-    for family in causal_families() if families is None else families:
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_report, args=(check or check_family, family, theirs))
-        process.start()
-        theirs.close()
+def check_apart(family: str) -> FamilyCheck:
+    """Check a family of models in a process of its own, with limits of its time and memory."""
+    with get_context("fork").Pool(1, _limit_memory) as pool:
         try:
-            yield ours.recv() if ours.poll(seconds) else _ended(family, f"{seconds:g} s")
-        except EOFError:
-            process.join()
-            yield _ended(family, f"exit code {process.exitcode}")
-        finally:
-            process.kill()
-            process.join()
-            ours.close()
+            return pool.apply_async(check_family, (family,)).get(SECONDS)
+        except (TimeoutError, MemoryError) as error:  # the former, too, if the process was killed
+            why = f"the check did not end ({type(error).__name__})"
+            return FamilyCheck(family, "not built", why)
+
+
+def _limit_memory() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    # What this process has inherited counts, too.
+    status = Path("/proc/self/status").read_text("ascii", "replace").splitlines()
+    (taken,) = (line.split()[1] for line in status if line.startswith("VmData:"))
+    resource.setrlimit(resource.RLIMIT_DATA, ((int(taken) << 10) + _MEMORY,) * 2)
+    torch.set_num_threads(1)
 
 
 def table(checks: Sequence[FamilyCheck]) -> str:
@@ -99,28 +93,6 @@ def table(checks: Sequence[FamilyCheck]) -> str:
     results = sorted(families, key=lambda words: (order.index(words[:3]), -len(families[words])))
     rows = [f"| {words} | {', '.join(families[words])} |" for words in results]
     return "\n".join(["| result | families |", "|---|---|", *rows])
-
-
-def _ended(family: str, why: str) -> FamilyCheck:
-    return FamilyCheck(family, "not built", f"the check did not end ({why})")
-
-
-def _report(check: Callable[[str], FamilyCheck], family: str, to: Connection) -> None:
-    """Check a family of models in this process, and send the result to the parent process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-    if sys.platform == "linux":
-        import resource
-
-        # What this process has inherited counts, too.
-        status = Path("/proc/self/status").read_text("ascii", "replace").splitlines()
-        (taken,) = (line.split()[1] for line in status if line.startswith("VmData:"))
-        most = (int(taken) << 10) + _MEMORY
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-    torch.set_num_threads(1)
-    try:
-        to.send(check(family))
-    except MemoryError:
-        to.send(_ended(family, "MemoryError"))
 
 
 @quiet_libraries()
@@ -259,4 +231,4 @@ def _logits(engine: Engine) -> Tensor:
 
 
 if __name__ == "__main__":
-    print(table(list(check_families())))  # noqa: T201
+    print(table(list(map(check_apart, causal_families()))))  # noqa: T201
