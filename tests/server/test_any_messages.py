@@ -126,6 +126,7 @@ def rows(conversation: ServedConversation) -> list[tuple[Any, ...]]:
 
 @settings(max_examples=MANY, deadline=None, suppress_health_check=list(HealthCheck))
 @example([(_TWICE, None), ([_TWICE[0], {"role": "assistant", "content": "Hi."}, _TWICE[1]], None)])
+@example([(_PARTS[5], None), ([*_PARTS[6], *_PARTS[0]], None)])  # calls that the model did not make
 @given(_clients())
 def test_a_session_is_that_of_a_client_who_sent_only_these_messages(
     asked: list[tuple[list[Message], int | None]],

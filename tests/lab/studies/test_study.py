@@ -214,7 +214,7 @@ def test_in_several_readings_every_part_is_read_in_every_place(tmp_path: Path) -
         ),
         (
             ("facts-in-dialogue", "--data", "TALK"),
-            ("--theme", "--temperature", "--save-kv"),
+            ("--theme", "--temperature", "--max-new-tokens"),
             ("--system", "--recall", "--archive", "--sinks", "--evict"),
         ),
     ],

@@ -101,12 +101,16 @@ def test_ridge_predicts_several_numbers_as_it_does_one_and_finds_their_main_axes
 
 
 def take_few(patch: pytest.MonkeyPatch) -> None:
-    """Let an encoder be small, and learned from and tested with few sentences of each kind."""
+    """Let an encoder be small, and learned from and tested with few sentences of each kind.
+
+    The model that learns is not compiled, which would take most of the time.
+    """
     few = [{kind: some[:8] for kind, some in each.items()} for each in load_statements()]
     patch.setattr(statements, "load_statements", lambda: few)
     patch.setattr(statements, "entries", lambda *which: entries(*which)[:2])
     patch.setattr(training, "PARAPHRASES", PARAPHRASES[:9])
     patch.setattr(training, "SIZE", 8)
+    patch.setattr(training, "load_model", load_model)
 
 
 def test_the_command_writes_an_encoder_that_a_chat_then_uses(
