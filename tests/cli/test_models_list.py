@@ -13,6 +13,9 @@ from gguf_file import write_gguf
 from sirchat.chat.session import Session
 from sirchat.cli.models import listed_models
 from sirchat.config.profile import Profile
+from sirchat.config.profile_files import resolve, write_default_setting
+from sirchat.errors import SettingError
+from sirchat.paths import user_profiles_dir
 from sirchat.ui.lists import ListedModel, format_bytes
 
 NAME = "a-model-of-a-name-as-long-as-those-of-the-hub-are-today-Q4_1.gguf"
@@ -124,3 +127,43 @@ def test_what_is_wrong_is_said(folder: Path) -> None:
         "sirchat: model 'me/other' is not on this machine "
         "(to download it: sirchat models pull me/other)\n"
     )
+
+
+# --- the default model
+
+
+def test_other_lines_of_the_users_defaults_stay_and_the_file_is_private(
+    own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SIRCHAT_MODEL", raising=False)
+    path = write_default_setting("model", "tiny")
+    assert path == user_profiles_dir() / "default.yaml"
+    assert [one.stat().st_mode & 0o777 for one in (path, path.parent)] == [0o600, 0o700]
+    path.write_text("# mine\nbudget: 512\n#model: tiny\nmodel: other  # old\ndecay: 0.5")
+    write_default_setting("model", "tiny-anchor")
+    assert path.read_text() == "# mine\nbudget: 512\n#model: tiny\nmodel: tiny-anchor\ndecay: 0.5"
+    assert resolve(None, {}, {}).model == "tiny-anchor"
+    path.write_text("decay: 0.5")
+    write_default_setting("model", "tiny")
+    assert path.read_text() == "decay: 0.5\nmodel: tiny\n"
+    assert [file.name for file in path.parent.iterdir()] == ["default.yaml"]
+    path.write_text("{budget: 512, model: other}")  # which can't be changed line by line
+    with pytest.raises(SettingError, match="model: tiny"):
+        write_default_setting("model", "tiny")
+    assert path.read_text() == "{budget: 512, model: other}"
+
+
+def test_the_default_model_is_shown_chosen_and_checked(own_home: Path) -> None:
+    def models(*flags: str) -> tuple[int, str, str]:
+        done = run("models", "default", *flags, SIRCHAT_HOME=str(own_home), SIRCHAT_MODEL="")
+        return done.returncode, done.stdout, done.stderr
+
+    assert models() == (0, "tiny\n", "")
+    code, out, err = models("tiny-anchor")
+    assert (code, out) == (0, "")
+    assert "tiny-anchor is now the default model" in err
+    assert models() == (0, "tiny-anchor\n", "")
+    code, _, err = models("./no-such-model")
+    assert code == 1
+    assert "no-such-model" in err
+    assert models() == (0, "tiny-anchor\n", "")

@@ -67,25 +67,6 @@ def test_a_branch_begins_some_messages_ago_and_has_a_memory_of_its_own() -> None
     assert chat.session.turns == straight.session.turns
 
 
-@pytest.mark.parametrize("archive", ["ram", "off"])
-def test_a_branch_may_begin_before_what_can_be_undone(folder: Path, archive: str) -> None:
-    chat = Chat(archive=archive)
-    chat.say(*SAYINGS[:3])
-    chat.do("/save trunk")
-    chat.saved_chat.close()
-    chat = Chat(archive=archive)
-    chat.do("/load trunk")  # nothing before this can be undone
-    shown = chat.do("/branch other 2")
-    assert "the chat was read again" in shown
-    assert chat.texts == SAYINGS[:1]
-    chat.say(SAYINGS[3])
-    chat.saved_chat.close()
-    again, with_keys = resumed(folder, "other")
-    assert [turn.text for turn in again.turns if turn.role == "user"] == [SAYINGS[0], SAYINGS[3]]
-    assert with_keys
-    assert len(list_sessions(folder).sessions) == 2
-
-
 def test_what_can_not_be_branched_is_said_in_one_line_and_nothing_changes(folder: Path) -> None:
     chat = Chat(save=False)
     chat.say(*SAYINGS[:2])

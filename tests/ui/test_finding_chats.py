@@ -13,7 +13,7 @@ from rich.console import Console
 
 from command import run
 from fake_terminal import FakeTerminal
-from saved_chats import Chat, saved
+from saved_chats import SAYINGS, Chat, refusal, saved
 from session_files import new
 from sirchat.paths import sessions_dir
 from sirchat.saved.search import SnippetPart
@@ -98,3 +98,23 @@ def test_load_takes_an_id_or_a_name(folder: Path) -> None:
     chat = Chat()
     assert f"this chat is session {ident}" in chat.do("/load Words")
     assert f"session {ident} is this chat" in chat.do(f"/load {ident[:-1]}")
+
+
+def test_search_finds_messages_of_this_chat_held_or_evicted_and_saved_chats(folder: Path) -> None:
+    long = "9 some words and 81 more of them, and a heron"
+    other = saved(folder, "trip")
+    chat = Chat(budget=64)
+    chat.say("The Pelican of Oslo is grey.", *SAYINGS[2:4], "A pelican flies", long)
+    assert chat.session.resident < chat.session.seen
+    shown = chat.do("/search pelican")
+    assert "  you: …81 more of them, and a heron\n" in chat.do("/search heron")
+    assert shown.startswith("in this chat:\n  you: The Pelican of Oslo is grey.\n")
+    assert "  you: A pelican flies\n" in shown
+    assert "saved chats" not in shown
+    shown = chat.do("/search pelican oslo")
+    assert shown.count("you:") == 1
+    shown = chat.do("/search some words")
+    assert re.search(rf"in saved chats, which /load ID opens:\n{other} (.|\n)*trip", shown)
+    assert chat.saved_chat._autosave.id not in shown.partition("saved chats")[2]
+    assert "no message and no saved chat has all of" in refusal(chat, "/search Ostrich")
+    assert "has no word to search for" in refusal(chat, "/search ...")

@@ -144,16 +144,6 @@ def test_edit_means_the_users_own_message_and_not_a_summary(chat: Chat) -> None:
     assert chat.commands.run("/edit blue it is") == Edit("blue it is")
 
 
-def test_pin_and_unpin_count_only_what_they_change() -> None:
-    chat = Chat(system="Call me Anna.", save=False)
-    chat.say("My name is Anna.")
-    shown = chat.do("/pin Anna")  # the system prompt's was pinned by the setting
-    assert shown.startswith("pinned: “Anna”\n1 token; holds ")
-    assert "all of this is pinned already" in chat.do("/pin Anna")
-    assert "nothing of this was pinned" in chat.do("/unpin name")
-    assert "2 tokens no longer pinned: “Anna … Anna”" in chat.do("/unpin Anna")
-
-
 def test_words_that_tell_little_are_not_named_as_evicted() -> None:
     chat = session(policy="sink", budget=64)
     for word in ("Pelican", "Heron", "Stork", "Raven", "Eagle"):

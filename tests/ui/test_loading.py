@@ -17,7 +17,6 @@ from transformers import AutoTokenizer
 from chatting import save_babbler, tiny
 from gguf_file import write_gguf
 from plain_model import load_model
-from terminal import Terminal
 from warm_python import warm_python
 
 
@@ -83,17 +82,6 @@ def test_what_libraries_say_while_loading_is_not_shown(
     assert (caught, caplog.messages) == ([], [])
     logging.getLogger("huggingface_hub").warning("afterwards")
     assert caplog.messages == ["afterwards"]
-
-
-@pytest.mark.slow
-def test_a_terminal_gets_one_bar_of_ours(gguf: Path, tmp_path: Path) -> None:
-    command = ("--device", "cpu", "--model", str(gguf))
-    with Terminal(*command, home=tmp_path) as chat:
-        chat.wait_prompt()
-        assert b"loading " in chat.raw
-        assert b"it/s" not in chat.raw
-        assert b"%|" not in chat.raw
-        chat.send("/quit\r")
 
 
 # --- torch

@@ -15,7 +15,6 @@ from chatting import babbler, session, tiny
 from drawing import NONE, lines
 from fake_terminal import FakeTerminal
 from saved_chats import Chat
-from sirchat.chat.events import TurnDone
 from sirchat.chat.evicted_text import EvictedTurn
 from sirchat.chat.session import Session
 from sirchat.chat.summary import pin_summary
@@ -23,7 +22,7 @@ from sirchat.chat.tool_loop import read_result
 from sirchat.recall import RecalledTurn
 from sirchat.text.tool_calls import ToolCall
 from sirchat.ui.panel import draw_full_panel, draw_prompt_panel
-from sirchat.ui.status import describe_recalled, describe_round, describe_turn, toolbar_text
+from sirchat.ui.status import describe_recalled, toolbar_text
 from sirchat.ui.tables import draw_recalled_turns
 from sirchat.ui.why import explain_state
 from terminal import lines_of
@@ -59,27 +58,6 @@ def test_what_was_evicted_is_named_listed_and_brought_back(
 
 
 # --- the compact panel
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("policy", "columns"), [("entropy", 160), ("sink", 60)])
-def test_the_panel_after_a_reply_reads_at_a_glance(
-    terminal: FakeTerminal, own_home: Path, policy: str, columns: int
-) -> None:
-    terminal.resize(30, columns)
-    with TypedChat(terminal, policy=policy, budget=64, recent=8, panel="turn") as chat:
-        for line in (*TOLD, "Tell me a joke."):
-            shown = chat.ask(line)
-    panel = shown[shown.index("── ") :].splitlines()
-    text = "\n".join(panel)
-    assert len(panel) <= 8
-    assert "<|" not in text
-    assert "e+" not in text
-    assert re.search("(?m)(^| )(you|model): ", text)
-    assert re.search(r"^evicted: \w+", text, re.M)
-    assert re.search(r"\d+ of \d+ are evicted next: \w+", text)
-    if policy != "entropy":
-        assert re.search(r"wholly evicted", text)
 
 
 @pytest.mark.usefixtures("every_frame")
@@ -200,13 +178,6 @@ def test_the_passage_that_fits_best_is_quoted_not_the_longest() -> None:
     assert turns[long] > turns[told]
     assert f'"{told}"' in describe_recalled(chat.recall, chat.seen)
     assert list(turns).index(long) < list(turns).index(told), "the list is in order of turns"
-
-
-def test_the_lines_of_a_round_and_of_a_turn_say_it() -> None:
-    done = TurnDone(1, "assistant", "Yes.", 2, 3, 90, 200, 0, 40, 0.1, 0.1, "stop")
-    for line in (describe_round(None, done, 96, (), "as said"), describe_turn(done, 96, "as said")):
-        assert ", as said, " in line
-    assert "recalled" not in describe_round(None, done, 96)
 
 
 def test_panel_and_table_name_the_words(asked: Session) -> None:

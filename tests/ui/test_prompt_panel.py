@@ -180,12 +180,3 @@ def test_a_sentence_that_is_cut_keeps_its_closing_quote(width: int) -> None:
         assert re.search(r'\u2026"|\."', row)
     assert max(map(len, rows)) <= width
     assert rows[-1].rstrip().endswith("\u2026")
-
-
-def test_in_80_columns_the_count_of_each_owner_is_whole() -> None:
-    counts = {"user": 156, "assistant": 167, "system": 21, "template": 80}
-    now = replace(session().snapshot(strongest=0), budget=512, resident=424, held_by=counts)
-    first = lines(draw_prompt_panel(now, [], NONE, 80), 80)[0].rstrip()
-    assert first.endswith(
-        "512 tokens: \u2588 yours 156  \u2593 model's 167  \u2592 system 21  \u2591 format 80"
-    )

@@ -23,7 +23,7 @@ from sirchat.config.profile import Profile
 from sirchat.models.model import wrap_model
 from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import saved_profile
-from sirchat.saved.session_list import find_session
+from sirchat.saved.session_list import find_session, list_sessions
 from sirchat.saved.store import SessionStore
 from sirchat.ui.saved_chat import show_resumed_chat
 from sirchat.ui.screen import Screen
@@ -72,6 +72,7 @@ def by_branch(chat: Chat, other: str, folder: Path) -> tuple[Session, str]:
     chat = left_and_resumed(chat)
     shown = chat.do("/branch other 1")
     assert "was read again" in shown
+    assert len(list_sessions(folder).sessions) == 2
     return chat.session, shown
 
 

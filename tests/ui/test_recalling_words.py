@@ -34,25 +34,6 @@ def held(chat: Chat) -> str:
     return "".join(row.text for row in chat.session.tokens(at.tolist()))
 
 
-def test_words_that_are_held_stay_and_are_all_of_those_that_match() -> None:
-    chat = chat_of("My name is Anna.", "I met her yesterday.")
-    shown = chat.do('/recall "Anna"')
-    assert "held already, and stays for your next message: “My name is Anna.”" in shown
-    assert "evicted" not in shown
-    shown = chat.do("/recall yesterday")
-    assert "“My name is Anna. … I met her yesterday.”" in shown, "both, until the next reply"
-
-
-def test_one_token_that_steps_aside_is_not_called_others() -> None:
-    chat = Chat(tiny(), policy="sink", budget=64, recent=0, save=False)
-    chat.say("My cat is called Luna.", *["Tell me a joke."] * 3)
-    came = chat.session.engine.store.archived()[: 64 - chat.session.resident + 1]
-    Switching(chat.session, chat.screen).restore(came)
-    assert chat.session.resident == 64
-    shown = " ".join(chat.out.getvalue().split())
-    assert "were evicted; 1 stepped aside until it is answered; " in shown
-
-
 @pytest.mark.parametrize("recall", ["off", "words"])
 def test_words_are_restored_as_they_were_told_not_as_the_model_repeated_them(recall: str) -> None:
     chat = Chat(tiny(), policy="sink", budget=64, recent=0, save=False, max_new_tokens=24)

@@ -12,11 +12,15 @@ import pytest
 
 from chatting import babbler, session, tiny
 from command import run
+from fake_terminal import FakeTerminal
 from json_oracle import check_stream
+from sirchat.engine.sampling import Sampler
 from sirchat.errors import TranscriptError
 from sirchat.text.transcript import TranscriptTurn, parse_transcript
-from sirchat.ui.replay import ReplayOptions, replay
+from sirchat.ui.replay import ReplayOptions, print_reply, replay
 from sirchat.ui.screen import Screen
+from speaking import saying
+from terminal import everything_on
 
 
 def _replayed(
@@ -57,6 +61,20 @@ def test_quiet_prints_the_replies_alone() -> None:
     assert done.stdout.splitlines()[-1] == "Your name is Anna."
     assert len(done.stdout.splitlines()) == 2
     assert done.stderr == ""
+
+
+def test_the_reply_to_a_question_is_the_text_itself_in_a_terminal_and_on_a_pipe(
+    terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "The harbour master keeps a ledger of *long* voyages."
+    terminal.resize(30, 20)
+    for out in (terminal, pipe := io.StringIO()):
+        monkeypatch.setattr(Sampler, "pick", saying(said))
+        chat = session(babbler(), policy="full", max_new_tokens=99)
+        print_reply(chat, "Tell me.", Screen(out, io.StringIO()), as_json=False)
+    rows = [row.rstrip() for row in everything_on(terminal.screen).split("\n")]
+    assert rows == [said[at : at + 20].rstrip() for at in range(0, len(said), 20)]
+    assert pipe.getvalue() == f"{said}\n"
 
 
 def test_a_line_that_looks_like_a_command_is_only_said(tmp_path: Path) -> None:
@@ -187,23 +205,3 @@ def test_generated_replies_follow_the_policy_too() -> None:
     settings = {"policy": "entropy", "budget": 64, "recent": 8, "max_new_tokens": 120}
     events = _replayed(_transcript(3), feed=False, **settings)
     assert check_stream(events) > 40
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ('{"role": "user", "content": "a"}\n{"role": "cook", "content": "b"}\n', "line 2"),
-        ('{"role": "user", "content": "a"}\nnot json\n', "line 2"),
-        ("\udcff\udcfe\n", "UTF-8"),
-    ],
-)
-def test_malformed_input_names_file_and_line_and_exits_2(
-    text: str, complaint: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "talk.jsonl"
-    file.write_bytes(text.encode("utf-8", "surrogateescape"))
-    done = run("replay", str(file))
-    assert done.returncode == 2
-    assert complaint in done.stderr
-    assert "talk.jsonl" in done.stderr
-    assert "Traceback" not in done.stderr

@@ -167,21 +167,3 @@ def test_a_signal_during_a_search_leaves_a_prompt_that_works(chat: Terminal) -> 
     chat.wait("leaves")
     chat.wait_prompt()
     assert "tokens read" in chat.ask("Hello.")
-
-
-def test_tab_completes_what_the_menu_shows_while_one_types(chat: Terminal, home: Path) -> None:
-    (home / "notes.txt").touch()
-    for typed, menu, line in (
-        ("/budg", r" budget +set how many", "/budget"),
-        (f"see @{home}/no", r"(?m)^ +notes\.txt", f"see @{home}/notes.txt"),
-    ):
-        chat.send(typed)
-        chat.wait_screen(menu)
-        chat.send("\t")
-        chat.wait_screen(rf"(?m)^> {re.escape(line)}$")
-        chat.send("\x15")
-    chat.send("//pol")
-    chat.wait_screen("> //pol")
-    chat.settle(0.3)
-    assert "choose the policy" not in chat.text
-    chat.send("\x15")

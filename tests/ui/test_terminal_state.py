@@ -11,7 +11,6 @@ import shutil
 import signal
 import sys
 import termios
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -84,9 +83,10 @@ def test_the_first_message_is_edited_by_the_keys_that_are_set(tmp_path: Path, en
     flags = ("--model", endless, "--max-new-tokens", "3", "--editing", "vi")
     with Terminal(*flags, home=tmp_path) as chat:
         chat.wait_prompt()
-        for keys in ("xhello", "\x1b", "0x\r"):
+        for keys, mode in (("xhello", "insert"), ("\x1b", "normal")):
             chat.send(keys)
-            time.sleep(0.1)
+            chat.wait_screen(rf"(?m)^ {mode} · ")
+        chat.send("0x\r")
         chat.wait_screen("(?m)^> hello$")
 
 

@@ -179,12 +179,3 @@ def test_the_last_reasoning_is_shown_on_demand(own_home: Path) -> None:
     assert chat.do("/thinking").strip() == "Is it *so*?\n- yes, for long"
     assert chat.do("/thinking fold") == "thinking: show -> fold\n"
     assert "'show', 'fold' or 'hide'" in refusal(chat, "/thinking loud")
-
-
-@pytest.mark.parametrize("panel", ["off", "live"])
-def test_a_reply_without_reasoning_is_shown_as_ever(terminal: FakeTerminal, panel: str) -> None:
-    for markdown, shown in ((True, "so <think>"), (False, "*so* <think>")):
-        terminal.screen.reset()
-        terminal.screen.set_mode(20)
-        show_reply(terminal, ["*so*", " <think>"], panel, thinking="fold", markdown=markdown)
-        assert lines_of(terminal.screen)[0] == shown

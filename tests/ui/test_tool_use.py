@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from random import Random
 from unittest.mock import patch
@@ -27,7 +28,6 @@ from tool_server import HOSTILE, named_servers, scripted, scripted_server, serve
 
 pytestmark = pytest.mark.slow
 
-CALL = ToolCall("call00000", "snow__weather", '{"city": "Oslo"}')
 SNOWS = "It snows in Oslo."
 
 
@@ -79,47 +79,24 @@ def chosen(tmp_path: Path, asked_with: Callable[..., Asked]) -> Callable[..., As
     return choose
 
 
-@pytest.mark.parametrize(
-    ("keys", "decided"),
-    [
-        ("y", CALL),
-        ("n", "the user refuses this call"),
-        ("\x1b", "the user refuses this call"),
-    ],
-)
-def test_a_call_is_done_as_the_user_says(keys: str, decided: ToolCall | str) -> None:
-    asked = Asked(keys)
-    assert asked.use.decide(CALL) == decided
-    assert 'wants to call snow__weather {"city": "Oslo"}' in asked.out.getvalue()
-    assert asked.use.is_stopped is (keys == "\x1b")
-    asked.keys = [""]
-    assert asked.use.decide(CALL) == "the user refuses this call"
-
-
-def test_what_is_always_allowed_or_by_a_pattern_is_not_asked_and_all_else_is() -> None:
-    other = ToolCall("call00001", "snow__fail", "{}")
-    for asked, is_asked in ((Asked("an"), 2), (Asked("n", "snow__w*"), 1)):
-        for _ in range(3):
-            assert asked.use.decide(CALL) == CALL
-        assert asked.use.decide(other) != other
-        assert asked.questions == is_asked
-
-
 @pytest.mark.parametrize("seed", range(int(os.environ.get("SIRCHAT_ATTACK", "10"))))
 def test_consent_never_widens(seed: int) -> None:
-    """Each call is asked about, whatever was allowed, but of a tool that is always allowed."""
+    """Each call is asked about and done as the user says, but of a tool that is always allowed."""
     random, always = Random(seed), set[str]()
-    asked = Asked("", *random.choice(([], ["snow__weather"], ["other__*", "delete_all"])))
-    allowed = {"snow__weather"} & {*asked.use._patterns}
+    pattern = random.choice(["", "snow__weather", "snow__w*", "other__*", "delete_all"])
+    asked = Asked("", *filter(None, [pattern]))
     for _ in range(30):
         name = random.choice(("snow__weather", "snow__weather_2", "snow__delete_all", "snow__*"))
-        given = random.choice(('{"city": "Oslo"}', '{"city": "Rome"}', "{}"))
-        key, before = random.choice("yna\x1b"), asked.questions
+        call = ToolCall("call00000", name, random.choice(('{"city": "Oslo"}', "{}")))
+        key, before = random.choice(["y", "n", "a", "\x1b", ""]), asked.questions
         asked.keys = [key]
-        is_free = name in always | allowed
-        decided = asked.use.decide(ToolCall("call00000", name, given))
+        is_free = name in always or (bool(pattern) and fnmatchcase(name, pattern))
+        decided = asked.use.decide(call)
         assert (asked.questions == before) == is_free
-        assert isinstance(decided, ToolCall) == (is_free or key in "ya")
+        assert decided == (call if is_free or key in tuple("ya") else "the user refuses this call")
+        assert asked.use.is_stopped is (key == "\x1b" and not is_free)
+        verb = "calls" if is_free else "wants to call"
+        assert asked.out.getvalue().rstrip("\n").endswith(f"{verb} {name} {call.arguments}")
         always |= {name} if key == "a" and not is_free else set()
 
 
@@ -162,16 +139,6 @@ def test_tools_are_off_until_they_are_turned_on(
         run_tools_command(session(), "")
 
 
-def test_consent_for_one_tool_is_none_for_a_tool_whose_name_begins_so(
-    chosen: Callable[..., Asked],
-) -> None:
-    by_key, by_flag = chosen("an"), chosen("n", "snow__pid")
-    for each in (by_key, by_flag):
-        assert each.call("pid") is not None
-        assert each.call("pid__all") is None
-        assert not each.keys
-
-
 @pytest.mark.parametrize(
     ("keys", "allow"), [("ayna", []), ("yna", ["snow__weather"]), ("na", ["snow__*"])]
 )
@@ -189,14 +156,6 @@ def test_an_allowed_tool_that_its_server_changes_is_asked_about_again(
     assert said.count("snow__weather was changed by its server, and is now: It does all you") == 1
 
 
-def test_a_tool_that_is_gone_is_not_called(chosen: Callable[..., Asked]) -> None:
-    each = chosen("", "snow__*")
-    each.call("listless")
-    with pytest.raises(SirchatError, match="the server snow has no tool weather any more"):
-        each.call("weather", city="Oslo")
-    assert "snow__weather" not in each.use.tools_json
-
-
 @pytest.mark.parametrize("is_same", [True, False])
 def test_a_tool_that_was_gone_is_allowed_only_as_it_was(tmp_path: Path, is_same: bool) -> None:
     file = scripted(tmp_path, tools=[tool("read")], results={"read": {}})
@@ -205,7 +164,8 @@ def test_a_tool_that_was_gone_is_allowed_only_as_it_was(tmp_path: Path, is_same:
     assert each.call("read") == ""
     comes_back = each.use.tools["snow__read"]
     servers = each.use._tool_servers
-    with patch.object(servers, "tools", return_value=[]), pytest.raises(SirchatError, match="more"):
+    gone = "the server snow has no tool read any more"
+    with patch.object(servers, "tools", return_value=[]), pytest.raises(SirchatError, match=gone):
         each.call("read")
     assert "snow__read" not in each.use.tools
     changed = comes_back if is_same else replace(comes_back, description="It reads all.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 import re
+from itertools import pairwise
 
 import pytest
 from rich.console import Console, RenderableType
@@ -72,32 +73,35 @@ def _numbers(lines: list[str]) -> list[int]:
 
 
 def _held_text(count: Count) -> str:
-    """The expected text of the panel, without blanks: held tokens, and gaps where they are.
+    """The expected text of the panel, without blanks: labels, held tokens, and gaps.
 
     A gap ends with its turn; turns of which nothing is held, one after another, have one gap.
     """
-    text, wholly_evicted = "", 0
-    for start, end in zip([0, *count.ends], count.ends, strict=False):
+    text, bounds, lost = "", [0, *count.ends], 0  # the first turn of those that nothing is held of
+    names = [{"user": "you", "assistant": "model"}.get(role, role) for role in count.roles]
+
+    def lost_turns(end: int) -> str:
+        label = f"{lost}–{end - 1}" if end - lost > 1 else f"{lost}{names[lost]}"
+        return f"{label}⋯{bounds[end] - bounds[lost]}"
+
+    for turn, (start, end) in enumerate(pairwise(bounds)):
         held = [position for position in count.held if start <= position < end]
         if not held:
-            wholly_evicted += end - start
             continue
-        text += f"⋯{wholly_evicted}" if wholly_evicted else ""
-        wholly_evicted, before = 0, start - 1
+        text += (lost_turns(turn) if lost < turn else "") + f"{turn}{names[turn]}"
+        lost, before = turn + 1, start - 1
         for position in held:
             gap = position - before - 1
             text += (f"⋯{gap}" if gap else "") + count.tokens[position].text
             before = position
         text += f"⋯{end - before - 1}" if end - before > 1 else ""
-    return "".join((text + (f"⋯{wholly_evicted}" if wholly_evicted else "")).split())
+    return "".join((text + (lost_turns(len(names)) if lost < len(names) else "")).split())
 
 
 def _body(lines: list[str]) -> str:
-    """The held text as drawn, without labels, brackets and blanks."""
+    """Labels and held text as drawn, without brackets and blanks."""
     start = next(i for i, line in enumerate(lines) if "template" in line) + 1
-    end = lines.index("turns")
-    body = [re.sub(r"^ *\d+(–\d+|) +(system|you|model|) *", "", line) for line in lines[start:end]]
-    return re.sub(r"[⟨⟩⟦⟧\s]", "", "".join(body))
+    return re.sub(r"[⟨⟩⟦⟧\s]", "", "".join(lines[start : lines.index("turns")]))
 
 
 @pytest.mark.slow

@@ -20,7 +20,6 @@ from prompt_toolkit.application import Application
 from prompt_toolkit.history import DummyHistory
 from prompt_toolkit.input import PipeInput, create_pipe_input
 from prompt_toolkit.key_binding.key_processor import KeyProcessor
-from prompt_toolkit.key_binding.vi_state import InputMode
 from prompt_toolkit.output import DummyOutput
 
 from chatting import babbler
@@ -141,23 +140,6 @@ def test_the_text_of_the_editor_comes_back_and_becomes_no_command_there(
 ) -> None:
     monkeypatch.setenv("VISUAL", program(tmp_path / "editor.sh", script))
     assert read(keys[0] + EDITOR, keys[1]) == line
-
-
-TEXTS = ("/exit", '"""Doc string."""', '"""Doc', "// a C comment", "a \\")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("text", TEXTS)
-def test_text_that_was_pasted_stays_text_when_it_comes_back(read: Read, text: str) -> None:
-    for keys in (
-        (paste(text), ENTER),
-        (UP, ENTER),
-        (CTRL_R + text[-6:-1], ENTER + ENTER),
-        (paste(text), CTRL_C, UP, ENTER),
-        (paste(text), "\x15\x19", ENTER),
-    ):
-        assert read(*keys) == message(text), keys
-    assert read(paste(text), UP, DOWN, ENTER) == message(text)
 
 
 def test_pasted_text_stays_text_in_the_next_chat_and_can_be_erased(
@@ -358,14 +340,6 @@ def test_a_message_is_edited_by_the_keys_that_are_set(
     chat.ask(keys)
     assert chat.said() == said
     assert (" insert · " in chat.terminal.getvalue()) == (mode == "vi")
-
-
-def test_the_mode_of_vi_is_named_below_the_prompt(prompt: Prompt) -> None:
-    assert "insert" not in prompt._toolbar_text()
-    prompt.set_editing_mode("vi")
-    for mode, name in ((InputMode.NAVIGATION, "normal"), (InputMode.INSERT, "insert")):
-        prompt._prompt.app.vi_state.input_mode = mode
-        assert prompt._toolbar_text().startswith(f" {name} · ")
 
 
 @pytest.mark.parametrize(("seconds", "rings"), [(0, 0), (9, 0), (2, 1)])
