@@ -4,7 +4,7 @@ import os
 import stat
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -27,7 +27,6 @@ from sirchat.errors import SirchatError, TranscriptError, is_output_closed
 from sirchat.paths import read_yaml, sessions_dir
 from sirchat.text.json_schema import load_schema
 from sirchat.ui.interrupt import interruptible_imports
-from sirchat.ui.text import displayable_line
 
 if TYPE_CHECKING:
     from sirchat.chat.session import Session
@@ -133,7 +132,7 @@ def ask(
     from sirchat.tools.config import ToolFlags
 
     resume = "last" if is_last and resume is None else resume
-    asked = read_question(question or [], file or [], has_input=not no_input, note=_print_remark)
+    asked = read_question(question or [], file or [], has_input=not no_input)
     tool_flags = ToolFlags.of(tools, tools_allow)
     opening = _open_for_question(resume, flags, about_text=asked.source_chars > 0)
     profile = opening.profile
@@ -171,7 +170,13 @@ def _session_for_question(
 
     with loading_bar(screen, opening.profile.model) as report:
         session = _load_session(opening._replace(later={}), trust, report)
-    with use_tools(tools, session, screen), _within_saved_chat(session, screen, opening):
+    with use_tools(tools, session, screen), ExitStack() as ending:
+        if opening.store is not None:
+            from sirchat.chat.retry import temporary_settings
+            from sirchat.ui.saved_chat import SavedChat
+
+            ending.callback(SavedChat(session, screen, opening.store).close)
+            ending.enter_context(temporary_settings(session, "ask", opening.later))
         yield session
 
 
@@ -183,23 +188,6 @@ def _open_for_question(resume: str | None, flags: dict[str, Any], *, about_text:
     if about_text and "temperature" not in profile.model_fields_set:
         profile = profile.model_copy(update={"temperature": 0.0})  # a fact is there, or not
     return _Opening(profile)
-
-
-@contextmanager
-def _within_saved_chat(session: "Session", screen: "Screen", opening: _Opening) -> Iterator[None]:
-    """Context manager: adds the question to the saved chat, and ends temporary settings."""
-    if opening.store is None:
-        yield
-        return
-    from sirchat.chat.retry import temporary_settings
-    from sirchat.ui.saved_chat import SavedChat
-
-    saved_chat = SavedChat(session, screen, opening.store)
-    try:
-        with temporary_settings(session, "ask", opening.later):
-            yield
-    finally:
-        saved_chat.close()
 
 
 @with_flags(_FLAGS["replay"])
@@ -299,11 +287,6 @@ def tutorial(auto: bool = False) -> None:
     waits = not auto and sys.stdin.isatty() and sys.stdout.isatty()
     if not run_tutorial(open_tutorial, screen, waits=waits) and not waits:
         raise typer.Exit(1)
-
-
-def _print_remark(text: str) -> None:
-    sys.stderr.write(f"{displayable_line(text)}\n")
-    sys.stderr.flush()
 
 
 def _load_session(

@@ -24,6 +24,7 @@ from sirchat.models.hub import require_available
 from sirchat.paths import archives_dir, read_yaml, sessions_dir
 from sirchat.text.json_schema import load_schema
 from sirchat.ui.interrupt import interruptible_imports
+from sirchat.ui.text import displayable_line
 
 if TYPE_CHECKING:
     from sirchat.chat.session import Session
@@ -145,6 +146,11 @@ def open_session(
             notices = [*getattr(model.tokenizer, "notices", []), notice]
             model.tokenizer.notices = [*filter(None, notices)]
         return Session(model, profile, rows_in_events=rows_in_events)
+
+
+def print_remark(text: str) -> None:
+    """Print a line to standard error, without control characters."""
+    typer.echo(displayable_line(text), err=True)
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """The commands `sirchat models ...`, which list, measure, choose, download and check models."""
 
 import os
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from sirchat import paths
-from sirchat.cli.flags import with_flags
+from sirchat.cli.flags import print_remark, with_flags
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve, write_default_setting
 from sirchat.errors import ModelError, UsageError
@@ -19,8 +18,6 @@ from sirchat.paths import read_yaml
 from sirchat.ui.text import displayable_line
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from sirchat.ui.lists import ListedModel
 
 _FLAGS = read_yaml(__file__, "models")
@@ -45,8 +42,9 @@ def models_list(folders: list[Path] | None = None, budget: str | None = None) ->
     memory suffices; sirchat models fit NAME tells more.
     """
     from sirchat.ui.lists import print_models
+    from sirchat.ui.screen import make_console
 
-    print_models(listed_models(folders or (), budget), _console())
+    print_models(listed_models(folders or (), budget), make_console())
 
 
 def listed_models(folders: Sequence[Path], budget: str | None) -> "list[ListedModel]":
@@ -93,8 +91,9 @@ def models_fit(name: str) -> None:
     from sirchat.models.listing import find_model
     from sirchat.models.shape import free_memory
     from sirchat.ui.lists import print_fit
+    from sirchat.ui.screen import make_console
 
-    print_fit(compute_fit(find_model(name), _resolve_profile(None), free_memory()), _console())
+    print_fit(compute_fit(find_model(name), _resolve_profile(None), free_memory()), make_console())
 
 
 @models_app.command("default")
@@ -106,9 +105,9 @@ def models_default(name: str | None = None) -> None:
         return
     require_available(name)
     path = write_default_setting("model", name)
-    _print_remark(f"{name} is now the default model ({paths.with_tilde(path)})")
+    print_remark(f"{name} is now the default model ({paths.with_tilde(path)})")
     if (other := os.environ.get("SIRCHAT_MODEL")) and other != name:
-        _print_remark(f"here the environment variable SIRCHAT_MODEL still says {other}")
+        print_remark(f"here the environment variable SIRCHAT_MODEL still says {other}")
 
 
 @models_app.command("pull")
@@ -130,9 +129,7 @@ def models_pull(name: str, file: str | None = None) -> None:
         with download_bar(make_notes_console()) as progress:
             pulled = pull(name, file, progress)
     except KeyboardInterrupt:
-        sys.stderr.write(
-            "sirchat: what was downloaded stays; the same command downloads the rest\n"
-        )
+        print_remark("sirchat: what was downloaded stays; the same command downloads the rest")
         raise
     advice = f"to chat with this model: sirchat -m {pulled.name}"
     folder = snapshot_folder(cached_folder(name))
@@ -141,7 +138,7 @@ def models_pull(name: str, file: str | None = None) -> None:
             shape_of_folder(folder)
         except ModelError as error:
             advice = str(error.args[0]).replace(str(folder), "it")
-    _print_remark(f"{pulled.name}: {format_bytes(pulled.size)}; {advice}")
+    print_remark(f"{pulled.name}: {format_bytes(pulled.size)}; {advice}")
 
 
 @models_app.command("recommend")
@@ -169,13 +166,3 @@ def models_recommend() -> None:
 
 def _resolve_profile(budget: str | None) -> Profile:
     return resolve(None, {"budget": budget} if budget else {}, os.environ)
-
-
-def _console() -> "Console":
-    from sirchat.ui.screen import make_console
-
-    return make_console()
-
-
-def _print_remark(text: str) -> None:
-    typer.echo(displayable_line(text), err=True)

@@ -4,14 +4,15 @@ import os
 import select
 import stat
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from sirchat.cli.flags import print_remark
 from sirchat.errors import UsageError
 from sirchat.text.text_file import decode_text, is_missing
 from sirchat.text.transcript import MAX_LINE_BYTES
-from sirchat.ui.attaching import load_attachments, mentioned_names
+from sirchat.ui.attaching import load_blocks, mentioned_names
 from sirchat.ui.text import pluralize, shorten
 
 _QUIET_SECONDS = 2.0  # seconds without input after which a line says what is waited for
@@ -25,9 +26,7 @@ class AskedText(NamedTuple):
     has_files: bool  # whether there is more than words: files, or text from standard input
 
 
-def read_question(
-    question: Sequence[str], files: Sequence[str], *, has_input: bool, note: Callable[[str], None]
-) -> AskedText:
+def read_question(question: Sequence[str], files: Sequence[str], *, has_input: bool) -> AskedText:
     """Join the files, the text from standard input and the words of a question.
 
     A first word or a file `-` is standard input, even from a terminal; otherwise it is read only if
@@ -37,40 +36,44 @@ def read_question(
     if names_input and sys.stdin is None:
         raise UsageError("- is standard input, which is closed")
     words = " ".join(question[1:] if "-" in question[:1] else question)
-    sources = _load_files(files, note)
+    sources = _load_files(files)
     if names_input or (has_input and sys.stdin is not None and not sys.stdin.isatty()):
         has_question = bool(words.strip() or files) and not names_input
-        sources.append(_read_input(has_question, note))
+        sources.append(_read_input(has_question))
     sources = [source for source in sources if source.strip()]
     parts = [*sources, words] if words.strip() else sources
     if not parts:
         raise UsageError("there is no question", hint='sirchat ask "QUESTION"')
     for name in mentioned_names(words):
         if name not in files and not is_missing(name):
-            note(f"@{name} is sent as plain text; to send the file, too: sirchat ask -f FILE")
+            print_remark(
+                f"@{name} is sent as plain text; to send the file, too: sirchat ask -f FILE"
+            )
     return AskedText("\n\n".join(parts), len("\n\n".join(parts[:-1])), bool(sources))
 
 
-def _load_files(names: Sequence[str], note: Callable[[str], None]) -> list[str]:
-    """The texts of the files, folders and patterns of `-f`; a note lists what each contains."""
+def _load_files(names: Sequence[str]) -> list[str]:
+    """The texts of the files, folders and patterns of `-f`; a line lists what each contains."""
     blocks = list[str]()
     for name in dict.fromkeys(name for name in names if name != "-"):
-        attached = load_attachments(name)
-        blocks += [file.block for file in attached]
-        if (found := [file.name for file in attached]) != [name]:
+        found = load_blocks(name)
+        blocks += found.values()
+        if [*found] != [name]:
             listed = f"{name}: {pluralize(len(found), 'file')}, {', '.join(found)}"
-            note(shorten(listed, _MAX_LIST_CHARS))
+            print_remark(shorten(listed, _MAX_LIST_CHARS))
     return blocks
 
 
-def _read_input(has_question: bool, note: Callable[[str], None]) -> str:
+def _read_input(has_question: bool) -> str:
     """The text from standard input; "" if it is a file that a shell loop reads."""
     if has_question and _is_partly_read():
-        note(f"{_STDIN_NAME} is a file that a loop or another command reads, so it is left alone")
+        print_remark(
+            f"{_STDIN_NAME} is a file that a loop or another command reads, so it is left alone"
+        )
         return ""
     if not (sys.stdin.isatty() or _has_input_soon()):
         without = "; < /dev/null, or --no-input, asks without it" if has_question else ""
-        note(f"waiting for {_STDIN_NAME} to end{without}")
+        print_remark(f"waiting for {_STDIN_NAME} to end{without}")
     data = sys.stdin.buffer.read(MAX_LINE_BYTES + 1)
     if len(data) > MAX_LINE_BYTES:
         raise UsageError(f"{_STDIN_NAME} is too long; allowed: up to {MAX_LINE_BYTES:,} bytes")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from os.path import basename
 from typing import TYPE_CHECKING
 
@@ -35,19 +34,6 @@ _RESOURCE = re.compile(r"[^:\s]+:[A-Za-z]")  # how `server:uri` begins
 _CLOSING_PUNCTUATION = ".,;:!?)]}'\"…"  # cut off an `@path` if no file has the full name
 
 
-@dataclass(frozen=True)
-class AttachedFile:
-    """A file for a message: its name as the user typed it, and its text."""
-
-    name: str
-    text: str
-
-    @property
-    def block(self) -> str:
-        """The file's text as a Markdown code block, with the file's name on top."""
-        return without_surrogates(make_code_block(displayable_line(self.name), self.text))
-
-
 def attach_mentions(
     text: str,
     note: Callable[[str], None],
@@ -57,7 +43,7 @@ def attach_mentions(
 
     Remarks go to `note`. Raises UsageError if a file can't be used.
     """
-    files: dict[str, AttachedFile] = {}
+    blocks: dict[str, str] = {}  # by path
     message = words = ""  # `words` lacks the names of attached files
     end = 0
     for mention in _MENTION.finditer(text):
@@ -66,16 +52,16 @@ def attach_mentions(
         resource = None if mention["escape"] else read_resource(name)
         if resource is not None:
             path, shown = name, mention[0][1:]
-            files[name] = AttachedFile(name, resource)
+            blocks[name] = _make_block(name, resource)
         else:
             path, shown = _resolve_mention(mention, note)
-        if path and path not in files:
-            files |= {file.name: file for file in load_attachments(path)}
+        if path and path not in blocks:
+            blocks |= load_blocks(path)
         message += between + shown
         words += between + shown.removeprefix(path)
     message, words = message + text[end:], words + text[end:]
-    blocks = [file.block for file in files.values()]  # first: the oldest is usually evicted first
-    return "\n\n".join([*blocks, *([message] if words.strip() else [])])
+    # The files come first: the oldest is usually evicted first.
+    return "\n\n".join([*blocks.values(), *([message] if words.strip() else [])])
 
 
 def escape_mentions(text: str, after: str = "") -> str:
@@ -101,9 +87,16 @@ def unfinished_mention(before: str) -> str | None:
     return match[0][1:] if match else None
 
 
-def load_attachments(name: str) -> list[AttachedFile]:
-    """Load a file, folder or pattern; raises UsageError if a file can't be used."""
-    return [AttachedFile(path, text) for path, text in load_text_files(name).items()]
+def load_blocks(name: str) -> dict[str, str]:
+    """The texts of a file, folder or pattern as Markdown code blocks, by path.
+
+    Raises UsageError if a file can't be used.
+    """
+    return {path: _make_block(path, text) for path, text in load_text_files(name).items()}
+
+
+def _make_block(name: str, text: str) -> str:
+    return without_surrogates(make_code_block(displayable_line(name), text))
 
 
 def split_leading_path(text: str) -> tuple[str, str]:

@@ -55,7 +55,8 @@ def export_chat(session: Session, screen: Screen, rest: str) -> None:
         )
     if not _turns_with_text(session):
         raise UsageError("there is nothing to export: the chat has no messages yet")
-    _write(name, without_surrogates(_RENDERERS[format](session)), force=words != rest)
+    text = _markdown(session) if format == "md" else _json(session)
+    _write(name, without_surrogates(text), force=words != rest)
     screen.note(f"{EXPORT_FORMATS[format]} was written to {name}")
 
 
@@ -124,7 +125,7 @@ def _markdown(session: Session) -> str:
     for role, text in texts:  # what a tool returned is code: no picture in it is loaded
         is_code = role == "tool" or _is_left_open(text)
         shown = indent(text, "    ") if is_code else text
-        sections.append(f"## {_speaker_name(role)}\n\n{shown}")
+        sections.append(f"## {ROLE_NAMES[role].capitalize()}\n\n{shown}")
     return "\n\n".join(sections)
 
 
@@ -142,17 +143,10 @@ def _json(session: Session) -> str:
     return terminal_safe_json(record, indent=1)
 
 
-_RENDERERS = {"md": _markdown, "json": _json}
-
-
 def _turns_with_text(session: Session) -> list[tuple[str, Turn]]:
     """Roles and turns that have text, since they were not erased, nor interrupted at once."""
     turns = zip(session.state.roles, session.turns, strict=True)
     return [(role, turn) for role, turn in turns if turn.text.strip()]
-
-
-def _speaker_name(role: str) -> str:
-    return ROLE_NAMES[role].capitalize()
 
 
 def _write(name: str, text: str, *, force: bool) -> None:

@@ -78,7 +78,8 @@ def print_reply(
                 show(event)
         finally:
             show(session.closing_event())
-    _raise_if_interrupted(interrupted)
+    if interrupted():
+        raise KeyboardInterrupt
 
 
 class _Answer(ExitStack):
@@ -120,45 +121,33 @@ def _replay_events(
     previous, calls = "", list[ToolCall]()
     # A turn is replayed as soon as it is complete, even if the next one is still being typed.
     pairs = pairwise(chain(turns, (None,))) if options.feed else ((turn, None) for turn in turns)
-    for turn, next_item in pairs:
-        assert turn is not None  # only the last of all is
-        next_turn = next_item if isinstance(next_item, TranscriptTurn) else None
-        if isinstance(turn, SettingsSwitch):
-            yield from _replay_switch(session, turn, options)
-        elif turn.role == "system":
-            yield from _replay_system(session, turn, options.name)
-        elif turn.role == "user":
-            text = turn.content
-            has_reply = next_turn is not None and next_turn.role == "assistant"
-            with InterruptFlag() as interrupted:
-                if has_reply:
-                    yield from session.read_question(text, interrupted, next_role="assistant")
-                else:
-                    yield from session.ask(text, interrupted)
-            _raise_if_interrupted(interrupted)
-        elif turn.role == "tool" and options.feed:
-            call = calls.pop(0) if calls else ToolCall(call_id(turn.line), "tool", "{}")
-            asked, role = session.undoable_message, next_turn.role if next_turn else None
-            with InterruptFlag() as interrupted:
+    for item, next_item in pairs:
+        assert item is not None  # only the last of all is
+        next_role = next_item.role if isinstance(next_item, TranscriptTurn) else None
+        with InterruptFlag() as interrupted:
+            if isinstance(item, SettingsSwitch):
+                yield from _replay_switch(session, item, options, interrupted)
+            elif item.role == "system":
+                yield from _replay_system(session, item, options.name)
+            elif item.role == "user" and next_role == "assistant":
+                yield from session.read_question(item.content, interrupted, next_role=next_role)
+            elif item.role == "user":
+                yield from session.ask(item.content, interrupted)
+            elif item.role == "tool" and options.feed:
+                call = calls.pop(0) if calls else ToolCall(call_id(item.line), "tool", "{}")
+                asked = session.undoable_message
                 yield from read_result(
-                    session, call, turn.content, asked, interrupted, next_role=role
+                    session, call, item.content, asked, interrupted, next_role=next_role
                 )
-            _raise_if_interrupted(interrupted)
-        elif options.feed:
-            if previous not in ("user", "tool"):
-                raise TranscriptError(
-                    f"{options.name}, line {turn.line}: an assistant turn must follow a user turn"
-                )
-            calls, given = calls_in(session, turn.content)
-            with InterruptFlag() as interrupted:
-                yield from session.read_reply(turn.content, interrupted, given)
-            _raise_if_interrupted(interrupted)
-        previous = "" if isinstance(turn, SettingsSwitch) else turn.role
-
-
-def _raise_if_interrupted(interrupted: InterruptFlag) -> None:
-    if interrupted():
-        raise KeyboardInterrupt
+            elif options.feed:
+                if previous not in ("user", "tool"):
+                    where = f"{options.name}, line {item.line}"
+                    raise TranscriptError(f"{where}: an assistant turn must follow a user turn")
+                calls, given = calls_in(session, item.content)
+                yield from session.read_reply(item.content, interrupted, given)
+        if interrupted():
+            raise KeyboardInterrupt
+        previous = "" if isinstance(item, SettingsSwitch) else item.role
 
 
 def _replay_system(session: Session, turn: TranscriptTurn, name: str) -> Iterator[Event]:
@@ -169,17 +158,15 @@ def _replay_system(session: Session, turn: TranscriptTurn, name: str) -> Iterato
 
 
 def _replay_switch(
-    session: Session, switch: SettingsSwitch, options: ReplayOptions
+    session: Session, switch: SettingsSwitch, options: ReplayOptions, interrupted: InterruptFlag
 ) -> Iterator[Event]:
     source, settings = f"{options.name}, line {switch.line}", switch.settings
-    with InterruptFlag() as interrupted:
-        events = session.switch(source, interrupted, **settings)
+    events = session.switch(source, interrupted, **settings)
     yield from events
     values = {name: format_setting(value) for name, value in settings.items()}
     same = ", ".join(f"{name} is already {value}" for name, value in values.items())
     if not options.json and (change := describe_switch(events, session, same)):
         yield Notice(change)
-    _raise_if_interrupted(interrupted)
 
 
 class _Dialogue:

@@ -70,10 +70,16 @@ def describe_round(
     if reply.role == "assistant":
         parts.append(f"{reply.tokens_out:,} written")
     if reply.tokens_out:
-        parts.append(_describe_speed(reply))
+        parts.append(f"{reply.tokens_out / max(reply.seconds_decode, 1e-9):,.0f} tok/s")
     if recalled:
         parts.append(recalled)
-    return ", ".join(parts + _describe_cache(reply, evicted, budget, evicted_words))
+    if evicted:
+        words = f" (your words: {', '.join(evicted_words)})" if evicted_words else ""
+        parts.append(f"{evicted:,} evicted{words}")
+    parts.append(f"cache holds {reply.resident:,}/{budget:,}")
+    if reply.finish in _FINISH_NOTES:
+        parts.append(_FINISH_NOTES[reply.finish])
+    return ", ".join(parts)
 
 
 def describe_recalled(recall: Recall, seen: int) -> str:
@@ -157,16 +163,3 @@ def download_bar(console: Console) -> Iterator[Progress]:
             progress.update(task, description=name, completed=done, total=total)
 
         yield report
-
-
-def _describe_speed(turn: TurnDone) -> str:
-    return f"{turn.tokens_out / max(turn.seconds_decode, 1e-9):,.0f} tok/s"
-
-
-def _describe_cache(
-    turn: TurnDone, evicted: int, budget: int, words: Sequence[str] = ()
-) -> list[str]:
-    user_words = f" (your words: {', '.join(words)})" if words else ""
-    parts = [f"{evicted:,} evicted{user_words}"] if evicted else []
-    parts.append(f"cache holds {turn.resident:,}/{budget:,}")
-    return [*parts, _FINISH_NOTES[turn.finish]] if turn.finish in _FINISH_NOTES else parts

@@ -242,21 +242,12 @@ class _PrivateFileHistory(TypedHistory, FileHistory):
     def erase(self, matches: Callable[[str], bool]) -> None:
         if paths.history_file().exists():
             with _history_lock():
-                self._rewrite([line for line in self.lines() if not matches(line)])
+                kept = [line for line in reversed(self.lines()) if not matches(line)]
+                # As `store_string` writes them: each after a comment, with a `+` before each row.
+                text = "".join(f"\n#\n+{line.replace(chr(10), f'{chr(10)}+')}\n" for line in kept)
+                data = text.encode("utf-8", "replace")
+                paths.write_private(paths.history_file(), data, replaces=True)
         super().erase(matches)
-
-    def _rewrite(self, lines: list[str]) -> None:
-        new = paths.history_file().with_name("history.new")
-        path, self.filename = self.filename, f"{os.fsdecode(self.filename)}.new"
-        try:
-            new.unlink(missing_ok=True)  # it might be a link
-            paths.open_private(new, "x").close()
-            for entry in reversed(lines):
-                FileHistory.store_string(self, entry)
-            os.replace(self.filename, path)
-        finally:
-            self.filename = path
-            new.unlink(missing_ok=True)
 
 
 def _history_lock() -> FileLock:

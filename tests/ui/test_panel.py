@@ -36,7 +36,7 @@ from drawing import (
     styles,
 )
 from sirchat.chat.events import TokenRow
-from sirchat.chat.panel_snapshot import Snapshot
+from sirchat.chat.panel_snapshot import HeldShare, Snapshot
 from sirchat.ui.cells import (
     StyledRun,
     token_line,
@@ -125,7 +125,7 @@ def test_any_text_keeps_panels_straight_and_controls_no_terminal(
     full = lines(draw_full_panel(snapshot, DARK, width), width)
     assert {cell_len(line) for line in full} == {width}
     view = compact_view(snapshot, strongest)
-    small = lines(draw_compact_panel(view, DARK, width, evicted=gone), width)
+    small = lines(draw_compact_panel(view, DARK, width, evicted=[one * 9 for one in gone]), width)
     assert len(small) <= 8
     assert max(map(cell_len, small)) <= width - 1
     table = printed(draw_tokens(snapshot.rows, DARK), 80).split("\n")
@@ -177,6 +177,13 @@ def test_layout_loses_nothing_and_cuts_no_character(texts: list[str], width: int
 # --- the compact panel
 
 
+def test_the_strip_has_signs_of_its_own_for_turns_of_which_no_word_or_all_is_held() -> None:
+    shares = [(9, 0, 0), (9, 2, 1), (9, 2, 0), (9, 3, 3), (9, 9, 9)]  # tokens, held, no template's
+    turns = (HeldShare(0, "user", *share[:2], None, share[2]) for share in shares)
+    drawn = lines(draw_compact_panel(replace(TALK, turns=tuple(turns)), NONE, 80), 80)
+    assert drawn[2] == "turns ·▂·▃█  2 wholly evicted"
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -186,9 +193,10 @@ def test_layout_loses_nothing_and_cuts_no_character(texts: list[str], width: int
     ],
 )
 def test_what_goes_next_is_said_in_words(change: dict[str, Any], said: str) -> None:
-    leaving = {"evicted_next": (3, 4), "leaving_words": {"Rex": "user", "green": "assistant"}}
-    view = replace(TALK, **{"rows": (), "slots": (), "resident": 10} | leaving | change)
-    assert lines(draw_compact_panel(view, NONE, 80), 80)[3].startswith(said)
+    leaving = {"Rex": "user", "green": "assistant"}
+    view = replace(TALK, rows=(), slots=(), resident=10, evicted_next=(3, 4), leaving_words=leaving)
+    drawn = draw_compact_panel(replace(view, **change), NONE, 80)
+    assert lines(drawn, 80)[3].startswith(said)
 
 
 # --- tables

@@ -146,19 +146,18 @@ def test_own_lines_are_sent_and_an_effect_that_they_prevent_is_not_claimed(home:
         said = folded(terminal.everything)
         assert "should: Anna is in the memory. Your own lines may be why." in said
         assert STEPS[2].after not in said
-        terminal.send("\x04")
+        terminal.send("q\r")
         assert terminal.ended() == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("keys", "code"), [("q\r", 0), ("\x03", 130)])
-def test_leaving_half_way(home: Path, keys: str, code: int) -> None:
+def test_leaving_half_way(home: Path) -> None:
     with started(home) as terminal:
         wait_step(terminal, 1)
         terminal.submit()
         wait_step(terminal, 2)
-        terminal.send(keys)
-        assert terminal.ended() == code
+        terminal.send("\x03")
+        assert terminal.ended() == 130
         assert terminal.lines.count(f"> {STEPS[1].line}") == 0  # it was not sent
         told = "sirchat tutorial starts the tutorial again; sirchat alone opens a chat"
         assert told in terminal.text
