@@ -26,15 +26,13 @@ def chat_and_call(openai: Any, address: str, monkeypatch: pytest.MonkeyPatch) ->
     text = told([user(ANNA)], max_new_tokens=MOST)
     create = client.chat.completions.create
     messages: list[Any] = [user(ANNA)]
+    cut = create(model="tiny", messages=messages, stop="you")
+    assert cut.choices[0].message.content == text[: text.index("you")]
     first = create(model="tiny", messages=messages)
     assert first.choices[0].message.content == text
     stream = create(model="tiny", messages=messages, stream=True)
     pieces = [chunk.choices[0].delta for chunk in stream]
     assert "".join(piece.content or "" for piece in pieces) == text
-    assert (
-        create(model="tiny", messages=messages, stop="you").choices[0].message.content
-        == text[: text.index("you")]
-    )
     messages += [first.choices[0].message, user(NAME)]
     after = create(model="tiny", messages=messages)
     assert after.usage.prompt_tokens_details.cached_tokens > 0

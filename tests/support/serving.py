@@ -196,9 +196,11 @@ def listening(one: Served) -> Iterator[str]:
     thread.start()
     while not running.started:
         time.sleep(0.01)
-    yield f"http://127.0.0.1:{running.servers[0].sockets[0].getsockname()[1]}"
-    running.should_exit = True
-    thread.join()
+    try:
+        yield f"http://127.0.0.1:{running.servers[0].sockets[0].getsockname()[1]}"
+    finally:  # else a test that fails would never end
+        running.should_exit = True
+        thread.join()
 
 
 @contextmanager
