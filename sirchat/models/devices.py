@@ -74,11 +74,6 @@ def pick_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def is_submodule(name: str, outer: str) -> bool:
-    """Whether the module `name` is the module `outer` or one of its parts."""
-    return not outer or name == outer or name.startswith(f"{outer}.")
-
-
 def free_gpu_bytes(device: torch.device) -> int:
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory())
@@ -259,7 +254,8 @@ def weights_by_device(module: Any) -> Counter[str]:
     for name, tensor in chain(unique_parameters(module), module.named_buffers()):
         where = str(tensor.device)
         if tensor.is_meta:
-            where = next(str(at) for part, at in placement.items() if is_submodule(name, part))
+            parts = (part for part in placement if not part or f"{name}.".startswith(f"{part}."))
+            where = str(placement[next(parts)])
         key = name if tensor.is_meta else (where, tensor.data_ptr(), tensor.nbytes)
         if key not in seen:
             seen.add(key)

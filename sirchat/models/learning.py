@@ -92,7 +92,11 @@ def _start(name: str, trust_remote_code: bool, file: Path, lock: int) -> None:
             start_new_session=True,  # it outlives the chat
             pass_fds=[lock],
         )
-    _lower_priority(process.pid)
+    if sys.platform != "win32":  # where nothing starts
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, process.pid, _LOWEST_PRIORITY)
+    with suppress(OSError):  # Linux shares processors among sessions first, by their own priority
+        Path(f"/proc/{process.pid}/autogroup").write_text(str(_LOWEST_PRIORITY), encoding="ascii")
     threading.Thread(target=process.wait, name="learning", daemon=True).start()
 
 
@@ -141,16 +145,6 @@ def _lock() -> int | None:
         except OSError:
             os.close(descriptor)
     return None
-
-
-def _lower_priority(process: int) -> None:
-    if sys.platform == "win32":
-        return
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, process, _LOWEST_PRIORITY)
-    # Linux shares processors among sessions first, each with a priority of its own.
-    with suppress(OSError):
-        Path(f"/proc/{process}/autogroup").write_text(str(_LOWEST_PRIORITY), encoding="ascii")
 
 
 def _read_log(name: str) -> list[str]:

@@ -117,16 +117,6 @@ def part_names(name: str) -> list[str]:
     return [f"{stem}-{at:05}-of-{count}{end}" for at in range(1, int(count) + 1)] or [name]
 
 
-def cached_gguf(name: str) -> Path | None:
-    """The cached file for a name such as `OWNER/NAME/FILE.gguf`; None if it is not cached."""
-    if (parts := split_gguf_name(name)) is None:
-        return None
-    repository, file = parts
-    snapshot = snapshot_folder(cached_folder(repository))
-    path = snapshot / file if snapshot is not None else None
-    return path if path is not None and path.is_file() else None
-
-
 def loading_error(name: str, error: Exception) -> ModelError:
     """A ModelError that says in one line why the model `name` can't be loaded."""
     lacks_package = isinstance(error, ImportError) and find_spec("gguf") is None
@@ -175,7 +165,10 @@ def _find_path(name: str) -> Path:
     in_models_folder = paths.models_dir() / path
     if ".." not in path.parts and in_models_folder.exists():
         return in_models_folder
-    return cached_gguf(name) or path
+    repository, file = split_gguf_name(name) or ("", "")
+    snapshot = snapshot_folder(cached_folder(repository)) if file else None
+    cached = snapshot / file if snapshot is not None else path
+    return cached if cached.is_file() else path
 
 
 def _check_folder(name: str, folder: Path) -> None:

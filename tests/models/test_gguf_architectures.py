@@ -15,8 +15,6 @@ from attacking import MANY  # noqa: E402
 from gguf_models import (  # noqa: E402  # noqa: E402
     MODELS,
     VOCABULARY,
-    add_byte_pairs,
-    add_sentence_pieces,
     few_bits,
     floats_only,
     random_model,
@@ -31,7 +29,6 @@ from sirchat.models.fit import compute_fit  # noqa: E402
 from sirchat.models.gguf.header import FOUR_BIT, GgufFile, parse_gguf  # noqa: E402
 from sirchat.models.gguf.model import load_module  # noqa: E402
 from sirchat.models.gguf.translate import refuse_unsupported  # noqa: E402
-from sirchat.models.gguf.vocabulary import load_tokenizer  # noqa: E402
 from sirchat.models.listing import find_model  # noqa: E402
 from sirchat.models.model import LoadedModel  # noqa: E402
 from sirchat.models.packed import (  # noqa: E402
@@ -42,7 +39,6 @@ from sirchat.models.packed import (  # noqa: E402
 )
 from sirchat.models.shape import shape_of_gguf, stored_weights  # noqa: E402
 from sirchat.paths import compiled_dir, make_private_dir  # noqa: E402
-from sirchat.text.template_sandbox import render  # noqa: E402
 
 IDS = list(range(3, 43))
 EXPERTS = ["gemma4-experts", "qwen3moe", "gpt-oss", *(["qwen2moe", "qwen35moe"] if MANY else [])]
@@ -222,35 +218,3 @@ def test_settings_that_are_missing_or_unknown_are_named(
     more = {} if value is None else {key: value}
     with pytest.raises(ModelError, match=re.escape(key)):
         refuse_unsupported(GgufFile(others | more, file.tensors))
-
-
-TEXT = "hello world  (hello), it's 12:30 — naïve!\n\n  x"
-
-
-@pytest.mark.parametrize("kind", ["bytes", "llama", "gemma4"])
-def test_texts_are_encoded_and_decoded_and_the_files_template_is_used(
-    kind: str, tmp_path: Path
-) -> None:
-    """From a file that has nothing but a vocabulary."""
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
-    if kind == "bytes":
-        add_byte_pairs(writer, VOCABULARY)
-    else:
-        add_sentence_pieces(writer, VOCABULARY, kind)
-    writer.add_context_length(8)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    tokenizer: Any = load_tokenizer(parse_gguf(tmp_path / "model.gguf").metadata)
-    ids = tokenizer.encode(TEXT, add_special_tokens=False)
-    assert max(ids) < VOCABULARY
-    assert tokenizer.decode(ids) == TEXT
-    said = render(
-        tokenizer.chat_template,
-        messages=[{"role": "user", "content": "hello"}],
-        add_generation_prompt=True,
-    )
-    assert said == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
-    for token, number in (("<|im_start|>", 3), ("<|im_end|>", 4)):
-        assert tokenizer.convert_tokens_to_ids(token) == number
-    assert tokenizer.encode("<|im_end|>", add_special_tokens=False) == [4]

@@ -108,6 +108,16 @@ def test_pieces_are_joined_by_their_scores_and_a_text_begins_with_a_blank_if_the
             assert tokenizer.decode(ids) == text
 
 
+def test_letters_and_bytes_are_merged_in_order_in_files_of_gemma_4() -> None:
+    words = [("ab", NORMAL), ("▁ab", NORMAL)]
+    said = metadata("gemma4", [*PIECES, *words], merges=["a b", "▁ ab"], bos_token_id=1)
+    tokenizer, names = load_tokenizer(said), said["tokenizer.ggml.tokens"]
+    ids = tokenizer.encode("ab  abé", add_special_tokens=False)
+    assert [names[i] for i in ids] == ["ab", "▁", "▁ab", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(ids) == "ab  abé"
+    assert tokenizer.encode("<s>ab") == [1, 1, names.index("ab")]
+
+
 def test_a_blank_is_put_after_control_tokens_too_as_in_the_folder() -> None:
     tokenizer = load_tokenizer(pieces(random.Random(1)))
     read = tokenizer.backend_tokenizer.encode("<s>[X]= a", add_special_tokens=False).tokens

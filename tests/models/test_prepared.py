@@ -218,35 +218,21 @@ def test_what_others_may_change_is_found_behind_links_too(changed: str, tmp_path
         find_changeable_by_others(tmp_path / "none")
 
 
-@pytest.mark.parametrize("where", ["write", "folder"])
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file on a full disk")
+@pytest.mark.parametrize("where", ["open_private", "make_private_dir"])
 def test_a_full_or_read_only_disk_costs_only_time(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Full:
-        def __init__(self, *_: object) -> None:
-            self.file = open(prepared_dir() / f"full{prepared._UNFINISHED_SUFFIX}", "wb")  # noqa: SIM115
+    def fail(*_: object) -> Any:
+        if where == "open_private":
+            return open("/dev/full", "wb")
+        raise OSError(errno.EROFS, "Read-only file system")
 
-        def __enter__(self) -> Full:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            self.file.close()
-
-        def write(self, _: object) -> None:
-            raise fail()
-
-    def fail(*_: object) -> OSError:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    match where:
-        case "write":
-            monkeypatch.setattr(prepared, "open_private", Full)
-        case _:
-            monkeypatch.setattr(prepared, "make_private_dir", fail)
+    monkeypatch.setattr(prepared, where, fail)
     path = written(tmp_path)
     wanted = logits(loaded(path))
     assert torch.equal(logits(loaded(path)), wanted)
-    assert not prepared_files()
+    assert not prepared_dir().exists() or not list(prepared_dir().iterdir())
 
 
 def test_a_process_that_ends_stops_the_writer(

@@ -170,17 +170,14 @@ if MANY:  # these have so many words that they take seconds to load
     _CHATS["gptoss"] = ("gptoss", "harmony")
 _SYSTEMS = (None, None, "Be brief.", "Tu es poli.\n\n- un\n- deux", " You are  Anna. ")
 _TEXTS = (
+    *LANGUAGES[1:9],
     "Hello.",
-    "My name is Anna, and I live in Việt Nam.",
     "def f(x):\n    if x:\n        return  [x,  2]\n\n\n    return None",
     "a  b   c\td\r\ne",
     "| a | b |\n|---|---|\n| 1 | 2 |",
     "<table><tr><td>1</td></tr></table> & <b>so</b>",
-    "İstanbul'da 1.234,56 ₺? Ağaç, ığdır.",
-    "می‌خواهم کتاب‌ها را بخوانم؛ क्या आप हिन्दी बोलते हैं?",
     "👩‍👩‍👧‍👦 👍🏽 ❤️ — “so” … 12345678901",
     "  blanks before and after\n\n",
-    "한국어 日本語 中文，标点。",
     "Ünïcödé: e\u0301 \u200d\u00ad\ufeff x",
 )
 _REPLIES = (*_TEXTS, "<think>\nAnna asks.\n</think>\n\nHello, Anna.", "Yes.</think>", "1")

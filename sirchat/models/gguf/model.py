@@ -87,7 +87,8 @@ class _Loader:
         if conversion in (*_EXPERT_PARTS, "gate and up"):
             self._add_experts(name, target, conversion, tensor)
         elif self._can_stay_packed(target, tensor):
-            packed = self._pack(tensor, conversion, _may_be_4_bit(name))
+            is_head_or_embeddings = name.endswith("token_embd.weight") or name == "output.weight"
+            packed = self._pack(tensor, conversion, not is_head_or_embeddings)
             _replace_layer(self.module, target, packed, self.dtype)
         else:
             weight = _undo_conversion(unpack_floats(tensor), conversion, self.values)
@@ -230,11 +231,6 @@ def _group_value_heads(weight: Tensor, values: Mapping[str, Any]) -> Tensor:
     per_key = values["linear_num_value_heads"] // keys
     heads = weight.reshape(per_key, keys, -1, *weight.shape[1:])
     return heads.transpose(0, 1).reshape(weight.shape)
-
-
-def _may_be_4_bit(name: str) -> bool:
-    # Embeddings and output head get eight.
-    return not name.endswith("token_embd.weight") and name != "output.weight"
 
 
 def _has_packed_experts(name: str, file: GgufFile) -> bool:

@@ -112,7 +112,8 @@ def prepared_path(model: Path, variant: tuple[str, ...]) -> Path | None:
         return None
     settings = repr((_FORMAT_VERSION, __version__, *variant)).encode()
     settings_hash = hashlib.sha256(settings).hexdigest()[:16]
-    name = f"{_path_hash(model)}-{digest.hexdigest()[:24]}-{settings_hash}{_SUFFIX}"
+    path_hash = hashlib.sha256(os.fsencode(model)).hexdigest()[:16]
+    name = f"{path_hash}-{digest.hexdigest()[:24]}-{settings_hash}{_SUFFIX}"
     return prepared_dir() / name if size >= MIN_GGUF_BYTES else None
 
 
@@ -135,10 +136,6 @@ def _make_room(path: Path, size: int) -> bool:
         oldest.unlink(missing_ok=True)
         total -= sizes[oldest]
     return total + size <= limit
-
-
-def _path_hash(model: Path) -> str:
-    return hashlib.sha256(os.fsencode(model)).hexdigest()[:16]
 
 
 def map_prepared(path: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
