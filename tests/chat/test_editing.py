@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from chatting import ids_of, session, tiny
+from chatting import ids_of, session, tell, tiny
 from shadow import rotated
 from sirchat.chat.editing import KeptTurn, ReadTurns, can_edit, edit
 from sirchat.chat.session import Session
@@ -129,8 +129,7 @@ def test_what_stays_is_not_read_and_all_stands_in_order(number: int) -> None:
 
 def goes_on_as_any_other(chat: Session, draw: Random) -> None:
     held, turns = chat.ledger.held_positions.copy(), len(chat.turns)
-    list(chat.read_user(text(draw)))
-    list(chat.read_reply("Yes."))
+    tell(chat, text(draw))
     check_cache(chat)
     chat.undo()
     assert (chat.ledger.held_positions == held).all()
@@ -197,8 +196,7 @@ def test_an_edited_chat_is_saved_as_it_is(own_home: Path, save_kv: str) -> None:
     ]
     parts.insert(6, ReadTurns(partial(read, chat, new, "user")))
     list(edit(chat, parts))
-    list(chat.read_user("And then?"))
-    list(chat.read_reply("Nothing."))
+    tell(chat, "And then?")
     saving.close()
     with SessionStore.open(own_home / "data" / "sessions" / f"{saving.id}.sqlite") as store:
         again = session(policy="salience", budget=96, save_kv=save_kv)

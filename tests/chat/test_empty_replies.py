@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from chatting import babbler, notices, session, tiny
+from chatting import babbler, held_text, notices, session, tell, tiny
 from command import run
 from sirchat.chat.events import Delta, Evicted, Notice, TurnDone, to_json
 from sirchat.engine.sampling import ForcedPrefixSampler, Sampler, Sampling
@@ -93,7 +93,7 @@ def test_a_reply_ends_where_the_template_s_mark_of_its_end_is_written_as_text(
     (reply,) = (e for e in events if isinstance(e, TurnDone) and e.role == "assistant")
     assert (reply.text.rstrip(), reply.finish) == (said, "stop")
     assert "".join(event.text for event in events if isinstance(event, Delta)) == reply.text
-    held = "".join(row.text for row in chat.snapshot().rows)
+    held = held_text(chat)
     assert "And you?" not in held
 
 
@@ -102,8 +102,7 @@ def test_without_a_chat_template_a_reply_ends_where_the_user_s_next_line_begins(
     monkeypatch: pytest.MonkeyPatch, goes_on: str
 ) -> None:
     wanted = session(plain(), max_new_tokens=60)
-    list(wanted.read_user("Hello."))
-    list(wanted.read_reply("I am fine. USER: a\nUSE"))
+    tell(wanted, "Hello.", reply="I am fine. USER: a\nUSE")
     monkeypatch.setattr(Sampler, "pick", saying(f"I am fine. USER: a\nUSE{goes_on}"))
     chat = session(plain(), max_new_tokens=60)
     events = list(chat.ask("Hello."))
@@ -112,10 +111,10 @@ def test_without_a_chat_template_a_reply_ends_where_the_user_s_next_line_begins(
     assert "".join(event.text for event in events if isinstance(event, Delta)) == reply.text
     assert reply.tokens_out < 40
     assert any(isinstance(event, Evicted) for event in events)
-    held, read = ("".join(row.text for row in s.snapshot().rows) for s in (chat, wanted))
+    held, read = (held_text(s) for s in (chat, wanted))
     assert "".join(held.split()) == "".join(read.split())
     chat.switch("test", policy="full")  # what was written too much is never restored
-    assert "".join(row.text for row in chat.snapshot().rows) == held
+    assert held_text(chat) == held
 
 
 def test_a_model_without_a_chat_template_says_so_once() -> None:

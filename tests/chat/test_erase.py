@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chatting import babbler, session
+from chatting import babbler, held_text, session, text_at
 from fake_terminal import FakeTerminal
 from sirchat.chat.events import Erased
 from sirchat.chat.session import Session
@@ -38,10 +38,6 @@ def files_with(folder: Path, text: str) -> list[str]:
     return found
 
 
-def everything_seen(chat: Session) -> str:
-    return "".join(row.text for row in chat.tokens(list(range(chat.seen))))
-
-
 @pytest.mark.parametrize("archive", ["ram", "off"])
 def test_erased_words_are_in_neither_memory_nor_archive(archive: str) -> None:
     chat = session(babbler(), archive=archive, policy="sink", **SMALL)
@@ -53,10 +49,10 @@ def test_erased_words_are_in_neither_memory_nor_archive(archive: str) -> None:
     held = sum(token.state == "held" for token in chat.why(SECRET))
     (event,) = (e for e in chat.erase(SECRET) if isinstance(e, Erased))
     assert (event.tokens, event.resident) == (meant, resident - held)
-    assert SECRET.lower() not in everything_seen(chat).lower()
+    assert SECRET.lower() not in text_at(chat, range(chat.seen)).lower()
     assert not any(SECRET.lower() in turn.text.lower() for turn in chat.turns)
     chat.switch("/budget", budget=2000)
-    assert SECRET.lower() not in "".join(row.text for row in chat.snapshot().rows).lower()
+    assert SECRET.lower() not in held_text(chat).lower()
     with pytest.raises(UsageError):
         chat.why(SECRET)
     with pytest.raises(UndoError):
@@ -85,9 +81,9 @@ def test_a_whole_turn_can_be_erased() -> None:
     list(chat.ask("blue black"))
     chat.erase("turn 0")
     assert [turn.text for turn in chat.turns][::2] == ["", "blue black"]
-    assert "green" not in everything_seen(chat)
+    assert "green" not in text_at(chat, range(chat.seen))
     chat.erase("last")
-    assert "black" not in everything_seen(chat)
+    assert "black" not in text_at(chat, range(chat.seen))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +147,7 @@ def test_erase_finds_text_that_was_never_read(own_home: Path) -> None:
     list(chat.ask("red"))
     list(chat.ask("word " * 300 + SECRET, lambda: True))
     saving.save()
-    assert SECRET not in everything_seen(chat)
+    assert SECRET not in text_at(chat, range(chat.seen))
     assert files_with(own_home, SECRET)
     chat.erase(SECRET)
     saving.save()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from chatting import session, tiny
+from chatting import held_text, session, tiny
 from sirchat.chat.events import Evicted, TokenRow
 from sirchat.chat.evicted_text import evicted_turns, evicted_words, surprising_words
 from sirchat.chat.session import Session
@@ -74,7 +74,7 @@ def test_of_a_wholly_evicted_message_all_words_are_listed_also_those_held_elsewh
         list(chat.read_reply(told))
         list(chat.read_question("And my name is Anna, as you know.", next_role="assistant"))
     whole = next(evicted_turns(chat))
-    assert "12 Heron Street" in "".join(row.text for row in chat.snapshot().rows)
+    assert "12 Heron Street" in held_text(chat)
     assert (whole.held, set(whole.words)) == (0, {"I", "live", "at", "12", "Heron", "Street"})
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from attacking import MANY
-from chatting import session, smollm2, tiny
+from chatting import session, smollm2, tell, tiny
 from drawing import NONE, lines
 from sirchat.chat import statements
 from sirchat.chat.corrections import may_replace
@@ -231,8 +231,7 @@ def test_a_real_model_tells_facts_from_talk_and_marks_corrections_and_nothing_el
         count = 0
         for older, newer in pairs if MANY else pairs[:2]:
             chat = session(smollm2(), pin_instructions=False)
-            list(chat.read_user(older))
-            list(chat.read_reply("Okay."))
+            tell(chat, older)
             list(chat.read_user(f"Tell me a joke. {newer} What is democracy?"))
             assert MANY or [fact.text for fact in chat.facts()] == [older, newer]
             count += chat.facts()[0].newer_text == newer
@@ -256,15 +255,7 @@ def test_without_an_encoder_a_clause_that_says_the_same_with_another_name_is_new
     old: str, new: str
 ) -> None:
     chat = session(policy="sink", budget=256, max_new_tokens=2)
-    for text in (
-        old,
-        "My cat is called Pixel.",
-        "My dog lives at Bob's.",
-        new,
-        "My cat is now ill.",
-    ):
-        list(chat.read_user(text))
-        list(chat.read_reply("Fine."))
+    tell(chat, old, "My cat is called Pixel.", "My dog lives at Bob's.", new, "My cat is now ill.")
     newer = {one.text: one.newer_text for one in chat.facts() if one.newer_text}
     assert newer == {old: new}
     assert next(one for one in chat.facts() if one.newer_text).is_newer_in_part

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from chatting import babbler, session
+from chatting import babbler, session, tell, text_at
 from random_encoders import random_encoder
 from sirchat.chat.events import Event, Recalled, TurnDone
 from sirchat.chat.session import Session
@@ -42,9 +42,7 @@ def asking(focus: str = "on") -> LoadedModel:
 def told(budget: int = 1024, model: LoadedModel | None = None) -> Session:
     chosen = model or asking()
     chat = session(chosen, policy="sink", budget=budget, recall="on", max_new_tokens=8)
-    for text in (TOLD, *TALK * 4):
-        list(chat.read_user(text, next_role="assistant"))
-        list(chat.read_reply("Fine, thank you."))
+    tell(chat, TOLD, *TALK * 4)
     return chat
 
 
@@ -72,7 +70,7 @@ def test_a_question_is_answered_from_sinks_newest_round_and_what_was_found() -> 
     held, events = held_in_reply(chat, ASKED)
     (recalled,) = [event for event in events if isinstance(event, Recalled)]
     assert recalled.focused
-    assert TOLD.split()[-1] in "".join(row.text for row in chat.tokens(recalled.positions))
+    assert TOLD.split()[-1] in text_at(chat, recalled.positions)
     assert {at for at in held if at < seen} == {*range(4), *newest.tolist(), *recalled.positions}
 
 
@@ -146,9 +144,7 @@ def test_all_is_held_for_other_messages_under_other_settings_and_by_other_models
 
 def test_passages_that_fit_much_less_than_the_best_are_left_out() -> None:
     chat = told()
-    for text in ("A zebra ran.", "He has a zebra and a dog."):
-        list(chat.read_user(text, next_role="assistant"))
-        list(chat.read_reply("Fine, thank you."))
+    tell(chat, "A zebra ran.", "He has a zebra and a dog.")
     chat.recall.update()
     turn = chat.template.user_turn(ASKED)
     found = chat.recall.find(NewTurn(turn.ids, turn.roles), 1000)

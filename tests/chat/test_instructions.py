@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import sirchat.lab.training
-from chatting import babbler, notices, session, smollm2
+from chatting import babbler, held_text, notices, pinned_text, session, smollm2
 from saved_chats import Chat
 from sirchat.chat.events import Evicted, Notice, Restored, TurnDone
 from sirchat.chat.rereading import reread_session, rewind
@@ -36,18 +36,13 @@ def ask(chat: Session, text: str) -> list[str]:
     return notices(list(chat.ask(text)))
 
 
-def pinned(chat: Session) -> str:
-    rows = chat.tokens(chat.ledger.pinned_positions.tolist())
-    return "".join(row.text for row in rows).strip()
-
-
 def test_the_rule_alone_is_pinned_and_stays_while_the_chat_goes_on() -> None:
     chat = chat_of()
     assert ask(chat, f"Hello.\n{RULE}\nTell me a joke.") == [LINE]
     for text in OTHERS:
         assert not ask(chat, text)
-    assert pinned(chat) == RULE
-    assert RULE in "".join(row.text for row in chat.snapshot().rows)
+    assert pinned_text(chat) == RULE
+    assert RULE in held_text(chat)
 
 
 def test_without_the_setting_it_is_evicted() -> None:
@@ -55,8 +50,8 @@ def test_without_the_setting_it_is_evicted() -> None:
     assert not ask(chat, RULE)
     for text in OTHERS * 2:
         ask(chat, text)
-    assert not pinned(chat)
-    assert RULE not in "".join(row.text for row in chat.snapshot().rows)
+    assert not pinned_text(chat)
+    assert RULE not in held_text(chat)
 
 
 def test_undo_and_unpin_let_go() -> None:
@@ -65,11 +60,11 @@ def test_undo_and_unpin_let_go() -> None:
     before = [row.position for row in chat.snapshot().rows]
     ask(chat, RULE)
     chat.undo()
-    assert not pinned(chat)
+    assert not pinned_text(chat)
     assert [row.position for row in chat.snapshot().rows] == before
     ask(chat, RULE)
     chat.pin(f'"{RULE}"', pinned=False)
-    assert not pinned(chat)
+    assert not pinned_text(chat)
 
 
 def test_a_message_that_is_answered_again_stays_unpinned_unless_it_is_pinned_again() -> None:
@@ -80,10 +75,10 @@ def test_a_message_that_is_answered_again_stays_unpinned_unless_it_is_pinned_aga
         chat.pin("turn 2", pinned=False)
         list(chat.retry())
         list(retry_with_settings(chat, {"temperature": 0.5}, lambda _: "warmer"))
-        assert not pinned(chat)
+        assert not pinned_text(chat)
         chat.pin("turn 2")
         list(chat.retry())
-        assert RULE in pinned(chat)
+        assert RULE in pinned_text(chat)
     chat.pin("turn 2", pinned=False)
     assert LINE in ask(chat, RULE)
     chat.pin(f'"{RULE}"', pinned=False)
@@ -98,7 +93,7 @@ def test_undo_and_retry_tell_the_users_pins_from_rules() -> None:
     (rule,) = chat.ledger.rules()
     chat.pin(f'"{RULE}"', pinned=False)
     chat.undo()
-    assert not pinned(chat)
+    assert not pinned_text(chat)
     ask(chat, "I see.")
     chat.pin(f'"{RULE}"')  # now it is the user's choice
     chat.undo()
@@ -135,7 +130,7 @@ def test_what_is_left_of_a_rule_with_an_erased_word_is_listed_as_no_rule() -> No
 def test_a_policy_without_pins_pins_nothing() -> None:
     window = chat_of(policy="window")
     assert not ask(window, RULE)
-    assert not pinned(window)
+    assert not pinned_text(window)
 
 
 @pytest.mark.slow
@@ -152,11 +147,11 @@ def test_a_resumed_chat_keeps_what_is_pinned_and_pins_nothing_again(
     again = session(telling(), policy="sink", budget=128)
     with SessionStore.open(find_session(folder, "last")) as store:
         resume_session(again, store, rebuild=rebuild)
-        assert pinned(again) == pinned(chat.session) == kept
+        assert pinned_text(again) == pinned_text(chat.session) == kept
         assert [one.text for one in again.facts() if one.is_rule] == [kept]
         again = again if again.history.messages else reread_session(again)
     assert not notices(list(again.retry()))
-    assert pinned(again) == kept
+    assert pinned_text(again) == kept
 
 
 def test_a_long_text_has_no_rules_for_the_model() -> None:
@@ -177,10 +172,10 @@ def test_any_model_pins_what_has_the_form_of_a_rule_or_a_preference() -> None:
     (line,) = ask(chat, said)
     liked = "I prefer short, plain answers"
     assert line == f'pinned your instruction "{liked}": /unpin "{liked}" lets go'
-    assert pinned(chat).split() == f"{RULE} {liked}".split()
+    assert pinned_text(chat).split() == f"{RULE} {liked}".split()
     for text in OTHERS * 2:
         assert not ask(chat, text)
-    assert pinned(chat).split() == f"{RULE} {liked}".split()
+    assert pinned_text(chat).split() == f"{RULE} {liked}".split()
     rules = chat.facts()
     assert [(one.text, one.turn) for one in rules] == [
         (RULE, 0),
@@ -204,7 +199,7 @@ def test_rules_have_a_quarter_of_the_budget_and_the_oldest_is_let_go() -> None:
             assert line.startswith(f'"{dropped[-1]}" is no longer pinned')
         assert [one.text for one in chat.facts()] == kept
         assert sum(one.tokens for one in chat.facts()) <= 60
-        assert pinned(chat).split() == ("Hello" + "".join(kept)).split()
+        assert pinned_text(chat).split() == ("Hello" + "".join(kept)).split()
     assert dropped
 
 
@@ -214,7 +209,7 @@ def test_what_the_user_pins_is_no_longer_let_go_by_itself() -> None:
     chat.pin(f'"{RULE}"')
     for number in range(12):
         ask(chat, f"Always use the word x{number}.")
-    assert pinned(chat).startswith(RULE)
+    assert pinned_text(chat).startswith(RULE)
 
 
 @pytest.mark.parametrize("target", ["short", "last", "I prefer short, plain answers"])
@@ -238,7 +233,7 @@ def test_undo_and_another_message_bring_back_a_rule_that_was_let_go(back: Any) -
         number += 1
     back(chat)
     assert chat.facts()[0].text == RULE
-    assert pinned(chat).startswith(RULE)
+    assert pinned_text(chat).startswith(RULE)
 
 
 def test_letting_go_moves_no_token_and_leaves_what_was_recalled() -> None:
@@ -270,7 +265,7 @@ def test_a_sentence_larger_than_the_share_is_not_pinned_and_nothing_let_go() -> 
     long = "Always use " + " and ".join(f"the word number {n}" for n in range(12))
     (line,) = ask(chat, long + ".")
     assert "rules have at most 50" in line
-    assert pinned(chat) == RULE
+    assert pinned_text(chat) == RULE
 
 
 def test_where_the_user_pinned_much_a_new_rule_lets_no_older_one_go() -> None:
@@ -286,7 +281,7 @@ def test_where_the_user_pinned_much_a_new_rule_lets_no_older_one_go() -> None:
             chat.pin("last")
     lines = ask(chat, "Always use the word hill, and the word sea, and the word fox, too.")
     assert all("not pinned" in line for line in lines)
-    assert RULE in pinned(chat)
+    assert RULE in pinned_text(chat)
 
 
 @pytest.mark.parametrize("again", [reread_session, "rewind"])
@@ -302,9 +297,9 @@ def test_rules_stay_rules_when_the_chat_is_read_again(again: Any) -> None:
     else:
         chat = again(chat)
     assert [(one.text, one.turn) for one in chat.facts()] == [(RULE, 0)]
-    assert "noon" in pinned(chat)
+    assert "noon" in pinned_text(chat)
     chat.pin("noon", pinned=False)
-    assert pinned(chat) == RULE
+    assert pinned_text(chat) == RULE
 
 
 def test_a_smaller_budget_lets_the_oldest_rules_go_instead_of_being_refused() -> None:
@@ -327,7 +322,7 @@ def test_an_interrupted_message_sets_no_rule() -> None:
     said = f"{RULE} " + "A fox ran over the hill and the river and the old wood. " * 9
     list(chat.read_question(said, lambda: True))
     assert chat.turns[-1].finish == "interrupt"
-    assert not pinned(chat)
+    assert not pinned_text(chat)
     assert ask(plain_chat(budget=600), said) == [LINE]
 
 
@@ -391,4 +386,4 @@ def test_a_real_model_keeps_the_rule() -> None:
     assert ask(chat, RULE) == [LINE]
     for text in ("What is a fox?", "Tell me about the sea.", "Write a long story about a fox."):
         assert not ask(chat, text)
-    assert RULE in "".join(row.text for row in chat.snapshot().rows)
+    assert RULE in held_text(chat)

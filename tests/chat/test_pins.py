@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from chatting import answer, babbler, notices, session, tiny
+from chatting import answer, babbler, held_text, notices, pinned_text, session, tiny
 from drawing import NONE
 from recorder import drawn
 from saved_chats import Chat
@@ -31,10 +31,6 @@ def full_of_talk(**settings: Any) -> Session:
     for _ in range(3):
         list(chat.ask("other words " * 20))
     return chat
-
-
-def held_text(chat: Session) -> str:
-    return "".join(row.text for row in chat.snapshot().rows)
 
 
 def text_of(chat: Session, target: str) -> str:
@@ -87,11 +83,6 @@ OSLO = "I live in Oslo."
 def clock(city: str) -> str:
     """The time in a city."""
     return f"It is noon in {city}."
-
-
-def pinned_text(chat: Session) -> str:
-    rows = chat.tokens(chat.ledger.pinned_positions.tolist())
-    return "".join(row.text for row in rows).strip()
 
 
 def test_pins_that_were_undone_do_not_return_by_themselves() -> None:

@@ -7,7 +7,6 @@ so many cases of each.
 from __future__ import annotations
 
 import io
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from sirchat.text.transcript import parse_transcript
 from sirchat.ui.exporting import _markdown, export_chat
 from sirchat.ui.replay import ReplayOptions, replay
 from sirchat.ui.screen import Screen
-from template_shapes import script, tool_quick
+from template_shapes import call, script, tool_quick
 
 CASES = int(os.environ.get("SIRCHAT_ATTACK", "1"))
 ASKED = "How is the weather in Oslo?"
@@ -34,10 +33,6 @@ ASKED = "How is the weather in Oslo?"
 def weather(city: str, days: int = 1) -> str:
     """The weather in a city."""
     return f"It snows in {city} for {days} days. " * days
-
-
-def call(**arguments: object) -> str:
-    return f"<tool_call>\n{json.dumps({'name': 'weather', 'arguments': arguments})}\n</tool_call>"
 
 
 def calling(policy: str = "salience") -> Session:

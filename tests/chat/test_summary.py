@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from chatting import babbler, notices, session, tiny
+from chatting import babbler, held_text, notices, session, tell, tiny
 from sirchat.chat.rereading import reread_session
 from sirchat.chat.session import Session
 from sirchat.chat.state import last_generated_reply
@@ -32,9 +32,8 @@ def told(model: LoadedModel | None = None, after: int = 12, **settings: Any) -> 
     chosen = {"policy": "sink", "budget": 192, "max_new_tokens": 4, **settings}
     chat = session(model or babbler(), **chosen)
     list(chat.ask(f"Hello there! {FACT} I like it."))
-    for number in range(after):
-        list(chat.read_user(f"The weather is fine, and we walk in garden {number % 3}."))
-        list(chat.read_reply("Oh, I see. That is nice to hear."))
+    walks = [f"The weather is fine, and we walk in garden {number % 3}." for number in range(after)]
+    tell(chat, *walks, reply="Oh, I see. That is nice to hear.")
     return chat
 
 
@@ -65,15 +64,15 @@ def pinned(chat: Session, turn: int) -> int:
 @pytest.mark.parametrize("archive", ["ram", "off"])
 def test_a_fact_that_was_evicted_long_ago_stands_in_the_extract(archive: str) -> None:
     chat = told(archive=archive)
-    assert "Halvorsen" not in "".join(row.text for row in chat.snapshot().rows)
+    assert "Halvorsen" not in held_text(chat)
     text = make_summary(chat, chat.facts())
     assert FACT in text
 
 
 def test_an_extract_is_whole_sentences_once_each_in_the_order_they_were_said() -> None:
     chat = told(budget=320)
-    list(chat.read_user("My code is tangerine77. Is it?"))
-    list(chat.read_reply("<think>The zebra counts 999 quaggas.</think>It is tangerine77, yes."))
+    thinking = "<think>The zebra counts 999 quaggas.</think>"
+    tell(chat, "My code is tangerine77. Is it?", reply=f"{thinking}It is tangerine77, yes.")
     text = make_summary(chat, chat.facts())
     assert "Hello" not in text
     assert text.index(FACT) < text.index("My code is tangerine77.")
@@ -167,14 +166,14 @@ def test_a_summary_that_can_not_be_kept_changes_nothing() -> None:
 
 def test_a_summary_quotes_no_question_and_nothing_that_a_later_statement_denies() -> None:
     chat = session(babbler(), budget=1024)
-    for text in (
+    tell(
+        chat,
         "In March I am moving to Valparaiso.",
         "What is my job?",
         "My job is to repair violins.",
         "```notes.txt\nCorrection: I'm moving in June, not in March.\n```\n\nWhen am I moving?",
-    ):
-        list(chat.read_user(text))
-        list(chat.read_reply("So you are moving in March. Can I help?"))
+        reply="So you are moving in March. Can I help?",
+    )
     text = make_summary(chat, chat.facts())
     assert text == "My job is to repair violins. Correction: I'm moving in June, not in March."
 
@@ -217,8 +216,7 @@ def test_a_reply_with_one_word_of_a_corrected_fact_is_summed_up_if_it_is_about_s
     told: tuple[str, str], reply: str, is_true: bool
 ) -> None:
     chat = session(tiny(), budget=512)
-    list(chat.read_user(" ".join(told)))
-    list(chat.read_reply(reply))
+    tell(chat, " ".join(told), reply=reply)
     facts = [StatedFact(0, told[0], None, 9, 9, 0, told[1]), StatedFact(0, told[1], None, 9, 9)]
     assert (reply in make_summary(chat, facts)) == is_true
     assert f'"{told[0]}" (corrected)' in next(omitted_facts(facts, told[1])).text

@@ -9,7 +9,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from by_heart import ANSWER, NAME, QUESTION, SHAPES, assistant, rendered, teach, tokenizer, user
 from by_heart import THOUGHT as THOUGHT_OF_FRANCE
-from chatting import ids_of, notices, session, smallest, tiny
+from chatting import ids_of, notices, session, smallest, tell, tiny
 from saved_chats import saved_and_resumed
 from sirchat.chat.events import Delta, Evicted
 from sirchat.chat.session import Session
@@ -62,8 +62,7 @@ def test_no_switch_restores_evicted_reasoning_and_undo_takes_back_the_turn() -> 
     chat, _ = _chat(f"{THOUGHT}Hello.", evict_thinking=True)
     chat.switch("/policy", policy="sink", budget=512)
     assert "called" not in _held(chat)
-    list(chat.read_user("And now?"))
-    list(chat.read_reply(f"{THOUGHT}Now this."))
+    tell(chat, "And now?", reply=f"{THOUGHT}Now this.")
     chat.undo()
     assert _held(chat).strip() == "Hello."
     chat.undo()

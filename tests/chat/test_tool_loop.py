@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chatting import hub_tokenizer, ids_of, notices, session, tiny
+from chatting import hub_tokenizer, ids_of, notices, session, text_at, tiny
 from sirchat.chat.editing import KeptTurn, edit
 from sirchat.chat.events import Called, Delta, Event, Returned
 from sirchat.chat.session import Session
@@ -28,7 +28,7 @@ from sirchat.text.tool_calls import ToolCall
 from sirchat.text.transcript import parse_transcript
 from sirchat.ui.replay import ReplayOptions, replay
 from sirchat.ui.screen import Screen
-from template_shapes import script, tool_quick
+from template_shapes import call, script, tool_quick
 
 CALLS = int(os.environ.get("SIRCHAT_ATTACK", "6"))
 ASKED = "How is the weather in Oslo?"
@@ -43,11 +43,6 @@ def weather(city: str, days: int = 1) -> str:
     return f"It snows in {city} for {days} days." * max(1, days - 10)
 
 
-def call(**arguments: object) -> str:
-    written = json.dumps({"name": "weather", "arguments": arguments})
-    return f"<tool_call>\n{written}\n</tool_call>"
-
-
 def calling(**settings: Any) -> Session:
     return session(tool_quick(), **{"policy": "full", "max_new_tokens": 90, **settings})
 
@@ -58,12 +53,6 @@ def ask(chat: Session, text: str = ASKED, tool: Callable[..., object] = weather)
 
 def results(events: Sequence[Event]) -> list[Returned]:
     return [event for event in events if isinstance(event, Returned)]
-
-
-def returned(chat: Session) -> str:
-    """The text of the tokens that tools have written."""
-    at = np.flatnonzero(chat.ledger.column("role") == Role.TOOL).tolist()
-    return "".join(row.text for row in chat.tokens(at))
 
 
 def test_a_chat_with_calls_reads_what_the_template_writes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,11 +81,9 @@ def test_a_chat_with_calls_reads_what_the_template_writes(monkeypatch: pytest.Mo
         tools=[ChatTool.of(weather).as_json_object],
         tokenize=False,
     )
-    assert "".join(row.text for row in chat.tokens(range(chat.seen))) == whole
+    assert text_at(chat, range(chat.seen)) == whole
     by_tools = chat.ledger.column("role") == Role.TOOL
-    assert "".join(row.text for row in chat.tokens(np.flatnonzero(by_tools).tolist())) == "".join(
-        said
-    )
+    assert text_at(chat, np.flatnonzero(by_tools).tolist()) == "".join(said)
 
 
 @pytest.mark.parametrize(
@@ -163,11 +150,11 @@ def test_tools_are_told_in_the_middle_of_a_chat_and_taken_back(
     list(chat.ask("hello"))
     before = ids_of(chat)
     ask(chat)
-    told = "".join(row.text for row in chat.tokens(chat.state.system.positions))
+    told = text_at(chat, chat.state.system.positions)
     assert told.startswith("<|system|>Be kind.\n\n# Tools\n")
     assert '"name": "weather"' in told
     list(chat.ask("bye"))
-    said = "".join(row.text for row in chat.tokens(chat.state.system.positions))
+    said = text_at(chat, chat.state.system.positions)
     assert said == "Be kind."
     chat.undo()
     chat.undo()
@@ -201,7 +188,7 @@ def test_a_model_whose_template_takes_no_tools_is_told_by_a_text(
         "the model's chat template takes no tools; a text tells of them instead"
     ]
     assert [turn.role for turn in chat.turns[-3:]] == ["assistant", "tool", "assistant"]
-    said = "".join(row.text for row in chat.tokens(range(chat.seen)))
+    said = text_at(chat, range(chat.seen))
     assert '{"type": "function", "function": {"name": "weather"' in said
     assert f"<|user|><tool_response>\n{hostile}\n</tool_response><|end|>" in said
     at = chat.ledger.column("role") == Role.TOOL
@@ -243,7 +230,7 @@ def test_a_reply_of_such_a_model_begins_with_the_likeliest_call(
         return "noon"
 
     list(chat.ask(ASKED, tools=[weather, time]))
-    said = "".join(row.text for row in chat.tokens(range(chat.seen)))
+    said = text_at(chat, range(chat.seen))
     assert '<|assistant|><tool_call>\n{"name": "time", "arguments": {"zone": "' in said
     assert '{"name": "none", "description": "Use this if no' in said
 
@@ -307,8 +294,9 @@ def test_a_transcript_feeds_calls_and_results() -> None:
         assert [turn.role for turn in chat.turns][-4:] == ["user", "assistant", "tool", "assistant"]
         fed.append(chat)
     assert ids_of(fed[0]) == ids_of(fed[1])
-    assert returned(fed[0]) == "Snow."
-    assert call(city="Oslo") in "".join(row.text for row in fed[0].tokens(range(fed[0].seen)))
+    at = np.flatnonzero(fed[0].ledger.column("role") == Role.TOOL).tolist()
+    assert text_at(fed[0], at) == "Snow."
+    assert call(city="Oslo") in text_at(fed[0], range(fed[0].seen))
 
 
 def test_which_turns_the_model_wrote_and_which_called_is_known_without_a_count(

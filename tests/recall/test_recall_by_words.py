@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from chatting import babbler, session
+from chatting import babbler, session, tell, text_at
 from held_rows import contents, same
 from sirchat.chat.events import Recalled
 from sirchat.chat.session import Session
@@ -22,12 +22,6 @@ from sirchat.ui.typed_input import MemoryHistory
 BY_WORDS = ["words", "meaning"]
 TOLD = "Our zebra is called Quixbert."
 CHAT = ["What a rainy day it is.", "Tell me a joke."]
-
-
-def tell(one: Session, *texts: str) -> None:
-    for text in texts:
-        list(one.read_user(text))
-        list(one.read_reply("Fine, thank you."))
 
 
 def chat(retriever: str) -> Session:
@@ -52,7 +46,7 @@ def ask(one: Session, text: str) -> str:
     came = recalled(one, text)
     assert len(came.positions) == len(came.scores) <= 40
     assert one.resident <= 96
-    return "".join(row.text for row in one.tokens(came.positions))
+    return text_at(one, came.positions)
 
 
 @pytest.mark.parametrize("retriever", BY_WORDS)
@@ -126,7 +120,7 @@ def test_of_a_long_turn_the_sentence_with_the_word_comes_back() -> None:
     one = roomy()
     tell(one, f"{STORY * 9}{TOLD} {STORY * 9}", *["What a rainy day it is."] * 4)
     list(one.read_user("Our zebra Quixbert"))
-    text = "".join(row.text for row in one.tokens(list(one.recall.scores)))
+    text = text_at(one, list(one.recall.scores))
     assert TOLD in text
     (turn,) = one.recall.turns
     assert TOLD in turn.text
@@ -135,11 +129,9 @@ def test_of_a_long_turn_the_sentence_with_the_word_comes_back() -> None:
 def test_what_was_only_asked_and_what_the_model_replied_give_way_to_what_was_told() -> None:
     one, asked = roomy(), "What is our zebra Quixbert called?"
     tell(one, "Hello there.", TOLD, *CHAT * 6)
-    list(one.read_user(asked))
-    list(one.read_reply("The zebra Quixbert is called Humbert."))
-    one.state.set_finish(len(one.turns) - 1, "stop")  # as if it had been generated
+    tell(one, asked, reply="The zebra Quixbert is called Humbert.", is_generated=True)
     tell(one, *CHAT * 10)
-    text = "".join(row.text for row in one.tokens(recalled(one, asked).positions))
+    text = text_at(one, recalled(one, asked).positions)
     assert TOLD in text
     assert "Humbert" not in text
     assert asked not in text
@@ -148,12 +140,15 @@ def test_what_was_only_asked_and_what_the_model_replied_give_way_to_what_was_tol
 def test_a_question_that_tells_something_is_found_as_what_was_told() -> None:
     one = roomy()
     tell(one, "Hello there.", "Our zebra is ill.")
-    list(one.read_user("Our zebra Quixbert eats no hay since Tuesday, what can I do?"))
-    list(one.read_reply("Call somebody who knows zebras."))
-    one.state.set_finish(len(one.turns) - 1, "stop")  # as if it had been generated
+    tell(
+        one,
+        "Our zebra Quixbert eats no hay since Tuesday, what can I do?",
+        reply="Call somebody who knows zebras.",
+        is_generated=True,
+    )
     tell(one, *CHAT * 10)
     came = recalled(one, "Since which day does our zebra eat no hay?")
-    assert "hay since Tuesday" in "".join(row.text for row in one.tokens(came.positions))
+    assert "hay since Tuesday" in text_at(one, came.positions)
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -248,9 +243,12 @@ def test_what_the_user_said_and_its_newest_correction_come_before_the_models_wor
     tell(one, "Hello there.", f"{told} My sister paints.", *CHAT * 5, f"{corrected} It is late.")
     tell(one, *CHAT * 4)
     if own:
-        list(one.read_user("And so on."))
-        list(one.read_reply("I am currently moving to a city, Tromso, in a month: moving in May."))
-        one.state.set_finish(len(one.turns) - 1, "stop")  # as if it had been generated
+        tell(
+            one,
+            "And so on.",
+            reply="I am currently moving to a city, Tromso, in a month: moving in May.",
+            is_generated=True,
+        )
     tell(one, *CHAT * 8)
     for asked in ("In which month am I moving?", "Which city am I moving to?"):
         recalled(one, asked)
@@ -265,8 +263,7 @@ def test_what_the_user_said_and_its_newest_correction_come_before_the_models_wor
 
 def test_what_shares_no_word_is_said_to_be_found_by_words_beside_it() -> None:
     one, out = roomy(), io.StringIO()
-    list(one.read_user(TOLD))
-    list(one.read_reply("The lamp is broken."))
+    tell(one, TOLD, reply="The lamp is broken.")
     tell(one, *CHAT * 16)
     came = recalled(one, "What is our zebra called?")
     beside = [each for each in came.turns if not each.words]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from attacking import MANY
-from chatting import answer, babbler, notices, session
+from chatting import answer, babbler, notices, session, tell, text_at
 from families import LATENT
 from held_rows import contents, same
 from recall_rounds import memory, talked
@@ -156,8 +156,8 @@ QUESTION = "At which gate does my flight leave? " + "Flight seven, gate four, at
 def told(recall_n: int | str = 64) -> Session:
     """A chat with a long reply that shares words with the `QUESTION`, after a fact that fits it."""
     chat = session(babbler(), budget=256, recall="words", recall_n=recall_n, max_new_tokens=8)
-    list(chat.read_user("My flight seven leaves at noon for Oslo. Write a long story about a fox."))
-    list(chat.read_reply(STORY))
+    asked = "My flight seven leaves at noon for Oslo. Write a long story about a fox."
+    tell(chat, asked, reply=STORY)
     return chat
 
 
@@ -171,7 +171,7 @@ def test_the_message_just_written_is_held_beside_what_it_recalls(recall_n: int |
         held.append(chat.ledger.held_of_turn(2))
     (came,) = [event for event in events if isinstance(event, Recalled)]
     read, replied = [event for event in events if isinstance(event, TurnDone)]
-    text = "".join(row.text for row in chat.tokens(came.positions))
+    text = text_at(chat, came.positions)
     assert "for Oslo." in text
     assert ("met a gate" in text) == (recall_n == 64)
     assert read.tokens_in > 80

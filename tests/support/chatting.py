@@ -97,6 +97,30 @@ def ids_of(chat: Session) -> list[int]:
     return [row.id for row in chat.tokens(range(chat.seen))]
 
 
+def tell(
+    chat: Session, *texts: str, reply: str = "Fine, thank you.", is_generated: bool = False
+) -> None:
+    """Let a chat read these messages, each with this reply, perhaps as if it were generated."""
+    for text in texts:
+        list(chat.read_user(text))
+        list(chat.read_reply(reply))
+        if is_generated:
+            chat.state.set_finish(len(chat.turns) - 1, "stop")
+
+
+def text_at(chat: Session, positions: Iterable[int]) -> str:
+    """The text of the tokens at these stream positions, held or evicted."""
+    return "".join(row.text for row in chat.tokens(sorted(positions)))
+
+
+def held_text(chat: Session) -> str:
+    return text_at(chat, chat.ledger.held_positions.tolist())
+
+
+def pinned_text(chat: Session) -> str:
+    return text_at(chat, chat.ledger.pinned_positions.tolist()).strip()
+
+
 def fail_reading(patch: pytest.MonkeyPatch, number: int, error: BaseException) -> None:
     """Let a model's forward pass over several ids fail, the one of this number from 0."""
     usual, calls = LoadedModel.read, count()

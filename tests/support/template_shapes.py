@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -175,6 +176,12 @@ def _with_tools(plain: LoadedModel) -> LoadedModel:
     model = wrap_model("tiny", plain.module, tokenizer)
     read_in_native_code(model)
     return model
+
+
+def call(**arguments: object) -> str:
+    """A call of the tool `weather`, as `tool_quick`'s template writes it."""
+    written = json.dumps({"name": "weather", "arguments": arguments})
+    return f"<tool_call>\n{written}\n</tool_call>"
 
 
 def script(monkeypatch: pytest.MonkeyPatch, replies: Sequence[str]) -> None:
