@@ -21,6 +21,7 @@ from sirchat.chat.session import Session
 from sirchat.chat.statements import StatedFact
 from sirchat.chat.summary import omitted_facts
 from sirchat.chat.token_rows import words_missing
+from sirchat.memory.ledger import Role
 from sirchat.ui.commands import Commands
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
@@ -69,12 +70,17 @@ def chat_of(*said: str) -> Session:
 
 
 def test_of_a_fact_that_is_held_in_part_it_says_what_is_left() -> None:
-    chat = chat_of(FACTS[0])
-    at = [row.position for row in chat.tokens(range(chat.seen)) if row.text.strip() == "called"]
+    chat = chat_of("Hello.", FACTS[0])
+    rows = chat.tokens(chat.ledger.of_turn(2, Role.USER))
+    at = [row.position for row in rows if row.text.strip() == "called"]
     chat.engine.evictor.exclude(np.asarray(at))
     (fact,) = chat.facts()
     assert 0 < fact.held < fact.tokens
-    assert fact.left == "My cat is … Tom."
+    assert (fact.left, fact.state) == ("My cat is … Tom.", "partly held")
+    words = [row.position for row in rows if row.text != "."]
+    chat.engine.evictor.exclude(np.asarray(words))
+    (fact,) = chat.facts()
+    assert (fact.held, fact.state) == (1, "evicted"), "of its full stop, nobody learns"
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,7 @@ def test_a_rule_of_which_the_user_pins_a_word_or_all_stays_listed(target: str) -
     chat.pin(target)
     assert [(one.text, one.is_rule) for one in chat.facts()] == before
     chat.pin("plain", pinned=False)  # one word of it is enough
+    assert "prefer" not in pinned_text(chat)
     assert [one.text for one in chat.facts() if one.is_rule] == [RULE]
 
 

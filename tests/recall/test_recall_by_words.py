@@ -116,6 +116,13 @@ def test_greetings_and_thanks_do_not_come_back_and_recall_nothing(retriever: str
     assert not ask(one, "Hello, good morning to you!")
 
 
+def test_what_fits_the_words_of_the_best_passage_is_found_in_a_second_step() -> None:
+    one = roomy()
+    tell(one, "Hello there.", "Our dentist is Doctor Quixbert Zamenhof.", *CHAT * 4)
+    tell(one, "Doctor Quixbert Zamenhof moved to Narvik.", *CHAT * 10)
+    assert "Narvik" in text_at(one, recalled(one, "Where does our dentist live?").positions)
+
+
 def test_of_a_long_turn_the_sentence_with_the_word_comes_back() -> None:
     one = roomy()
     tell(one, f"{STORY * 9}{TOLD} {STORY * 9}", *["What a rainy day it is."] * 4)
@@ -225,12 +232,14 @@ def test_of_a_sentence_that_comes_back_in_part_only_what_is_there_is_shown() -> 
     assert told.text == f"{one.model.tokenizer.decode(ids).strip()} …"
 
 
-def test_what_is_shown_of_a_passage_has_nothing_of_a_sentence_with_erased_words() -> None:
+def test_of_a_passage_nothing_of_a_sentence_with_erased_words_is_restored_or_shown() -> None:
     one = roomy()
     tell(one, "Hello there.", "He had a zebra. My zebra has a hat.", *CHAT * 16)
     one.erase("hat")
-    (told,) = [each for each in recalled(one, "What about the zebra?").turns if each.words]
+    came = recalled(one, "What about the zebra?")
+    (told,) = [each for each in came.turns if each.words]
     assert told.text == "He had a zebra."
+    assert "My zebra has" not in text_at(one, came.positions)
 
 
 @pytest.mark.parametrize("own", [True, False])
