@@ -71,7 +71,7 @@ def chat_of(*said: str) -> Session:
 
 def test_of_a_fact_that_is_held_in_part_it_says_what_is_left() -> None:
     chat = chat_of("Hello.", FACTS[0])
-    rows = chat.tokens(chat.ledger.of_turn(2, Role.USER))
+    rows = chat.tokens(chat.ledger.of_turn(2, Role.USER).tolist())
     at = [row.position for row in rows if row.text.strip() == "called"]
     chat.engine.evictor.exclude(np.asarray(at))
     (fact,) = chat.facts()

@@ -155,7 +155,7 @@ def test_what_is_erased_is_in_no_vector_and_found_by_no_word() -> None:
     made.erase(ledger)
     made.update(ledger, vector_of)
     left = made.passages.texts(ledger)
-    has_vector = ~np.isnan(made.passages.vectors).any(1)
+    has_vector = [not np.isnan(vector).any() for vector in made.passages.vectors]
     rest = " I live in Lisbon, near the river. Do you know it?"
     assert len(left) == count - 2, "two had one sentence, with the word"
     assert set(left) - set(whole) == {rest}
