@@ -454,47 +454,21 @@ def save_gguf(path: Path, shape: Shape, model: Any) -> Path:
     """Save the model as a GGUF file, by the conventions of llama.cpp; returns the path."""
     import gguf
 
+    from gguf_file import add_tokenizer, tokenizer_entries
     from gguf_models import add_settings, finish, tensors_of
 
     made = json.loads(tokenizer(shape).backend_tokenizer.to_str())
     writer = gguf.GGUFWriter(path, shape.architecture)
     add_settings(writer, model, shape.architecture)
-    _add_vocabulary(writer, shape, made)
-    writer.add_chat_template(shape.source)
+    named = {"bos": shape.bos, "eos": shape.eos}
+    is_spm = shape.pre == "spm"
+    entries = tokenizer_entries(
+        made,
+        named | {"unknown": "<unk>"} if is_spm else named,
+        None if is_spm else shape.pre,
+        has_space_prefix=shape.prefix,
+    )
+    add_tokenizer(writer, entries, shape.source)
     for name, weight in tensors_of(model, shape.architecture).items():
         writer.add_tensor(name, weight.float().numpy())
     return finish(writer, path)
-
-
-def _add_vocabulary(writer: Any, shape: Shape, made: Any) -> None:
-    import gguf
-
-    ids = dict(made["model"]["vocab"]) | {t["content"]: t["id"] for t in made["added_tokens"]}
-    tokens = sorted(ids, key=ids.__getitem__)
-    assert list(range(len(tokens))) == [ids[token] for token in tokens]
-    types = dict.fromkeys(tokens, gguf.TokenType.NORMAL)
-    types |= dict.fromkeys((f"<0x{byte:02X}>" for byte in range(256)), gguf.TokenType.BYTE)
-    for token in made["added_tokens"]:
-        kind = "CONTROL" if token["special"] else "USER_DEFINED"
-        types[token["content"]] = gguf.TokenType[kind]
-    is_spm = shape.pre == "spm"
-    if is_spm:
-        types["<unk>"] = gguf.TokenType.UNKNOWN
-    writer.add_tokenizer_model("llama" if is_spm else "gpt2")
-    if is_spm:
-        runs = [t for t in tokens if set(t) == {"▁"} and len(t) > 1]  # written as blanks
-        spelled = [" " * len(t) if t in runs else t for t in tokens]
-        writer.add_token_list(spelled)
-        first = ids["<0xFF>"]
-        writer.add_token_scores([float(min(0, first - number)) for number in range(len(tokens))])
-        writer.add_add_space_prefix(shape.prefix)
-    else:
-        merges = made["model"]["merges"]
-        writer.add_tokenizer_pre(shape.pre)
-        writer.add_token_list(tokens)
-        writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
-    writer.add_token_types([types[token] for token in tokens])
-    for name in ("bos", "eos"):
-        token = getattr(shape, name)
-        if token is not None:
-            getattr(writer, f"add_{name}_token_id")(ids[token])

@@ -9,6 +9,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from gguf_file import tokenizer_entries
+
 # By name: what `tokenizer.ggml.pre` is called; None for a vocabulary of pieces with scores.
 REAL = {
     "llama2": None,
@@ -18,7 +20,6 @@ REAL = {
     "llama3_1": "llama-bpe",
     "gptoss": "gpt-4o",
 }
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _KEYS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
@@ -38,53 +39,13 @@ def original(folder: Path) -> Tokenizer:
 
 
 def gguf_header(folder: Path) -> dict[str, Any]:
-    """The header of a GGUF file with this vocabulary, as llama.cpp's converters write it."""
+    """The header of a GGUF file with this vocabulary."""
     made = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
-    pre, model = REAL[folder.name], made["model"]
-    added = {token["content"]: token for token in made["added_tokens"]}
-    ids = model["vocab"] | {token: about["id"] for token, about in added.items()}
-    size = max(ids.values()) + 1
-    tokens, kinds = [f"[PAD{at}]" for at in range(size)], [_UNUSED] * size
-    for token, at in ids.items():
-        tokens[at], kinds[at] = token, _NORMAL
-        if token in added:
-            is_control = added[token]["special"] or _looks_like_control(token)
-            kinds[at] = _CONTROL if is_control else _USER_DEFINED
-            tokens[at] = token if is_control else token.replace("▁", " ")
-        elif pre is None and len(token) == 6 and token.startswith("<0x"):
-            kinds[at] = _BYTE
-    said: dict[str, Any] = {
-        "model": "gpt2" if pre else "llama",
-        "pre": pre or "default",
-        "tokens": tokens,
-    }
-    for ours, theirs in _KEYS.items():
-        token = config.get(f"{ours}_token")
-        if (text := token["content"] if isinstance(token, dict) else token) is not None:
-            said[f"{theirs}_token_id"] = ids[text]
-    merges = [one.split(" ") if isinstance(one, str) else one for one in model["merges"]]
-    if pre:
-        said["merges"] = [" ".join(pair) for pair in merges]
-    else:
-        kinds[said["unknown_token_id"]] = _UNKNOWN
-        ranks = {left + right: at for at, (left, right) in reversed(list(enumerate(merges)))}
-        added_kinds = (_UNKNOWN, _CONTROL, _USER_DEFINED)
-        said["scores"] = [
-            -1000.0 if kind in added_kinds else -float(ranks.get(token, 0))
-            for token, kind in zip(tokens, kinds, strict=True)
-        ]
-        if "gemma" in folder.name:
-            said["add_space_prefix"] = False
+    tokens = {name: config.get(f"{key}_token") for key, name in _KEYS.items()}
+    named = {k: one["content"] if isinstance(one, dict) else one for k, one in tokens.items()}
+    is_gemma = "gemma" in folder.name
+    header = tokenizer_entries(made, named, REAL[folder.name], has_space_prefix=not is_gemma)
     if "add_bos_token" in config:
-        said["add_bos_token"] = config["add_bos_token"]
-    said["token_type"] = kinds
-    header = {f"tokenizer.ggml.{key}": value for key, value in said.items()}
+        header["tokenizer.ggml.add_bos_token"] = config["add_bos_token"]
     return header | {"tokenizer.chat_template": config.get("chat_template")}
-
-
-def _looks_like_control(token: str) -> bool:
-    return token in ("<pad>", "<mask>", "<2mass>", "[@BOS@]") or any(
-        token.startswith(start) and token.endswith(end)
-        for start, end in (("<|", "|>"), ("<｜", "｜>"), ("<unused", ">"))
-    )
