@@ -19,7 +19,6 @@ from saved_chats import SAYINGS, Chat, refusal, resumed
 from sirchat.errors import UsageError
 from sirchat.memory.archive import SEGMENT_ROWS
 from sirchat.paths import data_dir
-from sirchat.saved.search import search_sessions
 from sirchat.saved.session_list import list_sessions
 from sirchat.ui.typed_input import open_history
 
@@ -84,19 +83,6 @@ def test_where_only_keys_and_values_do_not_fit_the_chat_is_saved_without_them(fo
     again, has_kept = resumed(folder, "last")
     assert (again.turns, has_kept) == (chat.session.turns, False)
     assert [file.name for file in folder.rglob("*") if file.is_file()] == [path.name]
-
-
-def test_a_clock_that_goes_back_loses_no_chat(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chat = Chat()
-    for hours, words in enumerate(SAYINGS):
-        monkeypatch.setattr("time.time", lambda hours=hours: 4e9 - 3600 * hours)
-        chat.say(words)
-        for path in folder.iterdir():
-            os.utime(path, (4e9 - 3600 * hours,) * 2)
-    assert len(search_sessions(folder, "words").hits) == 1
-    assert is_saved(chat)
 
 
 def test_a_home_that_goes_away_and_comes_back(folder: Path, tmp_path: Path) -> None:

@@ -14,12 +14,13 @@ import time
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from attacking import FIRST, MANY
+from attacking import MANY, attack
 from command_home import CommandHome, Wrong, check_end
 from forked_command import ForkedCommand
 from native_library import CAN_BUILD, copying_compiler
@@ -54,8 +55,8 @@ class User:
             files.extractall(self.home.sessions)
         servers_file(folder / "cwd")
         self.said = [_turn for turns in self.saved().values() for _turn in turns]
-        self.counts, self.most = Counter[str](), list[int]()
-        self.number = 0
+        self.most = list[int]()
+        self.number = self.lines = 0
 
     def saved(self) -> dict[str, list[str]]:
         """What the user said in each chat on disk; raises Wrong if one can't be opened."""
@@ -74,9 +75,8 @@ class User:
         is_new = draw.random() < 0.2 or not self.number
         flags = [] if is_new else ["--resume", draw.choice(["last", *ids]), "--save"]
         flags += _TOOLS * (draw.random() < 0.2)
-        self.counts["with tools"] += "--tools" in flags
         ahead = [86_400 * days for days in draw.choices(_DAYS, k=draw.choice((1, 1, 5)))]
-        lines = self.counts["lines"]
+        lines = self.lines
         with self.home.run(*flags, in_terminal=True, ahead=ahead) as chat:
             end = time.monotonic() + 60
             while chat.is_alive and not chat.reads_keys and time.monotonic() < end:
@@ -88,7 +88,7 @@ class User:
             if draw.random() < 0.3:
                 chat.send("This may be lost, as it is not answered.\r")
                 chat.read(draw.choice((0, 0.01, 0.1)))
-            self._end(draw, chat, is_loaded=self.counts["lines"] > lines)
+            self._end(draw, chat, is_loaded=self.lines > lines)
 
     def _say(self, draw: Random, chat: ForkedCommand) -> None:
         text = f"{' '.join(draw.choices(_WORDS, k=draw.randint(2, 40)))}, line {self.number}."
@@ -100,25 +100,22 @@ class User:
         chat.send(f"{text}\r")
         if is_full and self._acknowledged(chat):
             self._limit(chat, resource.RLIM_INFINITY)
-            self.counts["full disks"] += 1
             chat.send("/save\r")
         if self._acknowledged(chat):
             self.said.append(text)
-            self.counts["messages"] += 1
 
     def _limit(self, chat: ForkedCommand, size: int) -> None:
         resource.prlimit(chat.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
     def _acknowledged(self, chat: ForkedCommand) -> bool:
         """Whether the chat comes to a line that is typed now: it has saved all before."""
-        self.counts["lines"] += 1
-        if not chat.comes_to(f"done{self.counts['lines']}x", 60):
+        self.lines += 1
+        if not chat.comes_to(f"done{self.lines}x", 60):
             raise Wrong(f"no answer: {chat.shown[-1500:]!r}")
         return True
 
     def _end(self, draw: Random, chat: ForkedCommand, *, is_loaded: bool) -> None:
         how = draw.choice(_ENDS)
-        self.counts[getattr(how, "name", str(how))] += 1
         if isinstance(how, signal.Signals) and how != signal.SIGINT:
             chat.kill(how)
             check_end(chat, how, {128 + how, -how})
@@ -169,19 +166,14 @@ def test_a_month_of_starts_loses_nothing_and_fills_neither_disk_nor_memory(
 ) -> None:
     compiles = {"CXX": str(copying_compiler(tmp_path / "bin"))} if CAN_BUILD else {}
     compiles["SIRCHAT_COMPILE"] = "auto" if CAN_BUILD and MANY else "off"
-    user, starts = User(disk / "home", **compiles), MANY or 2
-    for number in range(starts):
-        try:
-            user.start(Random(FIRST + number))
-            if number % 100 == 0:
-                user.check()
-        except Wrong as error:
-            pytest.fail(f"start {number}: {error}")
+    user, starts = User(disk / "home", **compiles), count()
+
+    def start(draw: Random) -> None:
+        user.start(draw)
+        if next(starts) % 100 == 0:
+            user.check()
+
+    attack(start, few=2, seconds=60)
     user.check()
     best, *_ = search_sessions(user.home.sessions, "pelican called").hits
     assert _FIRST_SAID in "".join(part.text for part in best.snippet)
-    if MANY:
-        sizes = {one.suffix: 0 for one in user.home.folder.rglob("*.*")}
-        for one in user.home.folder.rglob("*.*"):
-            sizes[one.suffix] += one.stat().st_size * one.is_file()
-        print(user.counts, len(user.saved()), "chats", sizes, max(user.most) >> 20, "MiB")  # noqa: T201

@@ -284,7 +284,7 @@ def _problem(act: Callable[[Random], object], random: Random, seconds: float) ->
             ),
             last,
         )
-        return f"{type(error).__name__} at {place.filename}:{place.lineno}: {str(error)[:100]!r}"
+        return f"{type(error).__name__} at {place.filename}:{place.lineno}: {str(error)[:2000]!r}"
     return "takes too long" if time.process_time() - started > seconds else ""
 
 
