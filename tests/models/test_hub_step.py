@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from captured import why_not
+from captured import RecordedGraph, why_not
 from families import HELD, HYBRIDS, build, loaded
-from recorded_graph import RecordedGraph
 from simulated_devices import move, refuses_waits, simulated_devices
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.hub_cache import HubRowLayer

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
-from drawing_ids import draw
+from captured import draw
 from families import build
 from sirchat.models import kernels, packed_kernels, packing
 from sirchat.models.captured_step import CapturedStep

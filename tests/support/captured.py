@@ -11,13 +11,74 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from drawing_ids import draw
-from recorded_graph import RecordedGraph
 from sirchat.models.captured_step import CapturedStep, Work, capture_first
 from sirchat.models.hub_step import HubStep
 from sirchat.models.llama_step import LlamaStep
 from sirchat.models.model import LoadedModel
+
+
+class RecordedGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A stand-in for a CUDA graph: operations within its block are recorded, to be repeated.
+
+    What was a number of the host when they were recorded stays as it was; only what is in tensors,
+    which keep their addresses, can change.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._calls: list[tuple[Any, Any, Any, list[Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self._calls.append((func, args, kwargs or {}, tree_leaves(made)))
+        return made
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        """Do all operations again, in order; their results are where they were the first time."""
+        for func, args, kwargs, results in self._calls:
+            for old, new in zip(results, tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+@torch.library.custom_op("sirchat_tests::draw", mutates_args=())  # one operation in a record
+def draw(
+    scores: Tensor,
+    values: Tensor,
+    ids: Tensor,
+    number: Tensor,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    around: float,
+) -> tuple[Tensor, Tensor]:
+    """As `kernels.draw_token` must: an id, int64 [1], and whether it is right, bool [1]."""
+    count = len(values)
+    chances = (values.double() - values[0]).exp()  # relative to the likeliest
+    total = (scores.double() - values[0]).exp().sum()
+    few = many = torch.tensor([count], device=ids.device)
+    if top_k:
+        few = many = (values >= values[min(top_k, count) - 1]).sum(0, keepdim=True)
+        total = chances[: int(few)].sum()
+    likelier = (chances.cumsum(0) - chances) / total
+    for lower, upper in (
+        (likelier < top_p - around, likelier < top_p + around),
+        (chances >= min_p * (1 + around), chances >= min_p * (1 - around)),
+    ):
+        few, many = few.minimum(lower.sum()), many.minimum(upper.sum())
+    left = int(few)
+    is_whole = left == count == len(scores)
+    is_told = is_whole or (left < count and bool(values[left] < values[left - 1]))
+    order = ids[:left].sort()  # the host draws in order of id
+    heights = chances[:left][order.indices].cumsum(0)
+    drawn = int((heights <= number * heights[-1]).sum()) if left else 0
+    chosen = order.values[min(drawn, left - 1)] if left else ids[0]
+    return chosen.view(1).clone(), (few == many) & (few > 0) & is_told
 
 
 class StandIn:
