@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from attacking import attack, mutated, odd_text, refuse_odd_display
+from attacking import attack, mutated, odd_json, odd_text, refuse_odd_display
 from saved_chats import SAYINGS, Chat
 from sirchat.chat.conversation import build_sampling
 from sirchat.chat.settings import build_cache_settings
@@ -79,26 +79,19 @@ def test_brackets_that_are_too_deep_take_no_time(text: str) -> None:
     assert min(taken) < 0.05  # the garbage collector may run in one of them
 
 
-_WORDS_OF_JSON = [
-    "role", "content", "from", "value", "conversations", "messages", "type", "text", "",
-]  # fmt: skip
-_ROLES = ["user", "assistant", "system", "human", "gpt", "User", 1, None, [], {}, "\ud800"]
+_MESSAGES = [
+    {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+    {"role": "assistant", "content": "Hello.", "reasoning_content": "Who?"},
+    {"from": "human", "value": "odd"},
+]
 
 
-def json_value(random: Random, depth: int = 0) -> Any:
-    """A random JSON value, often nearly a conversation."""
-    kind = random.randrange(8 if depth < 4 else 5)
-    if kind == 0:
-        return random.choice([None, True, 0, -1, 1e308, 10**400, 2**63, 1.5])
-    if kind < 5:
-        return random.choice(_ROLES) if random.random() < 0.4 else odd_text(random, 1)
-    if kind == 5:
-        return [json_value(random, depth + 1) for _ in range(random.randrange(4))]
-    if kind == 6:
-        names = random.choices(_WORDS_OF_JSON, k=random.randrange(4))
-        return {name: json_value(random, depth + 1) for name in names}
-    message = {random.choice(("role", "from")): random.choice(_ROLES)}
-    return message | {random.choice(("content", "value")): json_value(random, depth + 2)}
+def json_value(random: Random) -> Any:
+    """A message, or some, in which parts are odd."""
+    value: Any = random.choice([_MESSAGES[0], _MESSAGES[1], _MESSAGES, {"messages": _MESSAGES}])
+    for _ in range(random.randrange(4)):
+        value = odd_json(random, value)
+    return value
 
 
 def transcript(random: Random) -> bytes:

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 
-from attacking import apart, attack
+from attacking import MANY, apart, attack
 from families import build
 from native_library import has_library, loaded_library, read_in_native_code
 from sirchat.memory.cache import BoundedCache
@@ -120,7 +120,7 @@ def fork_midway(random: Random, model: LoadedModel, cache: BoundedCache) -> None
 
     thread = threading.Thread(target=go_on)
     thread.start()
-    for _ in range(3):
+    for _ in range(3 if MANY else 1):
         time.sleep(random.random() / 50)
         if (child := os.fork()) == 0:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -136,7 +136,7 @@ def fork_midway(random: Random, model: LoadedModel, cache: BoundedCache) -> None
 
 def change_processors(random: Random, model: LoadedModel, cache: BoundedCache) -> None:
     all_of_them = os.sched_getaffinity(0)
-    for _ in range(9):
+    for _ in range(9 if MANY else 3):
         os.sched_setaffinity(0, {random.choice(sorted(all_of_them))})
         torch.set_num_threads(random.choice((1, 2, 5)))
         model.forward([5], cache)
