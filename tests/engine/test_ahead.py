@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from attacking import MANY
 from captured import captured
-from engine_steps import prefill, some_ids
+from engine_steps import generate, prefill, some_ids
 from families import build
 from random_encoders import random_encoder
 from sirchat.engine.engine import Engine, Generation, PromptLookup, step
@@ -120,9 +120,7 @@ class Play:
 
     def use_device(self) -> None:
         """Let another conversation generate with the same device."""
-        other = Sampler(Sampling())
-        at = TurnRef(0, 0)
-        list(Generation(self.other, other, at, stop_ids=frozenset(), max_new_tokens=2))
+        generate(self.other, 2, turn=0, sampler=Sampler(Sampling()))
 
     def nothing(self, before: Any, random: Any) -> None: ...
 
@@ -175,6 +173,7 @@ def assert_equal(one: Engine, two: Engine) -> None:
             assert torch.equal(one_rows, other)
 
 
+@pytest.mark.slow
 @settings(max_examples=MANY or 6, deadline=None)
 @given(
     played=st.lists(turns, min_size=1, max_size=4),

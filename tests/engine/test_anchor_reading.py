@@ -17,18 +17,19 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from chatting import notices, session
+from engine_steps import generate, prefill
 from families import loaded
 from plain_model import load_model
 from sirchat.chat.settings import build_policy
 from sirchat.config.profile import Profile
-from sirchat.engine.engine import Engine, Generation
+from sirchat.engine.engine import Engine
 from sirchat.engine.sampling import Sampler, Sampling
-from sirchat.engine.types import CacheSettings, GeneratedToken, TurnRef
+from sirchat.engine.types import CacheSettings, GeneratedToken
 from sirchat.errors import ContextFullError, ModelError, SettingError
 from sirchat.lab.training.anchor import AnchorOptions, prepare
 from sirchat.lab.training.masks import anchor_mask, block_mask, position_in_document
 from sirchat.memory.cache import BoundedCache
-from sirchat.memory.ledger import MovedRows, Role
+from sirchat.memory.ledger import MovedRows
 from sirchat.memory.policies.anchor import Anchor
 from sirchat.memory.policies.by_position import Sink
 from sirchat.models.model import LoadedModel
@@ -117,7 +118,7 @@ def test_one_masked_pass_equals_pieces_that_are_reduced(family: str) -> None:
     while start < len(ids):
         end = start + rng.choice((1, 1, 3, 8, 20))
         chunk = ids[start:end]
-        list(engine.prefill(chunk, [Role.USER] * len(chunk), TurnRef(0, 0)))
+        prefill(engine, chunk)
         start = end
     anchors = torch.tensor([[is_anchor(one) for one in ids]])
     mask = anchor_mask(anchors, sinks=sinks)[0, 0]
@@ -137,11 +138,10 @@ def test_one_masked_pass_equals_pieces_that_are_reduced(family: str) -> None:
 def test_generated_anchors_reduce_what_is_held() -> None:
     engine = Engine(loaded("llama"), CacheSettings(Anchor(), budget=512), ends_sequence=is_anchor)
     ids = [1, 5, 6, 7, 8, 9, 10, 11]
-    list(engine.prefill(ids, [Role.USER] * 8, TurnRef(0, 0)))
+    prefill(engine, ids)
     sampler = Sampler(Sampling(temperature=1.0, seed=2))
     since, held, gone = 6, [0, 1, 2, 3, 5, 6, 7], list[int]()
-    reply = Generation(engine, sampler, TurnRef(1, 0), stop_ids=frozenset(), max_new_tokens=60)
-    for record in reply:
+    for record in generate(engine, 60, sampler=sampler):
         if isinstance(record, GeneratedToken):
             assert gone == []
             held.append(record.position)
@@ -161,9 +161,9 @@ def test_pins_stay_and_a_lazy_policy_waits_until_room_is_needed() -> None:
         engine = Engine(
             loaded("llama"), CacheSettings(policy, budget=64, sinks=1), ends_sequence=is_anchor
         )
-        list(engine.prefill(ids[:2], [Role.USER] * 2, TurnRef(0, 0)))
-        list(engine.prefill(ids[2:4], [Role.USER] * 2, TurnRef(0, 0), pinned=True))
-        list(engine.prefill(ids[4:], [Role.USER] * 12, TurnRef(0, 0)))
+        prefill(engine, ids[:2])
+        prefill(engine, ids[2:4], pinned=True)
+        prefill(engine, ids[4:])
         assert engine.ledger.held_positions.tolist() == held
 
 
@@ -171,7 +171,7 @@ def test_a_switch_to_anchors_reduces_and_back_restores() -> None:
     model = loaded("llama")
     engine = Engine(model, CacheSettings(Sink(), budget=64, archive=2**20), ends_sequence=is_anchor)
     ids = [1, *random.Random(0).choices(range(3, 128), k=50)]
-    list(engine.prefill(ids, [Role.USER] * len(ids), TurnRef(0, 0)))
+    prefill(engine, ids)
     before = engine.cache.layer_keys(0).clone()
     engine.switcher.switch(CacheSettings(Anchor(), budget=64, archive=2**20))
     last = max(at for at, one in enumerate(ids) if is_anchor(one))
@@ -181,19 +181,35 @@ def test_a_switch_to_anchors_reduces_and_back_restores() -> None:
     assert torch.equal(engine.cache.layer_keys(0), before)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt-neox"])
+def test_positions_of_the_stream_are_those_of_the_model(family: str) -> None:
+    """Rows that left leave gaps; switched to the cache and back, keys are as they were."""
+    model = heard(family)
+    engine = Engine(model, CacheSettings(Sink(), budget=24, absolute_positions=True))
+    ids = random.Random(1).choices(range(3, 128), k=60)
+    prefill(engine, ids)
+    held = engine.ledger.held_positions.copy()
+    keys = [engine.cache.layer_keys(layer).clone() for layer in range(4)]
+    fresh = model.new_cache(64)
+    model.forward([ids[at] for at in held], fresh, positions=held.tolist())
+    fresh.commit(len(held))
+    torch.testing.assert_close(keys[0], fresh.layer_keys(0), rtol=0, atol=1e-5)
+    engine.switcher.switch(CacheSettings(Sink(), budget=24))
+    assert not torch.equal(engine.cache.layer_keys(0), keys[0])
+    engine.switcher.switch(CacheSettings(Sink(), budget=24, absolute_positions=True))
+    for layer, key in enumerate(keys):
+        torch.testing.assert_close(engine.cache.layer_keys(layer), key, rtol=0, atol=1e-5)
+
+
 def test_positions_of_the_stream_end_with_the_models_context() -> None:
     model = replace(loaded("llama"), context_length=64)
     engine = Engine(model, CacheSettings(Sink(), budget=24, absolute_positions=True))
     with pytest.raises(ContextFullError, match="positions"):
-        list(engine.prefill([5] * 65, [Role.USER] * 65, TurnRef(0, 0)))
+        prefill(engine, [5] * 65)
     assert engine.ledger.seen == 0
-    list(engine.prefill([5] * 64, [Role.USER] * 64, TurnRef(0, 0)))
+    prefill(engine, [5] * 64)
     with pytest.raises(ContextFullError):
-        list(
-            Generation(
-                engine, Sampler(Sampling()), TurnRef(1, 0), stop_ids=frozenset(), max_new_tokens=2
-            )
-        )
+        generate(engine, 2)
 
 
 def test_positions_and_lazy_are_settings() -> None:

@@ -29,8 +29,6 @@ from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import ROW, Flag
 from sirchat.recall.recall import NewTurn
 from sirchat.saved.autosave import Autosave
-from sirchat.saved.resume import resume_session
-from sirchat.saved.store import SessionStore
 
 SAYINGS = ["My name is Anna.", "ok", "Tell me a joke about the lake. " * 2, "Where is it? " * 9]
 CHANGES: list[dict[str, Any]] = [
@@ -187,24 +185,6 @@ class Chat:
                 == self.chat.engine.save().rows["token_id"].tolist()
             )
 
-    def branch(self) -> None:
-        """A copy of the chat, opened from its file, goes on where this one is."""
-        self.save()
-        assert self.autosave is not None
-        before = digest(self.chat)
-        copy = self.autosave.branch("copy")
-        path = copy._store.path if copy._store else None
-        copy.close_without_saving()
-        assert digest_is(self.chat, before), "changed by the branch"
-        again = Session(self.model, self.chat.profile)
-        if path is None:
-            return
-        with SessionStore.open(path) as store:
-            resume_session(again, store)
-        assert not again.engine.store.placement.has_recall
-        assert again.ledger.held_positions.tolist() == self.chat.engine.save().held.tolist()
-        assert [turn.text for turn in again.turns] == [turn.text for turn in self.chat.turns]
-
     def within(self, text: str, name: str, *given: Any) -> None:
         """Between a message and its reply, something else is done."""
         list(self.chat.read_user(text))
@@ -284,8 +264,8 @@ def test_recall_holds_what_it_wants_for_a_round_and_leaves_no_trace(
             target, at = random.choice(["Anna", "joke", "turn 2", "last"]), random.randint(1, 6)
             pins = [("pin", target, True), ("pin", target, False)]
             switch = ("switch", updates)
-            files = [("save",), ("branch",)]
-            simple: Any = random.choice([switch, ("resume",), *files, *pins, ("erase", target)])
+            saves = [("resume",), ("save",)]
+            simple: Any = random.choice([switch, *saves, *saves, *pins, ("erase", target)])
             usual: list[tuple[Any, ...]] = [*[("say", text), ("ask", text)] * 3,
                 ("ask_and_undo", text), ("retry", text, at > 3), ("undo",), ("fail", text, at),
                 ("leave_off", text, at), simple, simple, ("within", text, *simple)]  # fmt: skip

@@ -22,7 +22,7 @@ from chatting import babbler, notices, session
 from sirchat.chat.session import Session
 from sirchat.memory.archive import SEGMENT_ROWS, Archive, Segment, SegmentFiles
 from sirchat.memory.key_values import KeyValues, Transfer, Transfers, to_device
-from sirchat.memory.ledger import Placement, Role
+from sirchat.memory.ledger import Flag, Placement, Role, State
 
 SHAPES = ((2, 4), (2, 4), (1, 3), (1, 5))  # heads and dimensions of two layers' keys and values
 
@@ -245,6 +245,17 @@ def test_a_full_archive_is_reported_once_and_the_chat_goes_on() -> None:
     assert chat.engine.store.archive.nbytes <= 150_000
     list(chat.switch("/budget", budget=2000))
     assert 64 < chat.resident < chat.seen
+
+
+def test_reachable_tokens_are_those_that_are_stored_and_not_excluded() -> None:
+    chat, _ = long_chat(archive_limit="150kB", system="Be brief.")
+    list(chat.switch("/system", system="You are a sailor."))
+    is_gone = chat.ledger.column("state") == State.NOT_STORED
+    is_excluded = chat.ledger.column("flags") & Flag.EXCLUDED != 0
+    assert is_gone.any()
+    assert (is_excluded & ~is_gone).any()
+    expected = np.flatnonzero(~(is_gone | is_excluded))
+    assert chat.engine.store.reachable().tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("recall", ["off", "mips"])

@@ -8,7 +8,6 @@ The folder `turns` has a chat with reasoning, a turn left out, and sentences tor
 from __future__ import annotations
 
 import json
-import sqlite3
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,8 @@ import pytest
 
 from chatting import answer, babbler, tiny
 from sirchat.chat.session import Session
-from sirchat.errors import SessionError
 from sirchat.memory.ledger import Flag
 from sirchat.saved.autosave import Autosave
-from sirchat.saved.database import locked
 from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.search import search_sessions
@@ -111,22 +108,3 @@ def test_an_older_file_tells_reasoning_and_flags_of_its_turns(folder: Path) -> N
     assert [turn.is_left_out for turn in turns] == [False, False, False, True]
     assert turns[2].torn == ("The code of the door is .",)
     assert [turn.is_summary for turn in turns] == [False] * 4
-
-
-def test_of_an_older_chat_that_is_open_elsewhere_a_copy_is_read(folder: Path) -> None:
-    path = folder / "turns" / "chat.sqlite"
-    before = path.read_bytes()
-    with locked(path), SessionStore.read(path) as copy:
-        assert copy.turns()[1].text == "Nice to meet you, Anna."
-    assert path.read_bytes() == before
-
-
-def test_another_format_is_refused(folder: Path) -> None:
-    path = folder / "turns" / "chat.sqlite"
-    for version, age in ((6, "an older"), (8, "a newer")):
-        with sqlite3.connect(path) as file:
-            file.execute(f"PRAGMA user_version={version}")
-        file.close()
-        with pytest.raises(SessionError, match=f"has format {version}") as refused:
-            SessionStore.open(path)
-        assert f"install {age} version" in str(refused.value.hint)

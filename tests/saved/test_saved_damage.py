@@ -10,6 +10,7 @@ import sqlite3
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -105,10 +106,14 @@ def foreign_database(path: Path) -> None:
         connection.commit()
 
 
-def newer(path: Path) -> None:
+def of_format(path: Path, version: int) -> None:
     shutil.copy(new(path.parent / "elsewhere", "hi"), path)
     with closing(sqlite3.connect(path)) as connection:
-        connection.execute(f"PRAGMA user_version={FORMAT_VERSION + 1}")
+        connection.execute(f"PRAGMA user_version={version}")
+
+
+NEXT, LAST = FORMAT_VERSION + 1, FORMAT_VERSION - 1
+newer, older = (partial(of_format, version=version) for version in (NEXT, LAST))
 
 
 def cut_short(path: Path) -> None:
@@ -121,7 +126,8 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty": (lambda path: path.write_bytes(b""), NONE),
     "text": (lambda path: path.write_text("Dear diary\n" * 500), NONE),
     "foreign": (foreign_database, NONE),
-    "newer": (newer, f"has format {FORMAT_VERSION + 1}, but this sirchat reads"),
+    "newer": (newer, f"has format {NEXT}, but this sirchat reads 7 (install a newer version"),
+    "older": (older, f"has format {LAST}, but this sirchat reads 7 (install an older version"),
     "damaged": (cut_short, "is damaged"),
 }
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import held_rows
 from attacking import MANY
 from chatting import babbler, random_model, session, tiny
 from sirchat.chat.session import Session
@@ -17,7 +18,6 @@ from sirchat.chat.summary import PREFIX, pin_summary
 from sirchat.cli.sessions import sessions_list
 from sirchat.config.profile import Profile
 from sirchat.errors import SessionError
-from sirchat.memory.key_values import KeyValues
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.resume import resume_session
@@ -70,24 +70,12 @@ def resumed(folder: Path, model: LoadedModel) -> Session:
 
 def state(chat: Session) -> dict[str, Any]:
     """Everything that the next turn depends on, and everything shown except times."""
-    logits = chat.engine.save().logits
-    assert logits is not None
-    view = chat.snapshot()
-    end = chat.closing_event()
-    return {
-        "turns": chat.turns,
-        "rows": [(row.position, row.id, row.score, row.flags) for row in view.rows],
-        "shares": view.turns,
-        "counts": (end.turns, end.seen, end.resident, end.tokens_out),
-        "logits": logits.tolist(),
-        "profile": chat.profile,
-        "kv": contents(chat.engine.store.copy_key_values()),
-    }
-
-
-def contents(rows: KeyValues | None) -> list[Any]:
+    rows = chat.engine.store.copy_key_values()
     assert rows is not None
-    return [rows.positions.tolist(), rows.written_at.tolist(), *(t.tolist() for t in rows.tensors)]
+    kept = [rows.positions.tolist(), rows.written_at.tolist(), *(t.tolist() for t in rows.tensors)]
+    names = "rows", "counts", "logits", "turns", "shares", "profile", "kept"
+    said = chat.turns, chat.snapshot().turns, chat.profile
+    return dict(zip(names, (*held_rows.state(chat), *said, kept), strict=True))
 
 
 def in_bfloat16() -> LoadedModel:

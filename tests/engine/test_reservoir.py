@@ -1,4 +1,4 @@
-"""Whether a sampling policy keeps every token of a stream with the same probability."""
+"""The policy `reservoir` in a stream: which tokens are in its sample, and what else is held."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ from sirchat.memory.policies.by_chance import Reservoir
 from sirchat.memory.random_numbers import Purpose, uniform
 
 SEED = 7
-STREAM, BUDGET, SINKS = 8_000, 644, 4
-CHUNK = (BUDGET - SINKS) // 4
-ONE_ROUND, SHORT_ROUNDS = [STREAM], [CHUNK] * (STREAM // CHUNK)
 
 
 @pytest.mark.slow
