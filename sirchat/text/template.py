@@ -94,9 +94,8 @@ class Template:
         self._by_reasoning = {"auto": self}  # shared by all of these
         self._tokenizer = tokenizer
         self._anchors = anchors if anchors is not None and anchors.variant == "ac" else None
-        self._round_end = list[int]()  # the anchor after each reply and system prompt, if any
-        if anchors and self._anchors and anchors.per == "round" and anchors.token_id is not None:
-            self._round_end = [anchors.token_id]
+        end = self._anchors.token_id if self._anchors and self._anchors.per == "round" else None
+        self._round_end = [] if end is None else [end]  # after each reply and system prompt
         self._source = str(tokenizer.chat_template or "")
         self._template = None if self._source else _plain_template(tokenizer)
         self.ends = frozenset([ends] if isinstance(ends, int) else ends or ())
