@@ -21,7 +21,6 @@ from sirchat.memory.key_values import LostTokensError, Positions
 from sirchat.memory.ledger import Flag, Role, State
 from sirchat.models.model import LoadedModel
 from sirchat.recall import RecalledTurn
-from sirchat.recall.candidates import Candidates
 from sirchat.recall.passages import (
     MIN_SCORE,
     PassageQuery,
@@ -33,7 +32,7 @@ from sirchat.recall.passages import (
     texts_at,
 )
 from sirchat.recall.retrievers import retriever
-from sirchat.recall.retrievers.base import PassageRetriever
+from sirchat.recall.retrievers.base import Candidates, PassageRetriever
 from sirchat.recall.word_index import DISCOUNT, is_greeting, words_of
 from sirchat.text.detokenizer import QUESTION_MARKS, Texts, text_with_gaps
 
