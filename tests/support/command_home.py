@@ -19,6 +19,12 @@ from sirchat.saved.store import SavedTurn, SessionStore
 
 SECONDS = 5.0  # most processor time from a signal to the end
 
+_WRONG_CLOCK = """
+import itertools, runpy, time
+right, errors = time.time, itertools.cycle({})
+time.time = lambda: right() + next(errors)
+runpy.run_module("sirchat", run_name="__main__", alter_sys=True)
+"""
 _CONTROL = re.compile(rb"\x1b\[\?(25|1049|2004)([hl])")
 
 
@@ -39,8 +45,12 @@ class CommandHome:
         }  # fmt: skip
 
     def run(self, *arguments: str, in_terminal: bool, ahead: Sequence[int] = ()) -> ForkedCommand:
-        how = {"environ": self.environ, "folder": self.folder / "cwd", "ahead": ahead}
-        return ForkedCommand(*arguments, in_terminal=in_terminal, **how)  # type: ignore[arg-type]
+        """A command; at each look, its clock is `ahead` by the next of these seconds."""
+        program = ("-c", _WRONG_CLOCK.format(list(ahead))) if ahead else ("-m", "sirchat")
+        environ, folder = self.environ, self.folder / "cwd"
+        return ForkedCommand(
+            *program, *arguments, environ=environ, folder=folder, in_terminal=in_terminal
+        )
 
     def turns(self, *, is_killed: bool) -> list[SavedTurn]:
         """Check that every chat opens and goes on, and nothing lies about; returns their turns."""

@@ -11,7 +11,6 @@ import os
 import runpy
 import signal
 import sys
-import termios
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
@@ -19,8 +18,6 @@ from contextlib import suppress
 from multiprocessing import get_context, reduction
 from multiprocessing.forkserver import _forkserver
 from typing import Any, NoReturn
-
-from pexpect.fdpexpect import fdspawn
 
 SERVER = get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.support.chat_imports"])
@@ -62,43 +59,6 @@ def fork(
     process = SERVER.Process(target=_run, args=how, daemon=daemon)
     process.start()
     return process
-
-
-class ForkedChat(fdspawn):  # type: ignore[misc]
-    """`python ARGUMENTS` in a pseudo-terminal of its own, with pexpect's interface.
-
-    Once it is closed, `exitstatus` or `signalstatus` says how it ended.
-    """
-
-    def __init__(
-        self, arguments: Sequence[str], env: Mapping[str, str], size: tuple[int, int], timeout: int
-    ) -> None:
-        ours, its = os.openpty()
-        termios.tcsetwinsize(its, size)
-        self._process = fork(arguments, env, os.getcwd(), {0: its}, in_terminal=True)
-        os.close(its)
-        super().__init__(ours, timeout=timeout)
-        self.pid = int(self._process.pid or 0)
-
-    def setwinsize(self, rows: int, columns: int) -> None:
-        """Change the window."""
-        termios.tcsetwinsize(self.child_fd, (rows, columns))
-
-    def kill(self, number: int) -> None:
-        """Send a signal."""
-        os.kill(self.pid, number)
-
-    def close(self, force: bool = False) -> None:
-        """Close the terminal; with `force`, a chat that does not end then is killed."""
-        if not self.closed:
-            super().close()
-            self._process.join(1 if force else 30)
-            if self._process.is_alive():
-                self._process.kill()
-                self._process.join()
-        code = self._process.exitcode or 0
-        self.exitstatus = code if code >= 0 else None
-        self.signalstatus = -code if code < 0 else None
 
 
 class _Passed:

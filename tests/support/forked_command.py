@@ -1,4 +1,4 @@
-"""A command that starts fast, in a pseudo-terminal or between pipes, and may be sent signals."""
+"""A program that starts fast, in a pseudo-terminal or between pipes, and may be sent signals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import select
 import termios
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -14,24 +14,19 @@ from pathlib import Path
 from forked_chat import fork
 
 _CLOCK = 20.0
-_WRONG_CLOCK = """
-import itertools, runpy, time
-right, errors = time.time, itertools.cycle({})
-time.time = lambda: right() + next(errors)
-runpy.run_module("sirchat", run_name="__main__", alter_sys=True)
-"""
 _WHERE_IS_THE_CURSOR = b"\x1b[6n"
 
 
 class ForkedCommand:
-    """`sirchat ARGUMENTS`, forked from a process that has its imports done.
+    """`python ARGUMENTS`, forked from a process that has the imports of sirchat done.
 
     Args:
-        arguments: of the command.
+        arguments: of python.
         environ: its whole environment.
         folder: where it runs.
         in_terminal: whether its streams are a pseudo-terminal, or three pipes.
-        ahead: seconds by which its clock is wrong, one after the other at each look at it.
+        size: rows and columns of the terminal.
+        tells_cursor: whether a question where the cursor is gets an answer.
 
     Attributes:
         is_in_terminal: as given.
@@ -46,13 +41,14 @@ class ForkedCommand:
         environ: Mapping[str, str],
         folder: Path,
         in_terminal: bool,
-        ahead: Sequence[int] = (),
+        size: tuple[int, int] = (40, 100),
+        tells_cursor: bool = True,
     ) -> None:
         self.shown = self.errors = b""
-        self.is_in_terminal = in_terminal
+        self.is_in_terminal, self._tells_cursor = in_terminal, tells_cursor
         if in_terminal:
             self._input, its = os.openpty()
-            termios.tcsetwinsize(its, (40, 100))
+            termios.tcsetwinsize(its, size)
             theirs, self._outputs, self._errors = [its] * 3, [self._input], -1
             self._terminal: int | None = its  # kept open, for its modes
             self._modes = termios.tcgetattr(its)
@@ -64,9 +60,7 @@ class ForkedCommand:
             self._terminal = None
         ready, begun = os.pipe()
         self._process: BaseProcess = fork(
-            ["-c", _WRONG_CLOCK.format(list(ahead)), *arguments]
-            if ahead
-            else ["-m", "sirchat", *arguments],
+            arguments,
             environ,
             str(folder),
             dict(enumerate(theirs)),
@@ -86,16 +80,32 @@ class ForkedCommand:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close(0)
+
+    def close(self, seconds: float) -> None:
+        """Close its terminal or pipes, and kill it if it does not end then in so many seconds."""
+        for one in {*self._outputs, self._input, self._terminal}:
+            if one is not None and one >= 0:
+                os.close(one)
+        self._outputs, self._input, self._terminal = [], -1, None
+        self._process.join(seconds)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
-        own = [self._terminal] if self._terminal is not None else [self._input]
-        for one in {*self._outputs, *own} - {-1}:
-            os.close(one)
 
     @property
     def is_alive(self) -> bool:
         return self._process.is_alive()
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, or -signal; None while it runs."""
+        return self._process.exitcode
+
+    @property
+    def foreground(self) -> int:
+        """The process group in the foreground of its terminal."""
+        return os.tcgetpgrp(self._input)
 
     @property
     def processor_seconds(self) -> float:
@@ -153,7 +163,7 @@ class ForkedCommand:
                 self.errors += data
             else:
                 self.shown += data
-            for _ in range(data.count(_WHERE_IS_THE_CURSOR)):
+            for _ in range(self._tells_cursor * data.count(_WHERE_IS_THE_CURSOR)):
                 self.send("\x1b[30;1R")
         return got
 
@@ -178,7 +188,7 @@ class ForkedCommand:
                 return None
         while self.read(0):
             pass
-        return self._process.exitcode
+        return self.code
 
     def left_processes(self) -> list[int]:
         """Processes of its session that are still there."""

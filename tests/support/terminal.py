@@ -10,17 +10,17 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Self
 
-import pexpect
 import pyte
 from pyte.charsets import LAT1_MAP
 from pyte.modes import DECAWM, DECTCEM, IRM
 from pyte.screens import Char
 
-from forked_chat import ForkedChat
+from forked_command import ForkedCommand
 
 _WRAPS = -1  # a column whose cell marks a row that is wrapped into the next one
 PASTE_ON, PASTE_OFF = "\x1b[200~", "\x1b[201~"
 WARM = "warm python"  # A program: a python that has imported what a chat needs
+_EXECUTE = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
 _PROMPT_ENDS = b"\x1b[?2004l"  # sent when a prompt has read its line: bracketed paste goes off
 _SYNCHRONIZED = 2026 << 5  # pyte's number of this private mode
 
@@ -140,7 +140,6 @@ class Terminal:
     ) -> None:
         self.screen = screen(columns, rows, history=10_000, ratio=0.5)
         self._stream = pyte.ByteStream(self.screen)
-        self.raw = b""
         self._said = ""
         env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
         env |= {"SIRCHAT_HOME": str(home), "TERM": "xterm-256color", "COLORTERM": ""}
@@ -150,35 +149,35 @@ class Terminal:
         env["COLORFGBG"] = "15;0"  # otherwise a chat asks the emulator, which does not answer
         env["SIRCHAT_MODEL"] = "tiny"  # otherwise a bare `sirchat` asks which model to use
         env |= environ or {}
-        self.child: Any
         if not command or command[0].startswith("-"):
             command = (WARM, "-m", "sirchat", *command)
-        if command[0] == WARM:
-            self.child = ForkedChat(command[1:], env, (rows, columns), timeout=60)
-        else:
-            program, *arguments = command
-            self.child = pexpect.spawn(
-                program, arguments, env=env, dimensions=(rows, columns), timeout=60
-            )
-        self.child.delaybeforesend = None
+        self.child = ForkedCommand(
+            *(command[1:] if command[0] == WARM else ("-c", _EXECUTE, *command)),
+            environ=env,
+            folder=Path.cwd(),
+            in_terminal=True,
+            size=(rows, columns),
+            tells_cursor=False,
+        )
         self.screen.write_process_input = self.child.send  # answers, such as where the cursor is
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.child.close(force=True)
+        self.child.close(1)
+
+    @property
+    def raw(self) -> bytes:
+        """All that the program wrote."""
+        return self.child.shown
 
     def read(self, seconds: float = 0.05) -> bool:
         """Take what the program writes within so many seconds; False once it has ended."""
-        try:
-            data = self.child.read_nonblocking(65536, timeout=seconds)
-        except pexpect.TIMEOUT:
-            return True
-        except pexpect.EOF:
+        before = len(self.raw)
+        if not self.child.read(seconds) and not self.child.is_alive and not self.child.read(0):
             return False
-        self.raw += data
-        self._stream.feed(data)
+        self._stream.feed(self.raw[before:])
         return True
 
     def until(self, condition: Callable[[], object], seconds: float = 60) -> None:
@@ -269,7 +268,7 @@ class Terminal:
         while _SYNCHRONIZED in self.screen.mode and self.read():
             pass
         resize(self.screen, rows, columns)
-        self.child.setwinsize(rows, columns)
+        self.child.resize(rows, columns)
 
     def leave(self) -> int:
         """Ctrl-D at the prompt; returns the exit code."""
@@ -279,11 +278,10 @@ class Terminal:
 
     def ended(self) -> int:
         """Read to the end; returns the exit code."""
-        while self.read(1):
+        self.until(lambda: not self.child.is_alive)
+        while self.read(0):
             pass
-        self.child.close()
-        status = self.child.exitstatus
-        return int(status if status is not None else -self.child.signalstatus)
+        return int(self.child.code or 0)
 
     @property
     def lines(self) -> list[str]:

@@ -43,7 +43,7 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
 
     yield start
     for chat in opened:
-        chat.child.close(force=True)
+        chat.child.close(1)
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ class _Shell(Terminal):
 
     def signal(self, number: int) -> None:
         """Signal whatever runs in the foreground."""
-        os.killpg(os.tcgetpgrp(self.child.child_fd), number)
+        os.killpg(self.child.foreground, number)
 
     def code(self) -> int:
         """The chat's exit code; asserts that it restored the terminal."""
