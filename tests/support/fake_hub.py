@@ -46,15 +46,10 @@ class FakeHub:
 def fake_hub(repositories: Mapping[str, Mapping[str, bytes]]) -> Iterator[FakeHub]:
     """Serve these repositories on this machine."""
     hub = FakeHub(repositories)
-
-    class Handler(_Handler):
-        pass
-
-    Handler.hub = hub
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    handler = type("Handler", (_Handler,), {"hub": hub})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     hub.url = f"http://127.0.0.1:{server.server_port}"
     try:
         yield hub
@@ -71,21 +66,12 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: object) -> None:
         pass
 
-    def do_HEAD(self) -> None:
-        self._answer()
-
     def do_GET(self) -> None:
-        self._answer()
-
-    def _answer(self) -> None:
         path = self.path.split("?")[0].strip("/")
-        if path.startswith("api/models/"):
-            self._about(path.removeprefix("api/models/"))
-        else:
-            name, _, rest = path.partition("/resolve/")
+        name, _, rest = path.removeprefix("api/models/").partition("/resolve/")
+        if not path.startswith("api/models/"):
             self._file(name, rest.partition("/")[2])
-
-    def _about(self, name: str) -> None:
+            return
         files = self.hub.repositories.get(name)
         if files is None:
             self._refuse(404, "RepoNotFound")
@@ -93,6 +79,8 @@ class _Handler(BaseHTTPRequestHandler):
         siblings = [{"rfilename": one, "size": len(data)} for one, data in files.items()]
         about = {"id": name, "modelId": name, "sha": COMMIT, "siblings": siblings}
         self._send(200, json.dumps(about).encode(), {"Content-Type": "application/json"})
+
+    do_HEAD = do_GET
 
     def _file(self, name: str, file: str) -> None:
         wanted = self.headers.get("Range", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import sirchat
@@ -19,7 +20,8 @@ def module_name(path: Path) -> str:
 SOURCES = {module_name(path): path.read_text("utf-8") for path in sorted(ROOT.rglob("*.py"))}
 
 
-def imports(source: str, *, at_load: bool = False) -> set[str]:
+@cache
+def imports(source: str, *, at_load: bool = False) -> frozenset[str]:
     """Dotted modules and names that a source imports; `at_load`: only those at load time."""
     names: set[str] = set()
     for node in statements(ast.parse(source), at_load):
@@ -28,7 +30,7 @@ def imports(source: str, *, at_load: bool = False) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, "imports are absolute here"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+    return frozenset(names)
 
 
 def statements(node: ast.AST, at_load: bool) -> Iterator[ast.AST]:
