@@ -91,36 +91,6 @@ def test_without_markdown_and_on_a_plain_terminal_a_reply_is_the_text_itself(
     assert terminal.getvalue() == document + "\n"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("panel", "sizes"),
-    [
-        *(("live", sizes) for sizes in ([(30, 60)], [(30, 120)], [(16, 55), (40, 140)], [(8, 30)])),
-        ("off", [(16, 55), (40, 140)]),
-    ],
-)
-def test_no_word_of_markdown_is_lost_when_the_window_changes(
-    terminal: FakeTerminal,
-    panel: str,
-    sizes: list[tuple[int, int]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    text = "# Head\n\n" + "".join(f"- item{i:03} of **list{i:03}** and more\n" for i in range(30))
-    text += "\n" + "".join(f"word{i:03} " for i in range(100))
-    seen: list[str] = []
-    resize = FakeTerminal.resize
-
-    def look(self: FakeTerminal, *size: int) -> None:
-        seen.append(everything_on(self.screen))
-        resize(self, *size)
-
-    monkeypatch.setattr(FakeTerminal, "resize", look)
-    show_reply(terminal, pieces(text, 1), panel, *sizes)
-    seen.append(everything_on(terminal.screen))
-    shown = "".join("".join(seen).split())
-    assert not [word for word in re.findall(r"[a-z]+\d+", text) if word not in shown]
-
-
 @pytest.mark.parametrize("text", ["".join(f"{i}👍🏽 " for i in range(40)), "🇩🇪🇫🇷 " * 20])
 def test_a_row_of_joined_emoji_appears_once(terminal: FakeTerminal, text: str) -> None:
     _anew(terminal, 30, 60)

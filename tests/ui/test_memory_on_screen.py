@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from sirchat.chat.tool_loop import read_result
 from sirchat.recall import RecalledTurn
 from sirchat.text.tool_calls import ToolCall
 from sirchat.ui.panel import draw_full_panel, draw_prompt_panel
-from sirchat.ui.status import describe_recalled, toolbar_text
+from sirchat.ui.status import describe_recalled
 from sirchat.ui.tables import draw_recalled_turns
 from sirchat.ui.why import explain_state
 from terminal import lines_of
@@ -30,31 +29,6 @@ from typed_chat import TypedChat
 
 ZEBRA = "Our zebra is called Quixbert."
 TOLD = ("My name is Anna.", "I live in Rome.", "My brother Paul is a baker.")
-
-
-@pytest.mark.slow
-def test_what_was_evicted_is_named_listed_and_brought_back(
-    terminal: FakeTerminal, own_home: Path
-) -> None:
-    with TypedChat(terminal, policy="sink", sinks=2, recent=16, budget=64) as chat:
-        assert "━" not in toolbar_text(chat.session, 100)
-        assert "nothing is evicted" in chat.ask("/evicted")
-        for line in TOLD:
-            chat.ask(line)
-        shown = " ".join(" ".join(chat.ask("Tell me a story.").split()) for _ in range(2))
-        named = re.findall(r"\d+ evicted \(your words: ([^)]*)\)", shown)
-        assert named
-        assert all(len(words.split(", ")) <= 3 for words in named)
-        assert "Paul" in ", ".join(named)
-        assert toolbar_text(chat.session, 100).count("━") >= 6
-        listed = chat.ask("/evicted")
-        assert re.search(r"(?m)^ +0 +you +(all|\d+ of) \d+ .*Anna", listed)
-        assert not re.search(r"(?m)^ +\d+ +(you|model) +\d+ of \d+$", listed)
-        assert "Paul" not in chat.ask("/tokens")
-        chat.ask('/recall "Paul"')
-        back = chat.ask("/tokens")
-        assert "Paul" in back
-        assert "baker" in back
 
 
 # --- the compact panel
@@ -114,25 +88,6 @@ def asked() -> Session:
     return chat
 
 
-@pytest.mark.parametrize(
-    ("turns", "line"),
-    [
-        ([(3, 140)], "recalled 140 tokens of 1 message (/recall shows them)"),
-        ([(3, 100), (17, 1_040)], "recalled 1,140 tokens of 2 messages (/recall shows them)"),
-        ([(3, 1)], "recalled 1 token of 1 message (/recall shows them)"),
-        (
-            [(1, 5), (2, 1), (4, 9), (6, 7), (9, 8), (11, 2)],
-            "recalled 32 tokens of 6 messages (/recall shows them)",
-        ),
-    ],
-)
-def test_a_line_counts_the_messages_of_single_tokens_that_came_back(
-    turns: list[tuple[int, int]], line: str
-) -> None:
-    recall = _Recall([RecalledTurn(*turn) for turn in turns], None)
-    assert describe_recalled(recall, 200) == line  # type: ignore[arg-type]
-
-
 class _Recall(NamedTuple):
     """What `Recall` says of its last search."""
 
@@ -149,7 +104,12 @@ class _Recall(NamedTuple):
     )
 
 
-def test_what_passages_say_is_quoted() -> None:
+def test_what_passages_say_is_quoted_and_messages_of_single_tokens_are_counted() -> None:
+    told = (((100, 1_040), "1,140 tokens of 2 messages"), ((1,), "1 token of 1 message"))
+    for counts, line in told:
+        turns = [RecalledTurn(at, count) for at, count in enumerate(counts)]
+        shown = describe_recalled(_Recall(turns, None), 200)  # type: ignore[arg-type]
+        assert shown == f"recalled {line} (/recall shows them)"
     told = [RecalledTurn(0, 14, ("drive",), "I drive a red Volvo.")]
     more = [*told, RecalledTurn(4, 9, (), "My aunt has a boat.")]
     for is_question, turns, line in (
