@@ -70,7 +70,10 @@ class SlashCompleter(Completer):
                     yield "all", "what each command does, in a line"
             case ["model" | "load" as command]:
                 if not is_begun or command not in self._lists:
-                    self._lists[command] = list(_READ_LIST[command]())
+                    models = ((name, "") for name in model_names())
+                    self._lists[command] = list(
+                        models if command == "model" else _suggest_saved_chats()
+                    )
                 yield from self._lists[command]
             case ["policy"]:
                 yield from self._policies
@@ -104,10 +107,6 @@ class SlashCompleter(Completer):
                 yield value, _describe_value(setting, value)
 
 
-def _suggest_models() -> Iterator[Suggestion]:
-    yield from ((name, "") for name in model_names())
-
-
 def _suggest_saved_chats() -> Iterator[Suggestion]:
     """Yield names and ids of saved chats that are not open, with their first messages."""
     yield "last", "the chat that was saved last"
@@ -118,12 +117,6 @@ def _suggest_saved_chats() -> Iterator[Suggestion]:
             yield session.name, shorten(displayable_line(session.first_message), 60)
     for session in sessions:
         yield session.id, shorten(displayable_line(session.first_message), 60)
-
-
-_READ_LIST: dict[str, Callable[[], Iterator[Suggestion]]] = {
-    "model": _suggest_models,
-    "load": _suggest_saved_chats,
-}
 
 
 def _describe_setting(setting: str) -> str:

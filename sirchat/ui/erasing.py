@@ -99,7 +99,9 @@ class EraseCommand:
         """The number of tokens that match `target`, and the indices of their turns."""
         turn, turns = self._target_turn(target), self._session.turns
         if turn is None:
-            matching_turns = self._turns_with(without_quotes(target))
+            pattern = whole_words(without_quotes(target))
+            texts = (f"{turn.text}\n{turn.thinking}" for turn in turns)
+            matching_turns = [n for n, text in enumerate(texts) if pattern.search(text)]
         else:
             matching_turns = [turn] if 0 <= turn < len(turns) else []
         try:
@@ -113,11 +115,6 @@ class EraseCommand:
     def _target_text(self, target: str) -> str:
         turn, turns = self._target_turn(target), self._session.turns
         return turns[turn or 0].text if turn in range(len(turns)) else without_quotes(target)
-
-    def _turns_with(self, words: str) -> list[int]:
-        pattern = whole_words(words)
-        texts = (f"{turn.text}\n{turn.thinking}" for turn in self._session.turns)
-        return [n for n, text in enumerate(texts) if pattern.search(text)]
 
     def _line_matcher(self, target: str) -> Callable[[str], bool]:
         """Whether a typed line, of any chat, has the words, or sent the message of a turn."""

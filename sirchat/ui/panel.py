@@ -24,10 +24,8 @@ from sirchat.chat.token_rows import is_punctuation, split_words, without_templat
 from sirchat.ui.cells import StyledRun, cut, join_runs, token_line, wrap_runs
 from sirchat.ui.tables import (
     NOTHING_HELD,
-    bin_label,
     draw_turns,
     held_share_glyph,
-    section_title,
 )
 from sirchat.ui.text import displayable_line, restored_from_bits
 from sirchat.ui.theme import BUCKET_LIMITS, ROLE_NAMES, Theme
@@ -61,7 +59,9 @@ def draw_compact_panel(
         _evicted_next_line(snapshot, theme, width),
     ]
     if evicted:
-        lines.append(_just_evicted_line(evicted, theme, width))
+        label = StyledRun("evicted: ", theme.secondary)
+        words = cut(_join_words(evicted), width - len(label.text))
+        lines.append(join_runs([label, StyledRun(words, theme.evicted)]))
     return Group(*lines, *_strongest_words(snapshot, theme, width))
 
 
@@ -164,7 +164,7 @@ def draw_full_panel(snapshot: Snapshot, theme: Theme, width: int) -> RenderableT
         Text(),
         *_held_text(snapshot, theme, inner_width),
         Text(),
-        section_title("turns", theme, inner_width),
+        Text("turns", theme.heading),
         draw_turns(snapshot.turns, theme),
     ]
     return Panel(
@@ -243,12 +243,6 @@ def _evicted_next_line(snapshot: Snapshot, theme: Theme, width: int) -> Text:
         words = _join_words(snapshot.leaving_words) or _ONLY_MARKS
         text = f"{count:,} of {snapshot.resident:,} are evicted next: {words}"
     return join_runs([StyledRun(cut(text, width), theme.secondary)])
-
-
-def _just_evicted_line(words: Sequence[str], theme: Theme, width: int) -> Text:
-    label = "evicted: "
-    text = cut(_join_words(words), width - len(label))
-    return join_runs([StyledRun(label, theme.secondary), StyledRun(text, theme.evicted)])
 
 
 def _join_words(words: Iterable[str]) -> str:
@@ -331,7 +325,8 @@ def _legend(theme: Theme, width: int, *, has_recalled: bool) -> list[Text]:
     space = StyledRun("  ", theme.secondary)
     runs = [StyledRun("how much a token surprised the model, in nats: ", theme.secondary)]
     for (low, high), shades in zip(pairwise((0.0, *BUCKET_LIMITS)), theme.tokens, strict=True):
-        runs += [StyledRun(bin_label(low, high), shades[0]), space]
+        name = f"{low:g}+" if high == math.inf else f"{low:g}–{high:g}"
+        runs += [StyledRun(name, shades[0]), space]
     runs.append(StyledRun("left after decay: ", theme.secondary))
     for name, style in zip(("most", "some", "little"), theme.tokens[2], strict=True):
         runs += [StyledRun(name, style), space]

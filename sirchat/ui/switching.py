@@ -255,7 +255,15 @@ def switch_model(
         read_again(new, session.turns, pins, unpinned, report)
     with InterruptFlag():  # Ctrl-C does not stop it halfway
         saved_chat.replace_session(new)
-    _print_model_switch(session, new, screen)
+    screen.note(
+        f"the model is now {new.model.name}; it read {new.seen:,} tokens, "
+        f"the cache {_describe_held(new)}"
+    )
+    screen.note(repinned_note(new))
+    for event in new.opening_events():
+        if isinstance(event, Notice):
+            screen.note(event.text)
+    screen.note(f"/model {session.model.name} goes back")
     return new
 
 
@@ -270,15 +278,3 @@ def _profile_for(model: LoadedModel, name: str, session: Session) -> Profile:
             updates |= {key: getattr(new, key) for key in group}
             origins |= {key: new.origin(key) for key in group}
     return profile.model_copy(update=updates).with_origins(origins)
-
-
-def _print_model_switch(old: Session, new: Session, screen: Screen) -> None:
-    screen.note(
-        f"the model is now {new.model.name}; it read {new.seen:,} tokens, "
-        f"the cache {_describe_held(new)}"
-    )
-    screen.note(repinned_note(new))
-    for event in new.opening_events():
-        if isinstance(event, Notice):
-            screen.note(event.text)
-    screen.note(f"/model {old.model.name} goes back")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from math import inf
 from typing import Any, Final
 
 from rich.cells import cell_len
@@ -19,7 +18,7 @@ from sirchat.chat.statements import StatedFact
 from sirchat.chat.why import TokenRank
 from sirchat.recall import RecalledTurn
 from sirchat.text.times import time_ago
-from sirchat.ui.cells import StyledRun, cut, join_runs, token_line
+from sirchat.ui.cells import token_line
 from sirchat.ui.text import displayable_line, messages_ago, pluralize, shorten
 from sirchat.ui.theme import ROLE_NAMES, Theme
 
@@ -171,16 +170,6 @@ def held_share_glyph(turn: HeldShare) -> str:
     if not turn.held_said:
         return NOTHING_HELD
     return _SHARE_GLYPHS[turn.held * len(_SHARE_GLYPHS) // turn.tokens]
-
-
-def section_title(text: str, theme: Theme, width: int) -> Text:
-    """The styled title of a panel's section, cut to `width` cells."""
-    return join_runs([StyledRun(cut(text, width), theme.heading)])
-
-
-def bin_label(low: float, high: float) -> str:
-    """A range of surprisal in nats, such as `2–4` or `7+`."""
-    return f"{low:g}+" if high == inf else f"{low:g}–{high:g}"
 
 
 def _format_surprisal(nats: float | None) -> str:

@@ -109,10 +109,9 @@ def run_tutorial(open_session: OpenSession, screen: Screen, *, waits: bool) -> b
             keyboard.pass_keys_to_prompt()
             return prompt.read(suggested)
 
-        def make_check(interrupt: InterruptFlag) -> Interrupted:
-            return make_stop_check(interrupt, keyboard, False)
-
-        return _Tutorial(session, screen, read, make_check).run()
+        return _Tutorial(
+            session, screen, read, lambda interrupt: make_stop_check(interrupt, keyboard, False)
+        ).run()
 
 
 def _echo(screen: Screen) -> ReadLine:

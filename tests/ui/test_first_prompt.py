@@ -112,7 +112,7 @@ def test_a_line_typed_before_the_prompt_is_sent_and_a_saved_chat_loads_behind_a_
 
 @pytest.mark.parametrize(
     ("keys", "code"),
-    [([CTRL_D], 0), (["/bye\r"], 0), (["not this", CTRL_C, "this\r", CTRL_C], 130)],
+    [([CTRL_D], 0), (["not this", CTRL_C, "this\r", CTRL_C], 130)],
 )
 def test_one_can_leave_meanwhile(begin: Begin, keys: list[str], code: int) -> None:
     chat = begin()

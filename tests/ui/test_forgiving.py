@@ -263,12 +263,3 @@ def test_where_nothing_can_be_restored_a_line_says_why() -> None:
     chat.session.erase("turn 2")
     with pytest.raises(SirchatError, match="nothing is restored: it is no longer archived"):
         Switching(chat.session, chat.screen).restore(np.flatnonzero(is_said))
-
-
-def test_a_message_for_which_nothing_is_restored_does_not_look_for_what_could_be(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    chat = Chat(tiny(), policy="sink", budget=64, save=False, max_new_tokens=4)
-    chat.say(*["Tell me a joke."] * 4)
-    monkeypatch.setattr("sirchat.memory.key_value_store.KeyValueStore.recallable", None)
-    chat.say("Hello!")
