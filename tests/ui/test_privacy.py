@@ -18,6 +18,7 @@ WORD = "Xylothek"  # stands in every line that is typed, in the edited text, and
 BEFORE = "a line of an earlier chat"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "more"),
     [(["--no-save"], {}), (["--profile", "private.yaml"], {"SIRCHAT_SAVE": ""})],

@@ -75,6 +75,7 @@ def test_a_key_stops_a_reply_that_is_kept_and_the_panel_below_it_goes(
     assert sum(word in held for word in words) > 5
 
 
+@pytest.mark.slow
 def test_other_keys_and_chords_do_not_stop_a_reply_and_wait_for_the_next_prompt(
     speaker: Terminal,
 ) -> None:
