@@ -95,8 +95,9 @@ class SlashCompleter(Completer):
         return [(name, class_summary(policy_class, name)) for name in policy_choices()]
 
     def _suggest_settings(self) -> Iterator[Suggestion]:
-        names = (name for name in Profile.model_fields if name not in FIXED_SETTINGS)
-        yield from ((name, _describe_setting(name)) for name in names)
+        for name, field in Profile.model_fields.items():
+            if name not in FIXED_SETTINGS:
+                yield name, field.description or ""
         yield from _suggest_options(self._session().profile.policy)
 
     def _suggest_values(self, setting: str) -> Iterator[Suggestion]:
@@ -117,10 +118,6 @@ def _suggest_saved_chats() -> Iterator[Suggestion]:
             yield session.name, shorten(displayable_line(session.first_message), 60)
     for session in sessions:
         yield session.id, shorten(displayable_line(session.first_message), 60)
-
-
-def _describe_setting(setting: str) -> str:
-    return Profile.model_fields[setting].description or ""
 
 
 def _describe_value(setting: str, value: str) -> str:

@@ -56,7 +56,8 @@ class EraseCommand:
         typed = self._count_typed_lines(target)
         if not (tokens or turns or typed):
             tokens_to_erase(self._session, target)  # raises the error that says what is missing
-        parts = [f"{pluralize(tokens, 'token')}{' in ' if turns else ''}{_name_turns(turns)}"]
+        where = f" in turn{'s' if len(turns) > 1 else ''} {', '.join(map(str, turns))}"
+        parts = [f"{pluralize(tokens, 'token')}{where if turns else ''}"]
         if typed:
             parts.append(pluralize(typed, "typed line"))
         self._screen.note(f"this would erase for good: {' and '.join(parts)}")
@@ -140,7 +141,3 @@ class EraseCommand:
         if names := self._saved_chat.branches_containing(text):
             listed = ", ".join(map(displayable_line, names))
             self._screen.note(f"it stays in branches {listed}: /load NAME, and /erase it there")
-
-
-def _name_turns(turns: list[int]) -> str:
-    return f"turn{'s' if len(turns) > 1 else ''} {', '.join(map(str, turns))}" if turns else ""

@@ -41,7 +41,7 @@ from prompt_toolkit.styles import DynamicStyle, Style
 from sirchat.errors import UsageError
 from sirchat.ui.attaching import escape_mentions, unfinished_mention
 from sirchat.ui.editor import edit_in_editor, editor_command
-from sirchat.ui.keys import ESCAPE_SECONDS, terminal_keys
+from sirchat.ui.keys import ESCAPE_SECONDS
 from sirchat.ui.text import displayable
 from sirchat.ui.typed_line import FENCE, InputLine, as_typed, parse_line
 
@@ -151,7 +151,45 @@ class Prompt:
                 return replace(line, is_stopped=is_stopped)
 
     def ask_for_key(self, question: str, keys: Collection[str]) -> str:
-        return ask_for_key(question, keys, self._prompt.output, self._prompt.input)
+        """Show `question` until the user presses one of `keys`, and return that key.
+
+        A line that begins with another character, such as a command, is ignored up to Enter. Raises
+        KeyboardInterrupt for Ctrl-C and Ctrl-D.
+        """
+        bindings, is_in_line = KeyBindings(), False
+
+        def question_text() -> str:
+            return question + "(a line is no answer; Enter ends it)" * is_in_line
+
+        @bindings.add(Keys.Any)
+        @bindings.add("enter")
+        def answer(event: KeyPressEvent) -> None:
+            nonlocal is_in_line
+            press = event.key_sequence[0]
+            key = press.data.lower()
+            is_typed = len(key) == 1 and press.key != Keys.BracketedPaste
+            is_answer = is_typed and key in keys and (not is_in_line or press.key == Keys.Escape)
+            if is_answer and not event.app.is_done:
+                event.app.exit(result=key)
+            begins_line = bool(key) and key.isprintable()
+            is_in_line = press.key != Keys.Enter and (is_in_line or begins_line)
+
+        @bindings.add("c-c")
+        @bindings.add("c-d")
+        @bindings.add("<sigint>")
+        def interrupt(event: KeyPressEvent) -> None:
+            if not event.app.is_done:
+                event.app.exit(exception=KeyboardInterrupt())
+
+        app: Application[str] = Application(
+            layout=Layout(Window(FormattedTextControl(question_text), height=1)),
+            key_bindings=bindings,
+            input=self._prompt.input,
+            output=self._prompt.output,
+            erase_when_done=True,
+        )
+        app.ttimeoutlen = ESCAPE_SECONDS
+        return app.run(pre_run=_silence_signal_tracebacks)
 
     def redraw(self) -> None:
         """Draw the prompt again soon; any thread may call this."""
@@ -302,50 +340,6 @@ def _is_open_block(text: str) -> bool:
     start = text.lstrip()
     is_closed = start.startswith(f"{FENCE}\n") and text.endswith(f"\n{FENCE}")
     return start.startswith(FENCE) and text.count(FENCE) % 2 == 1 and not is_closed
-
-
-def ask_for_key(
-    question: str, keys: Collection[str], output: Output, source: Input | None = None
-) -> str:
-    """Show `question` until the user presses one of `keys`, and return that key.
-
-    A line that begins with another character, such as a command, is ignored up to Enter. Reads
-    `source`, by default the terminal. Raises KeyboardInterrupt for Ctrl-C and Ctrl-D.
-    """
-    bindings, is_in_line = KeyBindings(), False
-
-    def question_text() -> str:
-        return question + "(a line is no answer; Enter ends it)" * is_in_line
-
-    @bindings.add(Keys.Any)
-    @bindings.add("enter")
-    def answer(event: KeyPressEvent) -> None:
-        nonlocal is_in_line
-        press = event.key_sequence[0]
-        key = press.data.lower()
-        is_typed = len(key) == 1 and press.key != Keys.BracketedPaste
-        is_answer = is_typed and key in keys and (not is_in_line or press.key == Keys.Escape)
-        if is_answer and not event.app.is_done:
-            event.app.exit(result=key)
-        begins_line = bool(key) and key.isprintable()
-        is_in_line = press.key != Keys.Enter and (is_in_line or begins_line)
-
-    @bindings.add("c-c")
-    @bindings.add("c-d")
-    @bindings.add("<sigint>")
-    def interrupt(event: KeyPressEvent) -> None:
-        if not event.app.is_done:
-            event.app.exit(exception=KeyboardInterrupt())
-
-    app: Application[str] = Application(
-        layout=Layout(Window(FormattedTextControl(question_text), height=1)),
-        key_bindings=bindings,
-        input=source or terminal_keys(),
-        output=output,
-        erase_when_done=True,
-    )
-    app.ttimeoutlen = ESCAPE_SECONDS
-    return app.run(pre_run=_silence_signal_tracebacks)
 
 
 def _silence_signal_tracebacks() -> None:

@@ -58,24 +58,15 @@ class Theme:
         if row.role == "template":
             return self.template
         surprisal = row.surprisal or 0.0
-        intensity = decay_intensity(surprisal, row.decayed_surprisal)
-        return self.tokens[surprisal_bucket(surprisal)][intensity]
+        bucket = bisect_right(BUCKET_LIMITS, surprisal, hi=len(BUCKET_LIMITS) - 1)
+        share_left = row.decayed_surprisal / surprisal if surprisal > 0 else 1.0
+        intensity = sum(share_left < limit for limit in INTENSITY_LIMITS)
+        return self.tokens[bucket][intensity]
 
     def role_style(self, role: str) -> Style:
         """The style of the label of a turn by this role, such as "user"."""
         roles = {"system": self.system, "user": self.user, "assistant": self.model}
         return roles.get(role, self.secondary)
-
-
-def surprisal_bucket(surprisal: float) -> int:
-    """Index of the bucket for a surprisal in nats."""
-    return bisect_right(BUCKET_LIMITS, surprisal, hi=len(BUCKET_LIMITS) - 1)
-
-
-def decay_intensity(surprisal: float, decayed: float) -> int:
-    """0 (strong), 1 (fading) or 2 (faint), by the share of surprisal left after decay."""
-    share_left = decayed / surprisal if surprisal > 0 else 1.0
-    return sum(share_left < limit for limit in INTENSITY_LIMITS)
 
 
 def find_theme(name: str, environ: Mapping[str, str]) -> Theme:

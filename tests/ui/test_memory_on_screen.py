@@ -105,10 +105,12 @@ class _Recall(NamedTuple):
 
 
 def test_what_passages_say_is_quoted_and_messages_of_single_tokens_are_counted() -> None:
-    told = (((100, 1_040), "1,140 tokens of 2 messages"), ((1,), "1 token of 1 message"))
-    for counts, line in told:
-        turns = [RecalledTurn(at, count) for at, count in enumerate(counts)]
-        shown = describe_recalled(_Recall(turns, None), 200)  # type: ignore[arg-type]
+    for counts, line in (
+        ([100, 1_040], "1,140 tokens of 2 messages"),
+        ([1], "1 token of 1 message"),
+    ):
+        single = [RecalledTurn(at, count) for at, count in enumerate(counts)]
+        shown = describe_recalled(_Recall(single, None), 200)  # type: ignore[arg-type]
         assert shown == f"recalled {line} (/recall shows them)"
     told = [RecalledTurn(0, 14, ("drive",), "I drive a red Volvo.")]
     more = [*told, RecalledTurn(4, 9, (), "My aunt has a boat.")]
