@@ -180,6 +180,16 @@ def held(chat: Chat) -> str:
     return "".join(row.text for row in chat.session.tokens(at.tolist()))
 
 
+def test_one_token_that_steps_aside_is_counted() -> None:
+    chat = Chat(tiny(), policy="sink", budget=64, recent=0, save=False)
+    chat.say("My cat is called Luna.", *["Tell me a joke."] * 3)
+    came = chat.session.engine.store.archived()[: 64 - chat.session.resident + 1]
+    Switching(chat.session, chat.screen).restore(came)
+    assert chat.session.resident == 64
+    shown = " ".join(chat.out.getvalue().split())
+    assert "were evicted; 1 stepped aside until it is answered; " in shown
+
+
 @pytest.mark.parametrize("recall", ["off", "words"])
 def test_words_are_restored_as_they_were_told_not_as_the_model_repeated_them(recall: str) -> None:
     chat = Chat(tiny(), policy="sink", budget=64, recent=0, save=False, max_new_tokens=24)

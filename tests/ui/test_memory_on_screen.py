@@ -14,6 +14,7 @@ from chatting import babbler, session, tiny
 from drawing import NONE, lines
 from fake_terminal import FakeTerminal
 from saved_chats import Chat
+from sirchat.chat.events import TurnDone
 from sirchat.chat.evicted_text import EvictedTurn
 from sirchat.chat.session import Session
 from sirchat.chat.summary import pin_summary
@@ -21,7 +22,7 @@ from sirchat.chat.tool_loop import read_result
 from sirchat.recall import RecalledTurn
 from sirchat.text.tool_calls import ToolCall
 from sirchat.ui.panel import draw_full_panel, draw_prompt_panel
-from sirchat.ui.status import describe_recalled
+from sirchat.ui.status import describe_recalled, describe_round, describe_turn
 from sirchat.ui.tables import draw_recalled_turns
 from sirchat.ui.why import explain_state
 from terminal import lines_of
@@ -140,6 +141,13 @@ def test_the_passage_that_fits_best_is_quoted_not_the_longest() -> None:
     assert turns[long] > turns[told]
     assert f'"{told}"' in describe_recalled(chat.recall, chat.seen)
     assert list(turns).index(long) < list(turns).index(told), "the list is in order of turns"
+
+
+def test_the_lines_of_a_round_and_of_a_turn_say_it() -> None:
+    done = TurnDone(1, "assistant", "Yes.", 2, 3, 90, 200, 0, 40, 0.1, 0.1, "stop")
+    for line in (describe_round(None, done, 96, (), "as said"), describe_turn(done, 96, "as said")):
+        assert ", as said, " in line
+    assert "recalled" not in describe_round(None, done, 96)
 
 
 def test_panel_and_table_name_the_words(asked: Session) -> None:
