@@ -218,6 +218,7 @@ def test_what_others_may_change_is_found_behind_links_too(changed: str, tmp_path
         find_changeable_by_others(tmp_path / "none")
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file on a full disk")
 @pytest.mark.parametrize("where", ["open_private", "make_private_dir"])
 def test_a_full_or_read_only_disk_costs_only_time(
