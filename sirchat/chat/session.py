@@ -1,7 +1,7 @@
 """A conversation with one model, which reads and answers turns, and yields events.
 
-`ask`, `retry`, `read_user` and `read_reply` are generators, and work while the caller iterates over
-the events. Other methods work at once.
+Methods that return an iterator, such as `ask`, are generators: they work while the caller iterates
+over the events. Other methods work at once.
 """
 
 from __future__ import annotations

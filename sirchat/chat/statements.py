@@ -261,7 +261,7 @@ def rules_at(chat: Conversation, positions: Positions, cache: StatementCache) ->
     return np.concatenate([np.zeros(0, np.int64), *having])
 
 
-def _describe_rules(
+def _rules_as_facts(
     chat: Conversation, rules: Sequence[Positions], words: str
 ) -> Iterator[StatedFact]:
     """These pinned rules and preferences; only those that have all `words`, if given."""
@@ -357,7 +357,7 @@ def find_statements(chat: Conversation, cache: StatementCache, words: str) -> li
 
     rules = _pinned_rules(chat, cache.vectors)
     found = [
-        *_describe_rules(chat, rules, words),
+        *_rules_as_facts(chat, rules, words),
         *_find_facts(chat, vector_of, words, np.concatenate([np.zeros(0, np.int64), *rules])),
     ]
     cache.found = stamp, found

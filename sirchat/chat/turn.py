@@ -264,7 +264,7 @@ class OpenTurn:
         return self.events.moved(self.stats.index, records)
 
     def _end_round(self) -> list[Event]:
-        """End recall, and let surprisal and attention decay; the next user turn begins a round."""
+        """End recall, and let surprisal and attention decay; the next turn begins a round."""
         placement = self.engine.store.placement
         self._placement_in_round = placement if placement.has_recall else None
         events = self.evicted(self.engine.evictor.end_recall())

@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 from sirchat.memory import policies
 from sirchat.memory.registry import BEST_RETRIEVER, RETRIEVERS
 
-_MIN_EVICTABLE = 16  # least number of cache slots beside the sinks
+_MIN_BESIDE_SINKS = 16  # least number of cache slots beside the sinks
 _MAX_TOKENS = 10**9  # more tokens than any conversation has
 _MAX_SIZE_BYTES = 2**62
 _Count = Annotated[int, Field(ge=0, le=_MAX_TOKENS)]
@@ -280,9 +280,9 @@ class Profile(BaseModel):
 
     @model_validator(mode="after")
     def _require_consistent_settings(self) -> Profile:
-        least = self.sinks + _MIN_EVICTABLE
+        least = self.sinks + _MIN_BESIDE_SINKS
         if self.budget < least:
-            rule = f"budget ({self.budget}) must be at least {least} (sinks + {_MIN_EVICTABLE})"
+            rule = f"budget ({self.budget}) must be at least {least} (sinks + {_MIN_BESIDE_SINKS})"
             raise _conflict(rule, "budget", "sinks")
         if self.recent > self.budget:
             rule = f"recent ({self.recent}) must be at most the budget ({self.budget})"

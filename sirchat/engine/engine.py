@@ -43,7 +43,7 @@ from sirchat.models.encoder import EncoderOutput
 from sirchat.models.model import LoadedModel
 
 # Ids in a pass that reads several chunks. Ctrl-C is handled only between passes.
-_MAX_PASS_IDS = 1024
+_MAX_CHUNKED_IDS = 1024
 _REBUILD_PASS_IDS = 256  # ids in a pass that computes recurrent states again
 _ANCHOR, _CONTINUES = int(Flag.ANCHOR), int(Flag.CONTINUES)
 
@@ -298,7 +298,7 @@ class Engine:
             pinned or self.settings.policy.compacts_at_anchors
         ):  # pins change the size of the next chunk
             return size
-        free = min(division.hard_bound - self.cache.length, _MAX_PASS_IDS)
+        free = min(division.hard_bound - self.cache.length, _MAX_CHUNKED_IDS)
         return size * max(1, free // size)
 
 

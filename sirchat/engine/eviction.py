@@ -24,7 +24,8 @@ from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, HeldRows, MovedRows, Placement, Role
 
 MIN_EVICTABLE = 8  # tokens that sinks, pins and recall leave to the policy
-# Under `recall_n: auto`: most tokens restored, and tokens left to the policy beside these.
+# Under `recall_n: auto`: tokens restored where no quarter of the room is more, and tokens left
+# to the policy beside these.
 _MAX_AUTO_RECALLED, _AUTO_UNRECALLED = 400, 64
 _NO_POSITIONS = np.zeros(0, np.int64)
 

@@ -399,7 +399,8 @@ class Archive:
 class Segment:
     """The keys and values of up to `SEGMENT_ROWS` tokens, filled from the front.
 
-    The tensors are shaped as those of `like` [H, n, D]; below `EXACT`, `quantized` makes them.
+    The tensors are shaped as those of `like` [H, n, D]; but for those of the tier `EXACT`, they
+    are `quantized`.
     """
 
     def __init__(self, like: list[Tensor], bits: int = EXACT) -> None:

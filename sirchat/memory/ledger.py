@@ -226,7 +226,7 @@ class Ledger:
     """A table with one row for each token of the conversation, held or evicted.
 
     Held tokens are in stream order: held token i is in slot i of the cache. Only methods change the
-    attributes, except `left_out`, `torn`, `saved` and `flagged`.
+    attributes, except `left_out`, `torn`, `saved`, `flagged`, `token_vectors`, `unknown_surprisal`.
     """
 
     def __init__(self, seed: int = 0, unknown_surprisal: float = 0.0) -> None:

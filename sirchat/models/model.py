@@ -359,8 +359,8 @@ class LoadedModel:
         counter = CallCounter()
         self.forward([0], self.new_cache(1), observer=counter)
         # Layers may share one attention.
-        once = counter.calls == dict.fromkeys(range(len(self.rotations)), 1)
-        return once if self.has_state else bool(counter.calls)
+        is_called_once = counter.calls == dict.fromkeys(range(len(self.rotations)), 1)
+        return is_called_once if self.has_state else bool(counter.calls)
 
     @cached_property
     def anchors(self) -> Anchors | None:

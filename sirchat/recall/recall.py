@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import RecallSettings, TurnRef
-from sirchat.memory.key_values import LostTokensError, Positions
+from sirchat.memory.key_values import EXACT, LostTokensError, Positions
 from sirchat.memory.ledger import Flag, Role, State
 from sirchat.models.model import LoadedModel
 from sirchat.recall import RecalledTurn
@@ -325,7 +325,7 @@ class Recall:
         for turn in np.unique(of_tokens).tolist():
             own = bits[of_tokens == turn]
             words, shown, reason = best.get(turn, ((), "", ""))
-            fewest = min(set(own.tolist()) - {0}, default=0)
+            fewest = min(set(own.tolist()) - {EXACT}, default=0)
             described.append(RecalledTurn(turn, len(own), words, shown, fewest, reason))
         return tuple(described)
 

@@ -64,7 +64,7 @@ class ToolServers:
         self._ending: list[_Running] = []
         self._origins: dict[str, tuple[str, str]] = {}  # server and own name, by a tool's full name
 
-    def tools(self, name: str, interrupted: Interrupted = never) -> list[ChatTool]:
+    def list_tools(self, name: str, interrupted: Interrupted = never) -> list[ChatTool]:
         """The tools that a server lists now; starts the server first if necessary.
 
         Raises SirchatError if that fails.

@@ -143,7 +143,7 @@ class ToolUse(Toolbox):
         if not (self._is_script or self._tool_servers.is_running(server)):
             self._screen.note(f"starting the server {server}")
         # At first the keys are for the prompt.
-        return self._tool_servers.tools(server, self._stops if self._has_begun else never)
+        return self._tool_servers.list_tools(server, self._stops if self._has_begun else never)
 
     def _find_matching(self, server: str, pattern: str) -> dict[str, ChatTool]:
         """A server's tools that match a pattern, by name; raises UsageError if there are none."""

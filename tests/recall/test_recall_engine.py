@@ -130,6 +130,8 @@ def test_recall_leaves_the_conversation_room_to_read() -> None:
     assert recall_limit(None, 1020) == 400
     assert recall_limit(None, 252) == 188
     assert recall_limit(None, 100) == 36
+    assert recall_limit(None, 40) == 10
+    assert recall_limit(None, 4000) == 1000  # a quarter
     engine, _ = talked(memory("sink", 40, n=200), rounds=3)
     assert [engine.evictor.recall_room(incoming) for incoming in (0, 16, 30)] == [28, 12, 0]
 

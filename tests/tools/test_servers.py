@@ -48,7 +48,7 @@ KEY = {"Authorization": "Bearer key"}
 
 
 def named(servers: ToolServers, name: str) -> ChatTool:
-    return next(tool for tool in servers.tools("snow") if tool.name == f"snow__{name}")
+    return next(tool for tool in servers.list_tools("snow") if tool.name == f"snow__{name}")
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_variables_are_filled_in_and_one_that_is_not_set_is_named(
     for written in ("${MISSING}", "${env:MISSING}", "${input:MISSING}"):
         servers = ToolServers({"a": ServerFields(command="b", env={"A": written})}, print)
         with pytest.raises(SirchatError, match=r"can't be started: the variable .*MISSING is"):
-            servers.tools("a")
+            servers.list_tools("a")
 
 
 def test_a_home_folder_is_filled_in_and_a_command_line_in_one_text_gets_a_hint(
@@ -148,7 +148,7 @@ def test_a_home_folder_is_filled_in_and_a_command_line_in_one_text_gets_a_hint(
     servers.close()
     servers = ToolServers({"a": ServerFields(command="npx -y time")}, print)
     with pytest.raises(SirchatError, match=r'npx -y time. .*belongs into "args"'):
-        servers.tools("a")
+        servers.list_tools("a")
     servers.close()
 
 
@@ -201,7 +201,7 @@ def test_a_server_over_http_gets_the_headers_and_ends_as_others_do() -> None:
         with pytest.raises(RuntimeError, match="it can't"):
             named(servers, "fail").run({}, bool)
         with pytest.raises(SirchatError, match=r"closed can't be started: .* HTTP 401: is the key"):
-            servers.tools("closed")
+            servers.list_tools("closed")
     with pytest.raises(SirchatError, match="the server snow has ended"):
         weather.run({"city": "Oslo"}, bool)
     assert ended == ["the server snow has ended; the next call starts it again"]
@@ -237,7 +237,7 @@ def test_a_refusal_over_http_has_its_number_and_what_is_probably_wrong(
 ) -> None:
     servers = ToolServers({"snow": ServerFields(url=f"{over_http}/{status}")}, print)
     with pytest.raises(SirchatError, match=rf"can't be started: .*, HTTP {status}: {meaning}$"):
-        servers.tools("snow")
+        servers.list_tools("snow")
     servers.close()
 
 
@@ -277,7 +277,7 @@ def test_a_server_over_http_that_sends_elsewhere_or_nonsense_is_a_line_and_gets_
         servers = ToolServers(fields, print)
         for kind in kinds:
             with pytest.raises(SirchatError, match=f"server {kind} can't be started: ") as error:
-                servers.tools(kind)
+                servers.list_tools(kind)
             assert str(error.value).isprintable()
         servers.close()
     assert not Elsewhere.asked
@@ -296,7 +296,7 @@ def test_a_server_over_http_that_has_forgotten_the_chat_is_started_anew(over_htt
 
 def test_a_server_that_cannot_start_says_why(servers: ToolServers) -> None:
     with pytest.raises(SirchatError, match="the server broken can't be started: no key"):
-        servers.tools("broken")
+        servers.list_tools("broken")
 
 
 def test_a_dead_server_is_a_line_and_starts_again(servers: ToolServers) -> None:
@@ -334,21 +334,21 @@ def test_tools_whose_names_look_alike_are_told_apart(tmp_path: Path) -> None:
     names = ["read file", "read_file", "read/file", f"{long}1", f"{long}2"]
     results = {name: {"content": [text(name)]} for name in names}
     servers = ToolServers(read_servers(str(scripted(tmp_path, results=results))), print)
-    tools = servers.tools("snow")
+    tools = servers.list_tools("snow")
     assert [tool.run({}, bool) for tool in tools] == names
     assert [tool.name for tool in tools[:3]] == [
         f"snow__read_file{end}" for end in ("", "_2", "_3")
     ]
     assert len({tool.name for tool in tools}) == 5
     assert max(len(tool.name) for tool in tools) == 64
-    assert servers.tools("snow") == tools  # in the same words
+    assert servers.list_tools("snow") == tools  # in the same words
     servers.close()
 
 
 def test_what_a_server_lists_or_complains_without_end_is_cut(tmp_path: Path) -> None:
     endless = scripted(tmp_path, results={"one": {}}, cursor="more", noise=30_000_000)
     servers = ToolServers(read_servers(str(endless)), print)
-    assert len(servers.tools("snow")) == 100  # pages
+    assert len(servers.list_tools("snow")) == 100  # pages
     errors = servers._running["snow"]._errors
     deadline = time.monotonic() + 20
     while os.fstat(errors.fileno()).st_size > 1 << 20:
@@ -370,7 +370,7 @@ def test_the_start_of_a_server_can_be_stopped_and_leaves_no_process(tmp_path: Pa
     pid = tmp_path / "pid"
     servers = ToolServers(read_servers(str(scripted(tmp_path, pid=str(pid), sleep=60))), print)
     with pytest.raises(SirchatError, match="snow can't be started: the user stopped this"):
-        servers.tools("snow", pid.exists)
+        servers.list_tools("snow", pid.exists)
     _await_end(int(pid.read_text()))
     pid.unlink()
 
@@ -380,7 +380,7 @@ def test_the_start_of_a_server_can_be_stopped_and_leaves_no_process(tmp_path: Pa
         return False
 
     with pytest.raises(KeyboardInterrupt):
-        servers.tools("snow", ctrl_c)
+        servers.list_tools("snow", ctrl_c)
     _await_end(int(pid.read_text()))
     servers.close()
 
@@ -446,7 +446,7 @@ def test_a_server_that_does_not_answer_ends(tmp_path: Path) -> None:
     mutes = {"mute": ServerFields(command=sys.executable, args=args)}
     servers = ToolServers(mutes, print, lambda: 1)
     with pytest.raises(SirchatError, match="mute can't be started: it does not answer"):
-        servers.tools("mute")
+        servers.list_tools("mute")
     servers.close()
     assert not _lives(int((tmp_path / "pid").read_text()))
 

@@ -47,7 +47,10 @@ def taught_folder(folder: Path) -> Path:
     """A model that calls the tools `USED` when it is told of them, and answers by the result."""
     servers = ToolServers(read_servers(str(servers_file(folder))), print)
     told = [
-        tool.as_json_object for name in USED for tool in servers.tools("snow") if name in tool.name
+        tool.as_json_object
+        for name in USED
+        for tool in servers.list_tools("snow")
+        if name in tool.name
     ]
     servers.close()
     known = []
