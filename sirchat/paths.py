@@ -22,7 +22,7 @@ def config_dir() -> Path:
 
 
 def data_dir() -> Path:
-    """The folder of the user's data: saved conversations, archives and models."""
+    """The folder of the user's data: saved conversations, archives, models and encoders."""
     return _sirchat_home("data") or _platform_dir("data")
 
 

@@ -124,7 +124,7 @@ class Conversation:
 
     @property
     def budget(self) -> int:
-        """Most tokens that the KV cache may hold."""
+        """The budget in tokens; the context length if the policy never evicts."""
         return self.engine.budget
 
     def read_user(

@@ -97,7 +97,7 @@ class Engine:
 
     @property
     def budget(self) -> int:
-        """The most tokens in the cache: the context length if the policy never evicts."""
+        """The budget in tokens; the context length if the policy never evicts."""
         settings = self.settings
         return settings.budget if settings.policy.bounded else self._model.context_length
 

@@ -106,7 +106,7 @@ class Archive:
         return self.limit is not None and self.nbytes > self.limit
 
     def tiers(self, is_nowhere: NDArray[np.bool_]) -> Tiers | None:
-        """The tiers to save for `restore_tiers`; None if all tokens were always exact.
+        """How many bits each token is stored in, for a saved chat; None if all were always exact.
 
         `is_nowhere` [seen] marks the tokens that are neither held nor archived.
         """

@@ -18,9 +18,9 @@ from sirchat.errors import SettingError, did_you_mean
 class Registry:
     """Finds classes of one kind, such as eviction policies, by name.
 
-    `package` has the base class in `base`, and the built-in classes in `files`, by their names;
-    without `files`, each has a file named after it: `cosine_pairwise.py` has `CosinePairwise`,
-    named `cosine-pairwise`. `group` is the group of entry points.
+    The module `base` of `package` has the base class. `files` has the module of each built-in class
+    by its name; without it, the class `cosine-pairwise` is `CosinePairwise` in `cosine_pairwise`.
+    Classes of other packages are entry points in `group`.
     """
 
     def __init__(

@@ -469,7 +469,7 @@ class DeviceRun:
         self._leave_device()
 
     def pause(self) -> None:
-        """Keep a copy of the logits, because another run takes the buffers."""
+        """Keep a copy of the logits and drop what was launched: another run takes the buffers."""
         self._paused_logits = self.logits()
         if self._pending and not self.is_reading_ahead:
             self.result()

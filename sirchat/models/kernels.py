@@ -300,7 +300,7 @@ _HALVES_ROWS, _HALVES_COLUMNS = 2, 1024  # that a program multiplies at a time, 
 _TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-def multiply(
+def multiply_fused(
     x: Tensor,
     weight: Tensor,
     *,

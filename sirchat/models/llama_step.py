@@ -190,12 +190,12 @@ class LlamaStep:
         x_floats = x.floats
         # With more rows, torch's products read plain weights only once; those of Triton do not.
         if self.kernels == "triton" and product.is_plain and len(x_floats) == 1:
-            from sirchat.models.kernels import multiply
+            from sirchat.models.kernels import multiply_fused
 
             options: dict[str, Any] = {"bias": product.bias, "added": added, "gated": gated}
             if norm is not None:
                 options |= {"norm": norm.weight, "epsilon": norm.epsilon}
-            return _Rows(multiply(x_floats, product.weight, **options))
+            return _Rows(multiply_fused(x_floats, product.weight, **options))
         if norm is not None:
             x_floats = F.rms_norm(x_floats, x_floats.shape[-1:], norm.weight_float32, norm.epsilon)
         y = product(x_floats)

@@ -107,7 +107,7 @@ class ToolTemplate(Template):
         return _UNREADABLE_CALLS_NOTE if is_lost else ""
 
     def opening(self, content: str, system: str | None = None) -> tuple[TurnIds | None, TurnIds]:
-        """The ids of the system prompt with the tools, or None, and of the first user turn."""
+        """The ids of the system prompt and the tools (None without both), and of the first turn."""
         if system or self._tools is None:
             return super().opening(content, system)
         _, turn = super().opening(content)
@@ -256,7 +256,7 @@ class PromptedTools(ToolTemplate):
         return _PROMPTED_TOOLS_NOTE
 
     def opening(self, content: str, system: str | None = None) -> tuple[TurnIds | None, TurnIds]:
-        """The ids of the system prompt with the tools, or None, and of the first user turn."""
+        """The ids of the system prompt and the tools (None without both), and of the first turn."""
         return super().opening(content, self._with_tools(system or "") or None)
 
     def system_turn(self, content: str) -> TurnIds:

@@ -136,7 +136,7 @@ def kernels_a_layer(monkeypatch: pytest.MonkeyPatch, batch: int, kernels: Any) -
         calls["attend and merge"] += 2
         return rows[:, : -2 * kv_heads], None
 
-    vars(stub).update(multiply=multiply, attend=attend)
+    vars(stub).update(multiply_fused=multiply, attend=attend)
     monkeypatch.setitem(sys.modules, stub.__name__, stub)
     monkeypatch.setattr("sirchat.models.llama_step.find_spec", lambda name: True)
     totals = []

@@ -94,12 +94,12 @@ def test_products_are_those_of_the_weights(rows: int, columns: int, batch: int) 
     bias, added = torch.randn(2 * rows), torch.randn(batch, 2 * rows)
     options: dict[str, Any] = {"norm": norm, "epsilon": EPSILON}
     normed = normalized(x, norm) @ values.T
-    y = kernels.multiply(x, weight, bias=bias, added=added, **options)
+    y = kernels.multiply_fused(x, weight, bias=bias, added=added, **options)
     assert error(y, normed + bias + added) < 1e-5
-    assert error(kernels.multiply(x, weight, gated=True, **options), gated(normed)) < 1e-5
-    y = kernels.multiply(x, weight, bias=bias, gated=True, **options)
+    assert error(kernels.multiply_fused(x, weight, gated=True, **options), gated(normed)) < 1e-5
+    y = kernels.multiply_fused(x, weight, bias=bias, gated=True, **options)
     assert error(y, gated(normed + bias)) < 1e-5
-    assert error(kernels.multiply(x, weight), x.double() @ values.T) < 1e-5
+    assert error(kernels.multiply_fused(x, weight), x.double() @ values.T) < 1e-5
 
 
 def digits_of(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
