@@ -212,7 +212,7 @@ def test_what_is_evicted_does_not_depend_on_how_many_chunks_are_read_at_once(
         return gone, engine.ledger.held_positions.tolist()
 
     at_once = after_some_turns()
-    monkeypatch.setattr("sirchat.engine.engine._MAX_PASS_IDS", 1)
+    monkeypatch.setattr("sirchat.engine.engine._MAX_CHUNKED_IDS", 1)
     assert after_some_turns() == at_once
 
 

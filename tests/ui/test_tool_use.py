@@ -165,11 +165,14 @@ def test_a_tool_that_was_gone_is_allowed_only_as_it_was(tmp_path: Path, is_same:
     comes_back = each.use.tools["snow__read"]
     servers = each.use._tool_servers
     gone = "the server snow has no tool read any more"
-    with patch.object(servers, "tools", return_value=[]), pytest.raises(SirchatError, match=gone):
+    with (
+        patch.object(servers, "list_tools", return_value=[]),
+        pytest.raises(SirchatError, match=gone),
+    ):
         each.call("read")
     assert "snow__read" not in each.use.tools
     changed = comes_back if is_same else replace(comes_back, description="It reads all.")
-    with patch.object(servers, "tools", return_value=[changed]):
+    with patch.object(servers, "list_tools", return_value=[changed]):
         run_tools_command(each.chat, "on snow__read")
         assert (each.call("read") is not None) is is_same
     assert each.questions == (not is_same)
