@@ -294,10 +294,8 @@ class Engine:
         """Most ids of a turn that one pass reads: as many whole chunks as fit, at least one."""
         # Several chunks in one pass are faster, and the same tokens are evicted.
         size = division.chunk_size
-        if (
-            pinned or self.settings.policy.compacts_at_anchors
-        ):  # pins change the size of the next chunk
-            return size
+        if pinned or self.settings.policy.compacts_at_anchors:
+            return size  # pins change the size of the next chunk
         free = min(division.hard_bound - self.cache.length, _MAX_CHUNKED_IDS)
         return size * max(1, free // size)
 
