@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -52,7 +53,7 @@ from sirchat.models.gguf.translate import (
 from sirchat.models.hub import must_use_cache
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.model_config import ConfigValues, DecoderConfig, load_config
-from sirchat.models.names import loading_error, locate
+from sirchat.models.names import loading_error, locate, part_paths
 from sirchat.models.packed import int4_block_rows, packing_layout
 from sirchat.models.packing import pack_module
 from sirchat.models.probe import (
@@ -72,6 +73,7 @@ from sirchat.text.tokenizer import tokenizer_of_folder
 # weights, where the shape of the matrix allows it.
 Quantize = Literal["auto", "none", "packed", "int8", "int4"]
 
+_FILE_SAMPLES = 256  # places of a file from which as many bytes are read
 MIN_RESERVED_ROWS = 4096  # tokens of the KV cache for which a device map leaves room, at least
 
 _Weights = dict[str, tuple[Path, TensorSpan]]  # by name
@@ -196,8 +198,20 @@ def _load_parts(name: str, how: LoadOptions) -> tuple[Any, Any]:
             load_config(file)
         parts = None if how.for_hub else load_folder_parts(folder, weights, how)
     module, tokenizer = parts or _load_with_transformers(name, source, how)
-    module.gguf_file = folder / gguf_file if gguf_file else None
+    module.file_sample = _sample_parts(folder / gguf_file) if gguf_file else b""
     return module, tokenizer
+
+
+def _sample_parts(path: Path) -> bytes:
+    """Bytes from all over the parts of a GGUF file, by which a saved chat knows the model."""
+    samples = list[bytes]()
+    for part in filter(Path.is_file, part_paths(path)):
+        with part.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            for at in range(0, size, size // _FILE_SAMPLES + 1):
+                file.seek(at)
+                samples.append(file.read(_FILE_SAMPLES))
+    return b"".join(samples)
 
 
 def load_gguf_parts(path: Path, how: LoadOptions) -> tuple[Any, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -52,7 +51,6 @@ from sirchat.models.probe import (
 from sirchat.models.surprisal import PassResult, has_linear_head, surprisal_of_states
 from sirchat.text.anchors import Anchors, anchors_of
 
-_FILE_SAMPLES = 256  # places of a file from which as many bytes are read
 _DEFAULT_CONTEXT = 2048  # tokens, for a model that does not state its context length
 # So many rows leave gaps of tens of MB, in which surprisal's blocks of logits have no place.
 _MIN_TRIMMED_ROWS = 256
@@ -217,21 +215,14 @@ class LoadedModel:
             for weight in weights
         ]
 
-    @once
+    @property
     def packed_file_sample(self) -> bytes:
-        """Bytes from all parts of the GGUF file whose weights stay packed; none for other models.
+        """Bytes from all over the GGUF file whose weights stay packed; none for other models.
 
         They tell the weights in whatever layout the weights are packed.
         """
-        path, parts = getattr(self.module, "gguf_file", None), list[bytes]()
-        if path is None or next(packed_buffers(self.module), None) is None:
-            return b""
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            for at in range(0, size, size // _FILE_SAMPLES + 1):
-                file.seek(at)
-                parts.append(file.read(_FILE_SAMPLES))
-        return b"".join(parts)
+        sample: bytes = getattr(self.module, "file_sample", b"")
+        return sample if self._is_packed else b""
 
     @property
     def vocab_size(self) -> int:

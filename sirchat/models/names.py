@@ -117,6 +117,25 @@ def part_names(name: str) -> list[str]:
     return [f"{stem}-{at:05}-of-{count}{end}" for at in range(1, int(count) + 1)] or [name]
 
 
+def part_paths(path: Path) -> list[Path]:
+    """The paths of all parts of a file, which may not exist; the parts lie beside one another."""
+    return [path.with_name(name) for name in part_names(path.name)]
+
+
+def find_path(name: str) -> Path:
+    """Find a name as a path, in the user's model folder, or as a GGUF file in the hub's cache."""
+    path = Path(os.path.expanduser(name))
+    if path.exists() or path.is_absolute():
+        return path
+    in_models_folder = paths.models_dir() / path
+    if ".." not in path.parts and in_models_folder.exists():
+        return in_models_folder
+    repository, file = split_gguf_name(name) or ("", "")
+    snapshot = snapshot_folder(cached_folder(repository)) if file else None
+    cached = snapshot / file if snapshot is not None else path
+    return cached if cached.is_file() else path
+
+
 def loading_error(name: str, error: Exception) -> ModelError:
     """A ModelError that says in one line why the model `name` can't be loaded."""
     lacks_package = isinstance(error, ImportError) and find_spec("gguf") is None
@@ -131,7 +150,7 @@ def loading_error(name: str, error: Exception) -> ModelError:
 def _resolve(name: str) -> tuple[str, str]:
     if name in BUNDLED:
         return str(paths.tiny_model_dir().parent / name), ""
-    path = packaged_gguf(name) if name in PACKAGED else _find_path(name)
+    path = packaged_gguf(name) if name in PACKAGED else find_path(name)
     if path.suffix.lower() == ".gguf" or (path.is_file() and _begins_as_gguf(path)):
         if not path.is_file():
             hint = _suggest_neighbour(name, path)
@@ -140,7 +159,7 @@ def _resolve(name: str) -> tuple[str, str]:
                     f"if the file is on the hub: sirchat models pull {parts[0]} --file {parts[1]}"
                 )
             raise ModelError(f"model file {name!r} does not exist", hint=hint)
-        first = path.with_name(part_names(path.name)[0])
+        first = part_paths(path)[0]
         return str(path.parent), (first if first.is_file() else path).name
     if path.is_dir():
         _check_folder(name, path)
@@ -155,20 +174,6 @@ def _resolve(name: str) -> tuple[str, str]:
         hint = _suggest_neighbour(name, path)
         raise ModelError(f"model folder {name!r} does not exist", hint=hint)
     return name, ""
-
-
-def _find_path(name: str) -> Path:
-    """Find a name as a path, in the user's model folder, or as a GGUF file in the hub's cache."""
-    path = Path(os.path.expanduser(name))
-    if path.exists() or path.is_absolute():
-        return path
-    in_models_folder = paths.models_dir() / path
-    if ".." not in path.parts and in_models_folder.exists():
-        return in_models_folder
-    repository, file = split_gguf_name(name) or ("", "")
-    snapshot = snapshot_folder(cached_folder(repository)) if file else None
-    cached = snapshot / file if snapshot is not None else path
-    return cached if cached.is_file() else path
 
 
 def _check_folder(name: str, folder: Path) -> None:

@@ -216,7 +216,7 @@ def model_fingerprint(model: LoadedModel) -> str:
 
     The packed weights of a GGUF file count by the file.
     """
-    digest, file_sample = hashlib.sha256(), model.packed_file_sample()
+    digest, file_sample = hashlib.sha256(), model.packed_file_sample
     config = model.module.config.to_diff_dict()
     for name in _IGNORED_CONFIG_KEYS:
         config.pop(name, None)

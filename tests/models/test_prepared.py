@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import hashlib
 import os
 import random
 import shutil
@@ -316,3 +317,50 @@ def test_a_file_is_known_again_in_whatever_layout_its_weights_are_packed(
     assert model_fingerprint(after) == model_fingerprint(before)
     other = loaded(written(tmp_path / "second", seed=1))
     assert model_fingerprint(other) != model_fingerprint(after)
+
+
+HUB_PARTS = [f"model-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
+
+
+def snapshot(folder: Path, seed: int) -> Path:
+    """The first part of a file in three parts, each a link to a blob, as in the hub's cache."""
+    made, links = folder / f"made-{seed}", folder / f"snapshot-{seed}"
+    module = random_model("llama3")
+    torch.manual_seed(seed)
+    last = module.model.layers[-1].mlp.down_proj.weight.data  # in the last part
+    last += 0.1 * torch.randn(1)
+    made.mkdir()
+    write_model(made / "model.gguf", module, "llama3", few_bits, tensors_of_part=9)
+    links.mkdir()
+    (folder / "blobs").mkdir(exist_ok=True)
+    assert sorted(part.name for part in made.iterdir()) == HUB_PARTS
+    for part in made.iterdir():
+        blob = folder / "blobs" / hashlib.sha256(part.read_bytes()).hexdigest()
+        part.rename(blob)
+        (links / part.name).symlink_to(blob)
+    return links / HUB_PARTS[0]
+
+
+def test_all_parts_of_a_file_in_the_cache_of_the_hub_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_reading: Callable[[], None]
+) -> None:
+    first, second = (snapshot(tmp_path, seed) for seed in (0, 1))
+    assert first.resolve() == second.resolve()  # the revisions differ in a later part
+    monkeypatch.setattr(prepared, "MIN_GGUF_BYTES", first.stat().st_size + 1)
+    models = [loaded(path) for path in (first, second)]
+    assert not torch.equal(logits(models[0]), logits(models[1]))
+    assert model_fingerprint(models[0]) != model_fingerprint(models[1])
+    no_reading()
+    assert torch.equal(logits(loaded(second)), logits(models[1]))
+
+
+@pytest.mark.parametrize("becomes", ["nothing", "another file"])
+def test_a_file_that_is_gone_since_it_was_loaded_is_known_again(
+    becomes: str, tmp_path: Path
+) -> None:
+    path, other = written(tmp_path / "first"), written(tmp_path / "second", seed=1)
+    model, wanted = loaded(path), model_fingerprint(loaded(path))
+    path.unlink()
+    if becomes == "another file":
+        other.rename(path)
+    assert model_fingerprint(model) == wanted

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from sirchat.errors import ModelError, format_value
 from sirchat.models.file_checks import TensorSpan, refuse_other_kind, refuse_trailing_zeros
-from sirchat.models.names import part_names
+from sirchat.models.names import part_paths
 
 _SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}  # struct's codes
 _STRING, _ARRAY = 8, 9
@@ -189,7 +189,7 @@ def parse_gguf(path: Path, *, with_text_lists: bool = True) -> GgufFile:
     count = file.metadata.get("split.count", 1)
     if count in (0, 1):
         return _without_media(file)
-    paths = [path.with_name(name) for name in part_names(path.name)]
+    paths = part_paths(path)
     if missing := [part.name for part in paths if not part.is_file()]:
         raise ModelError(f"{path} is one of {count} parts; missing: {', '.join(missing)}")
     parts = [file if part == path else _parse_part(part, with_text_lists) for part in paths]

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sirchat.models import packed
 from sirchat.models.gguf.model import empty_module, finish_module, set_weight
-from sirchat.models.names import part_names
+from sirchat.models.names import part_paths
 from sirchat.models.packed import PackedLinear, RowLinear, SharedEmbedding
 from sirchat.models.packing import PackedExperts
 from sirchat.paths import make_private_dir, open_private, prepared_dir
@@ -96,9 +96,8 @@ def prepared_path(model: Path, variant: tuple[str, ...]) -> Path | None:
     """
     digest, size = hashlib.sha256(), 0
     try:
-        model = model.resolve()
-        for name in part_names(model.name):
-            with model.with_name(name).open("rb") as file:
+        for part in part_paths(model):  # in the hub's cache, links to files of other names
+            with part.open("rb") as file:
                 stat = os.fstat(file.fileno())
                 identity = (stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)
                 digest.update(repr(identity).encode())
@@ -112,7 +111,7 @@ def prepared_path(model: Path, variant: tuple[str, ...]) -> Path | None:
         return None
     settings = repr((_FORMAT_VERSION, __version__, *variant)).encode()
     settings_hash = hashlib.sha256(settings).hexdigest()[:16]
-    path_hash = hashlib.sha256(os.fsencode(model)).hexdigest()[:16]
+    path_hash = hashlib.sha256(os.fsencode(model.resolve())).hexdigest()[:16]
     name = f"{path_hash}-{digest.hexdigest()[:24]}-{settings_hash}{_SUFFIX}"
     return prepared_dir() / name if size >= MIN_GGUF_BYTES else None
 
