@@ -32,6 +32,18 @@ _PULLED_FILES = re.compile(
 )
 _ETAG = re.compile(r"[\w-]{8,128}", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+# What a user may type for OWNER/NAME: a link, or the path of a file.
+_HUB_LINK = re.compile(
+    r"(?:(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/)?(\w[\w.-]*/\w[\w.-]*)"
+    r"(?:/(?:(?:blob|resolve)/[^/]+/)?([^?#]+\.gguf)|/|$)",
+    re.ASCII,
+)
+# By the status of the hub's answer; 401 for a missing token means that there is no such model.
+_STATUS_HINTS = {
+    401: "the token is wrong or has expired: hf auth login",
+    403: "the token may lack a permission: hf auth login",
+    429: "wait some minutes",
+}
 _METADATA_TIMEOUT = 10.0  # seconds to wait for an answer
 _MAX_SHOWN_FILES = 4  # most GGUF files that an error message names
 
@@ -101,10 +113,23 @@ def explain_hub_errors(name: str, hint: str = "") -> Iterator[None]:
 
     `hint` says what to do if the hub can't be reached.
     """
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        RepositoryNotFoundError,
+    )
 
     try:
         yield
+    except HFValidationError as error:  # before the hub was asked
+        match = _HUB_LINK.match(name)
+        repository, file = match.groups() if match is not None else (name, None)
+        example = "a model on the hub is OWNER/NAME, such as Qwen/Qwen3-0.6B"
+        to_pull = f"sirchat models pull {repository}" + (f" --file {file}" if file else "")
+        raise ModelError(
+            f"{name!r} can't be a model on the hub", hint=example if repository == name else to_pull
+        ) from error
     except GatedRepoError as error:
         raise ModelError(
             f"model {name!r} is open only to those who have accepted its terms",
@@ -116,13 +141,13 @@ def explain_hub_errors(name: str, hint: str = "") -> Iterator[None]:
         is_network = isinstance(error, HfHubHTTPError | ConnectionError | TimeoutError)
         if not is_network and error.errno is not None:
             raise
-        raise _unreachable(name, hint) from error
+        raise _unreachable(name, error, hint) from error
     except (ValueError, TypeError, KeyError) as error:
         raise ModelError(f"invalid response from the hub for model {name!r}: {error}") from error
     except Exception as error:  # the library's own network errors have no common public base
         if "http" not in type(error).__module__:
             raise
-        raise _unreachable(name, hint) from error
+        raise _unreachable(name, error, hint) from error
 
 
 def pull(name: str, file: str | None, progress: Progress) -> PulledModel:
@@ -150,9 +175,19 @@ def pull(name: str, file: str | None, progress: Progress) -> PulledModel:
     return PulledModel(f"{name}/{files[0][0]}" if file else name, total)
 
 
-def _unreachable(name: str, hint: str) -> ModelError:
+def _unreachable(name: str, error: BaseException, hint: str) -> ModelError:
+    """A ModelError that says with which status the hub refused to answer, if it did."""
+    from http.client import responses
+
+    refusal = error if hasattr(error, "response") else error.__cause__
+    response, what = getattr(refusal, "response", None), "can't be reached"
+    if response is not None:
+        status: int = response.status_code
+        said = getattr(refusal, "server_message", None) or responses.get(status, "")
+        what = f"answers {status} {said}"
+        hint = _STATUS_HINTS.get(status) or hint or "try again later"
     return ModelError(
-        f"model {name!r} is not on this machine, and the hub can't be reached",
+        f"model {name!r} is not on this machine, and the hub {what}",
         hint=hint or suggest_model(name),
     )
 

@@ -211,3 +211,46 @@ def test_a_hub_that_cannot_be_reached_fails_within_two_seconds(kind: str, cache:
             assert "the hub can't be reached" in done.stderr
             assert done.stderr.count("\n") == 1
             assert taken < 2.5
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "told"),
+    [
+        (401, "Invalid credentials in Authorization header", "hf auth login"),
+        (403, "Nobody may", "answers 403 Nobody may"),
+        (429, "", "answers 429 Too Many Requests (wait"),
+        (503, "", "answers 503 Service Unavailable"),
+    ],
+)
+def test_a_hub_that_refuses_to_answer_is_told_with_its_reason(
+    status: int, code: str, told: str, hub: FakeHub, cache: Path
+) -> None:
+    hub.refuses = status, code
+    for where in ("api", "file"):
+        hub.refused = where
+        line = error_of(cache, hub.url, "me/ggufs", "--file", "q4.gguf")
+        assert told in line
+        assert "can't be reached" not in line
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("https://huggingface.co/me/small", "sirchat models pull me/small"),
+        ("hf.co/me/small/tree/main", "sirchat models pull me/small"),
+        ("me/small/", "sirchat models pull me/small"),
+        ("me/ggufs/q8.gguf", "sirchat models pull me/ggufs --file q8.gguf"),
+        (
+            "https://huggingface.co/me/ggufs/blob/main/a/q8.gguf?download=true",
+            "sirchat models pull me/ggufs --file a/q8.gguf",
+        ),
+        ("foo bar", "a model on the hub is OWNER/NAME"),
+        ("me/--", "a model on the hub is OWNER/NAME"),
+        ("https://example.com/me/small", "a model on the hub is OWNER/NAME"),
+    ],
+)
+def test_a_name_that_the_hub_can_not_have_is_told_with_what_to_type(
+    name: str, hint: str, hub: FakeHub, cache: Path
+) -> None:
+    line = error_of(cache, hub.url, name)
+    assert f"{name!r} can't be a model on the hub ({hint}" in line

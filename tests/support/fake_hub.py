@@ -20,6 +20,7 @@ class FakeHub:
     Attributes:
         url: for HF_ENDPOINT.
         gated: repositories whose files are refused.
+        refuses: status and message of all answers of the kind `refused`: `api` or `file`.
         stalls_after: bytes of a file's body after which the server sends no more; -1 for never.
         ends_after: bytes of a large file's body after which the connection is closed; -1 for never.
         sends: bytes that a large file is said to have in an answer, of its own and then zeros; -1
@@ -30,6 +31,8 @@ class FakeHub:
     repositories: Mapping[str, Mapping[str, bytes]]
     url: str = ""
     gated: set[str] = field(default_factory=set)
+    refuses: tuple[int, str] = (0, "")
+    refused: str = ""
     stalls_after: int = -1
     ends_after: int = -1
     sends: int = -1
@@ -69,6 +72,10 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.split("?")[0].strip("/")
         name, _, rest = path.removeprefix("api/models/").partition("/resolve/")
+        if self.hub.refused == ("api" if path.startswith("api/models/") else "file"):
+            status, message = self.hub.refuses
+            self._send(status, b"", {"X-Error-Message": message})
+            return
         if not path.startswith("api/models/"):
             self._file(name, rest.partition("/")[2])
             return
