@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import mmap
 from collections.abc import Iterable
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,8 +81,10 @@ def read_tensor_spans(path: Path) -> dict[str, TensorSpan]:
         header.pop("__metadata__", None)
         found = dict[str, TensorSpan]()
         for name, about in header.items():
-            begin, end = map(int, about["data_offsets"])
-            shape = tuple(map(int, about["shape"]))
+            (begin, end), shape = about["data_offsets"], tuple(about["shape"])
+            are_counts = all(type(number) is int and number >= 0 for number in (begin, end, *shape))
+            if not are_counts or prod(shape) > 8 * (end - begin):  # a number has a bit or more
+                raise ValueError(name)
             found[name] = TensorSpan(shape, str(about["dtype"]), start + begin, end - begin)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         why = f"{path} can't be read: it is no safetensors file, or incomplete"

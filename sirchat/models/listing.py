@@ -15,9 +15,10 @@ from sirchat.models.names import (
     PACKAGED,
     cached_folder,
     cached_models,
+    find_path,
     locate,
     packaged_gguf,
-    part_names,
+    part_paths,
     snapshot_folder,
     suggest_model,
 )
@@ -49,15 +50,13 @@ def find_models(folders: Iterable[Path] = ()) -> list[FoundModel]:
             models.append(_inspect_model(name, "package", packaged_gguf(name)))
         except ModelError as error:
             models.append(FoundModel(name, "package", None, problem=f"not installed: {error.hint}"))
-    models_folder = paths.models_dir()
     models += [
-        _inspect_model(str(path.relative_to(models_folder)), "folder", path)
-        for path in _models_in(models_folder)
+        _inspect_model(_own_name(path), "folder", path) for path in _models_in(paths.models_dir())
     ]
     for folder in folders:
-        models += [
-            _inspect_model(_as_typed_path(path), "folder", path) for path in _models_in(folder)
-        ]
+        is_model = (folder / "config.json").is_file()
+        found = [folder] if is_model else _models_in(folder)
+        models += [_inspect_model(_as_typed_path(path), "folder", path) for path in found]
     for name, folder in cached_models():
         models += _in_hub_cache(name, folder)
     return models
@@ -134,10 +133,8 @@ def _models_in(folder: Path) -> list[Path]:
     for path in files:
         if path in ggufs:
             models.append(path)
-        elif path.name == "config.json" and path.parent != folder:
-            models.append(path.parent)
         elif path.name == "config.json":
-            return [folder]  # the folder is a model itself
+            models.append(path.parent)
     return models
 
 
@@ -156,14 +153,20 @@ def _ggufs_of(files: Iterable[Path]) -> list[Path]:
     for path in files:
         # A file mmproj-*.gguf is the image encoder of another model.
         if path.suffix.lower() == ".gguf" and not path.name.lower().startswith("mmproj"):
-            found.setdefault(path.with_name(part_names(path.name)[0]), path)
+            found.setdefault(part_paths(path)[0], path)
     return list(found.values())
 
 
 def _size(path: Path) -> int:
-    names = part_names(path.name) if path.is_file() else [one.name for one in path.iterdir()]
-    parent = path.parent if path.is_file() else path
-    return sum(one.stat().st_size for name in names if (one := parent / name).is_file())
+    files = part_paths(path) if path.is_file() else path.iterdir()
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _own_name(path: Path) -> str:
+    """The name of a model in the user's own folder; its path if the name is another model's."""
+    name = str(path.relative_to(paths.models_dir()))
+    is_other = name in (*BUNDLED, *PACKAGED) or find_path(name).absolute() != path.absolute()
+    return str(path) if is_other else name
 
 
 def _as_typed_path(path: Path) -> str:

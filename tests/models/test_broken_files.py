@@ -139,6 +139,10 @@ def change_json(path: Path, **values: object) -> None:
                     b'{"a": {"shape": [%b], "dtype": %b}}' % odd
                     for odd in ((b"-1", b'"F32"'), (b"99999999999999", b'"F32"'), (b"4", b"[]"))
                 ),
+                *(
+                    b'{"a": {"shape": [%b], "dtype": "F32", "data_offsets": [0, 4]}}' % odd
+                    for odd in (b"1e999", b"-1", b"9999999999")
+                ),
             )
         ),
         ("config.json", b"{", r"config\.json can't be read: JSONDecodeError"),
@@ -158,6 +162,9 @@ def test_a_file_of_another_kind_or_with_an_error_is_named(
 ) -> None:
     (folder / name).write_bytes(content)
     refused(folder, why)
+    if name in ("model.safetensors", "config.json"):
+        problems = {one.path: one.problem for one in find_models([folder.parent])}
+        assert problems[folder].startswith("cannot be used: ")
 
 
 ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}

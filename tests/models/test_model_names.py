@@ -240,6 +240,17 @@ def test_models_of_the_users_own_folder_need_no_path(places: Path) -> None:
     assert locate("my-llama")[0] == "my-llama"
 
 
+def test_what_lies_in_the_users_own_folder_is_listed_by_a_name_that_leads_there() -> None:
+    own = paths.models_dir()
+    model_at(own / "tiny")  # named as the bundled one
+    model_at(own / "mine")
+    for name in ("config.json", "model.safetensors"):  # beside the others
+        shutil.copy(tiny_model_dir() / name, own)
+    names = {one.path: one.name for one in find_models() if one.source == "folder"}
+    assert names == {own: str(own), own / "tiny": str(own / "tiny"), own / "mine": "mine"}
+    assert all(find_model(name).path == path for path, name in names.items())
+
+
 def test_names_do_not_lead_out_of_the_users_own_folder(places: Path) -> None:
     paths.models_dir().mkdir(parents=True)
     model_at(paths.data_dir() / "secret")
