@@ -50,9 +50,10 @@ def models_list(folders: list[Path] | None = None, budget: str | None = None) ->
 def listed_models(folders: Sequence[Path], budget: str | None) -> "list[ListedModel]":
     """The models on this machine and in `folders`; raises UsageError if a folder is missing."""
     from sirchat.chat.model_defaults import affordable_rows
+    from sirchat.memory.free_memory import free_memory
     from sirchat.models.fit import compute_fit
     from sirchat.models.listing import find_model, find_models
-    from sirchat.models.shape import cache_bytes, free_memory
+    from sirchat.models.shape import cache_bytes
     from sirchat.ui.lists import ListedModel
 
     folders = [folder.expanduser() for folder in folders]
@@ -87,9 +88,9 @@ def models_fit(name: str) -> None:
     settings. The largest budget is what the free memory has room for, after the weights and
     500 MB for the program itself, and no more than the model's context.
     """
+    from sirchat.memory.free_memory import free_memory
     from sirchat.models.fit import compute_fit
     from sirchat.models.listing import find_model
-    from sirchat.models.shape import free_memory
     from sirchat.ui.lists import print_fit
     from sirchat.ui.screen import make_console
 
@@ -148,8 +149,9 @@ def models_recommend() -> None:
     It is the largest of a few well known ones that fits the free memory with a budget of 4,096
     tokens, and is not too slow without a GPU. Nothing is downloaded or asked of the network.
     """
+    from sirchat.memory.free_memory import free_memory
     from sirchat.models.fit import recommend_model
-    from sirchat.models.shape import free_memory, uses_cpu
+    from sirchat.models.shape import uses_cpu
     from sirchat.ui.lists import format_bytes
 
     free = free_memory()

@@ -1,4 +1,4 @@
-"""Gives freed memory back to the operating system, if the C library is glibc.
+"""Tells how much memory is free; gives freed memory back to the system, if the C library is glibc.
 
 glibc keeps freed blocks for later use, and freed large blocks leave gaps between small ones. So a
 program that reads or writes tensors on disk takes more memory than it needs.
@@ -8,8 +8,46 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
 
+# The files of a Linux control group of version 2 and 1: of its limit, and of what is used; and what
+# `memory.stat` calls the cached files in it, which give way.
+_GROUP_FILES = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD in glibc's malloc.h
+
+
+def free_memory(root: Path = Path("/")) -> int | None:
+    """Bytes of main memory that this process, in its container, can still take; None if unknown."""
+    free = list(_free_in_groups(root))
+    with suppress(OSError, ValueError, LookupError):
+        free.append(1024 * _numbers(root / "proc/meminfo")["MemAvailable:"])
+    return min(free, default=None)
+
+
+def _free_in_groups(root: Path) -> Iterator[int]:
+    """Yield what is free in each control group of this process that has a limit."""
+    lines = list[str]()
+    with suppress(OSError, ValueError):
+        lines = (root / "proc/self/cgroup").read_text("utf-8").splitlines()
+    for _, kind, group in (line.split(":", 2) for line in lines):
+        most, used, cached = _GROUP_FILES.get(kind, ("", "", ""))
+        # In a container the folder of its group may be the topmost one, whatever its path.
+        for path in (PurePosixPath(group), *PurePosixPath(group).parents) if most else ():
+            with suppress(OSError, ValueError, LookupError):  # such as "max"
+                folder = root / "sys/fs/cgroup" / kind / path.relative_to("/")
+                limit, taken = (int((folder / name).read_text("ascii")) for name in (most, used))
+                yield max(0, limit - taken + _numbers(folder / "memory.stat")[cached])
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """The numbers in the lines of a file, each after its name."""
+    lines = path.read_text("ascii").splitlines()
+    return {name: int(value) for name, value, *_ in map(str.split, lines)}
 
 
 def trim_memory() -> None:

@@ -21,13 +21,12 @@ from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
 from sirchat.memory.archive import Archive, ArchiveFolder
 from sirchat.memory.cache import BoundedCache
-from sirchat.memory.free_memory import free_large_blocks_at_once
+from sirchat.memory.free_memory import free_large_blocks_at_once, free_memory
 from sirchat.models.fit import PROGRAM_BYTES
 from sirchat.models.hidden_states import decoder_layers
 from sirchat.models.learning import is_learning
 from sirchat.models.listing import find_model
 from sirchat.models.progress import no_warnings
-from sirchat.models.shape import free_memory
 from sirchat.paths import archives_dir
 
 DeviceName = Literal["auto", "cuda", "mps", "cpu"]

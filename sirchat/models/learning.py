@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from sirchat import paths
+from sirchat.memory.free_memory import free_memory
 from sirchat.models.hidden_states import layer_count
-from sirchat.models.shape import free_memory
 from sirchat.version import __version__
 
 if sys.platform != "win32":

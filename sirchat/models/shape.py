@@ -144,14 +144,6 @@ def uses_cpu(profile: Profile) -> bool:
     return profile.device == "cpu" or (profile.device == "auto" and not _has_accelerator())
 
 
-def free_memory() -> int | None:
-    """Bytes of main memory that this process can still take; None if the system does not say."""
-    with suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        return 1024 * next(int(ln.split()[1]) for ln in lines if ln.startswith("MemAvailable:"))
-    return None
-
-
 def compiler() -> list[str]:
     """This machine's C++ compiler as a command: $CXX, or g++, clang++ or zig; [] if none exists."""
     command = shlex.split(os.environ.get("CXX", ""))

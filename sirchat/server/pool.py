@@ -25,9 +25,9 @@ from sirchat.chat.rereading import copy_session, copy_system_prompt
 from sirchat.chat.session import Session
 from sirchat.config.profile import FIXED_SETTINGS, Profile
 from sirchat.errors import SirchatError
+from sirchat.memory.free_memory import free_memory
 from sirchat.memory.policies import import_typed
 from sirchat.models.model import LoadedModel
-from sirchat.models.shape import free_memory
 from sirchat.saved.autosave import AUTO_KV_BYTES, Autosave
 from sirchat.saved.database import SUFFIX, as_damage_errors, require
 from sirchat.saved.resume import resume_session

@@ -18,11 +18,12 @@ from families import HELD, HYBRIDS, REFUSED, TELLING, build, loaded
 from plain_model import load_model
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
+from sirchat.memory.free_memory import free_memory
 from sirchat.models.fit import PROGRAM_BYTES, ModelFit, compute_fit, recommend_model
 from sirchat.models.listing import find_model
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.names import split_gguf_name
-from sirchat.models.shape import cache_bytes, free_memory, shape_of_folder, uses_cpu
+from sirchat.models.shape import cache_bytes, shape_of_folder, uses_cpu
 from sirchat.paths import tiny_model_dir
 
 SETTINGS: list[dict[str, Any]] = [
@@ -283,3 +284,31 @@ def test_a_config_that_is_none_is_one_line(text: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
         shape_of_folder(folder_with(tmp_path, text))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_limit_of_a_control_group_bounds_the_free_memory(version: int, tmp_path: Path) -> None:
+    kind, limit, used = {
+        1: ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+        2: ("", "memory.max", "memory.current"),
+    }[version]
+    top = tmp_path / "sys/fs/cgroup" / kind
+
+    def write(path: Path, text: object) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+
+    def limited(folder: Path, most: object) -> int | None:
+        write(folder / limit, most)
+        write(folder / used, 3 * GB)
+        write(folder / "memory.stat", f"anon 5\ninactive_file {GB}\ntotal_inactive_file {GB}")
+        return free_memory(tmp_path)
+
+    assert free_memory(tmp_path) is None
+    write(tmp_path / "proc/meminfo", "MemTotal: 99 kB\nMemAvailable: 60000000 kB\nHugePages: 0")
+    assert free_memory(tmp_path) == 60_000_000 * 1024
+    write(tmp_path / "proc/self/cgroup", f"3:cpu:/\n{2 - version}:{kind}:/a/b")
+    assert limited(top / "a" / "b", "max" if version == 2 else 2**63 - 4096) == 60_000_000 * 1024
+    assert limited(top / "a", 10 * GB) == 8 * GB  # what is cached of files gives way
+    assert limited(top, 4 * GB) == 2 * GB  # of a container, whatever the path of its group
+    assert limited(top / "a" / "b", GB) == 0
