@@ -334,12 +334,18 @@ def _cached_rows_of_token(
 def _read(module: Any, ids: list[int], kv_cache: BoundedCache, position: int) -> Tensor:
     """Read ids [m] into the cache, from `position` on; returns the last logits [V]."""
     kv_cache.begin_pass()
-    logits = module(
-        input_ids=torch.tensor([ids], device=input_device(module)),
-        position_ids=torch.arange(position, position + len(ids), device=input_device(module))[None],
-        use_cache=True,
-        **cache_argument(module, kv_cache),
-    ).logits
+    positions = torch.arange(position, position + len(ids), device=input_device(module))
+    try:
+        logits = module(
+            input_ids=torch.tensor([ids], device=input_device(module)),
+            position_ids=positions[None],
+            use_cache=True,
+            **cache_argument(module, kv_cache),
+        ).logits
+    except RuntimeError as error:  # torch's of a GPU, and of main memory
+        if not re.search(r"out of memory|can't allocate memory", str(error)):
+            raise
+        raise MemoryError(f"too little memory is free ({_first_line(error)})") from error
     kv_cache.commit(len(ids))
     return torch.as_tensor(logits[0, -1].float())
 

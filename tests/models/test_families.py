@@ -125,6 +125,24 @@ def test_rotations_that_change_with_the_length_hold_the_model_to_its_original_le
     assert loaded("yarn-rope").context_length == 1024
 
 
+@pytest.mark.parametrize("kind", ["llama", "lfm2"])
+@pytest.mark.parametrize(
+    "problem",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+)
+def test_too_little_memory_is_no_fault_of_the_model(kind: str, problem: Exception) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise problem
+
+    module = build(*HELD["llama"]) if kind == "llama" else build("lfm2", HYBRIDS["lfm2"])
+    module.model.forward = fail
+    with pytest.raises(MemoryError, match=r"too little memory is free .*allocate"):
+        wrap_model("it", module, None)
+
+
 def random_ids(count: int, seed: float = 0) -> list[int]:
     return random.Random(seed).choices(range(3, 128), k=count)
 
