@@ -381,7 +381,8 @@ class LoadedModel:
         if step is None or visible is not None or OBSERVERS.get():
             return None
         if isinstance(step, CapturedStep):
-            return step if len(ids) == 1 and step.fits(cache, observer) else None
+            is_known = len(ids) == 1 and ids[0] < self.vocab_size  # else CUDA ends for the process
+            return step if is_known and step.fits(cache, observer) else None
         return step if observer is None and step.fits(ids, cache) else None
 
     def _step_bodies(self) -> Iterator[Callable[[], StepBody]]:

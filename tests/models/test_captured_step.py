@@ -325,3 +325,11 @@ def test_a_gpu_reads_the_same_with_and_without_a_graph_and_ahead() -> None:
             said.append([record.id for record in records if hasattr(record, "id")])
     assert all(ids == said[0] for ids in said)
     assert len(said[0]) == 100
+
+
+def test_an_id_that_the_model_lacks_is_refused_before_the_device_sees_it() -> None:
+    model = small()
+    with captured(model) as step:
+        model.use_decode_step(step)
+        with pytest.raises(ModelError, match=f"has no token {model.vocab_size}"):
+            model.forward([model.vocab_size], holding(model, IDS))
