@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
+from functools import cache
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -150,7 +151,7 @@ def _open_library(progress: Progress | None, timeout: float) -> ctypes.CDLL | st
     path = compiled_dir() / library_name()
     if progress is not None and not path.is_file():
         progress("compiling the decode step, some seconds", 0, None)
-    if problem := ensure_library(timeout):
+    if problem := ensure_library(timeout, path):
         return problem
     try:
         if suspect := find_changeable_by_others(path):
@@ -173,13 +174,13 @@ def compile_in_background() -> None:
     threading.Thread(target=ensure_library, name="compiling", daemon=True).start()
 
 
-def ensure_library(timeout: float = -1) -> str:
-    """Compile the library unless it exists; returns why that failed, or "".
+def ensure_library(timeout: float = -1, path: Path | None = None) -> str:
+    """Compile the library, the file `path`, unless it exists; returns why that failed, or "".
 
     Waits for another thread or process that compiles, at most `timeout` seconds; -1 means no limit.
     An error is kept in a file, so that for a day later starts do not try again.
     """
-    path = compiled_dir() / library_name()
+    path = path or compiled_dir() / library_name()
     if path.is_file():
         return ""
     if not supports_processor():
@@ -316,6 +317,12 @@ def load_library(path: Path) -> ctypes.CDLL:
 
     Raises DamagedProgramError, WrongProgramError, or any error if it can't be loaded now.
     """
+    about = path.stat()
+    return _load_checked(path, about.st_ino, about.st_size, about.st_mtime_ns)
+
+
+@cache  # a start needs the library for packing, and then for the decode step
+def _load_checked(path: Path, *_identity: int) -> ctypes.CDLL:
     check_digest(path)
     library = ctypes.CDLL(str(path))
     _compare_with_torch(library)
@@ -407,6 +414,7 @@ def processor_name() -> str:
     return cpuinfo("model name") or platform.processor() or platform.machine()
 
 
+@cache
 def cpuinfo(*names: str) -> str:
     """The first value in Linux's /proc/cpuinfo whose key begins with one of `names`, or ""."""
     with suppress(OSError):

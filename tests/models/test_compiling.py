@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 import sirchat
+from chatting import tiny
+from gguf_file import write_gguf
 from native_library import built_library, has_library
 from plain_model import load_model
 from sirchat.config.profile import Profile
@@ -127,6 +129,17 @@ def test_auto_does_not_wait_for_ever_for_a_slow_compiler(
         slow.join()
     use_compiled(model, "auto")
     assert isinstance(model.decode_step, NativeStep)
+
+
+def test_a_start_that_packs_and_decodes_by_it_checks_it_once(
+    copying: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked, check = list[None](), compiling._compare_with_torch
+    monkeypatch.setattr(compiling, "_compare_with_torch", lambda one: checked.append(check(one)))
+    path = write_gguf(tmp_path / "tiny.gguf", tiny(), "Q4_1")
+    model = load_model(str(path), device="cpu", compile="auto")
+    assert isinstance(model.decode_step, NativeStep)
+    assert len(checked) == 1
 
 
 def test_a_damaged_library_is_made_again(copying: Path) -> None:
