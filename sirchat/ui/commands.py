@@ -31,13 +31,14 @@ from sirchat.ui.text import displayable, displayable_line, pluralize, shorten
 from sirchat.ui.tool_use import run_tools_command
 from sirchat.ui.turn_commands import Retry, parse_retry, undo
 from sirchat.ui.typed_input import TypedHistory
+from sirchat.ui.typed_line import EXIT_COMMANDS
 from sirchat.ui.why import show_why
 
 _RECALL_CONTEXT_TOKENS = 12  # that `/recall WORDS` restores before the words, and as many after
 _MAX_COMMAND_CHARS = 40  # shown of an unknown command
 _TOP_TOKENS = 20  # of highest score, which `/tokens top` lists
 
-_ALIASES = {"?": "help", "quit": "exit", "bye": "exit", "regen": "retry"}
+_ALIASES = {"?": "help", **dict.fromkeys(EXIT_COMMANDS[1:], "exit"), "regen": "retry"}
 # Old names, which still work.
 _RENAMED_COMMANDS = {"forget": "erase", "forgotten": "evicted", "switch": "load"}
 _SETTING_ALIASES = {"format": "json_schema"}  # the setting `format` is that of a transcript

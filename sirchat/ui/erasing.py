@@ -8,6 +8,7 @@ from collections.abc import Callable
 from sirchat import paths
 from sirchat.chat.events import Erased
 from sirchat.chat.session import Session
+from sirchat.chat.summary import PREFIX
 from sirchat.chat.targets import tokens_to_erase, turn_of_target, whole_words, without_quotes
 from sirchat.errors import UsageError
 from sirchat.ui.cells import clear_width_cache
@@ -28,7 +29,8 @@ class EraseCommand:
     ) -> None:
         self._session, self._screen = session, screen
         self._history, self._saved_chat = history, saved_chat
-        self._previewed = ""
+        self._previewed = ""  # the target that was shown
+        self._found: tuple[object, ...] = ()  # what it named then
 
     def run(self, rest: str) -> None:
         """Show what would be erased, or erase it with `--yes`, which alone means what was shown.
@@ -36,20 +38,26 @@ class EraseCommand:
         Raises UsageError if nothing is named, or nothing in chat or typed lines matches.
         """
         words = rest.split()
-        target = " ".join(word for word in words if word != "--yes")
+        target, is_sure = " ".join(word for word in words if word != "--yes"), "--yes" in words
         if not target:
-            if "--yes" not in words or not self._previewed:
+            if not is_sure or not self._previewed:
                 raise UsageError(
                     "/erase: expected text, last, or turn N", hint="for example: /erase Anna"
                 )
             target = self._previewed
-        if "--yes" in words:
+            if self._found != self._find(target):
+                self._screen.note("the chat has changed since this was shown, so nothing is erased")
+                is_sure = False
+        if is_sure:
             self._previewed = ""
             self._erase(target)
             clear_width_cache()
         else:
             self._preview(target)
-            self._previewed = target
+            self._previewed, self._found = target, self._find(target)
+
+    def _find(self, target: str) -> tuple[object, ...]:
+        return *self._matching_tokens(target), self._target_text(target)
 
     def _preview(self, target: str) -> None:
         tokens, turns = self._matching_tokens(target)
@@ -123,8 +131,8 @@ class EraseCommand:
         if turn is None:
             pattern = whole_words(without_quotes(target))
             return lambda line: bool(pattern.search(line))
-        is_message = 0 <= turn < len(turns) and turns[turn].role == "user"
-        message = turns[turn].text.strip() if is_message else ""
+        is_typed = 0 <= turn < len(turns) and turns[turn].role in ("user", "system")
+        message = turns[turn].text.removeprefix(PREFIX).strip() if is_typed else ""
         message = self._history.typed_by_message.get(message, message)
         typed = sent_message(as_typed(message))
         return lambda line: bool(message) and sent_message(line) == typed

@@ -303,17 +303,19 @@ class Prompt:
     def _on_paste(self, event: KeyPressEvent) -> None:
         """Insert pasted text as it must be typed: it is no command, and names no file."""
         buffer, data = event.current_buffer, event.data.replace("\r\n", "\n").replace("\r", "\n")
-        if parse_line(buffer.text).is_command:
+        before, after = buffer.document.text_before_cursor, buffer.document.text_after_cursor
+        is_first, is_command = not before.strip(), parse_line(buffer.text).is_command
+        if is_command and "/" in before:
             buffer.insert_text(data)
             return
-        data = escape_mentions(data, after=buffer.document.char_before_cursor)
-        if buffer.text.strip() or not data:
+        data = escape_mentions(data, after=before[-1:])
+        whole = data + after if is_first else before + data + after
+        if not data.strip() or not (is_first or parse_line(whole).is_command):
             buffer.insert_text(data)
             return
-        buffer.reset()
-        buffer.insert_text(typed := as_typed(data))
-        if typed.startswith(FENCE):
-            buffer.cursor_position -= len(f"\n{FENCE}")  # what is typed then belongs to the block
+        typed = as_typed(whole)
+        end = len(after) + typed.startswith(FENCE) * len(f"\n{FENCE}")
+        buffer.document = Document(typed, len(typed) - end)  # within the block, if it is one
 
     async def _open_editor(self, buffer: Buffer) -> None:
         """Let the user change the text in an editor; a message never becomes a command there."""

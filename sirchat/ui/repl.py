@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import replace
 from time import monotonic
 
 from sirchat.chat.events import Delta, Event, TurnDone
@@ -23,7 +22,7 @@ from sirchat.models.devices import describe_threads
 from sirchat.saved.store import SessionStore
 from sirchat.text.text_file import without_surrogates
 from sirchat.tools.config import ToolFlags
-from sirchat.ui.attaching import attach_mentions
+from sirchat.ui.attaching import attach_mentions, escape_mentions
 from sirchat.ui.commands import (
     Action,
     Commands,
@@ -45,8 +44,6 @@ from sirchat.ui.tool_use import ToolUse
 from sirchat.ui.turn_commands import Retry, make_undoable, retry
 from sirchat.ui.typed_input import Keyboard, TerminalInput
 from sirchat.ui.typed_line import InputLine, as_typed
-
-_EXIT_WORDS = ("exit", "quit", "q", ":q", "bye")  # alone on a line, as in other programs
 
 _MIN_WINDOW_ROWS = 24  # for the panel above the prompt
 _REVIEW_QUESTION = "takes {:,} tokens, evicts {:,}: k or Enter keeps it, e edits, d drops: "
@@ -144,13 +141,11 @@ class Chat:
         try:
             if line.is_command:
                 return self._perform(self._commands.run(line.text))
-            if line.text.strip().casefold() in _EXIT_WORDS:
-                return False
             # From here on Ctrl-C stops the reply, and the message stays.
             with InterruptFlag() as interrupt:
-                note, read_resource = self._screen.note, self.tools.resource
-                text = attach_mentions(line.text, note, read_resource)
-                self._send(text, replace(line, is_stopped=line.is_stopped or interrupt()))
+                text = self._attach_files(line.text)
+                is_stopped = line.is_stopped or interrupt()
+                self._run_turn(lambda interrupted: self._session.ask(text, interrupted), is_stopped)
         except SirchatError as error:
             self._screen.error(str(error))
         except KeyboardInterrupt:
@@ -186,7 +181,7 @@ class Chat:
     def _edit(self, edited: str) -> None:
         """Replace the last message and its reply; if `edited` is "", the user edits the message."""
         text = last_user_message(self._session)
-        edited = edited or self._let_user_edit(text)
+        edited = self._attach_files(edited or self._let_user_edit(escape_mentions(text)))
         if edited.strip() in ("", text.strip()):
             self._screen.note("the message is unchanged; /retry generates another reply")
         else:
@@ -242,11 +237,12 @@ class Chat:
             return "\x1b"
         return self._prompt.ask_for_key(question, keys)
 
-    def _send(self, text: str, line: InputLine) -> None:
-        """Send `text`: the typed line, with files in place of their names."""
-        if text != line.text:
-            self._history.typed_by_message[without_surrogates(text).strip()] = line.text.strip()
-        self._run_turn(lambda interrupted: self._session.ask(text, interrupted), line.is_stopped)
+    def _attach_files(self, typed: str) -> str:
+        """The message that a typed text sends, with files in place of their names."""
+        text = attach_mentions(typed, self._screen.note, self.tools.resource)
+        if text != typed:
+            self._history.typed_by_message[without_surrogates(text).strip()] = typed.strip()
+        return text
 
     def _run_turn(
         self, run: Callable[[Interrupted], Iterator[Event]], is_stopped: bool = False

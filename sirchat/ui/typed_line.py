@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 FENCE = '"""'  # opens and closes a block of typed lines
 _LEADING_BLANK_LINES = re.compile(r"\A(?:[^\S\n]*\n)+")
+# Alone on a line, as in other programs. The first three are commands, too.
+EXIT_WORDS = ("exit", "quit", "bye", "q", ":q")
+EXIT_COMMANDS = EXIT_WORDS[:3]
+_COMMAND_WITH_TEXT = re.compile(r"/(?:edit|(?:set\s+)?system)\s+")
 _ESCAPED_SIGN = re.compile(r"(?<!\S)\\@")
 
 
@@ -20,7 +24,7 @@ class InputLine:
 
     @property
     def ends_chat(self) -> bool:
-        return self.is_command and self.text in ("/exit", "/quit", "/bye")
+        return self.is_command and self.text.removeprefix("/") in EXIT_COMMANDS
 
 
 def parse_line(typed: str) -> InputLine:
@@ -33,6 +37,8 @@ def parse_line(typed: str) -> InputLine:
         return InputLine(stripped[1:], is_command=False)
     if stripped.startswith("/"):
         return InputLine(stripped, is_command=True)
+    if stripped.casefold() in EXIT_WORDS:
+        return InputLine("/exit", is_command=True)
     return InputLine(_LEADING_BLANK_LINES.sub("", typed).rstrip(), is_command=False)
 
 
@@ -41,10 +47,13 @@ def as_typed(message: str) -> str:
     if message.lstrip().startswith("/"):
         return f"/{message.lstrip()}"
     is_block = message.lstrip().startswith(FENCE) or message.endswith("\\")
+    is_block |= message.strip().casefold() in EXIT_WORDS
     return f"{FENCE}\n{message}\n{FENCE}" if is_block else message
 
 
 def sent_message(typed: str) -> str:
-    """The message that a typed line sends, but for the texts of files; "" for a command."""
+    """The message or system prompt that a typed line sends, but for the texts of files; or ""."""
     line = parse_line(typed)
-    return "" if line.is_command else _ESCAPED_SIGN.sub("@", line.text).strip()
+    command = _COMMAND_WITH_TEXT.match(line.text) if line.is_command else None
+    text = line.text[command.end() :] if command else "" if line.is_command else line.text
+    return _ESCAPED_SIGN.sub("@", text).strip()

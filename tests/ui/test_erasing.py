@@ -10,11 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from chatting import babbler
+from fake_terminal import FakeTerminal
 from saved_chats import Chat
+from sirchat.chat.summary import pin_summary
 from sirchat.errors import UsageError
 from sirchat.paths import sessions_dir
 from sirchat.ui.commands import Commands
 from sirchat.ui.typed_input import open_history
+from typed_chat import TypedChat
 
 
 @pytest.fixture
@@ -62,6 +66,45 @@ def test_parts_of_words_stay(chat: Chat) -> None:
     do(chat, "/erase --yes is")
     assert chat.texts[1] == "this  what the others said"
     assert "this is what the others said" not in chat.history.get_strings()
+
+
+@pytest.mark.parametrize(("target", "undoes"), [("last", False), ("turn 2", True), ("said", False)])
+def test_a_yes_erases_nothing_once_the_chat_has_changed(
+    chat: Chat, target: str, undoes: bool
+) -> None:
+    do(chat, f"/erase {target}")
+    if undoes:
+        do(chat, "/undo")
+    chat.say("something said later")
+    before = chat.texts
+    shown = do(chat, "/erase --yes")
+    assert "the chat has changed since this was shown, so nothing is erased this would" in shown
+    assert chat.texts == before
+    assert "tokens erased" in do(chat, "/erase --yes")
+    assert chat.texts[-1] != before[-1]
+
+
+def test_what_was_typed_of_a_turn_goes_with_it_whatever_command_sent_it(
+    chat: Chat, terminal: FakeTerminal, own_home: Path
+) -> None:
+    (own_home / "pin.txt").write_text("It is 4711.", encoding="utf-8")
+    with TypedChat(terminal, babbler(), max_new_tokens=3) as typed:
+        for line in ("/edit My pin is 4711", f"/edit My 4711 is in @{own_home}/pin.txt"):
+            typed.ask("Hello.")
+            typed.ask(line)
+            assert "4711" in typed.said()
+            typed.ask("/erase last")
+            assert "1 typed line erased" in typed.ask("/erase --yes")
+        for line in ("/system My pin is 4711", "/set  system My pin is 4711"):
+            typed.ask("/reset")
+            typed.ask(line)
+            typed.ask("Hello.")
+            typed.ask("/erase turn 0")
+            assert "1 typed line erased" in typed.ask("/erase --yes")
+    assert "4711" not in (own_home / "state" / "history").read_text(encoding="utf-8")
+    list(pin_summary(chat.session, "They met."))
+    chat.history.append_string("They met.")  # as it was edited
+    assert "1 typed line erased" in do(chat, "/erase --yes turn 4")
 
 
 def cached_texts() -> Iterator[str]:
