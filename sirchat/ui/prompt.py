@@ -24,6 +24,7 @@ from prompt_toolkit.formatted_text import (
 )
 from prompt_toolkit.history import History
 from prompt_toolkit.input import Input
+from prompt_toolkit.input.typeahead import get_typeahead
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.key_binding.vi_state import InputMode
 from prompt_toolkit.keys import Keys
@@ -194,6 +195,13 @@ class Prompt:
     def redraw(self) -> None:
         """Draw the prompt again soon; any thread may call this."""
         self._prompt.app.invalidate()
+
+    def take_passed_keys(self) -> None:
+        """Take the keys that came while an open prompt had to wait; only in its event loop."""
+        app = self._prompt.app
+        if app.is_running:
+            app.key_processor.feed_multiple(get_typeahead(app.input))
+            app.key_processor.process_keys()
 
     def print_above(self, show: Callable[[], object]) -> None:
         """Call `show`, whose output appears above the open prompt; only in its event loop."""

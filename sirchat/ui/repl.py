@@ -117,6 +117,16 @@ class Chat:
         if self._session.seen and not self._screen.is_quiet:
             show_resumed_chat(self._session, self._screen)
 
+    def begin_tools(self) -> None:
+        """Turn on the tools that flags allow; Esc or Ctrl-C stops a server's start."""
+        try:
+            with self._ctrl_c.interruptible():
+                self.tools.begin()
+        except KeyboardInterrupt:
+            self._screen.note("stopped")
+        self._keyboard.pass_keys_to_prompt()
+        self._prompt.take_passed_keys()
+
     def _draw_header(self) -> str:
         """The panel above the prompt; "" if it is not wanted, or if nothing was said yet."""
         session, screen = self._session, self._screen

@@ -66,8 +66,9 @@ def chat(
 
             chat = Chat(session, screen, entry, store, tools)
             chat.greet(events)
-            chat.tools.begin()
             begun.set_result(chat)
+            if tools is not None and tools.allow:
+                chat.begin_tools()
 
         line = None
         try:

@@ -55,7 +55,7 @@ class ToolUse(Toolbox):
         self._first_seen = dict[str, ChatTool]()  # as they were when first turned on
         self.is_stopped = False  # by Esc at a question
         self._server_names = list(flags.servers)
-        self._has_begun = self._is_script = False
+        self._is_script = False
 
     def begin(self, *, is_script: bool = False) -> None:
         """Turn on the tools that the flags allow, and print errors.
@@ -78,7 +78,6 @@ class ToolUse(Toolbox):
                 raise errors[0]
             for problem in errors:
                 self._screen.note(str(problem))
-        self._has_begun = True
 
     def close(self) -> None:
         self._tool_servers.close()
@@ -142,8 +141,7 @@ class ToolUse(Toolbox):
     def _list_tools(self, server: str) -> list[ChatTool]:
         if not (self._is_script or self._tool_servers.is_running(server)):
             self._screen.note(f"starting the server {server}")
-        # At first the keys are for the prompt.
-        return self._tool_servers.list_tools(server, self._stops if self._has_begun else never)
+        return self._tool_servers.list_tools(server, self._stops)
 
     def _find_matching(self, server: str, pattern: str) -> dict[str, ChatTool]:
         """A server's tools that match a pattern, by name; raises UsageError if there are none."""

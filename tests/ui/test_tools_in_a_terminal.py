@@ -156,6 +156,24 @@ def test_esc_and_ctrl_c_end_the_start_of_a_server_and_its_process(tmp_path: Path
             pid.unlink()
 
 
+@pytest.mark.parametrize("key", ["\x1b", "\x03"])
+@pytest.mark.parametrize("way", ["at the prompt", "after Enter", "resumed"])
+def test_a_start_that_a_flag_asks_for_can_be_stopped(tmp_path: Path, way: str, key: str) -> None:
+    file, flags = scripted(tmp_path, sleep=60), list[str]()
+    if way == "resumed":
+        with Terminal(home=tmp_path) as chat:
+            chat.ask("Hello.")
+        flags = ["--resume", "last"]
+    with Terminal("--tools", str(file), "--tools-allow", "snow__*", *flags, home=tmp_path) as chat:
+        if way == "after Enter":
+            chat.send("Hello.\r")
+        chat.until(lambda: "starting the server snow" in chat.everything, 20)
+        chat.send("typed" + key)
+        chat.wait_screen("(?m)^> typed$", 20)
+        assert "stopped" in chat.everything
+        assert ("tok/s" in chat.everything) == (way == "after Enter")
+
+
 def _lives(process: int) -> bool:
     try:
         os.kill(process, 0)
