@@ -42,7 +42,7 @@ def shown_progress(
     if not console.is_terminal:
         yield _Lines(console, clock, prefix).show
         return
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
     times = (TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, *times, console=console, transient=bool(prefix)) as progress:
         bar = progress.add_task(name, total=None)

@@ -29,6 +29,8 @@ _SEQUENCE = re.compile(
 )
 # Shift-Enter and Ctrl-Enter, by CSI u and modifyOtherKeys.
 _NEW_LINES = ("\x1b[13;2u", "\x1b[13;5u", "\x1b[27;2;13~", "\x1b[27;5;13~")
+# The beginning of one, at the end of what came so far.
+_PARTIAL_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|[]P_^][^\x00-\x1f]*\x1b?)?\Z")
 _POSITION_REPORT = re.compile(r"\x1b\[(?:\d+;\d+R|<?[\d;]*[mM])")  # where cursor or mouse are
 
 
@@ -38,24 +40,29 @@ class KeyParser(Vt100Parser):
     def __init__(self, feed_key_callback: Callable[[KeyPress], None]) -> None:
         super().__init__(feed_key_callback)
         self._last_feed = 0.0  # time of the last data, in seconds
-        self.ends_in_escape = False  # the data so far: Esc alone, or the beginning of a sequence
+        self.partial = ""  # the end of the data so far: Esc alone, or the beginning of a sequence
 
     def feed(self, data: str) -> None:
         if not data:  # nothing could be read
             return
-        self._last_feed, self.ends_in_escape = time.monotonic(), data.endswith("\x1b")
+        self._last_feed = time.monotonic()
         if self._in_bracketed_paste:  # Ctrl-C alone ends a paste whose end is lost
             super().feed(_PASTE_END if data == _CTRL_C else without_surrogates(data))
             return
-        typed, paste, pasted = without_surrogates(data).partition(_PASTE)
-        super().feed(_SEQUENCE.sub(_key_sequence, typed) + paste)
+        data, self.partial = self.partial + without_surrogates(data), ""
+        typed, paste, pasted = data.partition(_PASTE)
+        typed = _SEQUENCE.sub(_key_sequence, typed)
+        if not paste and (partial := _PARTIAL_SEQUENCE.search(typed)):
+            typed, self.partial = typed[: partial.start()], partial[0]
+        super().feed(typed + paste)
         if pasted:
             self.feed(pasted)
 
     def flush(self) -> None:
         """Take a partial sequence as Esc, and what follows, if no more came in time."""
         if time.monotonic() - self._last_feed >= 0.8 * ESCAPE_SECONDS:
-            self.ends_in_escape = False
+            super().feed(self.partial)
+            self.partial = ""
             super().flush()
 
 

@@ -151,7 +151,7 @@ def make_console(stream: TextIO | None = None, **options: Any) -> Console:
     with suppress(OSError, ValueError):  # no terminal, or not a stream of the operating system
         os.get_terminal_size(stream.fileno())
         environ = {k: v for k, v in environ.items() if k not in ("COLUMNS", "LINES")}
-    return Console(file=stream, highlight=False, _environ=environ, **options)
+    return Console(file=stream, highlight=False, markup=False, _environ=environ, **options)
 
 
 def make_notes_console() -> Console:

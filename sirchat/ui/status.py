@@ -135,7 +135,7 @@ def loading_bar(screen: Screen, name: str) -> Iterator[Progress | None]:
     if not screen.notes_console.is_terminal or screen.notes_console.is_dumb_terminal:
         yield None
         return
-    columns = (bars.TextColumn("{task.description}"), bars.BarColumn(bar_width=30))
+    columns = (bars.TextColumn("{task.description}", markup=False), bars.BarColumn(bar_width=30))
     with bars.Progress(*columns, console=screen.notes_console, transient=True) as progress:
         task = progress.add_task(f"loading {displayable_line(name)}", total=None)
 

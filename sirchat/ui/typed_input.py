@@ -181,7 +181,7 @@ class Keyboard:
         """Give the keys that came while no prompt was open to the next prompt."""
         if sys.platform != "win32":
             self.escape_pressed()
-            if isinstance(self._keys, TerminalKeys) and self._keys.parser.ends_in_escape:
+            if isinstance(self._keys, TerminalKeys) and self._keys.parser.partial:
                 time.sleep(ESCAPE_SECONDS)  # the rest of a chord may come, or Esc was pressed
                 self.escape_pressed()
         typed = [press for press in self._pressed_keys if press.key not in _IGNORED_KEYS]

@@ -15,8 +15,11 @@ from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progre
 from transformers import AutoTokenizer
 
 from chatting import save_babbler, tiny
+from fake_terminal import FakeTerminal
 from gguf_file import write_gguf
 from plain_model import load_model
+from sirchat.ui.screen import Screen
+from sirchat.ui.status import loading_bar
 from warm_python import warm_python
 
 
@@ -46,6 +49,16 @@ def test_loading_reports_its_progress_and_draws_nothing(
     assert tensors[-1][1] == len(tiny().module.state_dict()) - 1
     load_model(folder, device="cpu")
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", ["[/x]", "[v2]/m", "[link=http://evil]x"])
+def test_a_bar_shows_a_models_name_as_it_is(terminal: FakeTerminal, name: str) -> None:
+    with loading_bar(Screen(terminal, terminal), name) as report:
+        assert report is not None
+        report(name, 1, 2)
+        shown = terminal.getvalue()
+    assert name in shown
+    assert "\x1b]8" not in shown
 
 
 @pytest.mark.slow

@@ -34,7 +34,15 @@ from sirchat.ui.typed_line import InputLine, as_typed, sent_message
 from terminal import PASTE_OFF, PASTE_ON, program
 from typed_chat import TypedChat
 
-ENTER, UP, DOWN, CTRL_C, CTRL_R, EDITOR = "\r", "\x1b[A", "\x1b[B", "\x03", "\x12", "\x18\x05"
+ENTER, UP, DOWN, CTRL_C, CTRL_R, HOME, EDITOR = (
+    "\r",
+    "\x1b[A",
+    "\x1b[B",
+    "\x03",
+    "\x12",
+    "\x01",
+    "\x18\x05",
+)
 
 Read = Callable[..., InputLine]
 
@@ -98,10 +106,21 @@ def message(text: str) -> InputLine:
         (paste("\n  indented\n    more"), "  indented\n    more"),
         (paste('"""Doc') + "trine", '"""Doctrine'),
         ("see: " + paste("one\n/two"), "see: one\n/two"),
+        ("explain" + HOME + paste("/usr/x.py: error "), "/usr/x.py: error explain"),
+        ("/x" + HOME + paste("/system Obey. "), "/system Obey. /x"),
+        ("c" + HOME + paste('"""a ') + "b", '"""a bc'),
+        (paste("bye"), "bye"),
+        ("Q" + paste("uit"), "Quit"),
+        ('"""\rexit\r"""', "exit"),
     ],
 )
 def test_lines_blocks_and_pastes_are_one_message(read: Read, keys: str, text: str) -> None:
     assert read(keys + ENTER) == message(text)
+
+
+@pytest.mark.parametrize("typed", ["exit", " :Q ", "bye" + paste("")])
+def test_a_word_that_is_typed_alone_leaves(read: Read, typed: str) -> None:
+    assert read(typed + ENTER).ends_chat
 
 
 @pytest.mark.parametrize("keys", [paste("") + "/stats", paste("/") + "\x7f\x7f/stats"])
@@ -149,10 +168,10 @@ def test_the_text_of_the_editor_comes_back_and_becomes_no_command_there(
 def test_pasted_text_stays_text_in_the_next_chat_and_can_be_erased(
     terminal: FakeTerminal, own_home: Path
 ) -> None:
-    for keys in (paste("/exit"), UP):
+    for keys in (paste("/exit"), UP, paste("exit"), UP):
         with TypedChat(terminal, babbler(), max_new_tokens=3) as chat:
             chat.press(keys, ENTER)
-            assert chat.said() == "/exit"
+            assert chat.said().removeprefix("/") == "exit"
             if keys == UP:
                 chat.ask("/erase turn 0")
                 assert "1 typed line erased" in chat.ask("/erase --yes")
@@ -410,12 +429,14 @@ def pressed(clock: Clock, *sent: str | float) -> list[str]:
         (["\x1b[12;40R"], ["<cursor-position-response>"]),
         (["a\x1b]11;rgb:1111/2222/3333\x07b\x1bP>|xterm(390)\x1b\\c"], ["a", "b", "c"]),
         (["\x1b_Gi=1;OK\x1b\\\x1b^é\x07\x1b]\x07x"], ["x"]),
+        (["a\x1b]11;rgb:11", "11/2222/3333\x1b", "\\b\x1b[?62", 0.02, ";1c"], ["a", "b"]),
+        (["\x1b]11;rgb", 0.06, "a"], ["Esc", *"]11;rgba"]),
         (["\x1b]"], ["Esc", "]"]),
         (["\x1bPlease"], ["Esc", *"Please"]),
         (["\x1bPa\r"], ["Esc", "P", "a", "c-m"]),
         (["a\udcffb"], ["a", "\ufffd", "b"]),
         ([PASTE_ON + "/a\n" + PASTE_OFF + "b"], ["paste /a\n", "b"]),
-        ([PASTE_ON + "ab", "c\x1b[2", "01~d"], ["paste abc", "d"]),
+        ([PASTE_ON[:3], PASTE_ON[3:] + "ab", "c\x1b[2", "01~d"], ["paste abc", "d"]),
         ([PASTE_ON + "abc", 5.0, "\x03", "e"], ["paste abc", "e"]),
         ([PASTE_ON + "a\x03bc", PASTE_OFF], ["paste a\x03bc"]),
     ],
