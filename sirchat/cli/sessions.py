@@ -58,7 +58,7 @@ def sessions_list() -> None:
 def sessions_search(words: list[str]) -> None:
     """Find saved chats by what was said in them; the best match comes first."""
     from sirchat.saved.search import search_sessions
-    from sirchat.ui.lists import print_sessions
+    from sirchat.ui.lists import MORE_HITS, print_sessions
     from sirchat.ui.screen import make_console
 
     text = " ".join(words)
@@ -71,9 +71,7 @@ def sessions_search(words: list[str]) -> None:
     lines = {hit.session.id: hit.snippet for hit in result.hits}
     print_sessions([hit.session for hit in result.hits], make_console(), lines)
     if result.more_count:
-        typer.echo(
-            f"and {result.more_count:,} more with a weaker match; add words to find fewer", err=True
-        )
+        typer.echo(MORE_HITS.format(result.more_count), err=True)
 
 
 @sessions_app.command("show")

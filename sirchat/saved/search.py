@@ -60,7 +60,7 @@ class ChatSearchResult(NamedTuple):
     more_count: int  # of found chats that are not in `hits`
 
 
-def search_sessions(folder: Path, words: str) -> ChatSearchResult:
+def search_sessions(folder: Path, words: str, except_id: str = "") -> ChatSearchResult:
     """Find the saved chats with all `words`: best (bm25) first, then newest first.
 
     Of the last word, a beginning is enough. Raises UsageError if `words` has no word.
@@ -70,7 +70,7 @@ def search_sessions(folder: Path, words: str) -> ChatSearchResult:
             f"{format_value(words)} has no word to search for; allowed: letters and digits",
             hint="sirchat sessions search green door",
         )
-    paths = [folder / file for file in session_files(folder)]
+    paths = [path for path in map(folder.joinpath, session_files(folder)) if path.stem != except_id]
     chats = [_read_chat(path) for path in paths]
     with closing(sqlite3.connect(":memory:")) as connection:
         connection.execute(_TABLE)

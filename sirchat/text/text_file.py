@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from fnmatch import fnmatch
 from glob import has_magic, iglob
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO
 
@@ -28,6 +28,7 @@ _NON_TEXT_FORMATS = (
     (rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF....WEBP|BM....\0{4}|II\*\0|MM\0\*", "an image", ""),
     (rb"PK\x03\x04", "an archive or an office document", "take a file out, or save it as text"),
 )
+_ANY_DEPTH = re.compile(r"(?<![^/\\])\*\*(?![^/\\])")  # `**` between slashes; else it is `*`
 _BACKTICKS = re.compile(r"^[ \t]*(`{3,})", re.MULTILINE)
 
 
@@ -103,14 +104,13 @@ def matching_files(name: str) -> Iterator[str]:
     Below `**`, links are not followed, and at most 20,000 names are looked at.
     """
     pattern = os.path.expanduser(name)
-    folder, any_depth, last = pattern.partition("**")
-    if os.path.isdir(pattern):
-        folder, any_depth, last = pattern, "**", ""
-    if not any_depth:
+    folder, *rest = [pattern, ""] if os.path.isdir(pattern) else _ANY_DEPTH.split(pattern, 1)
+    if not rest:
         yield from filter(os.path.isfile, iglob(pattern))
         return
-    last, left = last.strip("/") or "*", _MAX_NAMES
-    for path, folders, files in os.walk(folder or "."):
+    tops = iglob(folder) if has_magic(folder) and folder != pattern else [folder or "."]
+    last, left = rest[0].strip("/") or "*", _MAX_NAMES
+    for path, folders, files in chain.from_iterable(map(os.walk, tops)):
         folders[:] = sorted(one for one in folders if not one.startswith("."))
         for file in sorted(files):
             whole = os.path.join(path, file)

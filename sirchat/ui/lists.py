@@ -33,6 +33,7 @@ Matches = Mapping[str, "Sequence[SnippetPart]"]  # lines found by a search, by c
 _MATCH = "bold underline"  # style of a searched word
 _MIN_TEXT_CELLS = 12
 ALSO_KEPT = "all but window also keep the first tokens (sinks) and pins, most the newest (recent)"
+MORE_HITS = "and {:,} more with a weaker match; add words to find fewer"  # of a search
 _COLUMN_GAP = "  "
 _TITLES = ("model", "kind", "on disk", "context", "budget", "KV cache", "fits up to")
 _LEGEND = (

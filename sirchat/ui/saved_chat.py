@@ -35,7 +35,7 @@ from sirchat.saved.session_list import (
     reveals_text,
 )
 from sirchat.saved.store import SessionStore
-from sirchat.ui.lists import draw_sessions
+from sirchat.ui.lists import MORE_HITS, draw_sessions
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line, shorten
 from sirchat.ui.theme import ROLE_NAMES
@@ -219,8 +219,7 @@ class SavedChat:
     def search(self, words: str) -> None:
         """Print each message of this chat, and the other saved chats, that have all words."""
         messages = self._find_messages(words)
-        result = search_sessions(sessions_dir(), words)
-        hits = [hit for hit in result.hits if hit.session.id != self._autosave.id]
+        hits, more = search_sessions(sessions_dir(), words, except_id=self._autosave.id)
         if not messages and not hits:
             raise SessionError(f"no message and no saved chat has all of {format_value(words)}")
         if messages:
@@ -230,6 +229,8 @@ class SavedChat:
         matches = {hit.session.id: hit.snippet for hit in hits}
         chats = draw_sessions([hit.session for hit in hits], self._screen.width, matches)
         self._screen.page(Group(*messages, chats))
+        if more:
+            self._screen.note(MORE_HITS.format(more))
 
     def _find_messages(self, words: str) -> list[Text]:
         lines, max_chars = list[Text](), max(24, self._screen.width - 24)  # a role stands before

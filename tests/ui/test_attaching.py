@@ -156,6 +156,8 @@ def sources(folder: Path) -> None:
         ("src/*.py", ["a.py"]),
         ("src/**/*.py", ["a.py", "sub/b.py"]),
         ("src/sub/[bc].*", ["sub/b.py", "sub/c.txt"]),
+        ("s[r]c/**/*.py", ["a.py", "sub/b.py"]),
+        ("*rc/s**/*.py", ["sub/b.py"]),
     ],
 )
 @pytest.mark.parametrize("form", ["@{}", '@"{}"', "@'{}'"])

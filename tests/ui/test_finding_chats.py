@@ -118,3 +118,10 @@ def test_search_finds_messages_of_this_chat_held_or_evicted_and_saved_chats(fold
     assert chat.saved_chat._autosave.id not in shown.partition("saved chats")[2]
     assert "no message and no saved chat has all of" in refusal(chat, "/search Ostrich")
     assert "has no word to search for" in refusal(chat, "/search ...")
+    first = chat.saved_chat._autosave.id
+    for number in range(21):
+        os.link(folder / f"{other}.sqlite", folder / f"copy{number}.sqlite")
+    shown = chat.do("/search some words")
+    assert len(re.findall("(?m)^copy|^2", shown)) == 20
+    assert "and 2 more with a weaker match; add words to find fewer" in shown
+    assert first not in shown.partition("saved chats")[2]
