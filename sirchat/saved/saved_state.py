@@ -23,6 +23,7 @@ from sirchat.errors import SessionError
 from sirchat.memory.ledger import ROW, Flag, Role
 from sirchat.memory.policies import refuse_untrusted
 from sirchat.models.model import LoadedModel
+from sirchat.paths import name_or_absolute_path
 from sirchat.saved.database import as_damage_errors, require
 from sirchat.saved.store import PASSAGE, SavedPassages, SessionStore, StateRecord
 
@@ -85,7 +86,7 @@ def make_state_record(saved: EngineState, session: Session, stamp: str = "") -> 
     """The record of a session with the engine state `saved`; `stamp` is that of keys and values."""
     conversation, system = session.state, session.state.system.positions
     fields = {
-        "profile": session.profile.model_dump(),
+        "profile": session.profile.model_dump() | _named_files(session.profile),
         "log_decay": saved.log_decay,
         "unknown_surprisal": saved.unknown_surprisal,
         "round": saved.round,
@@ -104,6 +105,15 @@ def make_state_record(saved: EngineState, session: Session, stamp: str = "") -> 
     }
     cached = session.ledger.held_positions.copy()
     return StateRecord(session.seen, saved.held, saved.logits, fields, cached)
+
+
+def _named_files(profile: Profile) -> dict[str, str]:
+    """The settings that may name a file or a folder, so that other folders know it, too."""
+    return {
+        key: name_or_absolute_path(value)
+        for key in ("model", "json_schema", "recall_encoder")
+        if (value := getattr(profile, key)) != Profile.model_fields[key].default
+    }
 
 
 def checked_state(store: SessionStore, record: StateRecord) -> SavedState:
@@ -236,7 +246,7 @@ def session_metadata(model: LoadedModel, family: str) -> dict[str, Any]:
     """The facts to save about a session: model, dtype, versions, and `Autosave.family`, if any."""
     return {
         **({"family": family} if family else {}),
-        "model": model.name,
+        "model": name_or_absolute_path(model.name),
         "fingerprint": model_fingerprint(model),
         "dtype": model.precision,
         "sirchat": __version__,
@@ -252,7 +262,7 @@ def check_model(store: SessionStore, model: LoadedModel) -> None:
     rebuild = "or --rebuild, to let the loaded model read the chat again"
     kind, _, packed = meta["dtype"].partition(" ")
     how = " and the same --quantize" if packed or " " in dtype else ""
-    if meta["dtype"] != dtype and meta["model"] == model.name:
+    if meta["dtype"] != dtype and meta["model"] == name_or_absolute_path(model.name):
         raise SessionError(
             f"session {store.id} has dtype {meta['dtype']}, but the model is loaded as {dtype}",
             hint=f"to continue this chat: {again} --dtype {kind}{how}; {rebuild}",

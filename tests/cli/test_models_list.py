@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from sirchat.cli.models import listed_models
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve, write_default_setting
 from sirchat.errors import SettingError
-from sirchat.paths import user_profiles_dir
+from sirchat.paths import tiny_model_dir, user_profiles_dir
 from sirchat.ui.lists import ListedModel, format_bytes
 
 NAME = "a-model-of-a-name-as-long-as-those-of-the-hub-are-today-Q4_1.gguf"
@@ -163,6 +164,9 @@ def test_the_default_model_is_shown_chosen_and_checked(own_home: Path) -> None:
     assert (code, out) == (0, "")
     assert "tiny-anchor is now the default model" in err
     assert models() == (0, "tiny-anchor\n", "")
+    assert models(os.path.relpath(tiny_model_dir()))[0] == 0
+    assert models() == (0, f"{Path.cwd() / os.path.relpath(tiny_model_dir())}\n", "")
+    models("tiny-anchor")
     code, _, err = models("./no-such-model")
     assert code == 1
     assert "no-such-model" in err

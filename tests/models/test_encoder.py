@@ -155,6 +155,8 @@ def test_two_folders_of_the_same_name_have_encoders_of_their_own(
         found.add(encoder_files("./model")[0])
         assert encoder_files("./model") == encoder_files(str(own_home / name / "model"))
     assert len(found) == 2
+    Path("smollm2").mkdir()  # the name means the package
+    assert encoder_files("smollm2")[1].is_file()
 
 
 def test_an_encoder_that_can_t_be_used_or_written_is_refused_by_its_path(own_home: Path) -> None:

@@ -250,6 +250,24 @@ def test_a_system_prompt_that_came_with_resume_is_saved(folder: Path) -> None:
     assert resumed(folder, ident)[0].turns == again.turns
 
 
+def test_files_that_settings_name_are_found_from_other_folders(
+    folder: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(own_home)
+    (own_home / "rows.json").write_text('{"type": "object"}', encoding="utf-8")
+    chat = Chat()
+    for model, named in (("./models", own_home / "models"), ("smollm2", "smollm2")):
+        (own_home / model).mkdir()
+        changed = {"model": model, "json_schema": "rows.json"}
+        chat.session.note_profile(chat.session.profile.model_copy(update=changed))
+        chat.say("Hello.")
+        with SessionStore.read(find_session(folder, "last", may_be_open=True)) as store:
+            profile = saved_profile(store)
+        assert profile.model == str(named)
+        assert profile.json_schema == str(own_home / "rows.json")
+        assert profile.recall_encoder == "auto"
+
+
 def test_names_and_ids_are_completed_but_not_those_that_cannot_be_loaded(folder: Path) -> None:
     ident, other = saved(folder, "my trip"), saved(folder)
     assert completions("/load ") == ["last", "my trip", other, ident]
