@@ -18,7 +18,7 @@ from sirchat.errors import SirchatError, UsageError, format_value
 _SERVER_KEYS = ("mcpServers", "servers", "mcp_servers")  # Claude and Cursor, VS Code, codex
 # In JSON as editors take it: a string, a comment, or a comma after which nothing comes
 _NOT_STRICT = re.compile(
-    r"""(?P<string>"(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/|,(?=(?:\s|//[^\n]*|/\*.*?\*/)*[\]}])""",
+    r"""(?P<string>"(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/|,(?=(?:\s|//[^\n]*|/\*.*?\*/)*+[\]}])""",
     re.DOTALL,
 )
 _NAME = r"input:[\w-]+|[A-Za-z_]\w*"
@@ -48,7 +48,7 @@ class ServerFields(BaseModel):
 
     def filled(self) -> ServerFields:
         """A copy with each `${NAME}` replaced; raises SirchatError if a variable is not set."""
-        known = {"userHome": str(Path.home()), "workspaceFolder": os.getcwd(), **os.environ}
+        known = {"userHome": os.path.expanduser("~"), "workspaceFolder": os.getcwd(), **os.environ}
 
         def value(found: re.Match[str]) -> str:
             name, default = found["name"], found["default"]
@@ -62,9 +62,12 @@ class ServerFields(BaseModel):
 def read_servers(path: str) -> dict[str, ServerFields]:
     """The servers in a file of JSON or TOML, by name; raises UsageError if it is not valid."""
     try:
-        text = Path(path).expanduser().read_text("utf-8-sig")
-        strict = _NOT_STRICT.sub(lambda part: part["string"] or " " * len(part[0]), text)
-        written = tomllib.loads(text) if path.endswith(".toml") else json.loads(strict)
+        text = Path(os.path.expanduser(path)).read_text("utf-8-sig")
+        if path.endswith(".toml"):
+            written = tomllib.loads(text)
+        else:
+            strict = _NOT_STRICT.sub(lambda part: part["string"] or " " * len(part[0]), text)
+            written = json.loads(strict)
         written = written.get("mcp", written)  # VS Code's settings
         servers = written[next((name for name in _SERVER_KEYS if name in written), "")]
         found = {str(name): ServerFields.model_validate(one) for name, one in servers.items()}
@@ -74,7 +77,7 @@ def read_servers(path: str) -> dict[str, ServerFields]:
         problem = error.errors()[0]
         where = ".".join(map(str, problem["loc"]))
         raise UsageError(f"--tools {path}: {where}: {problem['msg']}") from None
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         where = f": {error}" if isinstance(error, ValueError) else ""  # with line and column
         hint = 'it is JSON: {"mcpServers": {"NAME": {"command": "...", "args": []}}}'
         raise UsageError(f"--tools {path} is no list of servers{where}", hint=hint) from None

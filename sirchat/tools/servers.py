@@ -40,9 +40,9 @@ _MAX_STDERR_BYTES = 1 << 20  # bytes that are kept of a server's standard error
 # What is probably wrong, by the number with which a server refuses a request.
 _KEY, _URL = 'is the key in its "headers" right?', 'is its "url" right?'
 _REFUSALS = {401: _KEY, 403: _KEY, 404: _URL, 405: _URL, 429: "too many requests"}
-_CONNECTION_CLOSED = -32000  # the code of an error of a connection that has ended
-# The SDK's error if a server over HTTP knows a chat no more.
-_SESSION_TERMINATED = "Session terminated"
+# The SDK's errors if a connection has ended, and if a server over HTTP knows a chat no more. Their
+# codes are those of errors of a server's own, too.
+_GONE = ("Connection closed", "Session terminated")
 
 
 class ToolServers:
@@ -188,9 +188,7 @@ class ToolServers:
             raise
         except Exception as error:
             root, status = _first_error(error), running.status
-            is_gone = getattr(root, "code", None) == _CONNECTION_CLOSED
-            is_gone |= str(root) == _SESSION_TERMINATED
-            if not begun or not (is_gone or running.ended.done()):
+            if not begun or not (str(root) in _GONE or running.ended.done()):
                 why = str(root).partition("\n")[0] or type(root).__name__
                 if isinstance(root, ValidationError):
                     problem = root.errors(include_url=False)[0]

@@ -120,7 +120,8 @@ def test_the_list_marks_the_default_and_says_the_largest_budget_that_fits(folder
 
 
 def test_what_is_wrong_is_said(folder: Path) -> None:
-    assert "there is no folder 'nowhere'" in run("models", "list", "--in", "nowhere").stderr
+    for name in ("nowhere", "~nosuchuser"):
+        assert f"there is no folder '{name}'" in run("models", "list", "--in", name).stderr
     assert "budget can't be" in run("models", "list", "--budget", "many").stderr
     done = run("models", "fit", "me/other")
     assert done.returncode == 1

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -66,6 +67,7 @@ def named(servers: ToolServers, name: str) -> ChatTool:
         ),
         ('{"mcpServers": {"a": {"url": "c"}}}', "url: String should match"),
         ('{"mcpServers": {"a": {"command": ["b"]}}}', "command: Input should be a valid string"),
+        ("[" * 100_000, "no list of servers"),
     ],
 )
 def test_a_file_that_names_no_servers_is_an_error(
@@ -76,6 +78,8 @@ def test_a_file_that_names_no_servers_is_an_error(
         read_servers(str(tmp_path / "a.json"))
     with pytest.raises(UsageError, match="cannot be read"):
         read_servers(str(tmp_path / "b.json"))
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_servers("~nosuchuser/b.json")
     with pytest.raises(UsageError, match="no effect without --tools"):
         ToolFlags.of(None, ["a"])
 
@@ -99,6 +103,12 @@ def test_a_file_that_names_no_servers_is_an_error(
             "a": {"command": "b", /* a
             port, */ "env": {"PORT": "80",},},  // and no more
             }, }}""",
+        ),
+        (
+            "commented.json",
+            f"""{{"servers": {{"a": {{"command": "b", {"/" * 60}
+            // "url": "https://a", {"//a" * 60}
+            "env": {{"PORT": "80"}}}}}}}}""",
         ),
         ("config.toml", '[mcp_servers.a]\ncommand = "b"\nenv = { PORT = "80" }  # codex'),
     ],
@@ -305,6 +315,22 @@ def test_a_dead_server_is_a_line_and_starts_again(servers: ToolServers) -> None:
         named(servers, "die").run({}, bool)
     assert notes == ["the server snow has ended; the next call starts it again"]
     assert named(servers, "pid").run({}, bool) != before
+
+
+def test_a_server_that_refuses_a_call_under_the_code_of_an_ended_connection_runs_on(
+    tmp_path: Path,
+) -> None:
+    (odd := tmp_path / "odd").touch()
+    file, said = scripted(tmp_path, tools=[tool("pid")], odd=str(odd)), list[str]()
+    servers = ToolServers(read_servers(str(file)), said.append)
+    pid = named(servers, "pid")
+    before = pid.run({}, bool)
+    refused = {"id": "ID", "error": {"code": -32000, "message": "wait 30 s"}}
+    odd.write_text(json.dumps({"jsonrpc": "2.0", **refused}) + "\n")
+    with pytest.raises(SirchatError, match=r"^wait 30 s$"):
+        pid.run({}, bool)
+    assert (pid.run({}, bool), said) == (before, [])
+    servers.close()
 
 
 def test_a_stopped_call_ends_at_once_and_the_next_one_does_not_wait_for_it(
