@@ -129,19 +129,23 @@ class Autosave:
         if former and self._store.kv.load(former) is not None:  # a chat that was only looked at
             return True
         limit = AUTO_KV_BYTES if mode == "auto" else None
-        rows = self._session.engine.store.copy_key_values(limit)
-        if rows is None:
-            self._store.kv.drop()
-            return False
-        stamp = secrets.token_hex(8)
-        received = self._session.ledger.attention.checkpoint(rows.positions)
+        max_bytes = parse_size(self._session.profile.save_kv_limit) or 0
         saved = self._session.engine.save(self._session.seen)
-        tensors = key_value_tensors(rows) | attention_tensors(received) | state_tensors(saved.state)
-        self._store.kv.save(tensors, stamp)
-        self._record = self._make_record(saved, stamp)
-        self._store.append([], saved.rows, self._record)
-        make_room(self._folder, parse_size(self._session.profile.save_kv_limit) or 0)
-        return True
+        tensors = state_tensors(saved.state)
+        if (rows := self._session.engine.store.copy_key_values(limit)) is not None:
+            received = self._session.ledger.attention.checkpoint(rows.positions)
+            tensors |= key_value_tensors(rows) | attention_tensors(received)
+        # A larger file would push out those of all other chats, and then itself.
+        if rows is None or sum(tensor.nbytes for tensor in tensors.values()) > max_bytes:
+            self._store.kv.drop()
+        else:
+            stamp = secrets.token_hex(8)
+            self._store.kv.save(tensors, stamp)
+            record = self._make_record(saved, stamp)
+            self._store.append([], saved.rows, record)
+            self._record = record  # not before: the file has the old one, should this have failed
+        make_room(self._folder, max_bytes)
+        return self._store.path.with_suffix(".safetensors").exists()
 
     def close(self) -> None:
         """Save the session with its keys and values, and close the file."""

@@ -106,8 +106,8 @@ _EVERYTHING, _NO_PASSAGES = Extent(), SavedPassages()
 class SessionStore:
     """The file of one saved session, open and locked; made by `create`, `open` or `read`.
 
-    When a method that writes has returned, a power loss can't undo the change. Methods raise
-    SessionError, changing nothing, if the file can't be written.
+    When a method that writes has returned, a power loss can't undo the change. After a SessionError
+    the chat in the file is as before or after the change; its keys and values may be gone.
     """
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:

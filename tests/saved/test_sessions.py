@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import held_rows
+import saved_chats
 from attacking import MANY
 from chatting import babbler, random_model, session, tiny
 from sirchat.chat.session import Session
@@ -255,6 +256,38 @@ def test_past_the_limit_of_all_chats_the_oldest_keys_and_values_go_and_no_text(
     saved(["five"], save_kv_limit="1kB")
     assert not list(folder.glob("*.safetensors"))
     assert len(list_sessions(folder).sessions) == 5
+
+
+def test_keys_and_values_that_alone_exceed_the_limit_are_not_written_and_others_stay(
+    folder: Path,
+) -> None:
+    saved(["one"])
+    (other,) = folder.glob("*.safetensors")
+    settings = {**SMALL, "save_kv": "on", "save_kv_limit": str(other.stat().st_size)}
+    chat = session(babbler(), **settings)
+    saving = Autosave(chat)
+    talk(chat, saving, MESSAGES[:3])
+    assert not saving.save_kv()
+    saving.close()
+    assert [*folder.glob("*.safetensors")] == [other]
+
+
+def test_keys_and_values_whose_stamp_was_not_written_are_saved_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise SessionError("the disk is full")
+
+    chat = session(babbler(), **SMALL)
+    saving = Autosave(chat)
+    talk(chat, saving, MESSAGES[:2])
+    with monkeypatch.context() as broken:
+        broken.setattr(SessionStore, "append", full)
+        with pytest.raises(SessionError):
+            saving.save_kv()
+    assert saving.save_kv()
+    saving.close()
+    assert saved_chats.resumed(folder, "last")[1]
 
 
 def test_models_with_other_weights_have_other_fingerprints(tmp_path: Path) -> None:
