@@ -462,6 +462,9 @@ class SavedConversations:
             self._write(conversation)
             then()
 
+        saved = self._files.get(conversation)
+        if saved is not None and saved.id != conversation.id:  # it was reset
+            self.keep_last_saved(conversation)
         self._writer.submit(write)
 
     def move_to_disk(self, conversation: ServedConversation) -> SavedConversation:
@@ -476,7 +479,7 @@ class SavedConversations:
         return saved
 
     def keep_last_saved(self, conversation: ServedConversation) -> None:
-        """List a conversation that leaves memory as it was saved last; close its file later."""
+        """List a conversation as it was saved last; the writing thread closes its file."""
         if (saved := self._files.get(conversation)) is not None:
             self.entries.append(replace(saved, file=self._writer.submit(self._close, conversation)))
 

@@ -97,6 +97,20 @@ def test_after_a_restart_the_next_reply_is_bit_for_bit_the_one_without_it(
     assert not reading
 
 
+def test_a_conversation_that_begins_anew_is_listed_and_counted_as_it_was(tmp_path: Path) -> None:
+    hello = [user("Hello.")]
+    with served(quick(), folder=tmp_path, max_new_tokens=4) as server:
+        ids = [server.ask(hello)["sirchat"]["id"]]
+    with served(quick(), folder=tmp_path, max_new_tokens=4) as server:
+        url = f"/v1/sirchat/sessions/{ids[0]}"
+        assert server.client.get(url).status_code == 200  # loaded, and so without an undo
+        ids.append(server.ask(hello)["sirchat"]["id"])
+        wait_until_saved(server)
+        listed = server.client.get("/v1/sirchat/sessions").json()["data"]
+        assert [one["id"] for one in listed] == ids[::-1]
+        assert server.client.get(url).json()["rows"]
+
+
 def test_settings_of_the_new_server_hold_for_conversations_of_the_old_one(tmp_path: Path) -> None:
     with served(quick(), folder=tmp_path, policy="full", max_new_tokens=8) as server:
         messages = begin(server, "Anna")
