@@ -119,8 +119,10 @@ class Access:
     def _has_key(self, headers: Headers) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         sent_key = key if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        right_key = (self.key or "").strip().encode()
-        return hmac.compare_digest(sent_key.strip().encode("latin-1"), right_key)
+        right_key = (self.key or "").encode(errors="surrogateescape").strip()
+        # Starlette reads a header as Latin-1, in which some clients send it; most send UTF-8.
+        sent_keys = [sent_key.encode(encoding).strip() for encoding in ("latin-1", "utf-8")]
+        return any(hmac.compare_digest(sent, right_key) for sent in sent_keys)
 
 
 def _host_of(url: str) -> str | None:

@@ -233,7 +233,10 @@ def _note_headers(notes: list[str]) -> dict[str, str]:
 
 def conversation_header(request: Request) -> str:
     """The name of the conversation that a header gives; "" if it gives none."""
-    return request.headers.get("X-Sirchat-Conversation", "")[:MAX_NAME_CHARS]
+    name = request.headers.get("X-Sirchat-Conversation", "")
+    with suppress(UnicodeDecodeError):  # Starlette reads a header as Latin-1; most send UTF-8
+        name = name.encode("latin-1").decode()
+    return name[:MAX_NAME_CHARS]
 
 
 def chat_request(endpoint: str, body: Fields) -> ChatRequest:

@@ -46,6 +46,7 @@ class ReplyText:
     text: str  # the next piece of the answer, without calls of tools
     calls: tuple[ToolCall, ...] = ()  # those that end in this part
     thinking: str = ""  # the next piece of the reasoning
+    conversation: str = ""  # its id, if the part was sent
 
     def __add__(self, after: ReplyText) -> ReplyText:
         calls = self.calls + after.calls

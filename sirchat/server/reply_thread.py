@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -222,7 +222,7 @@ class ReplyThread:
             if part is None or isinstance(part, Generation):
                 running.next = part
                 return
-            running.reply.send(part)
+            running.reply.send(replace(part, conversation=running.conversation.id))
 
     def _finish(self, running: _RunningReply) -> None:
         running.steps.close()

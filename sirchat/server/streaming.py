@@ -86,7 +86,7 @@ class ReplyParts:
         self, thread: ReplyThread, history: History, options: ReplyOptions, client: str | None
     ) -> None:
         self._thread, self._queue = thread, asyncio.Queue[SentPart]()
-        self._first: Part | None = None
+        self._first: SentPart | None = None
         self._loop = asyncio.get_running_loop()
         self._reply = WaitingReply(history, options, self._send, client)
         thread.submit(self._reply)
@@ -97,24 +97,25 @@ class ReplyParts:
 
     async def begin(self) -> None:
         """Wait for the first part of the reply; raises RequestError if the reply fails first."""
-        self._first = await self._next()
+        self._first = await self._queue.get()  # also an error: the caller may have waited no more
+        _part(self._first)
 
     async def __aiter__(self) -> AsyncIterator[Part]:
-        part = self._first or await self._next()
+        part = _part(self._first or await self._queue.get())
         yield part
         while not isinstance(part, ReplyEnd):
-            part = await self._next()
+            part = _part(await self._queue.get())
             yield part
 
     def cancel(self) -> None:
         """Stop generating the reply, because the client no longer waits for it."""
         self._thread.cancel(self._reply)
 
-    async def _next(self) -> Part:
-        part = await self._queue.get()
-        if isinstance(part, RequestError):
-            raise part
-        return part
+
+def _part(sent: SentPart) -> Part:
+    if isinstance(sent, RequestError):
+        raise sent
+    return sent
 
 
 class EventStream(StreamingResponse):
@@ -182,6 +183,7 @@ class ChatCompletionSerializer(ReplySerializer):
         reply_id = f"chatcmpl-{secrets.token_hex(12)}"
         self._common = {"id": reply_id, "created": int(time.time()), "model": model}
         self._sent_calls = 0  # number of calls sent so far
+        self._has_sent_id = False  # of the conversation, for who stops the reply
 
     def response_body(self, reply: ReplyText, end: ReplyEnd) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": reply.text}
@@ -210,7 +212,9 @@ class ChatCompletionSerializer(ReplySerializer):
             ]
         self._sent_calls += len(part.calls)
         if delta:
-            yield self._chunk(delta)
+            about: dict[str, Any] = {"sirchat": {"id": part.conversation}}
+            yield self._chunk(delta, **({} if self._has_sent_id else about))
+            self._has_sent_id = True
 
     def last_events(self, end: ReplyEnd) -> Iterable[str]:
         yield self._chunk({}, end.finish, sirchat=end.memory)

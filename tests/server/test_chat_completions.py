@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,7 +21,11 @@ from chatting import babbler, session, tiny
 from serving import CHAT, Served, assistant, listening, refusal, said, served, system, told, user
 from sirchat.chat.events import TurnDone
 from sirchat.server import app, streaming
-from sirchat.server.replies import StopStrings
+from sirchat.server.access import Access
+from sirchat.server.conversation import History
+from sirchat.server.fields import RequestError
+from sirchat.server.replies import ReplyOptions, StopStrings
+from sirchat.server.reply_thread import WaitingReply
 
 ASKED = [system("Be kind."), user("My name is Anna.")]
 NAME = "What is my name?"
@@ -58,6 +64,8 @@ def test_a_stream_has_the_same_reply_in_pieces(server: Served) -> None:
     assert (last["delta"], last["finish_reason"]) == ({}, "stop")
     memory = whole["sirchat"]
     assert rest[-1]["sirchat"] | {"id": memory["id"]} == memory
+    ids = [chunk["sirchat"]["id"] for chunk in rest if "sirchat" in chunk]
+    assert ids == [rest[0]["sirchat"]["id"]] * 2
     assert len({chunk["id"] for chunk in (first, *rest)}) == 1
     *_, end = server.chunks(ASKED, stream_options={"include_usage": True})
     assert (end["choices"], end["usage"]) == ([], whole["usage"])
@@ -178,6 +186,42 @@ def test_with_an_api_key_each_request_must_have_it() -> None:
         near = far | {b"Origin": b"https://chat.example"}
         for headers, status in ((far, 200), (near, 200), (far | {b"Origin": b"http://x"}, 403)):
             assert server.client.get("/v1/models", headers=headers).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("key", "encoding"),
+    [("voilà", "utf-8"), ("Å", "utf-8"), ("Š", "utf-8"), ("schlüssel", "latin-1")],
+)
+def test_an_api_key_may_have_any_letters_in_each_encoding_that_clients_send(
+    key: str, encoding: str
+) -> None:
+    answered = list[object]()
+
+    async def answer(scope: object, receive: object, send: object) -> None:
+        answered.append(scope)
+
+    async def refuse(message: object = None) -> Any:
+        pass
+
+    sent = (b"authorization", f"Bearer {key} ".encode(encoding))  # the test client sends only UTF-8
+    scope = {"type": "http", "path": "/v1/models", "headers": [(b"host", b"chat.example"), sent]}
+    asyncio.run(Access(answer, "0.0.0.0", f"{key}\n")(scope, refuse, refuse))
+    assert answered == [scope]
+
+
+def test_an_error_that_comes_as_the_wait_for_a_first_part_ends_is_the_streams() -> None:
+    async def first_part() -> None:
+        submitted = list[WaitingReply]()
+        thread: Any = SimpleNamespace(submit=submitted.append)
+        parts = streaming.ReplyParts(thread, History.of(None, [("user", NAME)]), ReplyOptions(), "")
+        submitted[0].send(RequestError("no room"))
+        with pytest.raises(RequestError):  # in a task whose result nobody takes any more
+            await parts.begin()
+        async with asyncio.timeout(1):
+            await anext(aiter(parts))
+
+    with pytest.raises(RequestError, match="no room"):
+        asyncio.run(first_part())
 
 
 def test_only_pages_of_sites_that_were_named_may_ask() -> None:

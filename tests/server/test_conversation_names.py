@@ -131,12 +131,12 @@ def test_tools_and_their_results_go_on_by_name(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_header_and_the_field_of_responses_are_names_too() -> None:
     with served(quick(), policy="full", max_new_tokens=6) as one:
-        first = talk(one, [user(ANNA)])
+        first = talk(one, [user(ANNA)], "Zoë")
         body = {"model": "tiny", "messages": [user(NAME)]}
-        headers = {"X-Sirchat-Conversation": "mine"}
+        headers = {b"X-Sirchat-Conversation": "Zoë".encode()}
         second = one.client.post(CHAT, json=body, headers=headers).json()
-        third = one.send("/v1/responses", input=AGAIN, conversation={"id": "mine"})
-        assert third["conversation"] == {"id": "mine"}
+        third = one.send("/v1/responses", input=AGAIN, conversation={"id": "Zoë"})
+        assert third["conversation"] == {"id": "Zoë"}
         assert {first["sirchat"]["id"], second["sirchat"]["id"], third["sirchat"]["id"]} == {
             first["sirchat"]["id"]
         }

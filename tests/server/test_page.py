@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,7 +42,7 @@ def page(**settings: Any) -> Iterator[Any]:
                 print(json.dumps(action), file=node.stdin, flush=True)
                 return json.loads(node.stdout.readline())
 
-            do.ask = server.ask  # type: ignore[attr-defined]
+            do.server = server  # type: ignore[attr-defined]
             try:
                 yield do
             finally:
@@ -75,7 +76,7 @@ def test_messages_are_sent_and_replies_and_memory_shown() -> None:
 
 def test_a_conversation_of_another_program_is_shown_and_left_alone() -> None:
     with page(max_new_tokens=4, compile="off") as do:
-        do.ask([user("Hello.")])
+        do.server.ask([user("Hello.")])
         shown = do(press="stop")
         while not shown["hash"] or "tokens held" not in shown["counts"]:
             shown = do(press="stop")
@@ -93,6 +94,31 @@ def test_a_reply_can_be_stopped_and_an_error_is_said() -> None:
             shown = do(press="stop")
     with page(key="secret", compile="off") as do:
         assert do(type="Hello.")["said"] == "this server needs its API key"
+
+
+def test_what_is_typed_during_a_reply_stays_and_what_could_not_be_sent_comes_back() -> None:
+    with page(model=babbler(), max_new_tokens=40, compile="off") as do:
+        assert do(type="Hello.", meanwhile="And then?")["typed"] == "And then?"
+        assert do(type="Hello.")["typed"] == ""
+    with page(key="Šchlüssel", model=babbler(), max_new_tokens=1500, compile="off") as do:
+        assert do(type="Hello.")["typed"] == "Hello."
+        do(press="unlock", key="Šchlüssel")
+        stopped = do(type="Go on.", stop=True)
+        assert [stopped["typed"], len(stopped["talk"])] == ["", 2]
+
+
+def test_a_first_reply_that_is_cut_off_is_in_its_own_conversation() -> None:
+    with page(model=babbler(), stop_loops=False, max_new_tokens=100_000, compile="off") as do:
+        other = {"messages": [user("Of another program.")], "max_tokens": 1}
+        shown = do(type="Go on.", other=other, stop=True)
+        listed = do.server.client.get("/v1/sirchat/sessions").json()["data"]
+        assert shown["hash"] == next(f"#{one['id']}" for one in listed if one["first"] == "Go on.")
+        assert shown["talk"][0] == ["user", "Go on."]
+        do(press="new")
+        threading.Timer(1, do.server.server.replies.end).start()
+        ended = do(type="To the end.")
+        assert (ended["talk"][0], ended["waits"]) == (["user", "To the end."], False)
+        assert ended["said"] == "the server is ending"
 
 
 def test_the_budget_is_shown_as_segments_and_what_was_told_as_held_in_part_or_not() -> None:

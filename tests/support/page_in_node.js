@@ -34,20 +34,23 @@ class Element extends EventTarget {
     location, addEventListener: (...all) => listeners.addEventListener(...all),
     sessionStorage: {getItem: (key) => stored.get(key) ?? null, setItem: (key, value) => stored.set(key, value)},
     fetch: (path, options) => fetch(new URL(path, url), {...options, headers: {...options.headers, Origin: new URL(url).origin}}),
-    TextDecoderStream, AbortController, console,
+    TextDecoderStream, TextEncoder, AbortController, console,
     setTimeout: (act, ms) => setTimeout(act, ms / 10),  // it looks ten times as often
   });
   vm.runInContext(page.split("<script>")[1].split("</script>")[0], context);
   const wait = (ms) => new Promise((done) => setTimeout(done, ms));
   for await (const line of require("readline").createInterface({input: process.stdin})) {
-    const {type, press, stop} = JSON.parse(line);
+    const {type, press, key, stop, meanwhile, other} = JSON.parse(line);
+    if (key) found.key.value = key;
     if (press) found[press].dispatchEvent(new Event("click"));
     if (type) {
       found.text.value = type;
       found.box.requestSubmit();
-      if (stop) {
-        while (!found.talk.children[1]?.textContent) await wait(20); // the reply has begun
-        found.stop.dispatchEvent(new Event("click"));
+      if (stop || meanwhile || other) {
+        while (!found.talk.children.at(-1).textContent) await wait(20); // the reply has begun
+        if (meanwhile) found.text.value = meanwhile;
+        if (other) await fetch(new URL("v1/chat/completions", url), {method: "POST", body: JSON.stringify(other)});
+        if (stop) found.stop.dispatchEvent(new Event("click"));
       }
       while (!found.stop.hidden) await wait(20);
     }
@@ -56,7 +59,7 @@ class Element extends EventTarget {
       talk: found.talk.children.map((one) => [one.className, one.textContent]), html: found.talk.html,
       said: found.said.textContent, counts: found.counts.textContent, hash,
       told: found.told.children.map((one) => one.textContent), full: found.full.children.map((one) => [one.className, one.style.flexGrow]),
-      list: found.list.children.map((one) => one.textContent), disabled: !!found.text.disabled,
+      list: found.list.children.map((one) => one.textContent), disabled: !!found.text.disabled, typed: found.text.value, waits: !!found.send.disabled,
     }));
   }
   process.exit(0);
