@@ -6,7 +6,7 @@ oldest segments in 8 bits a number, then in 4 bits, and then deletes them. Token
 meanwhile keep their bits for now, and count among the newest of their tier.
 
 Keys and values on a GPU are copied in the background. Their places in a segment are reserved at
-once, and written when the copy is finished, at the latest before the archive is read.
+once, and the archive's thread writes them when the copy is finished. Who reads the archive waits.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class Archive:
         self._segment_count = 0  # of the segments made
         self._centres = list[Tensor]()  # see `Tiers`; empty until a token goes down a tier
         self._next_encoded: tuple[int, Future[list[Tensor]]] | None = None  # the next to go down
+        self._next_tensors: Future[list[Tensor]] | None = None  # of the next segment of exact rows
         # By position: segment x SEGMENT_ROWS + place; the fewest bits that its numbers had, also
         # while the cache alone has the token; restored so many times.
         self._addresses = np.full(1024, -1, np.int64)
@@ -93,7 +94,7 @@ class Archive:
         """Remove all tokens. The bits of each token stay known until `forget`."""
         for number in list(self._segments):
             self._drop(number)
-        self._unfinished: list[tuple[Transfer, list[tuple[int, int, int]]]] = []
+        self._unfinished: list[tuple[Future[Any] | None, list[tuple[int, int, int]]]] = []
         self._open_numbers = dict[int, int]()  # by tier: the segment that gets more
         self._addresses[:] = -1
 
@@ -192,16 +193,25 @@ class Archive:
                 parts.append((number, segment.used, end - start))
                 segment.reserve(tokens.positions[start:end], tokens.written_at[start:end])
                 start = end
-            self._unfinished.append((self.transfers.to_host(tokens.tensors), parts))
+                if bits == EXACT and segment.used > SEGMENT_ROWS // 2 and not self._next_tensors:
+                    self._next_tensors = self._files.run(partial(_touched_zeros, segment.tensors))
+            transfer = self.transfers.to_host(tokens.tensors)
+            places_by_segment = [(self._segments[n], at, count) for n, at, count in parts]
+            store = partial(_store, transfer, places_by_segment)
+            if transfer.ends:
+                self._unfinished.append((self._files.run(store), parts))
+            else:  # on the CPU nothing else is done meanwhile
+                store()
+                self._unfinished.append((None, parts))
         except BaseException:  # the places stay empty
             self._addresses[tokens.positions] = before
             for number, at, count in parts:
                 self._segments[number].positions[at : at + count] = -1
             raise
         while len(self._unfinished) > _MAX_UNFINISHED:
-            self._store_first_transfer()
-        while self._unfinished and self._unfinished[0][0].is_done():
-            self._store_first_transfer()
+            self._finish_first_transfer()
+        while self._unfinished and ((stored := self._unfinished[0][0]) is None or stored.done()):
+            self._finish_first_transfer()
 
     @torch.inference_mode()
     def fetch(self, positions: Positions, layer: int | None = None) -> KeyValues:
@@ -364,28 +374,30 @@ class Archive:
         """Number and segment to which the next tokens of the tier of `bits` are appended."""
         last = self._segments.get(self._open_numbers.get(bits, -1))
         if last is None or last.is_full:
-            last = self._segments[self._segment_count] = Segment(like, bits)
+            ahead, tensors = self._next_tensors if bits == EXACT else None, None
+            if ahead is not None:
+                self._next_tensors = None
+                tensors = ahead.result() if ahead.done() else None
+            last = self._segments[self._segment_count] = Segment(like, bits, tensors)
             self._numbers_by_tier[bits][self._segment_count] = None
             self._bytes_by_tier[bits] += last.nbytes
             self._open_numbers[bits] = self._segment_count
             self._segment_count += 1
         return self._open_numbers[bits], last
 
-    def _store_first_transfer(self) -> None:
-        """Wait for the oldest unfinished copy from a GPU; write it to its reserved places."""
-        transfer, parts = self._unfinished.pop(0)
-        tensors, start = transfer.take(), 0
+    def _finish_first_transfer(self) -> None:
+        """Wait until the oldest unfinished copy is in its places; write full segments to files."""
+        stored, parts = self._unfinished.pop(0)
+        if stored is not None:
+            stored.result()
         for number, at, count in parts:
-            segment = self._segments.get(number)
-            if segment is not None:  # it was not dropped meanwhile
-                segment.put(at, [tensor[:, start : start + count] for tensor in tensors])
-                if at + count == SEGMENT_ROWS:
-                    self._files.put(number, segment)
-            start += count
+            # If it was not dropped meanwhile
+            if at + count == SEGMENT_ROWS and (segment := self._segments.get(number)) is not None:
+                self._files.put(number, segment)
 
     def _flush(self) -> None:
         while self._unfinished:
-            self._store_first_transfer()
+            self._finish_first_transfer()
 
     def _drop(self, number: int) -> None:
         segment = self._segments.pop(number)
@@ -400,12 +412,14 @@ class Segment:
     """The keys and values of up to `SEGMENT_ROWS` tokens, filled from the front.
 
     The tensors are shaped as those of `like` [H, n, D]; but for those of the tier `EXACT`, they
-    are `quantized`.
+    are `quantized`. `tensors` were made ahead; None: they are made now.
     """
 
-    def __init__(self, like: list[Tensor], bits: int = EXACT) -> None:
+    def __init__(
+        self, like: list[Tensor], bits: int = EXACT, tensors: list[Tensor] | None = None
+    ) -> None:
         self.bits = bits
-        self.tensors = [
+        self.tensors = tensors or [
             torch.zeros((tensor.shape[0], SEGMENT_ROWS, tensor.shape[2]), dtype=tensor.dtype)
             for tensor in like
         ]
@@ -453,6 +467,23 @@ class Segment:
             self.used -= 1
 
 
+@torch.inference_mode()
+def _store(transfer: Transfer, places: list[tuple[Segment, int, int]]) -> None:
+    """Wait for the copy of tokens; write so many to a segment, from its first reserved place on."""
+    tensors, start = transfer.take(), 0
+    for segment, at, count in places:
+        segment.put(at, [tensor[:, start : start + count] for tensor in tensors])
+        start += count
+
+
+def _touched_zeros(like: list[Tensor]) -> list[Tensor]:
+    """Zeros in memory that the system has already given, which takes it most of the time."""
+    new = [torch.empty_like(tensor) for tensor in like]
+    for tensor in new:
+        tensor.view(torch.uint8).numpy().fill(0)  # with one thread, unlike torch
+    return new
+
+
 class SegmentFiles:
     """A private folder with one file for each full segment; with `folder` None, nothing is written.
 
@@ -466,9 +497,9 @@ class SegmentFiles:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="archive")
         self._pending: list[Future[None]] = []
 
-    def run(self, convert: Callable[[], list[Tensor]]) -> Future[list[Tensor]]:
-        """Call `convert` in the thread that writes the files, after its pending work."""
-        return self._writer.submit(convert)
+    def run(self, work: Callable[[], Any]) -> Future[Any]:
+        """Call `work` in the thread that writes the files, after its pending work."""
+        return self._writer.submit(work)
 
     def put(self, number: int, segment: Segment) -> None:
         """Let a thread write a full segment, whose tensors are then memory maps of the file."""

@@ -102,10 +102,6 @@ class Transfer:
     tensors: list[Tensor]
     ends: list[Any]  # events of CUDA
 
-    def is_done(self) -> bool:
-        """Whether all copies are finished, so that `take` returns at once."""
-        return all(end.query() for end in self.ends)
-
     def take(self) -> list[Tensor]:
         """Wait until all copies are finished, and return them."""
         for end in self.ends:

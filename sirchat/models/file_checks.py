@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from sirchat.errors import ModelError
 
-_LENGTH_BYTES = 8  # with which a safetensors file begins
+LENGTH_BYTES = 8  # with which a safetensors file begins
 _MAX_HEADER_BYTES = 10**8  # bytes, as in the library safetensors
 _CHUNK_BYTES = 1 << 16
 _INCOMPLETE = "the download is incomplete; fetch the file again"
@@ -41,7 +41,7 @@ class TensorSpan(NamedTuple):
 
 def refuse_other_kind(path: Path, beginning: bytes) -> None:
     """Raise ModelError if the first bytes of a file are those of another kind of file."""
-    if beginning[_LENGTH_BYTES:].startswith(b"{"):
+    if beginning[LENGTH_BYTES:].startswith(b"{"):
         raise ModelError(f"{path} is a safetensors file", hint="give the folder that contains it")
     for start, kind in _OTHER_KINDS.items():
         if beginning.startswith(start):
@@ -73,11 +73,11 @@ def read_tensor_spans(path: Path) -> dict[str, TensorSpan]:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:  # ValueError: empty
         raise ModelError(f"{path} can't be read: {error}") from error
-    if data[_LENGTH_BYTES : _LENGTH_BYTES + 1] != b"{":
+    if data[LENGTH_BYTES : LENGTH_BYTES + 1] != b"{":
         refuse_other_kind(path, data[:64])
-    start = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+    start = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
     try:
-        header = json.loads(data[_LENGTH_BYTES : min(start, _MAX_HEADER_BYTES)])
+        header = json.loads(data[LENGTH_BYTES : min(start, _MAX_HEADER_BYTES)])
         header.pop("__metadata__", None)
         found = dict[str, TensorSpan]()
         for name, about in header.items():

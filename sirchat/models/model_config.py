@@ -24,7 +24,7 @@ REFUSED_LAYERS = {
     "be evicted",
 }
 
-_ORIGINAL_LENGTH = "original_max_position_embeddings"
+ORIGINAL_LENGTH = "original_max_position_embeddings"
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 # Whole numbers of a config that must be above 0; and numbers of it and its RoPE, with their limits,
 # outside of which a model writes nonsense. A list has one for each layer, or dimension.
@@ -35,7 +35,7 @@ _INTEGER_KEYS = (
 _NUMBER_LIMITS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("rope_theta", "rope_local_base_freq", "factor"), (1, 1e12)),
     **dict.fromkeys(("short_factor", "long_factor", "low_freq_factor"), (0, 1e12)),
-    **dict.fromkeys(("high_freq_factor", "attention_factor", _ORIGINAL_LENGTH), (0, 1e12)),
+    **dict.fromkeys(("high_freq_factor", "attention_factor", ORIGINAL_LENGTH), (0, 1e12)),
     **dict.fromkeys(("beta_fast", "beta_slow", "query_pre_attn_scalar"), (0, 1e12)),
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping"), (0, 1e12)),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps"), (0, 0.5)),
@@ -84,7 +84,7 @@ _SIZE_KEYS = (
 _UNSUPPORTED = ("attention_bias", "mlp_bias", "auto_map", "quantization_config", "rope_interleaved")
 _ROPE_KEYS = {
     *("rope_theta", "rope_type", "factor", "low_freq_factor", "high_freq_factor"),
-    _ORIGINAL_LENGTH,
+    ORIGINAL_LENGTH,
 }
 
 
@@ -113,8 +113,8 @@ def context_length(config: Any) -> int | None:
         return limit
     for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
         if part.get("rope_type", part.get("type")) in LENGTH_DEPENDENT:
-            original = positive_int(part.get(_ORIGINAL_LENGTH))
-            original = original or positive_int(getattr(config, _ORIGINAL_LENGTH, None))
+            original = positive_int(part.get(ORIGINAL_LENGTH))
+            original = original or positive_int(getattr(config, ORIGINAL_LENGTH, None))
             limit = min(limit, original or limit)
     return limit
 
@@ -247,14 +247,14 @@ class DecoderConfig(ConfigValues):
             said["head_dim"] = hidden // heads
         if not said.get("use_sliding_window"):
             said |= {"sliding_window": None} if "sliding_window" in said else {}
-        kinds = said.get("layer_types") or ["full_attention"]
+        kinds = said.get("layer_types")
         is_plain = (
             cls.can_read(said)
             and said["rope_theta"] is not None
             and rope.keys() <= _ROPE_KEYS
             and said.get("hidden_act") == "silu"
             and said.get("sliding_window") is None
-            and set(kinds) == {"full_attention"}
+            and (not kinds or kinds == ["full_attention"] * said["num_hidden_layers"])
             and not any(said.get(name) for name in _UNSUPPORTED)
             and said.get("pretraining_tp", 1) == 1
             and {"bos_token_id", "eos_token_id", "tie_word_embeddings"} <= said.keys()

@@ -18,12 +18,17 @@ from sirchat.memory.cache import BoundedCache
 from sirchat.models.decoder import Decoder, signed
 from sirchat.models.devices import is_spread
 from sirchat.models.model_config import LENGTH_DEPENDENT, LLAMA_KINDS, sliding_window
-from sirchat.models.packed import BlockLinear, PackedLinear, RefinedHead, SharedEmbedding
+from sirchat.models.packed import (
+    REFINED_LOGITS,
+    BlockLinear,
+    PackedLinear,
+    RefinedHead,
+    SharedEmbedding,
+)
 
 MAX_BATCH = 16  # tokens of conversations that are read in one call
 
 _POSITIONS_PER_BLOCK = 256  # whose cosines and sines are computed together
-_REFINED_LOGITS = 16  # largest logits of a packed head, which are computed in float32
 _HEAD_DIM_MULTIPLE = 16  # numbers that `step.cpp` loads together
 
 # As in `step.cpp`
@@ -222,7 +227,7 @@ class NativeStep:
             *(*heads, self._head_dim, len(layers), len(wanted_layers)),
             *(_KIND_OF_TYPE[self.dtype], getattr(network, "uses_gelu", False)),
             self._number_type == torch.bfloat16,
-            _REFINED_LOGITS if isinstance(head, RefinedHead) else 0,
+            REFINED_LOGITS if isinstance(head, RefinedHead) else 0,
             attention.scaling,
             self._embedding_scale(),
             self._embedding_matrix(self._embeddings),

@@ -23,7 +23,7 @@ from sirchat.models.gguf.header import BLOCK_LAYOUTS
 GROUP = 32
 
 _UNPACKED_ROWS = 4096  # that are unpacked at a time; on a CPU only of eight bits
-_REFINED_LOGITS = 16  # largest logits of a row, which are computed again in float32
+REFINED_LOGITS = 16  # largest logits of a row, which are computed again in float32
 _REFINED_ROWS = 32  # for which that is done at a time
 NATIVE_ROW_BLOCK = 16  # rows that `products.cpp` multiplies at the same time
 
@@ -323,7 +323,7 @@ class RefinedHead(PackedLinear):
 
     def _refine_logits(self, y: Tensor, x: Tensor) -> Tensor:
         """Compute the largest of the logits y [m, V] of x [..., K] again, in place."""
-        top = y.topk(min(_REFINED_LOGITS, self.out_features)).indices  # [m, k]
+        top = y.topk(min(REFINED_LOGITS, self.out_features)).indices  # [m, k]
         rows = x.reshape(-1, self.in_features, 1).float()  # [m, K, 1]
         for at in range(0, len(top), _REFINED_ROWS):
             some = slice(at, at + _REFINED_ROWS)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Event, current_thread, main_thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +22,13 @@ from torch import Tensor
 
 from chatting import babbler, notices, session
 from sirchat.chat.session import Session
-from sirchat.memory.archive import SEGMENT_ROWS, Archive, Segment, SegmentFiles
+from sirchat.memory.archive import (
+    SEGMENT_ROWS,
+    Archive,
+    Segment,
+    SegmentFiles,
+    _touched_zeros,
+)
 from sirchat.memory.key_values import KeyValues, Transfer, Transfers, to_device
 from sirchat.memory.ledger import Flag, Placement, Role, State
 
@@ -55,9 +63,11 @@ steps = st.lists(
 
 
 class Late(Transfers):
-    """Copies that have not arrived before somebody waits for them: until then they are zeros."""
+    """Copies that arrive late, on a GPU only once they are `free` to: until then they are zeros."""
 
-    waited = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrived, self.free = 0, Event()
 
     def to_host(self, tensors: Sequence[Tensor]) -> Transfer:
         sent, arrived = [one.clone() for one in tensors], [torch.zeros_like(one) for one in tensors]
@@ -65,12 +75,14 @@ class Late(Transfers):
             one.zero_()  # the rows' place in the cache is used again
 
         def take() -> list[Tensor]:
-            self.waited += 1
+            self.free.wait()
+            time.sleep(0.001)
+            self.arrived += 1
             for one, other in zip(arrived, sent, strict=True):
                 one.copy_(other)
             return arrived
 
-        late: Any = SimpleNamespace(is_done=lambda: False, take=take)
+        late: Any = SimpleNamespace(ends=["an event"], take=take)
         return late  # type: ignore[no-any-return]
 
 
@@ -81,6 +93,8 @@ def test_it_stores_what_was_added_and_not_removed(
     with TemporaryDirectory() as folder:
         archive = Archive(folder=Path(folder, "archive") if on_disk else None)
         archive.transfers = Late() if late else Transfers()
+        if isinstance(archive.transfers, Late):
+            archive.transfers.free.set()
         with closing(archive):
             check_plan(archive, plan)
 
@@ -90,13 +104,33 @@ def test_storing_rows_does_not_wait_for_them() -> None:
     archive.transfers = late
     for at in range(5):
         archive.add(rows([at]))
-    assert late.waited == 0
+    assert late.arrived == 0
     assert len(archive) == 5
+    late.free.set()
     check_fetched(archive, [4, 0])
-    assert late.waited == 5
+    assert late.arrived == 5
     for at in range(5, 50):  # they take memory until they have arrived
         archive.add(rows([at]))
-    assert late.waited >= 35
+    assert late.arrived >= 35
+
+
+def test_memory_for_the_next_rows_is_taken_ahead_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    archive, half, made = Archive(), SEGMENT_ROWS // 2, Event()
+
+    def make(like: list[Tensor]) -> list[Tensor]:
+        assert current_thread() is not main_thread()
+        made.set()
+        return _touched_zeros(like)
+
+    monkeypatch.setattr("sirchat.memory.archive._touched_zeros", make)
+    archive.add(rows(list(range(half))))
+    assert not made.is_set()
+    archive.add(rows([half]))
+    assert made.wait(60)
+    archive._files.run(list).result()  # the thread is done with what came before
+    monkeypatch.setattr(torch, "zeros", None)  # with which tensors are made when they are needed
+    archive.add(rows(list(range(half + 1, SEGMENT_ROWS + 9))))
+    check_fetched(archive, list(range(SEGMENT_ROWS + 9)))
 
 
 @pytest.mark.gpu

@@ -333,6 +333,7 @@ def test_the_config_is_that_of_transformers(values: dict[str, Any], tmp_path: Pa
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
         {"sliding_window": 512, "use_sliding_window": True},
         {"layer_types": ["full_attention", "sliding_attention"]},
+        {"layer_types": ["full_attention"] * 99},
         {"quantization_config": {"quant_method": "gptq"}},
         {"auto_map": {"AutoModelForCausalLM": "code.Model"}},
         {"pretraining_tp": 2},

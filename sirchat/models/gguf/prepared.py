@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from sirchat.models import packed
+from sirchat.models.file_checks import LENGTH_BYTES
 from sirchat.models.gguf.model import empty_module, finish_module, set_weight
 from sirchat.models.names import part_paths
 from sirchat.models.packed import PackedLinear, RowLinear, SharedEmbedding
@@ -40,7 +41,6 @@ _HASHED_START = 1 << 22  # bytes; of the rest, so many samples of so many bytes:
 _SAMPLE_COUNT, _SAMPLE_BYTES = 64, 4096
 _SUFFIX, _UNFINISHED_SUFFIX = ".safetensors", ".unfinished"
 _ABANDONED_SECONDS = 60  # seconds without a write, after which the writer of a file has ended
-_LENGTH_BYTES = 8  # with which a safetensors file begins
 _MAX_HEADER_BYTES = 1 << 16  # bytes
 
 _WORDS_PER_SUM = 64  # words of eight bytes that are summed for the checksum
@@ -66,14 +66,14 @@ class Header(NamedTuple):
             "weights": {"dtype": "U8", "shape": [self.weights_bytes], "data_offsets": [start, end]},
         }
         text = json.dumps(values).encode()
-        size = -(-(len(text) + _LENGTH_BYTES) // _ALIGNMENT) * _ALIGNMENT - _LENGTH_BYTES
-        return size.to_bytes(_LENGTH_BYTES, "little") + text.ljust(size)
+        size = -(-(len(text) + LENGTH_BYTES) // _ALIGNMENT) * _ALIGNMENT - LENGTH_BYTES
+        return size.to_bytes(LENGTH_BYTES, "little") + text.ljust(size)
 
 
 def read_header(path: Path) -> Header:
     """Read a prepared file's header; raises ValueError or OSError if it is missing or damaged."""
     with path.open("rb") as file:
-        size = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        size = int.from_bytes(file.read(LENGTH_BYTES), "little")
         text = file.read(min(size, _MAX_HEADER_BYTES))
         length = os.fstat(file.fileno()).st_size
     try:
@@ -84,7 +84,7 @@ def read_header(path: Path) -> Header:
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path.name} has no header") from error
     encoded = header.encode()
-    if encoded[_LENGTH_BYTES:] != text or length != len(encoded) + manifest + weights:
+    if encoded[LENGTH_BYTES:] != text or length != len(encoded) + manifest + weights:
         raise ValueError(f"{path.name} is not as long as its header says")
     return header
 

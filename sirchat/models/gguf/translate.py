@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from sirchat.errors import ModelError, format_value
 from sirchat.models.gguf.header import BLOCKS, GgufFile, is_count
-from sirchat.models.model_config import ConfigValues
+from sirchat.models.model_config import ORIGINAL_LENGTH, ConfigValues
 
 SAMPLING = "general.sampling."  # of keys that say how replies are drawn
 _SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
@@ -77,9 +77,8 @@ Conversion = Literal[
 _LLAMA_3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+    ORIGINAL_LENGTH: 8192,
 }
-_ORIGINAL_LENGTH = "original_max_position_embeddings"
 # What each kind of scaling takes from the header's keys `rope.scaling.*`, by transformers' names.
 _PARAMETERS: Mapping[str, Mapping[str, str]] = {
     "none": {},
@@ -87,7 +86,7 @@ _PARAMETERS: Mapping[str, Mapping[str, str]] = {
     "longrope": {"attn_factor": "attention_factor"},
     "yarn": {
         "factor": "factor",
-        "original_context_length": _ORIGINAL_LENGTH,
+        "original_context_length": ORIGINAL_LENGTH,
         "yarn_attn_factor": "attention_factor",
         "yarn_beta_fast": "beta_fast",
         "yarn_beta_slow": "beta_slow",
@@ -530,7 +529,7 @@ def _read_scaling(file: GgufFile, arch: Architecture, is_long: bool) -> dict[str
         return {}
     if kind == "yarn":
         file.require(settings.get("rope.freq_base", 2) > 1, "rope.freq_base", "above 1")
-        defaults = {"factor": 1.0, _ORIGINAL_LENGTH: settings["context_length"]}
+        defaults = {"factor": 1.0, ORIGINAL_LENGTH: settings["context_length"]}
         scaling = defaults | scaling
     return scaling if is_long else {"rope_type": kind, **scaling}
 
