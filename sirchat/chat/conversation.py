@@ -28,7 +28,6 @@ from sirchat.engine.engine import Generation, PromptLookup
 from sirchat.engine.extra_passes import score_continuations
 from sirchat.engine.sampling import ForcedPrefixSampler, Sampler, Sampling, TokenFilter
 from sirchat.engine.types import ContinuationScore
-from sirchat.memory.key_values import LostTokensError
 from sirchat.models.model import LoadedModel
 from sirchat.paths import archives_dir
 from sirchat.recall.passages import sentences_of
@@ -140,14 +139,10 @@ class Conversation:
         `next_role` is the role of the next message if that message is given, not generated. `given`
         are the ids of the turn, if they differ from those of a user turn `text`.
         """
-        text, state = without_surrogates(text), self.state
-        system: TurnIds | None = None
-        if self.seen == 0:
-            system, ids = self.template.opening(text, self.profile.system)
-        else:
-            is_unanswered = state.in_round and state.reply_header == []
-            ids = given or self.template.user_turn(text, after_user=is_unanswered)
-        ids = self.template.followed_by(ids, next_role)
+        text, system = without_surrogates(text), None
+        if given is None or not self.seen:
+            system, given = self._user_turn(text, self.state, self.seen)
+        ids = self.template.followed_by(given, next_role)
         turn = yield from self.begin_message("user", ids, system, text)
         after = self.template.closing if ids.header is None else []
         if ids.header:  # without the given reply, there would be an empty one
@@ -158,6 +153,15 @@ class Conversation:
             yield from turn.read(ids, interrupted, after=after)
             yield turn.finish(text)
             yield from self._events.take_problems()
+
+    def _user_turn(
+        self, text: str, state: ConversationState, seen: int
+    ) -> tuple[TurnIds | None, TurnIds]:
+        """A system prompt to be read first, or None, and a user turn in this `state`."""
+        if seen == 0:
+            return self.template.opening(text, self.profile.system)
+        is_unanswered = state.in_round and state.reply_header == []
+        return None, self.template.user_turn(text, after_user=is_unanswered)
 
     def mark_torn(self, number: int, torn: tuple[str, ...]) -> None:
         """Record the sentences `torn` of a turn that was read again without words erased before."""
@@ -280,25 +284,6 @@ class Conversation:
         )
         self.history = history
         return opened
-
-    def return_to(self, point: UndoPoint | None, *, to_ask_again: bool = False) -> None:
-        """Undo all since `point`, which is one of `history`; `to_ask_again` is that of `undo`.
-
-        Raises LostTokensError, changing nothing, if there is no such point, if more was read since
-        a point of the last reply, or if a token is lost.
-        """
-        history = self.history
-        if point is None or not history.messages:
-            raise LostTokensError("there is nothing to return to")
-        if point.vectors is not None and history.reply_seen != self.seen:
-            raise LostTokensError("more was read since the last reply")
-        self.engine.undo(point.checkpoint, keep_pins=True)
-        self.state = point.restored_state(self.state, to_ask_again=to_ask_again)
-        if point.vectors is not None:
-            self.ledger.token_vectors = point.vectors
-        round_start = history.messages[-1].checkpoint.seen
-        self.recall.passage_search.truncate(round_start)
-        self.ledger.saved = min(self.ledger.saved, round_start)  # whose passages become others
 
     def score_continuations(self, replies: Sequence[str]) -> tuple[ContinuationScore, ...]:
         """The log-probabilities of the tokens of each of `replies`; for "", of the end tokens."""

@@ -24,8 +24,9 @@ class TaggedText:
         return (THINK_OPEN if self._thinks else THINK_CLOSE) + new.text
 
     def end(self) -> str:
-        """The mark `</think>` if reasoning is still open, else an empty text."""
-        return THINK_CLOSE.rstrip() if self._thinks else ""
+        """End the text: returns the mark `</think>` if reasoning is open, else an empty text."""
+        is_open, self._thinks = self._thinks, False
+        return THINK_CLOSE.rstrip() if is_open else ""
 
 
 class PlainReply:

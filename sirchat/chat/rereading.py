@@ -104,6 +104,7 @@ def _read_turn(
         calls, given = calls_in(session, turn.text)
         list(session.read_reply(join_reasoning(turn.thinking, turn.text), given=given))
         session.turns[-1].text, session.turns[-1].thinking = turn.text, turn.thinking
+        session.state.set_finish(len(session.turns) - 1, turn.finish)
     return calls
 
 
@@ -116,9 +117,14 @@ def reread_session(session: Session, progress: Progress | None = None) -> Sessio
     return again
 
 
-def reread_before_last_message(session: Session, progress: Progress | None = None) -> Session:
-    """A new session that has read all turns before the last user turn; UndoError without one."""
-    start = check_rewind(session, 1)[-1]
+def reread_before_message(
+    session: Session, count: int, progress: Progress | None = None
+) -> Session:
+    """A new session that has read all turns before the last `count` user turns, at least one.
+
+    Raises UndoError if there are fewer.
+    """
+    start = check_rewind(session, count)[-count]
     again = Session(session.model, _profile_at(session, start))
     unpinned = session.state.unpinned_sentences
     read_again(again, session.turns[:start], pinned_text(session), unpinned, progress)
@@ -133,26 +139,20 @@ def check_rewind(session: Session, count: int) -> list[int]:
     return asked
 
 
-def rewind(session: Session, count: int) -> bool:
-    """Undo the last `count` user turns; returns whether the text before them was read again.
+def rewind(session: Session, count: int) -> Session:
+    """`session`, of which the last `count` user turns are undone.
 
-    The text is read again if the turns can't be undone exactly. Raises UndoError, changing nothing,
-    if there are fewer user turns.
+    If it can't undo so many, a new session that has read the turns before them; then `session`
+    stays as it is. Raises UndoError, changing nothing, if there are fewer user turns.
     """
-    asked = check_rewind(session, count)
-    try:
-        for _ in range(count):
+    if count > len(session.history.messages):
+        return reread_before_message(session, count)
+    for number in range(count):
+        try:
             session.undo()
-    except UndoError:
-        start = asked[-count]
-        before, pins = session.turns[:start], pinned_text(session)
-        unpinned = session.state.unpinned_sentences
-        profile = _profile_at(session, start)
-        session.reset()
-        session.note_profile(profile)
-        read_again(session, before, pins, unpinned)
-        return True
-    return False
+        except UndoError:  # a token is lost
+            return reread_before_message(session, count - number)
+    return session
 
 
 def copy_session(session: Session, limit: int | None = None) -> Session | None:

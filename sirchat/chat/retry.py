@@ -11,7 +11,7 @@ from sirchat.chat.events import Delta, Event, Notice, Reading, TurnDone, Undone
 from sirchat.chat.session import Session
 from sirchat.chat.settings import updated_profile
 from sirchat.chat.state import UNFINISHED, GeneratedReply, UndoPoint, last_generated_reply
-from sirchat.chat.tool_loop import reply_format
+from sirchat.chat.tool_loop import answer, reply_format
 from sirchat.chat.turn import Interrupted, never
 from sirchat.errors import UsageError
 from sirchat.memory.key_values import LostTokensError
@@ -67,9 +67,12 @@ def retry_with_settings(
         raise UsageError("/retry under other settings can't call tools", hint="/retry alone can")
     # The model answers in a trial, which is undone. Then it reads the message, and the tokens of
     # the new reply, under the usual settings: so the cache is as if these had given that reply.
-    text, attempt = session.undoable_message, session.state.attempt
+    text = session.asked_point().text
     updated_profile(session.profile, session.model, "/retry", updates)
+    yield from reply_format(session, session.toolbox)  # it may be refused
     before = last_generated_reply(session.ledger, session.turns)
+    session.undo_summaries()
+    attempt = session.state.attempt
     yield from session.undo(to_ask_again=True)
     try:
         with trial(session, "/retry", updates):
@@ -95,16 +98,19 @@ def go_on(session: Session, interrupted: Interrupted = never) -> Iterator[Event]
     Raises UsageError if the reply is complete, and UndoError if its message can't be undone.
     """
     reply = last_generated_reply(session.ledger, session.turns)
-    if reply is None or reply.finish not in UNFINISHED:
+    if reply is None or session.turns[-1].finish not in UNFINISHED:
         raise UsageError("the last reply is complete", hint="/retry replaces it by another")
     allowed = yield from reply_format(session, session.toolbox, reply)
     try:
         session.return_to(session.history.before_end)
     except LostTokensError:  # in a resumed chat, for example
+        if session.turns[-2].role == "tool":  # it would be lost
+            why = "the last reply follows a tool's result, and was not generated in this run"
+            raise UsageError(f"/continue: {why}", hint="/retry asks again") from None
         yield from _generate_again(session, reply, interrupted)
     else:
-        begun = session.state.last_reply_stats
-        yield from session.begin_reply(interrupted, allowed=allowed, begun=begun).events()
+        box, text, begun = session.toolbox, session.undoable_message, session.state.last_reply_stats
+        yield from answer(session, box, text, interrupted, allowed=allowed, begun=begun)
 
 
 def _generate_again(
@@ -138,6 +144,7 @@ def trial(session: Session, source: str, updates: dict[str, Any]) -> Iterator[No
         finally:
             session.profile, session.history = profile, history
             session.state = start.restored_state(session.state, to_ask_again=True)
+            engine.ledger.pin_only(start.checkpoint.pinned)  # those since may be too many for it
             engine.switcher.switch(settings)
             engine.undo(start.checkpoint)
     session.recall.undo()

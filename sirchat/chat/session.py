@@ -6,6 +6,7 @@ over the events. Other methods work at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -28,6 +29,7 @@ from sirchat.chat.state import (
     GeneratedReply,
     RetriedMessage,
     SystemPrompt,
+    Turn,
     UndoPoint,
 )
 from sirchat.chat.statements import (
@@ -46,13 +48,13 @@ from sirchat.chat.targets import (
     tokens_to_restore,
     without_generated,
 )
-from sirchat.chat.tool_loop import ChatTool, Toolbox, answer_with_tools, reply_format
+from sirchat.chat.tool_loop import ChatTool, Toolbox, answer, reply_format
 from sirchat.chat.turn import Interrupted, never
 from sirchat.chat.why import AttentionPaid, TokenRank, attention_paid, token_ranks
 from sirchat.config.profile import Profile
 from sirchat.engine.sampling import TokenFilter
 from sirchat.engine.types import EngineState
-from sirchat.errors import SettingError, UndoError
+from sirchat.errors import ContextFullError, SettingError, UndoError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.key_value_store import HeldKeysValues
 from sirchat.memory.key_values import KeyValues, LostTokensError
@@ -121,10 +123,7 @@ class Session(Conversation):
             allowed = yield from reply_format(self, box, reply)
         yield from self.read_question(text, interrupted)
         self.state.attempt = attempt
-        if box.tools:
-            yield from answer_with_tools(self, box, text, interrupted, reply, allowed)
-        else:
-            yield from self.begin_reply(interrupted, reply, allowed).events()
+        yield from answer(self, box, text, interrupted, reply, allowed)
 
     def read_question(
         self,
@@ -139,7 +138,11 @@ class Session(Conversation):
         If it was undone to be asked again, what `undo` has kept of it holds again.
         """
         kept, self.state.retried = self.state.retried, RetriedMessage()
-        yield from self.read_user(text, interrupted, next_role=next_role, given=given)
+        try:
+            yield from self.read_user(text, interrupted, next_role=next_role, given=given)
+        except (ContextFullError, SettingError):  # it was not read: the user may send it again
+            self.state.retried = kept
+            raise
         self.mark_torn(self.state.last_turn, kept.torn)
         yield from pin_rules(self, kept, self._statement_cache)
 
@@ -155,15 +158,44 @@ class Session(Conversation):
     def retry(self, interrupted: Interrupted = never, text: str | None = None) -> Iterator[Event]:
         """Undo the last user turn; ask it again with other random numbers, or ask `text` instead.
 
-        Pinned tokens stay pinned. Raises UndoError, changing nothing, if the turn can't be undone.
+        Summaries after it go. Pinned tokens stay pinned. Raises an error, changing nothing, if the
+        turn can't be undone, or if the context has no room for `text`.
         """
-        attempt = 0
-        if text is None:
-            text = self.undoable_message
-            attempt = self.state.attempt + 1
-        yield from reply_format(self, self.toolbox)  # it may be refused
+        point = self.asked_point()
+        said = point.text if text is None else text
+        allowed = yield from reply_format(self, self.toolbox)  # it may be refused
+        self._check_room(said, point)
+        self.undo_summaries()
+        attempt = self.state.attempt + 1 if text is None else 0
         yield from self.undo(to_ask_again=True)
-        yield from self.ask(text, interrupted, attempt=attempt)
+        if self.toolbox.tools:  # which the template may have to tell first
+            allowed = None
+        yield from self.ask(said, interrupted, attempt=attempt, allowed=allowed)
+
+    def _check_room(self, text: str, point: UndoPoint) -> None:
+        """Raise ContextFullError if after an undo to `point` the context had no room for `text`."""
+        state, seen, told = point.state, point.checkpoint.seen, self.toolbox.tools_json
+        system, ids = self._user_turn(text, state, seen)
+        if seen and told and told != state.tools_json:
+            system = self.template_with(told).system_turn(self.profile.system or "")
+        size = len(state.pending_ids) + len(self.template.closing) + len(ids.ids)
+        size += len(system.ids) if system is not None else 0
+        self.engine.require_room(size, len(point.checkpoint.placement.held), seen)
+
+    def asked_point(self) -> UndoPoint:
+        """The point before the user's last message that is no summary; UndoError without one."""
+        for point in reversed(self.history.messages):
+            later = (turn for turn in self.turns[point.turns :] if turn.role == "user")
+            if not next((turn.is_summary for turn in later), False):
+                return point
+        _ = self.undoable_message  # raises an error if there is not even a summary
+        raise UndoError("there is no message of yours to take back, only a summary")
+
+    def undo_summaries(self) -> None:
+        """Undo the summaries after the user's last message; UndoError if there is no message."""
+        point = self.asked_point()
+        while self.history.messages[-1] is not point:
+            self.undo()
 
     def undo(self, *, to_ask_again: bool = False) -> list[Event]:
         """Undo the last user turn, and all reading and generating since it began.
@@ -183,22 +215,55 @@ class Session(Conversation):
         except LostTokensError:
             why = "tokens that it evicted are no longer archived"
             raise UndoError(f"this message can't be undone: {why}") from None
-        self.history.messages = self.history.messages[:-1]
         self.recall.undo()
-        if turns[turn].is_summary:  # those that the summary replaced are pinned again
-            former = [index for index, one in enumerate(turns[:turn]) if one.is_summary]
-            replaced = np.isin(self.ledger.column("turn")[point.checkpoint.pinned], former)
-            with suppress(SettingError):  # other pins take the room
-                self.engine.switcher.pin_held(point.checkpoint.pinned[replaced])
         if to_ask_again:
             self.state.retried = RetriedMessage(text, tuple(own.tolist()), turns[turn].torn)
-        prompt, profile = self.state.system.text, self.profile
-        is_other = prompt != profile.system or point.pin_system != profile.pin_system
-        if is_other and self.seen:
-            self.profile = profile.model_copy(update={"system": prompt})
-            self.ledger.pin(self.state.system.positions, profile.pin_system)
-            self.ledger.flag(Flag.EXCLUDED, self.state.system.positions, False)
         return [Undone(len(self.turns), text, self.resident, self.seen)]
+
+    def return_to(self, point: UndoPoint | None, *, to_ask_again: bool = False) -> None:
+        """Undo all since `point`, which is one of `history`; `to_ask_again` is that of `undo`.
+
+        Raises LostTokensError, changing nothing, if there is no such point, if more was read since
+        a point of the last reply, or if a token is lost.
+        """
+        history, engine, undone = self.history, self.engine, self.turns
+        if point is None or not history.messages:
+            raise LostTokensError("there is nothing to return to")
+        if point.vectors is not None and history.reply_seen != self.seen:
+            raise LostTokensError("more was read since the last reply")
+        engine.undo(point.checkpoint, keep_pins=True)
+        self.state = point.restored_state(self.state, to_ask_again=to_ask_again)
+        if point.vectors is not None:
+            self.ledger.token_vectors = point.vectors
+        round_start = history.messages[-1].checkpoint.seen
+        self.recall.passage_search.truncate(round_start)
+        self.ledger.saved = min(self.ledger.saved, round_start)  # whose passages become others
+        # Those that were let go since are pinned again, but the budget may be smaller now.
+        most, sinks = engine.choice.divide_budget().max_pins, engine.settings.honoured_sinks
+        others = len(self.ledger.pins_except_rules(sinks))
+        unpin_excess_rules(self, engine.settings, math.inf if most is None else most - others)
+        if point.vectors is None:
+            history.messages = history.messages[:-1]
+            self._pin_again(point, undone[point.turns :])
+        engine.switcher.choose_unless_valid()
+
+    def _pin_again(self, point: UndoPoint, undone: Sequence[Turn]) -> None:
+        """Pin former summaries and the system prompt, which the turns `undone` had replaced."""
+        profile, switcher, pinned = self.profile, self.engine.switcher, point.checkpoint.pinned
+        if any(turn.is_summary for turn in undone):
+            former = [number for number, turn in enumerate(self.turns) if turn.is_summary]
+            with suppress(SettingError):  # other pins take the room
+                switcher.pin_held(pinned[np.isin(self.ledger.column("turn")[pinned], former)])
+        prompt = self.state.system
+        is_other = prompt.text != profile.system or point.pin_system != profile.pin_system
+        if is_other and self.seen:
+            self.profile = profile.model_copy(update={"system": prompt.text})
+            positions = np.asarray(prompt.positions)
+            self.ledger.flag(Flag.EXCLUDED, positions, False)
+            self.ledger.pin(positions, False)
+            with suppress(SettingError):  # other pins take the room
+                switcher.check_new_pins(positions)
+                self.ledger.pin(positions, profile.pin_system)
 
     def switch(
         self,
@@ -246,8 +311,10 @@ class Session(Conversation):
                 self.ledger.pin(old_prompt, profile.pin_system and not is_replaced)
             moves = engine.switcher.switch(settings, size if profile.pin_system else 0)
             if is_replaced:
+                held = self.ledger.held_positions
+                stays = (held < settings.honoured_sinks) | ~np.isin(held, old_prompt)
+                engine.require_room(size, int(stays.sum()))
                 moves += engine.evictor.exclude(np.asarray(old_prompt))
-            engine.require_room(size)
         return events + self._events.moved(self.state.last_turn, moves)
 
     def note_profile(self, profile: Profile) -> None:

@@ -218,7 +218,7 @@ def all_or_nothing(engine: Engine) -> Iterator[None]:
     settings, pinned = engine.settings, engine.ledger.pinned_positions
     try:
         yield
-    except Exception:  # a policy of the user's own may raise anything
+    except BaseException:  # a policy of the user's own may raise anything; or a signal
         engine.ledger.pin_only(pinned)
         engine.switcher.switch(settings)
         raise

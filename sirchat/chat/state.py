@@ -56,11 +56,14 @@ class GeneratedReply:
 
 
 def last_generated_reply(ledger: Ledger, turns: Sequence[Turn]) -> GeneratedReply | None:
-    """The last turn, if the model wrote it; else None."""
-    if not turns or turns[-1].role != "assistant":
+    """The last turn before summaries, if the model wrote it; else None."""
+    last = len(turns) - 1
+    while last > 0 and turns[last - 1].is_summary:
+        last -= 2
+    if last < 0 or turns[last].role != "assistant":
         return None
-    said = ledger.of_turn(len(turns) - 1, Role.ASSISTANT)
-    return GeneratedReply(tuple(ledger.column("token_id")[said].tolist()), turns[-1].finish)
+    said = ledger.of_turn(last, Role.ASSISTANT)
+    return GeneratedReply(tuple(ledger.column("token_id")[said].tolist()), turns[last].finish)
 
 
 @dataclass(frozen=True)

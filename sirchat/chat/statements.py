@@ -234,9 +234,11 @@ def pin_rules(chat: Conversation, kept: RetriedMessage, cache: StatementCache) -
             yield Notice(f"your instruction {short} is not pinned: {error}")
 
 
-def unpin_excess_rules(chat: Conversation, settings: CacheSettings) -> list[Event]:
-    """Unpin the oldest rules that have no room under the new `settings`."""
-    return list(_unpin_rules(chat, _rules_to_unpin(chat.ledger, settings, 0)))
+def unpin_excess_rules(
+    chat: Conversation, settings: CacheSettings, most: float = math.inf
+) -> list[Event]:
+    """Unpin the oldest rules that have no room under the new `settings`, or in `most` tokens."""
+    return list(_unpin_rules(chat, _rules_to_unpin(chat.ledger, settings, 0, most)))
 
 
 def _pinned_rules(chat: Conversation, vectors: dict[str, Tensor]) -> list[Positions]:
@@ -288,10 +290,12 @@ def _check_rule_size(engine: Engine, positions: Positions) -> None:
         raise SettingError("a part of it is evicted already")
 
 
-def _rules_to_unpin(ledger: Ledger, settings: CacheSettings, count: int) -> list[Positions]:
+def _rules_to_unpin(
+    ledger: Ledger, settings: CacheSettings, count: int, most: float = math.inf
+) -> list[Positions]:
     """The oldest rules that must go, so that a rule of `count` tokens fits into the limit."""
-    rules, gone = ledger.rules(), 0
-    while gone < len(rules) and count + sum(map(len, rules[gone:])) > _max_rule_tokens(settings):
+    rules, gone, most = ledger.rules(), 0, min(most, _max_rule_tokens(settings))
+    while gone < len(rules) and count + sum(map(len, rules[gone:])) > most:
         gone += 1
     return rules[:gone]
 

@@ -13,10 +13,9 @@ import numpy as np
 from sirchat.chat.corrections import denied_words
 from sirchat.chat.events import Event, Notice, TokenRow, TurnDone
 from sirchat.chat.session import Session
-from sirchat.chat.state import UndoPoint
 from sirchat.chat.statements import StatedFact
 from sirchat.chat.token_rows import split_words, word_text
-from sirchat.errors import SettingError, UndoError, UsageError, format_value
+from sirchat.errors import SettingError, UsageError, format_value
 from sirchat.recall.word_index import STOP_WORDS, is_greeting, words_of
 from sirchat.text.detokenizer import sentence_bounds, tokens_spelling
 
@@ -81,27 +80,8 @@ def pin_summary(session: Session, text: str) -> Iterator[Event]:
 
 def last_user_message(session: Session) -> str:
     """The text of the user's last message that is no summary; UndoError if there is none."""
-    points = session.history.messages
-    messages = [(point.text, _is_of_summary(session, point)) for point in points] or [
-        (turn.text, turn.is_summary) for turn in session.turns if turn.role == "user"
-    ]
-    texts = [text for text, is_summary in messages if not is_summary]
-    if messages and not texts:
-        raise UndoError("there is no message of yours to take back, only a summary")
-    return texts[-1] if texts else session.undoable_message
-
-
-def undo_summaries(session: Session) -> None:
-    """Undo the summaries after the user's last message; UndoError if the user wrote no message."""
-    last_user_message(session)
-    while session.history.messages and _is_of_summary(session, session.history.messages[-1]):
-        session.undo()
-
-
-def _is_of_summary(session: Session, point: UndoPoint) -> bool:
-    """Whether the turn that undoing to `point` takes back is a summary."""
-    later = session.turns[point.turns :]
-    return next((turn.is_summary for turn in later if turn.role == "user"), False)
+    said = [turn.text for turn in session.turns if turn.role == "user" and not turn.is_summary]
+    return said[-1] if said and not session.history.messages else session.asked_point().text
 
 
 def _unshown(events: Iterator[Event]) -> Iterator[Event]:

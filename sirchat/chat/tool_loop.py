@@ -17,7 +17,7 @@ from pydantic_core import ArgsKwargs
 
 from sirchat.chat.conversation import Conversation
 from sirchat.chat.events import Called, Delta, Event, Notice, Returned, TurnDone
-from sirchat.chat.state import GeneratedReply
+from sirchat.chat.state import GeneratedReply, TurnStats
 from sirchat.chat.turn import Interrupted, never
 from sirchat.engine.sampling import TokenFilter
 from sirchat.text.other_templates import PromptedTools, ToolTemplate
@@ -27,6 +27,7 @@ from sirchat.text.tool_calls import CallParser, ToolCall, append_calls, calls_fr
 
 MAX_CALLS = 64  # for one message
 _ARGUMENTS = '"arguments"'
+STOPPED = "the user stopped this"
 _EMPTY = "(empty)"  # what is read of a result without text
 _HEAD_PARTS = 8  # a large result's beginning may take one of so many parts of the policy's tokens
 
@@ -119,43 +120,63 @@ def reply_format(
     return allowed
 
 
-def answer_with_tools(
+def answer(
     chat: Conversation,
     box: Toolbox,
     question: str,
     interrupted: Interrupted,
     reply: GeneratedReply | None = None,
     allowed: TokenFilter | None = None,
+    begun: TurnStats | None = None,
 ) -> Iterator[Event]:
-    """Answer the `question`, do the calls of the reply, read their results, reply again, and so on.
+    """Answer the `question`, with calls of the tools in `box`, if any.
 
-    `reply` and `allowed` are those of `Session.ask`, for the first reply.
+    `reply` and `allowed` are those of `Session.ask`, for the first reply, which may have `begun`.
     """
+    if not box.tools:
+        return chat.begin_reply(interrupted, reply, allowed, begun=begun).events()
+    return _answer_with_tools(chat, box, question, interrupted, reply, allowed, begun)
+
+
+def _answer_with_tools(
+    chat: Conversation,
+    box: Toolbox,
+    question: str,
+    interrupted: Interrupted,
+    reply: GeneratedReply | None,
+    allowed: TokenFilter | None,
+    begun: TurnStats | None,
+) -> Iterator[Event]:
+    """Answer, do the calls of the reply, read their results, reply again, and so on."""
     left = MAX_CALLS
     if not box.is_template_note_shown and (note := _tool_template(chat).note):
         yield Notice(note)
     box.is_template_note_shown = True
     parser = first = _call_parser(chat, box)
     stops = interrupted
-    if begun := _call_beginning(chat):
-        reply = GeneratedReply(begun, None)
-        allowed = None
+    if begun or (beginning := _call_beginning(chat)):
         stops = lambda: interrupted() or first.has_ended  # noqa: E731
+    if not begun and beginning:
+        reply, allowed = GeneratedReply(beginning, None), None
     while True:
         extractor = _CallExtractor(chat, parser)
-        for event in chat.begin_reply(stops, reply, allowed).events():
+        opened = chat.begin_reply(stops, reply, allowed, begun=begun)
+        for piece in opened.said:
+            extractor.push(Delta(*piece))
+        for event in opened.events():
             yield from extractor.push(event)
         calls = extractor.calls
         if left <= 0 and calls:
             yield Notice(f"the model goes on calling tools; {MAX_CALLS} calls for a message are")
         if not calls or left <= 0 or interrupted():
             return
+        asking = len(chat.state.turns) - 1
         for number, call in enumerate(calls, 1):
             left -= 1
-            text = yield from _run_call(chat, box, call, interrupted, is_last=left <= 0)
+            text = yield from _run_call(asking, box, call, interrupted, left)
             following = "tool" if number < len(calls) else None
             yield from read_result(chat, call, text, question, interrupted, next_role=following)
-        reply = None
+        reply = begun = None
         allowed = yield from reply_format(chat, box, is_same_round=True)
         parser = _call_parser(chat, box)
         stops = interrupted
@@ -268,20 +289,27 @@ class _CallExtractor:
 
 
 def _run_call(
-    chat: Conversation, box: Toolbox, call: ToolCall, interrupted: Interrupted, *, is_last: bool
+    turn: int, box: Toolbox, call: ToolCall, interrupted: Interrupted, left: int
 ) -> Generator[Event, None, str]:
-    """Do a call, unless it is refused; returns the text for the model."""
+    """Do a call of a turn's, unless it is refused; returns the text for the model.
+
+    `left` is how many more the message may have.
+    """
     decided = call
     is_error = True
     start = time.perf_counter()
     try:
+        if interrupted():
+            raise InterruptedError(STOPPED)
+        if left < 0:
+            raise PermissionError("this call is one too many")
         if call.name not in box.tools:
             raise LookupError(f"there is no tool {call.name}; there are: {', '.join(box.tools)}")
-        if isinstance(answer := box.decide(call), str):
-            raise PermissionError(answer)
-        decided = answer
+        if isinstance(choice := box.decide(call), str):
+            raise PermissionError(choice)
+        decided = choice
         given = json.loads(decided.arguments)
-        yield Called(len(chat.state.turns) - 1, call.id, call.name, given)
+        yield Called(turn, call.id, call.name, given)
         start = time.perf_counter()
         text = box.tools[call.name].run(given, interrupted)
         is_error = False
@@ -292,7 +320,7 @@ def _run_call(
         text = f"error: {str(error) or type(error).__name__}"
     if decided.arguments != call.arguments:
         text = f"The user changed the arguments to {decided.arguments}.\n{text}"
-    if is_last:
+    if left <= 0:
         text += f"\nThat was the last of {MAX_CALLS} calls; answer without tools."
     yield Returned(call.id, call.name, text, is_error, time.perf_counter() - start)
     return text

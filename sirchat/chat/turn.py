@@ -309,6 +309,11 @@ class OpenReply(AbstractContextManager["OpenReply"]):
         turn.state.last_reply_stats, turn.state.pending_ids = turn.stats, list(closing)
         turn.stats.finish = "interrupt"  # not changed if the caller takes no more events
 
+    @property
+    def said(self) -> Sequence[Piece]:
+        """The pieces of the text so far."""
+        return tuple(self._pieces)
+
     def __enter__(self) -> OpenReply:
         try:
             self.generation.begin()

@@ -149,10 +149,10 @@ class Engine:
         """The state at the beginning of a turn, to which `undo` can return."""
         return replace(self.store.checkpoint(), logits=self.logits, round=self.choice.round)
 
-    def undo(self, to: Checkpoint, *, keep_pins: bool = False) -> list[MovedRows]:
-        """Undo all reading and pinning since the checkpoint `to`; the current settings stay.
+    def undo(self, to: Checkpoint, *, keep_pins: bool = False) -> None:
+        """Undo all reading and, without `keep_pins`, pinning since the checkpoint `to`.
 
-        Returns the tokens moved because settings, or pins kept by `keep_pins`, have changed since.
+        The current settings stay; where they differ, `Switcher.choose_unless_valid` must follow.
         Raises LostTokensError, changing nothing, if a token of the checkpoint is lost.
         """
         ledger, pinned = self.ledger, to.pinned
@@ -168,13 +168,12 @@ class Engine:
             ledger.pin_only(pinned)
             for rule in to.rules:
                 ledger.flag(Flag.RULE, rule, True)
-        return self.switcher.choose_unless_valid()
 
     def erase(self, positions: Positions) -> None:
         """Delete the tokens at these stream positions from cache, archive, ledger and states."""
+        self.rebuild_state(positions)  # first, as this takes long and may be interrupted
         self.store.erase(positions)
         self.ledger.erase(positions)
-        self.rebuild_state()
 
     def reorder(self, order: Positions, turns: Positions, rounds: Positions) -> Positions:
         """Put the tokens into the order `order`, and erase all others; see `Ledger.reorder`.
@@ -188,18 +187,19 @@ class Engine:
         self.choice.round = int(rounds.max(initial=0))
         return rank
 
-    def rebuild_state(self) -> None:
+    def rebuild_state(self, erased: Positions | None = None) -> None:
         """Compute the state of recurrent and convolution layers again, without erased tokens.
 
-        The whole stream is read into a temporary cache of sinks and newest tokens. The keys and
-        values of the conversation stay as they are.
+        Those at `erased` are erased next. The whole stream is read into a temporary cache of sinks
+        and newest tokens. The keys and values of the conversation stay as they are.
         """
         if not self.cache.has_state:
             return
-        self.cache.state = ()
         is_absolute, total = self.cache.absolute_positions, self.budget
         flags = self.ledger.column("flags")
         positions = np.flatnonzero(flags & np.uint8(Flag.ERASED) == 0)
+        if erased is not None:
+            positions = np.setdiff1d(positions, erased)
         sinks = min(self.settings.honoured_sinks, total // 2)
         size = 1 if self.cache.reads_singly else max(1, min(total // 4, _REBUILD_PASS_IDS))
         cache = self._model.new_cache(min(total, len(positions)))
@@ -254,18 +254,21 @@ class Engine:
         else:
             self.rebuild_state()
 
-    def require_room(self, count: int) -> None:
+    def require_room(self, count: int, held: int | None = None, seen: int | None = None) -> None:
         """Raise ContextFullError if the model's context has no room for `count` more tokens.
 
-        The context can be full only if the policy never evicts, or with absolute positions.
+        `held` tokens will be held, and `seen` read, by then; by default as many as now. The context
+        can be full only if the policy never evicts, or with absolute positions.
         """
         policy, most = self.settings.policy, self._model.context_length
-        if not policy.bounded and self.cache.length + count > most:
-            held = self.choice.view(self.ledger.held_positions)
-            policy.keep(held, most - count)  # raises, in its own words
-        if self.cache.absolute_positions and self.ledger.seen + count > most:
+        held = self.cache.length if held is None else held
+        seen = self.ledger.seen if seen is None else seen
+        if not policy.bounded and held + count > most:
+            # It raises, in its own words.
+            policy.keep(self.choice.view(self.ledger.held_positions), most - count)
+        if self.cache.absolute_positions and seen + count > most:
             raise ContextFullError(
-                f"the model's context is full: {self.ledger.seen} tokens read, and with positions "
+                f"the model's context is full: {seen} tokens read, and with positions "
                 "stream, evicted tokens count, too",
                 hint="/set positions cache lets the chat go on",
             )

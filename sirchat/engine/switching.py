@@ -53,7 +53,7 @@ class Switcher:
                 placement = present
             else:
                 placement = self._choose()
-        except Exception:  # whatever the new policy raises
+        except BaseException:  # whatever the new policy raises; or a signal
             self._choice.settings = old
             raise
         before = before or _BeforeSwitch(old, present, seen, placement)
@@ -76,12 +76,12 @@ class Switcher:
         """
         before = self._ledger.pinned_positions
         if pinned:
-            self._check_new_pins(positions)
+            self.check_new_pins(positions)
             self._evictor.reread(positions)
         self._ledger.pin(positions, pinned)
         try:
             return self._store.place(self._choose())
-        except Exception:  # whatever a policy raises
+        except BaseException:  # whatever a policy raises; or a signal
             self._ledger.pin_only(before)
             raise
 
@@ -92,7 +92,7 @@ class Switcher:
         `pins_released` others are unpinned.
         """
         held = np.intersect1d(positions, self._store.placement.held_without_recalled)
-        self._check_new_pins(held, pins_released)
+        self.check_new_pins(held, pins_released)
         self._ledger.pin(held, True)
         self._store.place(self._store.placement)  # a new one: no switch leads back behind the pins
         return len(held)
@@ -107,7 +107,8 @@ class Switcher:
             return []
         return self._store.place(self._choose())
 
-    def _check_new_pins(self, positions: Positions, pins_released: int = 0) -> None:
+    def check_new_pins(self, positions: Positions, pins_released: int = 0) -> None:
+        """Raise SettingError if pins at `positions` would leave too little room, as `pin_held`."""
         is_new = ~np.isin(positions, self._ledger.pinned_positions)
         is_new &= positions >= self._choice.settings.honoured_sinks
         self._choice.check_pins(int(is_new.sum()) - pins_released)

@@ -165,10 +165,6 @@ class Autosave:
         assert self._store is not None
         return Autosave(self._session, create_branch(self._store, name), self._folder)
 
-    def keep_file_after_reset(self) -> None:
-        """Stay in this file after a reset; without this call, `save` begins a new file."""
-        self._epoch = self._session.epoch
-
     def replace_session(self, session: Session) -> None:
         """From now on, save `session`, which has the same conversation, to this file."""
         is_current = self._epoch == self._session.epoch

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sirchat.chat.tool_loop import ChatTool
+from sirchat.chat.tool_loop import STOPPED, ChatTool
 from sirchat.chat.turn import Interrupted, never
 from sirchat.errors import SirchatError, UsageError
 from sirchat.tools.config import ServerFields
@@ -31,7 +31,6 @@ _POLL_SECONDS = 0.1  # seconds between two looks whether the user stops a call
 _MAX_NAME_CHARS = 64
 READ_RESOURCE = "read_resource"  # the tool that a server with resources gets
 _RESOURCE_TOOL = "Reads a resource of this server by its URI. Without a URI, it lists them."
-_STOPPED = "the user stopped this"
 # More would take the memory, or the disk, that the chat needs.
 _MAX_PAGES = 100  # of tools or resources that a server lists
 _MAX_RESULT_CHARS = 4_000_000  # characters of a result
@@ -147,7 +146,7 @@ class ToolServers:
             self._end(running)
             if not isinstance(error, SirchatError):
                 raise
-            why = str(error) if str(error) == _STOPPED else running.last_words() or str(error)
+            why = str(error) if str(error) == STOPPED else running.last_words() or str(error)
             is_line = "No such file" in why and " " in self.servers[name].command
             hint = 'what follows the first word of "command" belongs into "args"' if is_line else ""
             raise SirchatError(f"the server {name} can't be started: {why}", hint=hint) from None
@@ -174,7 +173,7 @@ class ToolServers:
         try:
             while not wait((request,), _POLL_SECONDS).done:
                 if interrupted():
-                    raise SirchatError(_STOPPED)
+                    raise SirchatError(STOPPED)
                 if running.is_unread:
                     raise SirchatError("its answer has half a character (a lone surrogate)")
                 if begun and running.ended.done():

@@ -331,11 +331,13 @@ class Commands:
     def do_save(self, arguments: str) -> None:
         self._saved_chat.save_as(without_quotes(arguments) if arguments else None)
 
-    def do_branch(self, arguments: str) -> None:
+    def do_branch(self, arguments: str) -> Action | None:
         name, _, count = arguments.rpartition(" ")
         if not name or not count.isdecimal():
             name, count = arguments, "0"
-        self._saved_chat.branch(without_quotes(name), int(count))
+        session = self._saved_chat.branch(without_quotes(name), int(count))
+        is_same = session is self._session
+        return None if is_same else SwitchSession(session, is_other_chat=False)
 
     def do_branches(self, arguments: str) -> None:
         self._saved_chat.show_branches()

@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Self
 
-# What may take long, and changes nothing that lasts: a forward pass, scores, a search.
-_INTERRUPTIBLE = ("sirchat.models.", "sirchat.memory.policies.", "sirchat.recall.")
+# What may take long, and changes nothing that lasts: a forward pass, scores.
+_INTERRUPTIBLE = ("sirchat.models.", "sirchat.memory.policies.")
+# Methods of `Session` that change tokens and text, which must fit together
+CHANGES = ("undo", "restore", "pin", "erase", "switch", "reset")
 
 
 @contextmanager
@@ -92,14 +94,14 @@ class _CtrlCHandler:
 class CtrlCGuard(_CtrlCHandler):
     """Context manager for a whole chat: Ctrl-C does nothing except in `interruptible`.
 
-    So a surplus Ctrl-C never ends the chat, even between two prompts.
+    So a surplus Ctrl-C never ends the chat, even between two prompts, nor any change of it halfway.
     """
 
     _is_interruptible = False
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Context manager: only the first Ctrl-C inside raises KeyboardInterrupt."""
+        """Context manager: the first Ctrl-C inside raises KeyboardInterrupt, except in a change."""
         self._is_interruptible = True
         try:
             yield
@@ -107,7 +109,7 @@ class CtrlCGuard(_CtrlCHandler):
             self._is_interruptible = False
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._is_interruptible:
+        if self._is_interruptible and not _is_changing_chat(frame):
             self._is_interruptible = False
             raise KeyboardInterrupt
 
@@ -126,17 +128,18 @@ class InterruptFlag(_CtrlCHandler):
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._count += 1
-        if self._count >= 3 and not _is_moving_tokens(frame):  # the next check may take too long
+        if self._count >= 3 and not _is_changing_chat(frame):  # the next check may take too long
             raise KeyboardInterrupt
 
 
-def _is_moving_tokens(frame: FrameType | None) -> bool:
-    """Whether the engine or its memory is at work, which must not end halfway, but not a model."""
+def _is_changing_chat(frame: FrameType | None) -> bool:
+    """Whether a change of a chat is at work, which must not end halfway, but not a model."""
     while frame is not None:
         module = f"{frame.f_globals.get('__name__')}."
         if module.startswith(_INTERRUPTIBLE):
             return False
-        if module.startswith(("sirchat.engine.", "sirchat.memory.")):
+        is_change = module == "sirchat.chat.session." and frame.f_code.co_name in CHANGES
+        if is_change or module.startswith(("sirchat.engine.", "sirchat.memory.")):
             return True
         frame = frame.f_back
     return False

@@ -14,7 +14,6 @@ from sirchat.chat.summary import (
     omitted_facts,
     pin_summary,
     summary_cost,
-    undo_summaries,
 )
 from sirchat.errors import SirchatError, is_output_closed, shows_tracebacks
 from sirchat.memory.free_memory import trim_memory
@@ -196,7 +195,6 @@ class Chat:
             self._screen.note("the message is unchanged; /retry generates another reply")
         else:
             self._make_undoable()
-            undo_summaries(self._session)
             self._screen.note("your last message and its reply are replaced by what follows")
             self._run_turn(lambda interrupted: self._session.retry(interrupted, edited))
 

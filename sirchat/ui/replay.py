@@ -199,7 +199,7 @@ class _Dialogue:
     def _show_turn(self, turn: TurnDone) -> None:
         if turn.role == "assistant" and self._is_replying:
             self._screen.line(self._text.end())
-            self._is_replying, self._text = False, TaggedText()
+            self._is_replying = False
         elif not self._screen.is_quiet:
             self._screen.line(f"{turn.role.upper()}: {turn.text}")
         self._screen.note(describe_excess(turn, self._session, "--budget"))

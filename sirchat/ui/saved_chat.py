@@ -150,10 +150,11 @@ class SavedChat:
             self._screen.note("new messages are not saved, as before; /save starts saving")
         return session
 
-    def branch(self, name: str, num_turns: int) -> None:
+    def branch(self, name: str, num_turns: int) -> Session:
         """Continue in a copy of this chat, called `name`, without the last `num_turns` user turns.
 
-        Raises SessionError or UndoError, with the current chat unchanged.
+        Returns its session, a new one if the text was read again. Raises SessionError or UndoError,
+        with the current chat unchanged.
         """
         name = check_name(sessions_dir(), name, "")
         is_saved = self._session.profile.save
@@ -164,7 +165,9 @@ class SavedChat:
             )
         check_rewind(self._session, num_turns)
         self._save_before_leaving("no branch is made")
-        old = self._autosave
+        session, old = self._session, self._autosave
+        if num_turns > len(session.history.messages):  # it is read again: Ctrl-C may stop that
+            session = rewind(session, num_turns)
         self._autosave = old.branch(name)
         old.close_without_saving()
         old_name = format_value(old.name) if old.name else old.id
@@ -172,10 +175,13 @@ class SavedChat:
             f"this chat is session {self._autosave.id}{_name_part(self._autosave)}; {old.id} stays "
             f"as it is, and /load {old_name} goes back to it"
         )
-        if num_turns and rewind(self._session, num_turns):
-            self._autosave.keep_file_after_reset()
-            self._screen.note(f"the chat was read again: {self._session.seen:,} tokens")
-            self._screen.note(repinned_note(self._session))
+        if session is self._session:
+            session = rewind(session, num_turns)
+        if session is not self._session:
+            self.replace_session(session)
+            self._screen.note(f"the chat was read again: {session.seen:,} tokens")
+            self._screen.note(repinned_note(session))
+        return session
 
     def show_branches(self) -> None:
         """Print a list of this chat and its branches, the copies made by `/branch`."""

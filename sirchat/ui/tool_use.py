@@ -181,7 +181,6 @@ class ToolUse(Toolbox):
 
     def _decide(self, call: ToolCall) -> ToolCall | str:
         """The call, or why it is refused."""
-        self.is_stopped = False
         tool = self._reload_tool(call.name)
         is_allowed = self._is_allowed(call.name, tool)
         arguments = _readable_json(call.arguments)

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from sirchat.chat.events import Event, Notice, Undone
-from sirchat.chat.rereading import repinned_note, reread_before_last_message, reread_session
+from sirchat.chat.rereading import repinned_note, reread_before_message, reread_session
 from sirchat.chat.retry import retry_as_usual, retry_with_settings, settings_for_full
 from sirchat.chat.session import Interrupted, Session
-from sirchat.chat.summary import undo_summaries
 from sirchat.config.profile import Profile
 from sirchat.errors import UndoError, UsageError, format_value
-from sirchat.models.progress import Progress
 from sirchat.ui.interrupt import InterruptFlag
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
@@ -38,7 +36,8 @@ def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | N
             remark = f"; {new.seen:,} tokens of earlier messages were read again"
             _print_undone(text, new, screen, remark)
 
-        return _read_again(session, reread_before_last_message, print_result, screen, saved_chat)
+        read = partial(reread_before_message, count=1)
+        return _read_again(session, read, print_result, screen, saved_chat)
     for event in events:
         if isinstance(event, Undone):
             _print_undone(event.text, session, screen)
@@ -73,7 +72,6 @@ def parse_retry(rest: str) -> Retry:
 
 def retry(session: Session, request: Retry, interrupted: Interrupted) -> Iterator[Event]:
     """Undo the last reply, generate the requested one, and yield the events of this turn."""
-    undo_summaries(session)
     updates, note = settings_for_full(session) if request.full else ({}, "")
     if updates:
         describe = partial(_describe_retry, as_usual=session.profile, note=note)
@@ -90,14 +88,14 @@ def _has_message(session: Session) -> bool:
 
 def _read_again(
     session: Session,
-    read: Callable[[Session, Progress | None], Session],
+    read: Callable[..., Session],
     print_result: Callable[[Session], None],
     screen: Screen,
     saved_chat: SavedChat,
 ) -> Session:
     """The new session that `read` makes of this chat, saved in the same file."""
     with loading_bar(screen, session.model.name) as progress:
-        new = read(session, progress)
+        new = read(session, progress=progress)
     with InterruptFlag():  # Ctrl-C does not stop it halfway
         saved_chat.replace_session(new)
     print_result(new)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from chatting import answer, babbler, session, tiny
+from chatting import answer, babbler, pinned_text, quick, session, tiny
 from held_rows import state
 from sirchat.chat.events import Delta, Notice, TurnDone, Undone
 from sirchat.chat.plain_reply import PlainReply
+from sirchat.chat.rereading import reread_session
 from sirchat.chat.retry import go_on
 from sirchat.chat.session import Session
 from sirchat.chat.state import UNFINISHED, undo_depth
 from sirchat.engine.sampling import Sampler
-from sirchat.errors import UndoError, UsageError
+from sirchat.errors import ContextFullError, UndoError, UsageError
 
 SAID = ("red " * 30, "green and red " * 20, "red and blue " * 10)
 
@@ -69,6 +71,41 @@ def test_after_another_message_the_last_reply_goes_on() -> None:
     assert chat.turns[-1].finish in UNFINISHED
     (done,) = (event for event in go_on(chat) if isinstance(event, TurnDone))
     assert done.tokens_out == 16
+
+
+def test_a_cut_reply_of_a_chat_that_was_read_again_goes_on() -> None:
+    chat = session(quick(), budget=96, recent=16, max_new_tokens=8)
+    list(chat.ask("blue"))
+    again = reread_session(chat)
+    assert [turn.finish for turn in again.turns] == ["read", "length"]
+    assert again.state.generated == chat.state.generated
+    whole = [answer(list(go_on(one))) for one in (chat, again)]
+    assert whole[0] == whole[1]
+
+
+def test_a_message_that_has_no_room_in_place_of_the_last_one_changes_nothing() -> None:
+    chat = session(replace(babbler(), context_length=160), policy="full", max_new_tokens=8)
+    for text in SAID[:2]:
+        list(chat.ask(text))
+    chat.pin("green and red")
+    before, turns = state(chat), list(chat.turns)
+    with pytest.raises(ContextFullError, match="context is full"):
+        list(chat.retry(text="red " * 120))
+    assert (state(chat), chat.turns) == (before, turns)
+    assert answer(list(chat.retry(text="red " * 60)))
+
+
+def test_a_message_that_is_refused_while_it_is_asked_again_keeps_its_pins() -> None:
+    chat = session(babbler(), policy="full", max_new_tokens=8)
+    list(chat.ask("green and red"))
+    chat.pin("last")
+    chat.undo(to_ask_again=True)
+    chat.note_profile(chat.profile.model_copy(update={"system": "word " * 5000}))
+    with pytest.raises(ContextFullError):
+        list(chat.ask("green and red"))
+    chat.note_profile(chat.profile.model_copy(update={"system": None}))
+    list(chat.ask("green and red"))
+    assert pinned_text(chat) == "green and red"
 
 
 def test_a_complete_reply_does_not_go_on() -> None:

@@ -7,6 +7,7 @@ leaves no trace in it.
 from __future__ import annotations
 
 import random
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from attacking import MANY
-from chatting import answer, session
+from chatting import answer, fail_reading, session
 from families import HYBRIDS, build
 from saved_chats import saved_and_resumed
 from sirchat.chat.events import Notice
@@ -169,6 +170,22 @@ def test_scoring_replies_changes_nothing_and_agrees_with_reading_them(name: str)
         talk.undo()
         assert same(memory(talk), before)
         list(talk.read_user("well?"))
+
+
+@fast
+def test_an_interrupt_while_the_state_is_computed_again_leaves_all_as_it_was(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = chat(name, *SAYINGS)
+    before, turns = memory(talk), deepcopy(talk.turns)
+    with monkeypatch.context() as patch:
+        fail_reading(patch, 1, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            talk.erase("some")
+    assert same(memory(talk), before)
+    assert talk.turns == turns
+    talk.erase("some")
+    assert not same(state(talk), before[: len(state(talk))])
 
 
 @fast

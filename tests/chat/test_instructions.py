@@ -294,7 +294,7 @@ def test_rules_stay_rules_when_the_chat_is_read_again(again: Any) -> None:
     ask(chat, "I see.")
     if again == "rewind":
         chat.history.messages = []
-        assert rewind(chat, 1)
+        chat = rewind(chat, 1)
     else:
         chat = again(chat)
     assert [(one.text, one.turn) for one in chat.facts()] == [(RULE, 0)]
@@ -316,6 +316,29 @@ def test_a_smaller_budget_lets_the_oldest_rules_go_instead_of_being_refused() ->
     with pytest.raises(SettingError):
         chat.switch("test", policy="nosuch")
     assert [one.text for one in chat.facts()] == now
+
+
+@pytest.mark.parametrize("own", [0, 50])
+def test_undo_under_a_smaller_budget_pins_as_many_rules_as_have_room(own: int) -> None:
+    chat = plain_chat(budget=800)
+    ask(chat, "fox " * own + "Hello.")
+    for number in range(20):
+        ask(chat, f"Always use the word x{number}.")
+    listed = [one.text for one in chat.facts()]
+    chat.switch("test", budget=160)
+    if own:
+        for rule in chat.facts()[:-1]:
+            chat.pin(f"turn {rule.turn}", pinned=False)
+            listed.remove(rule.text)
+        chat.pin("turn 0")
+    chat.undo()
+    now = [one.text for one in chat.facts()]
+    assert now == listed[:-1][-len(now) :]
+    assert 0 < sum(one.tokens for one in chat.facts()) <= 40
+    division = chat.engine.choice.divide_budget()
+    assert division.max_pins is not None
+    assert 0 < division.pins <= division.max_pins
+    assert not ask(chat, "I see.")
 
 
 def test_an_interrupted_message_sets_no_rule() -> None:

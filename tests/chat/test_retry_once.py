@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from chatting import answer, babbler, notices, session, tiny
@@ -185,6 +186,19 @@ def test_a_failing_model_leaves_the_old_reply(monkeypatch: pytest.MonkeyPatch) -
             retried(chat, "full")
     assert chat.turns == same_chat.turns
     assert state(chat) == state(same_chat)
+
+
+def test_rules_that_only_the_trial_could_pin_do_not_stop_its_end() -> None:
+    chat = told("red " * 60, "green " * 60, budget=128, max_new_tokens=8)
+    list(chat.ask("".join(f"Always use {'the word fox and ' * 7}{word}. " for word in "ab")))
+    before = chat.ledger.pinned_positions.tolist()
+    assert all(len(run) > 32 for run in np.split(chat.ledger.of_turn(4), 2))
+    _, notes = retried(chat, "full")
+    assert any("rules have at most 32" in note for note in notes)
+    assert (chat.profile.policy, chat.budget) == ("sink", 128)
+    assert chat.resident <= 128
+    assert chat.ledger.pinned_positions.tolist() == before
+    assert len(chat.turns) == 6
 
 
 def test_an_interrupted_reply_stays_interrupted() -> None:

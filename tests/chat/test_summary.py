@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +20,12 @@ from sirchat.chat.summary import (
     omitted_facts,
     pin_summary,
     summary_cost,
-    undo_summaries,
 )
-from sirchat.errors import SettingError, UsageError
+from sirchat.chat.tool_loop import Toolbox
+from sirchat.chat.turn import never
+from sirchat.errors import SettingError, SirchatError, UsageError
 from sirchat.models.model import LoadedModel
+from sirchat.ui.turn_commands import Retry, retry
 
 FACT = "Dr. Halvorsen lives at 42 Mill Lane."
 
@@ -132,9 +135,30 @@ def test_a_new_summary_takes_the_place_of_the_former_one() -> None:
     chat.undo()
     assert pinned(chat, turn)
     list(pin_summary(chat, text))
-    undo_summaries(chat)  # as /retry and /edit do
+    chat.undo_summaries()  # as /retry and /edit do
     assert len(chat.turns) == second
     assert pinned(chat, turn)
+
+
+@pytest.mark.parametrize("why", ["tools", "archive", "schema", "room"])
+def test_a_refused_retry_leaves_the_summary(why: str, tmp_path: Path) -> None:
+    chat = told(archive="off" if why == "archive" else "ram", budget=128)
+    list(chat.ask("Well?"))
+    list(pin_summary(chat, "Halvorsen: 42 Mill Lane."))
+    if why == "tools":
+        chat.toolbox = Toolbox([lambda: None])
+    elif why == "schema":
+        chat.note_profile(chat.profile.model_copy(update={"json_schema": str(tmp_path / "gone")}))
+    elif why == "room":
+        chat.switch("/set", policy="full", budget=4096)
+    before = state(chat)
+    with pytest.raises(SirchatError):
+        list(
+            chat.retry(text="word " * 5000)
+            if why == "room"
+            else retry(chat, Retry(full=why != "schema"), never)
+        )
+    assert state(chat) == before
 
 
 def test_only_a_summary_is_taken_for_one_even_after_the_chat_was_read_again() -> None:
@@ -145,7 +169,7 @@ def test_only_a_summary_is_taken_for_one_even_after_the_chat_was_read_again() ->
     assert [turn.is_summary for turn in again.turns] == [turn.is_summary for turn in chat.turns]
     for each in (chat, again):
         assert last_user_message(each) == PREFIX + "this is no summary."
-        undo_summaries(each)  # there is none after it
+        each.undo_summaries()  # there is none after it
         assert each.turns[-1].text == PREFIX + "this is no summary."
 
 

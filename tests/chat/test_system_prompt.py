@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from chatting import babbler, fail_reading, ids_of, session, tiny
+from held_rows import state
 from sirchat.chat.events import Evicted, TurnDone
 from sirchat.chat.session import Session
 from sirchat.errors import ContextFullError, SettingError, UndoError
+from sirchat.models.model import LoadedModel
 
 SEA, MOUNTAINS = "Speak of the sea.", "Speak of mountains."
 
 
-def talk(*texts: str, **settings: Any) -> Session:
-    chat = session(babbler(), **{"system": SEA, "max_new_tokens": 20, **settings})
+def talk(*texts: str, model: LoadedModel | None = None, **settings: Any) -> Session:
+    chat = session(model or babbler(), **{"system": SEA, "max_new_tokens": 20, **settings})
     for text in texts:
         list(chat.ask(text))
     return chat
@@ -81,6 +84,46 @@ def test_switching_to_a_system_prompt_too_long_to_pin_changes_nothing() -> None:
     assert (chat.profile, chat.seen) == before
     assert chat.budget == 64
     assert pinned(chat) == SEA
+
+
+@pytest.mark.parametrize("settings", [{"policy": "full"}, {"positions": "stream"}])
+def test_a_system_prompt_for_which_the_context_has_no_room_changes_nothing(
+    settings: dict[str, Any],
+) -> None:
+    chat = talk("Hello.", model=replace(babbler(), context_length=128), budget=128, **settings)
+    while chat.seen < 90:
+        list(chat.ask("And?"))
+    before = state(chat)
+    with pytest.raises(ContextFullError):
+        chat.switch("/system", system="word " * 50)
+    assert state(chat) == before
+    assert pinned(chat) == SEA
+    if chat.profile.policy == "full":  # the old prompt makes room
+        free = 128 - chat.resident
+        longer = next(n for n in range(99) if len(chat.template.system_turn("sea " * n).ids) > free)
+        chat.switch("/system", system="sea " * longer)
+        assert chat.resident <= 128
+
+
+def test_undo_back_to_an_earlier_system_prompt_holds_it_under_a_smaller_budget() -> None:
+    chat = talk("Hello.", "red " * 30, policy="sink", budget=128, recent=8)
+    chat.switch("/system", system=MOUNTAINS)
+    chat.switch("/budget", budget=64)
+    chat.undo()
+    assert chat.profile.system == SEA
+    assert pinned(chat) == SEA, "all of it is held"
+    assert chat.resident <= 64
+
+
+def test_undo_back_to_a_system_prompt_that_is_too_long_now_lets_go_of_it() -> None:
+    chat = talk("Hello.", "Hello.", system="sea " * 60, policy="sink", budget=256, recent=8)
+    chat.switch("/system", system=None)
+    chat.switch("/budget", budget=64)
+    chat.undo()
+    assert chat.profile.system == "sea " * 60
+    assert not pinned(chat)
+    list(chat.ask("Go on."))
+    assert chat.resident <= 64
 
 
 def test_another_system_prompt_is_read_and_pinned_and_the_old_one_unpinned() -> None:

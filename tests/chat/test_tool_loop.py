@@ -19,8 +19,10 @@ import pytest
 from chatting import hub_tokenizer, ids_of, notices, session, text_at, tiny
 from sirchat.chat.editing import KeptTurn, edit
 from sirchat.chat.events import Called, Delta, Event, Returned
+from sirchat.chat.retry import go_on
 from sirchat.chat.session import Session
 from sirchat.chat.tool_loop import ChatTool, Toolbox
+from sirchat.engine.sampling import ForcedPrefixSampler, Sampling
 from sirchat.engine.types import ContinuationScore
 from sirchat.memory.ledger import Role
 from sirchat.models.model import wrap_model
@@ -140,6 +142,64 @@ def test_a_stop_keeps_what_was_said_and_the_chat_goes_on(monkeypatch: pytest.Mon
     assert chat.turns[4].finish == "interrupt"
     script(monkeypatch, ["Fine."])
     assert ask(chat, "And?")[-1].text == "Fine."  # type: ignore[attr-defined]
+
+
+def test_after_a_stop_no_other_call_of_the_reply_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    script(monkeypatch, ["\n".join(call(city=city) for city in ("Oslo", "Rome", "Bern")), "So."])
+    chat, events = calling(max_new_tokens=200), list[Event]()
+    for event in chat.ask(ASKED, lambda: len(results(events)) > 0, tools=[weather]):
+        events.append(event)
+    assert [e.arguments["city"] for e in events if isinstance(e, Called)] == ["Oslo"]
+    assert [e.text for e in results(events)[1:]] == ["error: the user stopped this"] * 2
+    assert [turn.role for turn in chat.turns[3:]] == ["tool"] * 3 + ["assistant"]
+
+
+def test_calls_of_one_reply_beyond_the_limit_are_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sirchat.chat.tool_loop.MAX_CALLS", 3)
+    script(monkeypatch, ["\n".join(call(city=city) for city in "ABCDE"), "So."])
+    chat = calling(max_new_tokens=300)
+    events = ask(chat)
+    assert [e.arguments["city"] for e in events if isinstance(e, Called)] == [*"ABC"]
+    assert {e.turn for e in events if isinstance(e, Called)} == {2}, "the reply that asked"
+    assert [e.is_error for e in results(events)] == [False] * 3 + [True] * 2
+    assert chat.turns[-1].text == "So."
+
+
+@pytest.mark.parametrize("after", [0, 1], ids=["at once", "after a result"])
+@pytest.mark.parametrize("cut", [2, 12])
+def test_a_cut_reply_that_goes_on_has_its_calls_done(
+    monkeypatch: pytest.MonkeyPatch, after: int, cut: int
+) -> None:
+    first, tokenizer = [call(city="Oslo")] * after, tool_quick().tokenizer
+    texts = [*first, f"\nI look. {call(city='Rome')}", "Cold."]
+    script(monkeypatch, texts)
+    whole, chat = calling(), calling()
+    whole.toolbox = chat.toolbox = Toolbox([weather])
+    list(whole.ask(ASKED))
+    ids = [
+        [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+        for text in texts
+    ]
+    samplers = [ForcedPrefixSampler(one, Sampling()) for one in ids]
+    samplers.insert(after, samplers[after])  # of the reply that goes on
+    monkeypatch.setattr("sirchat.chat.conversation.Sampler", lambda *_: samplers.pop(0))
+
+    def stops() -> bool:
+        written = chat.state.last_reply_stats.tokens_out
+        return len(chat.turns) == 3 + 2 * after and written == cut
+
+    list(chat.ask(ASKED, stops))
+    assert chat.turns[-1].finish == "interrupt"
+    (result,) = results(list(go_on(chat)))
+    assert result.text == weather("Rome")
+    assert ids_of(chat) == ids_of(whole)
+    for one in (chat, whole):
+        assert [(turn.role, turn.finish) for turn in one.turns[-3:]] == [
+            ("assistant", "stop"),
+            ("tool", "read"),
+            ("assistant", "stop"),
+        ]
+    assert [turn.text for turn in chat.turns] == [turn.text for turn in whole.turns]
 
 
 def test_tools_are_told_in_the_middle_of_a_chat_and_taken_back(

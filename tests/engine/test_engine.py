@@ -152,6 +152,7 @@ def undo(engine: Engine, to: Checkpoint, then: tuple[Any, ...]) -> None:
     before = whole_of(engine)
     try:
         engine.undo(to)
+        engine.switcher.choose_unless_valid()
     except LookupError:
         assert whole_of(engine) == before
         return

@@ -13,7 +13,7 @@ from saved_chats import Chat, refusal
 from sirchat.chat.events import Delta
 from sirchat.chat.evicted_text import evicted_words
 from sirchat.chat.session import Session
-from sirchat.chat.summary import last_user_message, pin_summary, undo_summaries
+from sirchat.chat.summary import last_user_message, pin_summary
 from sirchat.chat.targets import positions_of
 from sirchat.errors import SirchatError
 from sirchat.memory.ledger import Flag, Role, State
@@ -148,7 +148,7 @@ def test_undo_says_what_it_holds_under_a_budget_that_has_changed(chat: Chat) -> 
 def test_edit_means_the_users_own_message_and_not_a_summary(chat: Chat) -> None:
     list(pin_summary(chat.session, "colours."))
     assert last_user_message(chat.session) == SAID[-1]
-    undo_summaries(chat.session)
+    chat.session.undo_summaries()
     assert chat.texts == list(SAID)
     assert chat.commands.run("/edit blue it is") == Edit("blue it is")
 

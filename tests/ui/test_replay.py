@@ -14,6 +14,8 @@ from chatting import babbler, session, tiny
 from command import run
 from fake_terminal import FakeTerminal
 from json_oracle import check_stream
+from sirchat.chat.events import Delta
+from sirchat.chat.plain_reply import TaggedText
 from sirchat.engine.sampling import Sampler
 from sirchat.errors import TranscriptError
 from sirchat.text.transcript import TranscriptTurn, parse_transcript
@@ -42,6 +44,14 @@ def _transcript(rounds: int) -> list[TranscriptTurn]:
         turns.append(TranscriptTurn("user", text, 2 * i))
         turns.append(TranscriptTurn("assistant", text[::-1], 2 * i + 1))
     return turns
+
+
+def test_each_reply_has_the_tags_of_its_own_reasoning() -> None:
+    text = TaggedText()
+    for _ in range(2):  # with calls of tools, several replies follow one message
+        assert text.push(Delta("Anna?", "thinking")).startswith("<think>")
+        assert text.end() == "\n</think>"
+    assert text.push(Delta("Hello.")) + text.end() == "Hello."
 
 
 def test_the_dialogue_goes_to_stdout_and_the_status_to_stderr() -> None:

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import re
+import signal
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
+import saved_chats
 from chatting import babbler
 from fake_terminal import FakeTerminal
-from sirchat.ui.interrupt import InterruptFlag
+from held_rows import state
+from sirchat.chat.rereading import copy_session
+from sirchat.chat.session import Session
+from sirchat.ui.commands import Commands
+from sirchat.ui.interrupt import CHANGES, CtrlCGuard, InterruptFlag
+from sirchat.ui.saved_chat import SavedChat
 from terminal import Terminal, pager_into
 from typed_chat import TypedChat
 
 ESCAPE, ENTER, CTRL_C = "\x1b", "\r", "\x03"
+_OF_CHANGES = ("sirchat.chat.session", "sirchat.engine.", "sirchat.memory.")
 _GAUGE = r"━+─* {2}[\d,]+/1,024 held"
 
 
@@ -128,6 +140,53 @@ def test_the_third_ctrl_c_ends_a_forward_pass_at_once_but_no_move_of_tokens() ->
             with pytest.raises(KeyboardInterrupt):
                 call_from(module)
         call_from("sirchat.engine.reader")
+    assert all(callable(getattr(Session, name)) for name in CHANGES)
+
+
+@pytest.mark.parametrize(
+    "line", ["/undo", '/pin "3 some"', "/unpin turn 4", "/erase some --yes", '/recall "0 some"']
+)
+def test_ctrl_c_at_any_moment_of_a_change_leaves_all_as_before_or_as_after(
+    line: str, own_home: Path
+) -> None:
+    chat = saved_chats.Chat(save=False, policy="salience")
+    chat.say(*saved_chats.SAYINGS)
+    chat.session.pin("turn 4")
+    before, moments = state(chat.session), 0
+
+    def run(moment: int) -> Session:
+        """Run the command in a copy of the chat; Ctrl-C comes at this line of code, from 0."""
+        nonlocal moments
+        moments, copy = 0, copy_session(chat.session)
+        assert copy is not None
+
+        def trace(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal moments
+            if not frame.f_globals.get("__name__", "").startswith(_OF_CHANGES):
+                return None
+            if event == "line":
+                if moments == moment:
+                    signal.raise_signal(signal.SIGINT)
+                moments += 1
+            return trace
+
+        commands = Commands(copy, chat.screen, chat.history, SavedChat(copy, chat.screen))
+        with CtrlCGuard() as guard, suppress(KeyboardInterrupt), guard.interruptible():
+            sys.settrace(trace)
+            try:
+                commands.run(line)
+            finally:
+                sys.settrace(None)
+        return copy
+
+    after = state(run(-1))
+    assert before != after
+    for moment in range(0, moments, max(1, moments // 40)):
+        copy = run(moment)
+        assert state(copy) in (before, after)
+        assert len(copy.turns) == len(chat.session.turns) - 2 * (
+            line == "/undo" and state(copy) == after
+        )
 
 
 def test_an_error_in_a_turn_is_one_line_and_keeps_the_conversation(

@@ -89,7 +89,7 @@ def test_consent_never_widens(seed: int) -> None:
         name = random.choice(("snow__weather", "snow__weather_2", "snow__delete_all", "snow__*"))
         call = ToolCall("call00000", name, random.choice(('{"city": "Oslo"}', "{}")))
         key, before = random.choice(["y", "n", "a", "\x1b", ""]), asked.questions
-        asked.keys = [key]
+        asked.keys, asked.use.is_stopped = [key], False
         is_free = name in always or (bool(pattern) and fnmatchcase(name, pattern))
         decided = asked.use.decide(call)
         assert (asked.questions == before) == is_free

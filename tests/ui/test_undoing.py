@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from chatting import fail_reading
 from fake_terminal import FakeTerminal
 from saved_chats import SAYINGS, Chat, refusal, resumed, saved
 from sirchat.saved.session_list import list_sessions
@@ -136,6 +137,25 @@ def test_an_interrupt_while_the_chat_is_read_anew_leaves_it_as_it_was(
 
 
 # --- /branch and /branches
+
+
+def test_an_interrupt_while_a_branch_is_read_anew_leaves_the_chat_as_it_was(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = _gone_on()
+    before = chat.session.snapshot()
+    with monkeypatch.context() as patch:
+        fail_reading(patch, 2, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            chat.do("/branch other 1")
+    assert (chat.texts, chat.session.snapshot()) == (SAYINGS[:3], before)
+    chat.saved_chat.save()
+    assert [one.name for one in list_sessions(folder).sessions] == ["trunk"]
+    assert "the chat was read again" in chat.do("/branch other 1")
+    chat.say(SAYINGS[3])
+    assert chat.texts == [*SAYINGS[:2], SAYINGS[3]]
+    chat.saved_chat.close()
+    assert [len(resumed(folder, name)[0].turns) for name in ("trunk", "other")] == [6, 6]
 
 
 def test_a_branch_goes_on_by_itself_and_the_chat_stays_as_it_was(folder: Path) -> None:
