@@ -40,6 +40,7 @@ from sirchat.chat.statements import (
     rules_at,
     sentences_at,
     unpin_excess_rules,
+    without_erased,
 )
 from sirchat.chat.targets import (
     Target,
@@ -375,7 +376,7 @@ class Session(Conversation):
         self.state.system = replace(self.state.system, text=prompt)
         self.profile = self.profile.model_copy(update={"system": prompt})
         self.history.messages = []
-        self._statement_cache = StatementCache()
+        self._statement_cache = without_erased(self, self._statement_cache)
         unpinned = [turn for turn, _ in self.state.unpinned_sentences]
         positions = np.flatnonzero(np.isin(self.ledger.column("turn"), unpinned))
         self.state.unpinned_sentences &= sentences_at(self, positions)
@@ -391,9 +392,13 @@ class Session(Conversation):
         now = self.snapshot(strongest=0)
         return token_ranks(self.engine, self.texts, positions, now)
 
-    def facts(self, words: str = "") -> list[StatedFact]:
-        """The user's pinned rules, then the stated facts; only those with all `words`, if given."""
-        return find_statements(self, self._statement_cache, words)
+    def facts(self, words: str = "", *, max_reads: float = math.inf) -> list[StatedFact]:
+        """The user's pinned rules, then the stated facts; only those with all `words`, if given.
+
+        The model reads at most `max_reads` sentences anew, the newest; others that it would have
+        to read, as after a resume, are left out.
+        """
+        return find_statements(self, self._statement_cache, words, max_reads)
 
     def attention_paid(self, turn: int) -> AttentionPaid:
         """The attention of the reply with turn index `turn` to the tokens held before it."""

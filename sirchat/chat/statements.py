@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -54,6 +54,7 @@ _MAX_SENTENCES = 12  # a message with more is a text, and its rules are not for 
 _MAX_RULES = 2  # sentences of one message
 # Reading a member of an enum takes longer than comparing a row.
 _USER, _HELD = int(Role.USER), int(State.HELD)
+_Said = tuple[int, str, Positions]  # a sentence: turn, text, and positions of its tokens
 _BUDGET_PER_RULES = 4  # rules pinned by themselves take at most the budget divided by this
 
 _REPLY_NOUNS = r"(?:answers|repl(?:y|ies)|responses|messages)"
@@ -185,10 +186,19 @@ class StatedFact:
 
 @dataclass
 class StatementCache:
-    """The vectors [D] of sentences, and the facts found last."""
+    """The vectors [D] of sentences, each turn's sentences, and what was found last of facts."""
 
     vectors: dict[str, Tensor] = field(default_factory=dict)
+    sentences: dict[int, tuple[object, list[tuple[str, Positions]]]] = field(default_factory=dict)
+    held: dict[tuple[str, bytes], dict[str, Any]] = field(default_factory=dict)  # by what is held
     found: tuple[object, list[StatedFact]] = (None, [])  # after all on which they depend
+
+
+def without_erased(chat: Conversation, cache: StatementCache) -> StatementCache:
+    """What stays known after words were erased: the vectors of sentences that still stand."""
+    of_user = (number for number, turn in enumerate(chat.turns) if turn.role == "user")
+    said = {text for turn in of_user for text, _ in _user_sentences(chat, turn)}
+    return StatementCache({text: one for text, one in cache.vectors.items() if text in said})
 
 
 def pin_rules(chat: Conversation, kept: RetriedMessage, cache: StatementCache) -> Iterator[Event]:
@@ -341,46 +351,69 @@ def _find_rules(
             yield text, positions
 
 
-def find_statements(chat: Conversation, cache: StatementCache, words: str) -> list[StatedFact]:
+def find_statements(
+    chat: Conversation, cache: StatementCache, words: str, max_reads: float = math.inf
+) -> list[StatedFact]:
     """The pinned rules, then the facts of a chat; only those that have all `words`, if given.
 
-    Without an encoder, facts and their corrections are recognized by their form.
+    Of sentences whose vectors are not known, the model reads the newest `max_reads`; the others are
+    left out. Without an encoder, facts and their corrections are recognized by their form.
     """
     about = [(turn.role, turn.time, turn.is_summary) for turn in chat.turns]
     columns = ("token_id", "turn", "role", "flags", "state")
-    stamp = words, about, [chat.ledger.column(name).tobytes() for name in columns]
+    stamp = words, max_reads, about, [chat.ledger.column(name).tobytes() for name in columns]
     if cache.found[0] == stamp:
         return [*cache.found[1]]
 
-    def vector_of(text: str) -> Tensor:
-        if text not in cache.vectors:
-            turn = chat.template.opening(text)[1]
-            start, end = turn.content
-            cache.vectors[text] = chat.model.encode(turn.ids[:end], start)
-        return cache.vectors[text]
-
+    said = [
+        (index, text, positions)
+        for index, turn in enumerate(chat.turns)
+        if turn.role == "user" and not turn.is_summary
+        for text, positions in _kept_sentences(chat, index, cache)
+        if not text.endswith(QUESTION_MARKS)  # the encoder takes some questions for facts
+    ]
+    if len(chat.model.encoder.kinds):
+        _find_vectors(chat, said, cache.vectors, max_reads)
+        said = [one for one in said if one[1] in cache.vectors]
     rules = _pinned_rules(chat, cache.vectors)
+    of_rules = {position for rule in rules for position in rule.tolist()}
     found = [
         *_rules_as_facts(chat, rules, words),
-        *_find_facts(chat, vector_of, words, np.concatenate([np.zeros(0, np.int64), *rules])),
+        *_find_facts(chat, said, cache, words, of_rules),
     ]
     cache.found = stamp, found
     return [*found]
 
 
+def _find_vectors(
+    chat: Conversation, said: Sequence[_Said], vectors: dict[str, Tensor], max_reads: float
+) -> None:
+    """Add the vectors of sentences: those of equal passages, and of `max_reads` that are read."""
+    passages = chat.recall.passage_search.passages
+    for _, text, positions in reversed(said):
+        if text in vectors:
+            continue
+        passage = passages.vector_of(int(positions[0]), int(positions[-1]) + 1)
+        if passage is not None and chat.model.sentence_encoder is None:
+            vectors[text] = torch.from_numpy(passage.astype(np.float32))
+        elif max_reads > 0:
+            max_reads -= 1
+            turn = chat.template.opening(text)[1]
+            start, end = turn.content
+            vectors[text] = chat.model.encode(turn.ids[:end], start)
+
+
 def _find_facts(
-    chat: Conversation, vector_of: Callable[[str], Tensor], words: str, of_rules: Positions
+    chat: Conversation,
+    said: Sequence[_Said],
+    cache: StatementCache,
+    words: str,
+    of_rules: set[int],
 ) -> list[StatedFact]:
     """The facts that are no part of a rule, and the corrections of facts, in order."""
     wanted, ledger = set(words_of(words)), chat.ledger
-    said = [
-        (index, text, positions)
-        for index, turn in enumerate(chat.turns)
-        if turn.role == "user" and not turn.is_summary
-        for text, positions in _user_sentences(chat, index)
-        if not text.endswith(QUESTION_MARKS)  # the encoder takes some questions for facts
-    ]
-    stated, newer, is_near = _classify([text for _, text, _ in said], chat.model.encoder, vector_of)
+    texts = [text for _, text, _ in said]
+    stated, newer, is_near = _classify(texts, chat.model.encoder, cache.vectors)
     states = ledger.column("state")
     newest = dict[int, int | None]()  # of each fact, and of what corrects one and is none itself
     for place, number in enumerate(stated):
@@ -389,13 +422,16 @@ def _find_facts(
         newest[number] = last = next(fits, None)
         if last is not None:
             newest.setdefault(last, None)
-    found = list[StatedFact]()
+    found, before, cache.held = list[StatedFact](), cache.held, {}
     for number in sorted(newest):
         index, text, positions = said[number]
-        if not wanted <= set(words_of(text)) or np.isin(positions, of_rules).any():
+        if not (of_rules.isdisjoint(positions.tolist()) and wanted <= set(words_of(text))):
             continue
-        held = _describe_held(texts_at(ledger, chat.texts, positions), states[positions] == _HELD)
-        last = newest[number]
+        is_held, last = states[positions] == _HELD, newest[number]
+        key = text, is_held.tobytes()
+        if key not in before:
+            before[key] = _describe_held(texts_at(ledger, chat.texts, positions), is_held)
+        cache.held[key] = held = before[key]
         newer_turn, newer_text = (None, "") if last is None else said[last][:2]
         when = chat.turns[index].time
         found.append(StatedFact(index, text, when, newer=newer_turn, newer_text=newer_text, **held))
@@ -403,12 +439,12 @@ def _find_facts(
 
 
 def _classify(
-    said: Sequence[str], encoder: Encoder, vector_of: Callable[[str], Tensor]
+    said: Sequence[str], encoder: Encoder, known: Mapping[str, Tensor]
 ) -> tuple[list[int], NDArray[np.int64], NDArray[np.bool_]]:
     """Numbers of the k facts and the n possible corrections, and which [k, n] are related."""
     corrects = torch.tensor([bool(CORRECTION_WORDS.search(text)) for text in said]).bool()
     if said and len(encoder.kinds):
-        vectors = torch.stack([vector_of(text) for text in said]).float()
+        vectors = torch.stack([known[text] for text in said]).float()
         is_fact = encoder.is_kind("fact", vectors)
         facts, newer = is_fact.nonzero()[:, 0], (is_fact | corrects).nonzero()[:, 0]
         is_near = vectors[facts] @ vectors[newer].T >= SAME_SUBJECT_COSINE
@@ -435,6 +471,17 @@ def _describe_held(pieces: Sequence[str], is_held: NDArray[np.bool_]) -> dict[st
         return described
     left, missing = text_with_gaps(pieces, is_held), words_missing(pieces, is_held)
     return {**described, "left": left, "missing": missing}
+
+
+def _kept_sentences(
+    chat: Conversation, turn: int, cache: StatementCache
+) -> list[tuple[str, Positions]]:
+    """The sentences as of `_user_sentences`, found once while the turn's tokens are the same."""
+    ledger, at = chat.ledger, chat.ledger.of_turn(turn)
+    stamp = len(ledger.torn), at[:1].tolist(), ledger.column("token_id")[at].tobytes()
+    if turn not in cache.sentences or cache.sentences[turn][0] != stamp:
+        cache.sentences[turn] = stamp, [*_user_sentences(chat, turn)]
+    return cache.sentences[turn][1]
 
 
 def _user_sentences(chat: Conversation, turn: int) -> Iterator[tuple[str, Positions]]:

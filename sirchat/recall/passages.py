@@ -130,6 +130,13 @@ class Passages:
         shown: Positions = first + (flags & _TEXTLESS == 0).nonzero()[0]
         return np.setdiff1d(shown, ledger.torn[torn], assume_unique=True)
 
+    def vector_of(self, start: int, end: int) -> NDArray[np.float16] | None:
+        """The vector of the passage from one stream position to another; None without any."""
+        number = int(self.rows["start"].searchsorted(start))
+        is_equal = number < len(self) and self.rows[["start", "end"]][number].item() == (start, end)
+        vector = self.vectors[number] if is_equal and self.vectors.shape[1] else None
+        return None if vector is None or np.isnan(vector).any() else vector
+
     def state(self) -> dict[str, NDArray[np.generic]]:
         """The passages as arrays, to be saved."""
         return {"rows": self.rows, "vectors": self.vectors, "until": np.array([self._end])}

@@ -39,12 +39,14 @@ from sirchat.ui.panel import draw_prompt_panel
 from sirchat.ui.saved_chat import SavedChat, show_resumed_chat
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import toolbar_text
+from sirchat.ui.text import displayable_line
 from sirchat.ui.tool_use import ToolUse
 from sirchat.ui.turn_commands import Retry, make_undoable, retry
 from sirchat.ui.typed_input import Keyboard, TerminalInput
 from sirchat.ui.typed_line import InputLine, as_typed
 
 _MIN_WINDOW_ROWS = 24  # for the panel above the prompt
+_MAX_READ_SENTENCES = 4  # that the model reads for that panel
 _REVIEW_QUESTION = "takes {:,} tokens, evicts {:,}: k or Enter keeps it, e edits, d drops: "
 
 
@@ -133,10 +135,16 @@ class Chat:
         is_wanted = mode == "prompt" or (mode == "auto" and window_rows >= _MIN_WINDOW_ROWS)
         if not is_wanted or screen.is_plain or not session.seen:
             return ""
-        facts, snapshot = session.facts(), session.snapshot(strongest=0)
-        with screen.console.capture() as captured:
-            rows = max(1, window_rows // 12)  # so that the panel takes less than half of the window
-            screen.show(draw_prompt_panel(snapshot, facts, screen.theme, screen.width, rows))
+        try:
+            facts = session.facts(max_reads=_MAX_READ_SENTENCES)
+            snapshot = session.snapshot(strongest=0)
+            with screen.console.capture() as captured:
+                rows = max(1, window_rows // 12)  # it takes less than half of the window
+                screen.show(draw_prompt_panel(snapshot, facts, screen.theme, screen.width, rows))
+        except Exception as error:
+            if shows_tracebacks():
+                raise
+            return displayable_line(f"no panel: {type(error).__name__}: {error}")
         return captured.get()
 
     def _switch_to(self, session: Session) -> None:

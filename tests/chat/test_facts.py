@@ -15,6 +15,7 @@ import torch
 from attacking import MANY
 from chatting import session, smollm2, tell, tiny
 from drawing import NONE, lines
+from saved_chats import saved_and_resumed
 from sirchat.chat import statements
 from sirchat.chat.corrections import may_replace
 from sirchat.chat.session import Session
@@ -22,6 +23,7 @@ from sirchat.chat.statements import StatedFact
 from sirchat.chat.summary import omitted_facts
 from sirchat.chat.token_rows import words_missing
 from sirchat.memory.ledger import Role
+from sirchat.models.model import LoadedModel
 from sirchat.ui.commands import Commands
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
@@ -135,6 +137,26 @@ def test_facts_are_looked_for_once_after_each_change(monkeypatch: pytest.MonkeyP
         assert len(calls) == 1
         chat._statement_cache.found = (None, [])
         assert shown == [chat.facts()] * 3
+
+
+@pytest.mark.usefixtures("own_home")
+def test_after_a_resume_no_sentence_is_read_anew_that_recall_knows_nor_more_than_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    again = saved_and_resumed(chat_of(f"Hello. {FACTS[0]}", FACTS[1]), chat_of())
+    usual, read = LoadedModel.encode, list[int]()
+
+    def encode(self: LoadedModel, ids: list[int], start: int) -> torch.Tensor:
+        read.append(len(ids))
+        return usual(self, ids, start)
+
+    monkeypatch.setattr(LoadedModel, "encode", encode)
+    for most, told, count in ((0, FACTS[1:], 0), (1, FACTS, 1), (9, FACTS, 2), (8, FACTS, 2)):
+        assert [fact.text for fact in again.facts(max_reads=most)] == told
+        assert len(read) == count
+    again.erase("Rome")
+    assert [fact.text for fact in again.facts()] == FACTS[:1]
+    assert len(read) == 2
 
 
 def test_what_a_newer_statement_replaced_is_marked() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from fake_terminal import FakeTerminal
 from saved_chats import Chat
 from sirchat.chat.events import Switched
 from sirchat.chat.panel_snapshot import HeldShare
+from sirchat.chat.session import Session
 from sirchat.chat.statements import StatedFact
 from sirchat.chat.summary import pin_summary
 from sirchat.errors import UsageError
@@ -148,6 +150,20 @@ def test_it_leaves_the_screen_when_a_line_is_entered(
         assert with_panel == without
     told = [line for line in without if line.startswith(("> ", "  "))]
     assert [line for line in with_panel if line in told][: len(told)] == told
+
+
+def test_what_fails_in_it_is_said_in_its_place_and_the_chat_goes_on(
+    terminal: FakeTerminal, own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Session, **_: object) -> None:
+        raise ValueError("a number is missing")
+
+    with TypedChat(terminal, babbler(), max_new_tokens=3, save=False, panel="prompt") as chat:
+        chat.ask("Hello.")
+        os.environ["SIRCHAT_DEBUG"] = ""
+        monkeypatch.setattr(Session, "facts", fail)
+        assert "since the chat began" in chat.press("Hello.\r/stats\r")
+        assert "no panel: ValueError: a number is missing" in terminal.getvalue()
 
 
 def test_of_much_that_you_told_the_newest_is_shown_and_of_little_that_none_is_whole() -> None:
