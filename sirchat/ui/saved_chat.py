@@ -35,6 +35,7 @@ from sirchat.saved.session_list import (
     reveals_text,
 )
 from sirchat.saved.store import SessionStore
+from sirchat.ui.interrupt import InterruptFlag
 from sirchat.ui.lists import MORE_HITS, draw_sessions
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line, shorten
@@ -143,8 +144,9 @@ class SavedChat:
         except BaseException:
             store.close()
             raise
-        self._autosave.close_without_saving()
-        self._session, self._autosave, self._last_error = session, autosave, ""
+        with InterruptFlag():  # Ctrl-C does not stop it halfway
+            self._autosave.close_without_saving()
+            self._session, self._autosave, self._last_error = session, autosave, ""
         self._screen.note(f"this chat is session {autosave.id}{_name_part(autosave)}")
         if not session.profile.save:
             self._screen.note("new messages are not saved, as before; /save starts saving")
@@ -168,17 +170,19 @@ class SavedChat:
         session, old = self._session, self._autosave
         if num_turns > len(session.history.messages):  # it is read again: Ctrl-C may stop that
             session = rewind(session, num_turns)
-        self._autosave = old.branch(name)
-        old.close_without_saving()
+        with InterruptFlag():  # but nothing from here on
+            self._autosave = old.branch(name)
+            old.close_without_saving()
+            if session is self._session:
+                session = rewind(session, num_turns)
+            if is_other := session is not self._session:
+                self.replace_session(session)
         old_name = format_value(old.name) if old.name else old.id
         self._screen.note(
             f"this chat is session {self._autosave.id}{_name_part(self._autosave)}; {old.id} stays "
             f"as it is, and /load {old_name} goes back to it"
         )
-        if session is self._session:
-            session = rewind(session, num_turns)
-        if session is not self._session:
-            self.replace_session(session)
+        if is_other:
             self._screen.note(f"the chat was read again: {session.seen:,} tokens")
             self._screen.note(repinned_note(session))
         return session

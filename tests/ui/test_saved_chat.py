@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session, list_sessions
 from sirchat.saved.store import SessionStore
+from sirchat.ui.interrupt import CtrlCGuard
 from terminal import Terminal
 from typed_chat import TypedChat
 
@@ -219,6 +221,31 @@ def test_a_failure_in_the_middle_loses_neither_chat(
     assert chat.texts == SAYINGS[:2]
     chat.saved_chat.close()
     assert {listed.turns for listed in list_sessions(folder).sessions} == {4}
+
+
+@pytest.mark.parametrize("line", ["/load trunk", "/branch other 1"])
+def test_ctrl_c_while_another_file_is_taken_up_leaves_it_whole(
+    line: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(folder, "trunk")
+    chat = Chat()
+    chat.say(*SAYINGS[2:4])
+    usual = Autosave.close_without_saving
+
+    def close(self: Autosave) -> None:
+        signal.raise_signal(signal.SIGINT)
+        usual(self)
+
+    monkeypatch.setattr(Autosave, "close_without_saving", close)
+    with CtrlCGuard() as guard, guard.interruptible():
+        chat.do(line)
+    monkeypatch.setattr(Autosave, "close_without_saving", usual)
+    chat.say(SAYINGS[4])
+    chat.saved_chat.close()
+    before = SAYINGS[:2] if "load" in line else SAYINGS[2:3]
+    assert chat.texts == [*before, SAYINGS[4]]
+    again, _ = resumed(folder, line.split()[1])
+    assert [turn.text for turn in again.turns if turn.role == "user"] == chat.texts
 
 
 @pytest.mark.parametrize("step", [(SessionStore, "append"), (KeysAndValues, "save")])
