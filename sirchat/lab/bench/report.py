@@ -21,7 +21,7 @@ def print_ratios(
     measured: Iterable[Ratio], model: LoadedModel, options: BenchOptions, *, as_json: bool
 ) -> None:
     """Run a benchmark that yields ratios of times, and print the ratios to stdout."""
-    notes = Console(stderr=True, highlight=False)
+    notes = Console(stderr=True, highlight=False, markup=False)
     results = []
     with notes.status("measuring", spinner="line"):
         for result in measured:
@@ -60,9 +60,9 @@ def print_start(measured: list[StartMeasure], model: str, note: str, *, as_json:
 
 
 def _print(table: Table, title: str, notes: Sequence[str]) -> None:
-    console = Console(highlight=False)
-    console.print(title, markup=False)
-    console.print(machine_in_words(machine()), markup=False)
+    console = Console(highlight=False, markup=False)
+    console.print(title)
+    console.print(machine_in_words(machine()))
     console.print(table)
     for note in filter(None, notes):
-        console.print(note, markup=False)
+        console.print(note)

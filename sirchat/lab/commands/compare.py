@@ -169,7 +169,7 @@ def _print(found: "Comparison", is_whole: bool) -> None:
 
     from sirchat.lab.studies.side_by_side.report import draw
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     for part in draw(found, displayable, is_whole=is_whole):
         console.print(part)
 

@@ -138,8 +138,8 @@ def print_json(record: Record) -> None:
 
 def print_report(report: Report, head: Record) -> None:
     """Print a report's tables to stdout, below a heading that says what was run."""
-    console = Console(highlight=False)
-    console.print("\n".join(_heading(report, head)), markup=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False)
+    console.print("\n".join(_heading(report, head)), soft_wrap=True)
     for table in report.tables:
         rows = [[value_text(value, table.digits) for value in row] for row in table.rows]
         columns = [list(cells) for cells in zip(table.columns, *rows, strict=True)]
