@@ -163,13 +163,14 @@ def _session_for_question(
     opening: _Opening, tools: "ToolFlags", screen: "Screen", trust: bool
 ) -> "Iterator[Session]":
     """Context manager: a session with its tools, whose question is added to the saved chat."""
-    with without_garbage_collection(), interruptible_imports():
-        import sirchat.ui.replay  # noqa: F401  # not at the first token
-        from sirchat.ui.status import loading_bar
-        from sirchat.ui.tool_use import use_tools
+    with without_garbage_collection():  # till loading has frozen what was imported: 0.1 s
+        with interruptible_imports():
+            import sirchat.ui.replay  # noqa: F401  # not at the first token
+            from sirchat.ui.status import loading_bar
+            from sirchat.ui.tool_use import use_tools
 
-    with loading_bar(screen, opening.profile.model) as report:
-        session = _load_session(opening._replace(later={}), trust, report)
+        with loading_bar(screen, opening.profile.model) as report:
+            session = _load_session(opening._replace(later={}), trust, report)
     with use_tools(tools, session, screen), ExitStack() as ending:
         if opening.store is not None:
             from sirchat.chat.retry import temporary_settings
@@ -222,15 +223,17 @@ def replay(
         items = iter_turns(stream, name, format)
         if _is_regular_file(stream):
             items = iter(_check_switches([*items], name, profile))
-        from sirchat.chat.settings import checked_switches
-        from sirchat.ui import replay
-        from sirchat.ui.screen import Screen
-        from sirchat.ui.status import loading_bar
-        from sirchat.ui.tool_use import use_tools
+        with without_garbage_collection():
+            from sirchat.chat.settings import checked_switches
+            from sirchat.ui import replay
+            from sirchat.ui.screen import Screen
+            from sirchat.ui.status import loading_bar
+            from sirchat.ui.tool_use import use_tools
 
-        screen = Screen(theme=profile.theme, is_quiet=quiet)
-        with loading_bar(screen, profile.model) as report:
-            session = open_session(profile, trust_remote_code, report, rows_in_events=json_tokens)
+            screen = Screen(theme=profile.theme, is_quiet=quiet)
+            with loading_bar(screen, profile.model) as report:
+                how = trust_remote_code, report
+                session = open_session(profile, *how, rows_in_events=json_tokens)
         options = replay.ReplayOptions(feed=feed, json=json or json_tokens, name=name)
         with use_tools(tool_flags, session, screen):
             turns = checked_switches(items, name, session.profile)

@@ -322,7 +322,7 @@ class Recall:
             best.setdefault(turn, (words, shown, "" if words else reason))
         described, of_tokens = list[RecalledTurn](), ledger.column("turn")[restored]
         bits = self._engine.store.archive.bits(restored)
-        for turn in np.unique(of_tokens).tolist():
+        for turn in sorted({*of_tokens.tolist()}):  # `np.unique` imports a part of numpy
             own = bits[of_tokens == turn]
             words, shown, reason = best.get(turn, ((), "", ""))
             fewest = min(set(own.tolist()) - {EXACT}, default=0)
