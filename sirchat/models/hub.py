@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -126,7 +127,8 @@ def explain_hub_errors(name: str, hint: str = "") -> Iterator[None]:
         match = _HUB_LINK.match(name)
         repository, file = match.groups() if match is not None else (name, None)
         example = "a model on the hub is OWNER/NAME, such as Qwen/Qwen3-0.6B"
-        to_pull = f"sirchat models pull {repository}" + (f" --file {file}" if file else "")
+        option = f" --file {shlex.quote(file)}" if file else ""
+        to_pull = f"sirchat models pull {repository}{option}"
         raise ModelError(
             f"{name!r} can't be a model on the hub", hint=example if repository == name else to_pull
         ) from error

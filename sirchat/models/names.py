@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 from difflib import get_close_matches
@@ -20,7 +21,7 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 _CACHE_FOLDER = re.compile(r"models--([\w.-]+)", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{4,64}")
 _PART_NAME = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.\w+)")
-_GGUF_NAME = re.compile(r"([\w.-]+/[\w.-]+)/((?:[\w.-]+/)*[\w.-]+\.gguf)", re.ASCII | re.IGNORECASE)
+_GGUF_NAME = re.compile(r"([\w.-]+/[\w.-]+)/((?:[^/]+/)*[^/]+\.gguf)", re.ASCII | re.IGNORECASE)
 
 
 def locate(name: str) -> tuple[str, str]:
@@ -149,9 +150,8 @@ def _resolve(name: str) -> tuple[str, str]:
         if not path.is_file():
             hint = _suggest_neighbour(name, path)
             if (parts := split_gguf_name(name)) and not path.parent.is_dir():
-                hint = (
-                    f"if the file is on the hub: sirchat models pull {parts[0]} --file {parts[1]}"
-                )
+                file = shlex.quote(parts[1])
+                hint = f"if the file is on the hub: sirchat models pull {parts[0]} --file {file}"
             raise ModelError(f"model file {name!r} does not exist", hint=hint)
         first = part_paths(path)[0]
         return str(path.parent), (first if first.is_file() else path).name

@@ -284,6 +284,9 @@ def test_the_hugging_face_cache_is_listed_by_hub_names(places: Path) -> None:
 def test_a_cached_gguf_file_is_named_by_model_and_file(places: Path) -> None:
     folder = cached(places, "me/ggufs")
     file = write_gguf(folder / "snapshots" / COMMIT / "q4.gguf", tiny(), "Q4_1")
+    shutil.copy(file, file.with_name("my q4+.gguf"))
+    assert locate("me/ggufs/my q4+.gguf") == (str(file.parent), "my q4+.gguf")
+    assert not by_name()["me/ggufs/my q4+.gguf"].problem
     assert not by_name()["me/ggufs/q4.gguf"].problem
     where, option = locate("me/ggufs/q4.gguf")
     assert (where, option) == (str(file.parent), "q4.gguf")
