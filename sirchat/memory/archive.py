@@ -5,8 +5,8 @@ archive, and is not stored again when it is evicted again. An archive over its l
 oldest segments in 8 bits a number, then in 4 bits, and then deletes them. Tokens that were restored
 meanwhile keep their bits for now, and count among the newest of their tier.
 
-Keys and values on a GPU are copied in the background. Their places in a segment are reserved at
-once, and the archive's thread writes them when the copy is finished. Who reads the archive waits.
+Keys and values on a GPU are copied in the background: the archive's thread writes them to places
+in a segment that are reserved at once. Who reads the archive waits for it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Archive:
         """Remove all tokens. The bits of each token stay known until `forget`."""
         for number in list(self._segments):
             self._drop(number)
-        self._unfinished: list[tuple[Future[Any] | None, list[tuple[int, int, int]]]] = []
+        self._unfinished: list[tuple[Future[Any] | None, list[_Part]]] = []
         self._open_numbers = dict[int, int]()  # by tier: the segment that gets more
         self._addresses[:] = -1
 
@@ -181,7 +181,7 @@ class Archive:
 
     def _append(self, tokens: KeyValues, bits: int) -> None:
         """Append tokens, whose tensors are already stored in `bits`, to the tier's segments."""
-        start, parts, before = 0, list[tuple[int, int, int]](), self._addresses[tokens.positions]
+        start, parts, before = 0, list[_Part](), self._addresses[tokens.positions]
         if not len(tokens):
             return
         try:
@@ -190,23 +190,20 @@ class Archive:
                 end = min(len(tokens), start + SEGMENT_ROWS - segment.used)
                 places = segment.used + np.arange(end - start)
                 self._addresses[tokens.positions[start:end]] = number * SEGMENT_ROWS + places
-                parts.append((number, segment.used, end - start))
+                parts.append((number, segment, segment.used, end - start))
                 segment.reserve(tokens.positions[start:end], tokens.written_at[start:end])
                 start = end
                 if bits == EXACT and segment.used > SEGMENT_ROWS // 2 and not self._next_tensors:
                     self._next_tensors = self._files.run(partial(_touched_zeros, segment.tensors))
             transfer = self.transfers.to_host(tokens.tensors)
-            places_by_segment = [(self._segments[n], at, count) for n, at, count in parts]
-            store = partial(_store, transfer, places_by_segment)
-            if transfer.ends:
-                self._unfinished.append((self._files.run(store), parts))
-            else:  # on the CPU nothing else is done meanwhile
-                store()
-                self._unfinished.append((None, parts))
+            store = partial(_store, transfer, parts)
+            # On the CPU nothing else is done meanwhile.
+            stored = self._files.run(store) if transfer.ends else store()
+            self._unfinished.append((stored, parts))
         except BaseException:  # the places stay empty
             self._addresses[tokens.positions] = before
-            for number, at, count in parts:
-                self._segments[number].positions[at : at + count] = -1
+            for _, segment, at, count in parts:
+                segment.positions[at : at + count] = -1
             raise
         while len(self._unfinished) > _MAX_UNFINISHED:
             self._finish_first_transfer()
@@ -374,8 +371,8 @@ class Archive:
         """Number and segment to which the next tokens of the tier of `bits` are appended."""
         last = self._segments.get(self._open_numbers.get(bits, -1))
         if last is None or last.is_full:
-            ahead, tensors = self._next_tensors if bits == EXACT else None, None
-            if ahead is not None:
+            ahead, tensors = self._next_tensors, None
+            if bits == EXACT and ahead is not None:
                 self._next_tensors = None
                 tensors = ahead.result() if ahead.done() else None
             last = self._segments[self._segment_count] = Segment(like, bits, tensors)
@@ -390,9 +387,8 @@ class Archive:
         stored, parts = self._unfinished.pop(0)
         if stored is not None:
             stored.result()
-        for number, at, count in parts:
-            # If it was not dropped meanwhile
-            if at + count == SEGMENT_ROWS and (segment := self._segments.get(number)) is not None:
+        for number, segment, at, count in parts:
+            if at + count == SEGMENT_ROWS and number in self._segments:  # not dropped meanwhile
                 self._files.put(number, segment)
 
     def _flush(self) -> None:
@@ -411,8 +407,7 @@ class Archive:
 class Segment:
     """The keys and values of up to `SEGMENT_ROWS` tokens, filled from the front.
 
-    The tensors are shaped as those of `like` [H, n, D]; but for those of the tier `EXACT`, they
-    are `quantized`. `tensors` were made ahead; None: they are made now.
+    The tensors, or `tensors` made ahead, are shaped as those of `like`: [H, n, D], or `quantized`.
     """
 
     def __init__(
@@ -468,10 +463,10 @@ class Segment:
 
 
 @torch.inference_mode()
-def _store(transfer: Transfer, places: list[tuple[Segment, int, int]]) -> None:
-    """Wait for the copy of tokens; write so many to a segment, from its first reserved place on."""
+def _store(transfer: Transfer, parts: list[_Part]) -> None:
+    """Wait for the copy of tokens, and write them to the places reserved for them."""
     tensors, start = transfer.take(), 0
-    for segment, at, count in places:
+    for _, segment, at, count in parts:
         segment.put(at, [tensor[:, start : start + count] for tensor in tensors])
         start += count
 
@@ -482,6 +477,9 @@ def _touched_zeros(like: list[Tensor]) -> list[Tensor]:
     for tensor in new:
         tensor.view(torch.uint8).numpy().fill(0)  # with one thread, unlike torch
     return new
+
+
+_Part = tuple[int, Segment, int, int]  # a segment's number, the segment, first place, tokens
 
 
 class SegmentFiles:
