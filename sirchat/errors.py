@@ -119,7 +119,7 @@ def format_value(value: object) -> str:
 
 def shows_tracebacks() -> bool:
     """Whether `--debug` or SIRCHAT_DEBUG asks for the traceback of an unexpected error."""
-    return "--debug" in sys.argv or bool(os.environ.get("SIRCHAT_DEBUG"))
+    return "--debug" in (sys.argv or ()) or bool(os.environ.get("SIRCHAT_DEBUG"))
 
 
 def on_one_line(text: str) -> str:

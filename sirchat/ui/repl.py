@@ -41,7 +41,7 @@ from sirchat.ui.screen import Screen
 from sirchat.ui.status import toolbar_text
 from sirchat.ui.text import displayable_line
 from sirchat.ui.tool_use import ToolUse
-from sirchat.ui.turn_commands import Retry, make_undoable, retry
+from sirchat.ui.turn_commands import Retry, edit, make_undoable, retry
 from sirchat.ui.typed_input import Keyboard, TerminalInput
 from sirchat.ui.typed_line import InputLine, as_typed
 
@@ -203,8 +203,7 @@ class Chat:
             self._screen.note("the message is unchanged; /retry generates another reply")
         else:
             self._make_undoable()
-            self._screen.note("your last message and its reply are replaced by what follows")
-            self._run_turn(lambda interrupted: self._session.retry(interrupted, edited))
+            self._run_turn(lambda interrupted: edit(self._session, edited, interrupted))
 
     def _make_undoable(self) -> None:
         session = make_undoable(self._session, self._screen, self.saved_chat)

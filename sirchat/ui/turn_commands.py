@@ -70,6 +70,13 @@ def parse_retry(rest: str) -> Retry:
     return Retry(full=bool(rest))
 
 
+def edit(session: Session, text: str, interrupted: Interrupted) -> Iterator[Event]:
+    """Replace the last message by `text`, and answer that."""
+    told = Notice("your last message and its reply are replaced by what follows")
+    for event in session.retry(interrupted, text):
+        yield told if isinstance(event, Undone) else event
+
+
 def retry(session: Session, request: Retry, interrupted: Interrupted) -> Iterator[Event]:
     """Undo the last reply, generate the requested one, and yield the events of this turn."""
     updates, note = settings_for_full(session) if request.full else ({}, "")

@@ -97,6 +97,11 @@ def test_the_last_message_is_changed_in_the_editor(
     assert "tok/s" in shown
     assert "Berta" in typed.ask("What is my name?")
     assert kept.read_text().strip() == "600"
+    typed.ask("/policy full")
+    program(editor, 'yes word | head -5000 | tr "\\n" " " > "$1"')
+    refused = " ".join(typed.ask("/edit").split())
+    assert "context is full" in refused
+    assert "are replaced" not in refused
     typed.ask("/undo")
     assert "undone: My name is Berta." in typed.ask("/undo")
     assert "My name is Berta." in typed.history.lines()
