@@ -142,8 +142,8 @@ def check_rewind(session: Session, count: int) -> list[int]:
 def rewind(session: Session, count: int) -> Session:
     """`session`, of which the last `count` user turns are undone.
 
-    If it can't undo so many, a new session that has read the turns before them; then `session`
-    stays as it is. Raises UndoError, changing nothing, if there are fewer user turns.
+    If it can't undo so many, a new session that has read the turns before them; `session` may
+    have undone some by then. Raises UndoError, changing nothing, if there are fewer user turns.
     """
     if count > len(session.history.messages):
         return reread_before_message(session, count)

@@ -64,6 +64,7 @@ from sirchat.models.devices import DeviceMemory, memory_by_device
 from sirchat.models.model import LoadedModel
 from sirchat.recall.passages import note_torn_sentences
 from sirchat.text.template import Template, TurnIds
+from sirchat.text.text_file import without_surrogates
 
 __all__ = ("Interrupted", "Session")
 
@@ -163,7 +164,7 @@ class Session(Conversation):
         turn can't be undone, or if the context has no room for `text`.
         """
         point = self.asked_point()
-        said = point.text if text is None else text
+        said = point.text if text is None else without_surrogates(text)
         allowed = yield from reply_format(self, self.toolbox)  # it may be refused
         self._check_room(said, point)
         self.undo_summaries()

@@ -86,6 +86,8 @@ class Chat:
     def run(self, line: InputLine | None = None) -> None:
         """Handle `line`, if given, and then each line that is read, until the user leaves."""
         while True:
+            if (session := self.saved_chat.session) is not self._session:
+                self._switch_to(session)  # Ctrl-C has come in between
             try:
                 with self._ctrl_c.interruptible():
                     if line is None:

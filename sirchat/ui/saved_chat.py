@@ -56,7 +56,7 @@ class SavedChat:
     """
 
     def __init__(self, session: Session, screen: Screen, store: SessionStore | None = None) -> None:
-        self._session = session
+        self.session = session
         self._screen = screen
         self._autosave = Autosave(session, store)
         self._last_error = ""  # "" if the last try to write succeeded
@@ -73,7 +73,7 @@ class SavedChat:
     def _try_to_write(self) -> bool:
         """If the setting is on, write the unsaved part of the chat; returns False on failure."""
         try:
-            if self._session.profile.save:
+            if self.session.profile.save:
                 self._write_new()
         except Exception as error:  # the chat goes on after any error
             if shows_tracebacks():
@@ -99,7 +99,7 @@ class SavedChat:
         try:
             if not self._try_to_write():
                 self._screen.error(f"the end of this chat is not saved: {self._last_error}")
-            elif self._session.profile.save:
+            elif self.session.profile.save:
                 self._autosave.save_kv()
         except Exception as error:
             if shows_tracebacks():
@@ -109,7 +109,7 @@ class SavedChat:
             self._autosave.close_without_saving()
 
     def print_resume_command(self) -> None:
-        is_saved = self._session.profile.save and not self._last_error
+        is_saved = self.session.profile.save and not self._last_error
         if is_saved and self._autosave.id and self._screen.is_interactive:
             self._screen.remark(f"to continue this chat: {self._resume_command}")
 
@@ -146,7 +146,7 @@ class SavedChat:
             raise
         with InterruptFlag():  # Ctrl-C does not stop it halfway
             self._autosave.close_without_saving()
-            self._session, self._autosave, self._last_error = session, autosave, ""
+            self.session, self._autosave, self._last_error = session, autosave, ""
         self._screen.note(f"this chat is session {autosave.id}{_name_part(autosave)}")
         if not session.profile.save:
             self._screen.note("new messages are not saved, as before; /save starts saving")
@@ -159,23 +159,23 @@ class SavedChat:
         with the current chat unchanged.
         """
         name = check_name(sessions_dir(), name, "")
-        is_saved = self._session.profile.save
-        if not is_saved or not self._session.turns:
+        is_saved = self.session.profile.save
+        if not is_saved or not self.session.turns:
             raise SessionError(
                 "a branch needs a saved chat, and this chat is not saved yet",
                 hint="send a message first" if is_saved else "/save saves this chat",
             )
-        check_rewind(self._session, num_turns)
+        check_rewind(self.session, num_turns)
         self._save_before_leaving("no branch is made")
-        session, old = self._session, self._autosave
+        session, old = self.session, self._autosave
         if num_turns > len(session.history.messages):  # it is read again: Ctrl-C may stop that
             session = rewind(session, num_turns)
         with InterruptFlag():  # but nothing from here on
             self._autosave = old.branch(name)
             old.close_without_saving()
-            if session is self._session:
+            if session is self.session:
                 session = rewind(session, num_turns)
-            if is_other := session is not self._session:
+            if is_other := session is not self.session:
                 self.replace_session(session)
         old_name = format_value(old.name) if old.name else old.id
         self._screen.note(
@@ -210,7 +210,7 @@ class SavedChat:
 
     def replace_session(self, session: Session) -> None:
         """Continue with another session of the same chat, saved in the same file."""
-        self._session = session
+        self.session = session
         self._autosave.replace_session(session)
         self.save()
 
@@ -244,7 +244,7 @@ class SavedChat:
 
     def _find_messages(self, words: str) -> list[Text]:
         lines, max_chars = list[Text](), max(24, self._screen.width - 24)  # a role stands before
-        for role, turn in zip(self._session.state.roles, self._session.turns, strict=True):
+        for role, turn in zip(self.session.state.roles, self.session.turns, strict=True):
             text = " ".join(displayable_line(turn.text).split())
             indices = [text.casefold().find(word) for word in words.casefold().split()]
             start = min(indices, default=-1)
@@ -273,7 +273,7 @@ class SavedChat:
 
     def _start_saving(self) -> None:
         """Turn the setting `save` on, and write the whole chat, to a new file if necessary."""
-        session, former_profile = self._session, self._session.profile
+        session, former_profile = self.session, self.session.profile
         # So that `--resume` saves it, too.
         session.note_profile(former_profile.model_copy(update={"save": True}))
         try:
@@ -289,7 +289,7 @@ class SavedChat:
         except Exception:
             if not self._autosave.id:
                 raise
-            old, new = self._autosave, Autosave(self._session)
+            old, new = self._autosave, Autosave(self.session)
             new.save()
             old.close_without_saving()
             self._autosave = new
@@ -320,7 +320,7 @@ class SavedChat:
         """The session saved in `store`; most `FIXED_SETTINGS` stay those of the current chat."""
         if store.state_record() is None:
             raise SessionError(f"session {store.id} holds no message yet")
-        model, current = self._session.model, self._session.profile
+        model, current = self.session.model, self.session.profile
         check_model(store, model)  # first: the settings may be invalid for another model
         kept_names = [name for name in FIXED_SETTINGS if name not in _LOADED_FIXED_SETTINGS]
         profile = saved_profile(store)
@@ -331,7 +331,7 @@ class SavedChat:
 
     def _save_before_leaving(self, consequence: str) -> None:
         """Save the chat if the setting is on; raises SessionError that names the `consequence`."""
-        if not self._session.profile.save:
+        if not self.session.profile.save:
             return
         try:
             self._write_or_move()

@@ -95,6 +95,13 @@ def test_a_message_that_has_no_room_in_place_of_the_last_one_changes_nothing() -
     assert answer(list(chat.retry(text="red " * 60)))
 
 
+def test_half_a_character_in_the_new_text_of_a_message_is_replaced() -> None:
+    chat = session(babbler(), max_new_tokens=8)
+    list(chat.ask("green"))
+    list(chat.retry(text="red \udc80 and blue"))
+    assert chat.turns[-2].text == "red \ufffd and blue"
+
+
 def test_a_message_that_is_refused_while_it_is_asked_again_keeps_its_pins() -> None:
     chat = session(babbler(), policy="full", max_new_tokens=8)
     list(chat.ask("green and red"))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from chatting import fail_reading
+from chatting import babbler, fail_reading
 from fake_terminal import FakeTerminal
-from saved_chats import SAYINGS, Chat, refusal, resumed, saved
+from saved_chats import SAYINGS, SMALL, Chat, refusal, resumed, saved
+from sirchat.paths import sessions_dir
 from sirchat.saved.session_list import list_sessions
+from sirchat.ui.screen import Screen
 from terminal import program
 from typed_chat import TypedChat
 
@@ -139,6 +142,32 @@ def test_an_interrupt_while_the_chat_is_read_anew_leaves_it_as_it_was(
     with pytest.raises(KeyboardInterrupt):
         chat.do("/undo")
     assert (chat.texts, chat.session.snapshot()) == (SAYINGS[:3], before)
+
+
+@pytest.mark.parametrize("line", ["/load trunk", "/undo", "/branch other 1"])
+def test_ctrl_c_once_another_session_is_saved_goes_on_with_that_session(
+    line: str, terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _gone_on().saved_chat.close()
+    with TypedChat(terminal, babbler(), **SMALL) as typed:
+        if line == "/load trunk":
+            typed.ask("Hello.")
+        else:
+            typed.ask("/load trunk")
+        usual = Screen.note
+
+        def note(self: Screen, text: str) -> None:
+            usual(self, text)
+            if text.startswith(("this chat is session", "undone")):
+                signal.raise_signal(signal.SIGINT)
+
+        monkeypatch.setattr(Screen, "note", note)
+        assert "stopped" in typed.ask(line)
+        typed.ask(SAYINGS[4])
+    said = SAYINGS[: 3 if line == "/load trunk" else 2]
+    name = "other" if line == "/branch other 1" else "trunk"
+    again, _ = resumed(sessions_dir(), name)
+    assert [turn.text for turn in again.turns if turn.role == "user"] == [*said, SAYINGS[4]]
 
 
 # --- /branch and /branches
