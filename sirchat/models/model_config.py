@@ -247,14 +247,15 @@ class DecoderConfig(ConfigValues):
             said["head_dim"] = hidden // heads
         if not said.get("use_sliding_window"):
             said |= {"sliding_window": None} if "sliding_window" in said else {}
-        kinds = said.get("layer_types")
+        kinds = said.get("layer_types") or ()
         is_plain = (
             cls.can_read(said)
             and said["rope_theta"] is not None
             and rope.keys() <= _ROPE_KEYS
             and said.get("hidden_act") == "silu"
             and said.get("sliding_window") is None
-            and (not kinds or kinds == ["full_attention"] * said["num_hidden_layers"])
+            and (not kinds or len(kinds) == said["num_hidden_layers"])
+            and set(kinds) <= {"full_attention"}
             and not any(said.get(name) for name in _UNSUPPORTED)
             and said.get("pretraining_tp", 1) == 1
             and {"bos_token_id", "eos_token_id", "tie_word_embeddings"} <= said.keys()

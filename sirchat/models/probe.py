@@ -343,7 +343,8 @@ def _read(module: Any, ids: list[int], kv_cache: BoundedCache, position: int) ->
             **cache_argument(module, kv_cache),
         ).logits
     except RuntimeError as error:  # torch's of a GPU, and of main memory
-        if not re.search(r"out of memory|can't allocate memory", str(error)):
+        # On Windows, torch says "not enough memory".
+        if not re.search(r"(out of|can't allocate|not enough) memory", str(error)):
             raise
         raise MemoryError(f"too little memory is free ({_first_line(error)})") from error
     kv_cache.commit(len(ids))

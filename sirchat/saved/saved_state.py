@@ -262,7 +262,8 @@ def check_model(store: SessionStore, model: LoadedModel) -> None:
     rebuild = "or --rebuild, to let the loaded model read the chat again"
     kind, _, packed = meta["dtype"].partition(" ")
     how = " and the same --quantize" if packed or " " in dtype else ""
-    if meta["dtype"] != dtype and meta["model"] == name_or_absolute_path(model.name):
+    names = map(name_or_absolute_path, (meta["model"], model.name))  # older chats: as it was typed
+    if meta["dtype"] != dtype and len(set(names)) == 1:
         raise SessionError(
             f"session {store.id} has dtype {meta['dtype']}, but the model is loaded as {dtype}",
             hint=f"to continue this chat: {again} --dtype {kind}{how}; {rebuild}",

@@ -108,7 +108,7 @@ def matching_files(name: str) -> Iterator[str]:
     if not rest:
         yield from filter(os.path.isfile, iglob(pattern))
         return
-    tops = iglob(folder) if has_magic(folder) and folder != pattern else [folder or "."]
+    tops = [folder or "."] if not folder or os.path.isdir(folder) else iglob(folder)
     last, left = rest[0].strip("/") or "*", _MAX_NAMES
     for path, folders, files in chain.from_iterable(map(os.walk, tops)):
         folders[:] = sorted(one for one in folders if not one.startswith("."))

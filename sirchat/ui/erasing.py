@@ -133,9 +133,9 @@ class EraseCommand:
             return lambda line: bool(pattern.search(line))
         is_typed = 0 <= turn < len(turns) and turns[turn].role in ("user", "system")
         message = turns[turn].text.removeprefix(PREFIX).strip() if is_typed else ""
-        message = self._history.typed_by_message.get(message, message)
-        typed = sent_message(as_typed(message))
-        return lambda line: bool(message) and sent_message(line) == typed
+        typed = message, self._history.typed_by_message.get(message, message)
+        sent = {sent_message(as_typed(one)) for one in typed}
+        return lambda line: bool(message) and sent_message(line) in sent
 
     def _count_typed_lines(self, target: str) -> int:
         matches = self._line_matcher(target)

@@ -258,7 +258,9 @@ class Chat:
         """The message that a typed text sends, with files in place of their names."""
         text = attach_mentions(typed, self._screen.note, self.tools.resource)
         if text != typed:
-            self._history.typed_by_message[without_surrogates(text).strip()] = typed.strip()
+            message = without_surrogates(text).strip()
+            # /edit may bring the same message again, with names that it escapes.
+            self._history.typed_by_message.setdefault(message, typed.strip())
         return text
 
     def _run_turn(

@@ -155,10 +155,11 @@ class Keyboard:
         """Whether Esc alone or Ctrl-C came since the last call; other keys stay for the prompt."""
         if sys.platform == "win32":
             return False
-        presses = self._keys.read_keys()  # an Esc in these is of a chord, such as Alt-B
+        presses = self._keys.read_keys()  # an Esc among other keys is of a chord, such as Alt-B
         flushed = [] if presses else self._keys.flush_keys()
         stops = [press for press in presses if press.key == Keys.ControlC]
-        stops += [press for press in flushed if press.key == Keys.Escape]
+        if all(press.key == Keys.Escape for press in flushed):  # and not of Alt-P
+            stops += flushed
         self._pressed_keys += [press for press in presses + flushed if press not in stops]
         return bool(stops)
 

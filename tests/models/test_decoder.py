@@ -334,6 +334,7 @@ def test_the_config_is_that_of_transformers(values: dict[str, Any], tmp_path: Pa
         {"sliding_window": 512, "use_sliding_window": True},
         {"layer_types": ["full_attention", "sliding_attention"]},
         {"layer_types": ["full_attention"] * 99},
+        {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 10**18},
         {"quantization_config": {"quant_method": "gptq"}},
         {"auto_map": {"AutoModelForCausalLM": "code.Model"}},
         {"pretraining_tp": 2},

@@ -131,6 +131,7 @@ def test_rotations_that_change_with_the_length_hold_the_model_to_its_original_le
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."),
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate"),
     ],
 )
 def test_too_little_memory_is_no_fault_of_the_model(kind: str, problem: Exception) -> None:

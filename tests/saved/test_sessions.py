@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,20 @@ def test_a_session_is_of_one_model_and_dtype_and_read_again_by_another_that_mode
     assert third.snapshot().rows == again.snapshot().rows
     with pytest.raises(SessionError, match="--model tiny"):
         resumed(folder, babbler())
+
+
+def test_an_older_chat_knows_its_model_by_the_path_that_was_typed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own").touch()
+    with monkeypatch.context() as older:
+        older.setattr("sirchat.saved.saved_state.name_or_absolute_path", str)
+        saving = Autosave(chat := session(replace(babbler(), name="own"), **SMALL))
+        talk(chat, saving, MESSAGES[:2])
+        saving.close()
+    with pytest.raises(SessionError, match=r"has dtype float32.*--dtype float32"):
+        resumed(folder, replace(in_bfloat16(), name="own"))
 
 
 def test_of_too_many_keys_and_values_the_oldest_archived_are_not_saved(

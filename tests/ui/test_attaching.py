@@ -158,6 +158,7 @@ def sources(folder: Path) -> None:
         ("src/sub/[bc].*", ["sub/b.py", "sub/c.txt"]),
         ("s[r]c/**/*.py", ["a.py", "sub/b.py"]),
         ("*rc/s**/*.py", ["sub/b.py"]),
+        ("[1]/src/**/*.py", ["a.py", "sub/b.py"]),
     ],
 )
 @pytest.mark.parametrize("form", ["@{}", '@"{}"', "@'{}'"])
@@ -165,6 +166,7 @@ def test_a_folder_and_a_pattern_bring_their_text_files(
     folder: Path, named: str, files: list[str], form: str
 ) -> None:
     sources(folder)
+    sources(folder / "[1]")
     text = attach_mentions(f"Look at {form.format(named)}, please.", print)
     names = re.findall(r"(?m)^```(.+)$", text)
     assert [name.rpartition("src/")[2] for name in names] == files

@@ -107,6 +107,22 @@ def test_what_was_typed_of_a_turn_goes_with_it_whatever_command_sent_it(
     assert "1 typed line erased" in do(chat, "/erase --yes turn 4")
 
 
+def test_an_edit_that_changes_nothing_leaves_both_typed_forms_to_be_erased(
+    terminal: FakeTerminal, own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VISUAL", "true")
+    pin, other = own_home / "pin.txt", own_home / "other.txt"
+    other.write_text("Nothing.", encoding="utf-8")
+    pin.write_text(f"4711, as @{other} says", encoding="utf-8")
+    with TypedChat(terminal, babbler(), max_new_tokens=3) as typed:
+        typed.ask(f"Read @{pin} now")
+        assert "the message is unchanged" in typed.ask("/edit")
+        typed.ask("/erase last")
+        assert "2 typed lines erased" in typed.ask("/erase --yes")
+    history = (own_home / "state" / "history").read_text(encoding="utf-8")
+    assert not re.search("4711|pin", history)
+
+
 def cached_texts() -> Iterator[str]:
     """Every text in an lru_cache of this process."""
     for cache in (item for item in gc.get_objects() if isinstance(item, _lru_cache_wrapper)):

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from fake_terminal import FakeTerminal
 from sirchat.ui import keys as keys_of
 from sirchat.ui.keys import KeyParser
 from sirchat.ui.prompt import Prompt
-from sirchat.ui.typed_input import open_history
+from sirchat.ui.typed_input import Keyboard, open_history
 from sirchat.ui.typed_line import InputLine, as_typed, sent_message
 from terminal import PASTE_OFF, PASTE_ON, program
 from typed_chat import TypedChat
@@ -443,3 +444,28 @@ def pressed(clock: Clock, *sent: str | float) -> list[str]:
 )
 def test_keys(clock: Clock, sent: list[str | float], keys: list[str]) -> None:
     assert pressed(clock, *sent) == keys
+
+
+@pytest.mark.parametrize(
+    ("sent", "stops"),
+    [("\x1b", True), ("\x1b\x1b", True), ("\x1bb", False), ("\x1bP", False), ("\x1b]11;r", False)],
+)
+def test_esc_alone_stops_a_reply_but_no_chord(clock: Clock, sent: str, stops: bool) -> None:
+    presses: list[KeyPress] = []
+    parser = KeyParser(presses.append)
+
+    def read() -> list[KeyPress]:
+        taken = presses[:]
+        presses.clear()
+        return taken
+
+    def flush() -> list[KeyPress]:
+        parser.flush()
+        return read()
+
+    keys: Any = SimpleNamespace(read_keys=read, flush_keys=flush)
+    keyboard = Keyboard(keys)
+    parser.feed(sent)
+    assert not keyboard.escape_pressed()
+    clock.now += 0.06
+    assert keyboard.escape_pressed() == stops
