@@ -105,7 +105,7 @@ def go_on(session: Session, interrupted: Interrupted = never) -> Iterator[Event]
         session.return_to(session.history.before_end)
     except LostTokensError:  # in a resumed chat, for example
         if session.turns[-2].role == "tool":  # it would be lost
-            why = "the last reply follows a tool's result, and was not generated in this run"
+            why = "the result of a tool, which the last reply follows, would be lost"
             raise UsageError(f"/continue: {why}", hint="/retry asks again") from None
         yield from _generate_again(session, reply, interrupted)
     else:

@@ -68,6 +68,8 @@ from sirchat.text.text_file import without_surrogates
 
 __all__ = ("Interrupted", "Session")
 
+_LOST = "this message can't be undone: tokens that it evicted are no longer archived"
+
 
 class Session(Conversation):
     """One conversation with one model. Raises SettingError for a setting that the model refuses.
@@ -161,7 +163,7 @@ class Session(Conversation):
         """Undo the last user turn; ask it again with other random numbers, or ask `text` instead.
 
         Summaries after it go. Pinned tokens stay pinned. Raises an error, changing nothing, if the
-        turn can't be undone, or if the context has no room for `text`.
+        turn can't be undone, or if there is no room for `text` or for the tools to be told.
         """
         point = self.asked_point()
         said = point.text if text is None else without_surrogates(text)
@@ -175,13 +177,16 @@ class Session(Conversation):
         yield from self.ask(said, interrupted, attempt=attempt, allowed=allowed)
 
     def _check_room(self, text: str, point: UndoPoint) -> None:
-        """Raise ContextFullError if after an undo to `point` the context had no room for `text`."""
+        """Raise an error if after an undo to `point` there is no room for `text` or its tools."""
         state, seen, told = point.state, point.checkpoint.seen, self.toolbox.tools_json
         system, ids = self._user_turn(text, state, seen)
         if seen and told and told != state.tools_json:
             system = self.template_with(told).system_turn(self.profile.system or "")
         size = len(state.pending_ids) + len(self.template.closing) + len(ids.ids)
-        size += len(system.ids) if system is not None else 0
+        if system is not None:
+            size += len(system.ids)
+            if self.profile.pin_system:
+                self.engine.choice.check_pins(len(system.ids) - len(self.state.system.positions))
         self.engine.require_room(size, len(point.checkpoint.placement.held), seen)
 
     def asked_point(self) -> UndoPoint:
@@ -194,8 +199,10 @@ class Session(Conversation):
         raise UndoError("there is no message of yours to take back, only a summary")
 
     def undo_summaries(self) -> None:
-        """Undo the summaries after the user's last message; UndoError if there is no message."""
+        """Undo the summaries after the user's last message; UndoError if that can't be undone."""
         point = self.asked_point()
+        if not self.engine.store.has(point.checkpoint.placement.held):
+            raise UndoError(_LOST)
         while self.history.messages[-1] is not point:
             self.undo()
 
@@ -215,8 +222,7 @@ class Session(Conversation):
         try:
             self.return_to(point, to_ask_again=to_ask_again)
         except LostTokensError:
-            why = "tokens that it evicted are no longer archived"
-            raise UndoError(f"this message can't be undone: {why}") from None
+            raise UndoError(_LOST) from None
         self.recall.undo()
         if to_ask_again:
             self.state.retried = RetriedMessage(text, tuple(own.tolist()), turns[turn].torn)

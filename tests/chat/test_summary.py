@@ -23,7 +23,7 @@ from sirchat.chat.summary import (
 )
 from sirchat.chat.tool_loop import Toolbox
 from sirchat.chat.turn import never
-from sirchat.errors import SettingError, SirchatError, UsageError
+from sirchat.errors import SettingError, SirchatError, UndoError, UsageError
 from sirchat.models.model import LoadedModel
 from sirchat.ui.turn_commands import Retry, retry
 
@@ -138,6 +138,17 @@ def test_a_new_summary_takes_the_place_of_the_former_one() -> None:
     chat.undo_summaries()  # as /retry and /edit do
     assert len(chat.turns) == second
     assert pinned(chat, turn)
+
+
+def test_a_message_whose_tokens_are_lost_is_not_asked_again_and_its_summary_stays() -> None:
+    chat = session(babbler(), max_new_tokens=8, budget=640, recent=8, archive_limit="100KB")
+    for text in ("red " * 30, "green " * 60, "blue " * 400, "x " * 90):
+        list(chat.ask(text))
+    list(pin_summary(chat, "word"))
+    before = state(chat)
+    with pytest.raises(UndoError, match="no longer archived"):
+        list(chat.retry())
+    assert state(chat) == before
 
 
 @pytest.mark.parametrize("why", ["tools", "archive", "schema", "room"])

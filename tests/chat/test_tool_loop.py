@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from chatting import hub_tokenizer, ids_of, notices, session, text_at, tiny
+from held_rows import state
 from sirchat.chat.editing import KeptTurn, edit
 from sirchat.chat.events import Called, Delta, Event, Returned
 from sirchat.chat.retry import go_on
@@ -24,6 +25,7 @@ from sirchat.chat.session import Session
 from sirchat.chat.tool_loop import ChatTool, Toolbox
 from sirchat.engine.sampling import ForcedPrefixSampler, Sampling
 from sirchat.engine.types import ContinuationScore
+from sirchat.errors import SettingError
 from sirchat.memory.ledger import Role
 from sirchat.models.model import wrap_model
 from sirchat.text.tool_calls import ToolCall
@@ -200,6 +202,18 @@ def test_a_cut_reply_that_goes_on_has_its_calls_done(
             ("assistant", "stop"),
         ]
     assert [turn.text for turn in chat.turns] == [turn.text for turn in whole.turns]
+
+
+def test_a_retry_for_whose_tools_there_is_no_room_changes_nothing() -> None:
+    chat = calling(policy="sink", budget=512, max_new_tokens=8)
+    for text in ("Hello.", "And?"):
+        list(chat.ask(text))
+    chat.toolbox = Toolbox([weather])
+    chat.switch("/budget", budget=48)
+    before, turns = state(chat), list(chat.turns)
+    with pytest.raises(SettingError, match="would be pinned"):
+        list(chat.retry())
+    assert (state(chat), chat.turns) == (before, turns)
 
 
 def test_tools_are_told_in_the_middle_of_a_chat_and_taken_back(
