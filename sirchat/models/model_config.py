@@ -255,7 +255,7 @@ class DecoderConfig(ConfigValues):
             and said.get("hidden_act") == "silu"
             and said.get("sliding_window") is None
             and (not kinds or len(kinds) == said["num_hidden_layers"])
-            and set(kinds) <= {"full_attention"}
+            and all(kind == "full_attention" for kind in kinds)
             and not any(said.get(name) for name in _UNSUPPORTED)
             and said.get("pretraining_tp", 1) == 1
             and {"bos_token_id", "eos_token_id", "tie_word_embeddings"} <= said.keys()

@@ -25,12 +25,12 @@ ESCAPE_SECONDS = 0.05
 _PASTE, _PASTE_END, _CTRL_C = "\x1b[200~", "\x1b[201~", "\x03"
 # CSI; or OSC, DCS, APC and PM, by which a terminal answers programs.
 _SEQUENCE = re.compile(
-    r"\x1b\[(?:\[[A-E]|[0-?]*[ -/]*[@-~])|\x1b[]P_^][^\x00-\x1f]*(?:\x07|\x1b\\)"
+    r"\x1b\[(?:\[[A-E]|(?!\[)[0-?]*[ -/]*[@-~])|\x1b[]P_^][^\x00-\x1f]*(?:\x07|\x1b\\)"
 )
 # Shift-Enter and Ctrl-Enter, by CSI u and modifyOtherKeys.
 _NEW_LINES = ("\x1b[13;2u", "\x1b[13;5u", "\x1b[27;2;13~", "\x1b[27;5;13~")
 # The beginning of one, at the end of what came so far.
-_PARTIAL_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|[]P_^][^\x00-\x1f]*\x1b?)?\Z")
+_PARTIAL_SEQUENCE = re.compile(r"\x1b(?:\[(?:\[|[0-?]*[ -/]*)|[]P_^][^\x00-\x1f]*\x1b?)?\Z")
 _POSITION_REPORT = re.compile(r"\x1b\[(?:\d+;\d+R|<?[\d;]*[mM])")  # where cursor or mouse are
 
 

@@ -424,6 +424,7 @@ def pressed(clock: Clock, *sent: str | float) -> list[str]:
         (["\x1b["], ["Esc", "["]),
         (["\x1b[A\x1bOB\x1b[1;5C\x1b[3~"], ["up", "down", "c-right", "delete"]),
         (["\x1b", "[", "1", ";5", "D"], ["c-left"]),
+        (["\x1b[[A", "\x1b[", "[", "B\x1b[[", "C"], ["f1", "f2", "f3"]),
         (["\x1b[13;2u\x1b[27;2;13~\x1b[13;5u"], ["c-j", "c-j", "c-j"]),
         (["\x1b[57441;2u\x1b[99999999999u"], []),
         (["\x1b[1;99Zx\x1b[?62;c\x1b[I"], ["x"]),
