@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from chatting import babbler, tiny
 from command import hostile_modules, run
 from gguf_file import write_gguf
+from sirchat.config.profile import Profile
+from sirchat.lab.bench import start, start_worker
+from sirchat.lab.bench.ratio import BenchOptions, bench_model, compare
 from warm_python import fresh_once, warm_program
 
 
@@ -51,6 +56,7 @@ def test_decode_is_measured_by_default(endless: str) -> None:
         (["--cache", "63"], ["--cache", "64"]),
         (["decode", "--rounds", "1"], ["--rounds", "2"]),
         (["start", "--tokens", "much"], ["tokens", "much"]),
+        (["start", "--tokens", ""], ["--tokens"]),
         (["decode", "--device", "gpu"], ["--device", "gpu", "cuda"]),
     ],
     ids=lambda value: " ".join(value),
@@ -151,3 +157,44 @@ def test_without_the_peers_code_there_is_one_line(
     assert done.stdout == ""
     assert len(done.stderr.strip().splitlines()) == 1
     assert all(word in done.stderr for word in words), done.stderr
+
+
+def test_both_sides_have_the_threads_that_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sirchat.models.devices.free_thread_count", lambda: 2)
+    monkeypatch.delenv("SIRCHAT_THREADS", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    usual = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)  # of the time when llama.cpp began
+        bench_model("tiny", "cpu")
+        assert torch.get_num_threads() == 1
+        monkeypatch.setenv("SIRCHAT_THREADS", "1")
+        torch.set_num_threads(2)
+        monkeypatch.setattr("sirchat.lab.bench.ratio.bench_model", lambda *_, **__: tiny())
+        start_worker._figures("135m", "cpu", "auto", "auto", "off", "8", "", "1", "0")
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(usual)
+
+
+def test_a_chat_starts_with_all_that_the_command_was_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = list[str]()
+
+    def started(flags: list[str]) -> dict[str, float]:
+        given.extend(flags)
+        return dict.fromkeys(("prompt", "ready", "reply", "echo", "echo_most"), 1.0)
+
+    names = ("load", "first", "resident", "peak", "decode", "most", "paste 8")
+    monkeypatch.setattr(start, "_ours", lambda *_, **__: dict.fromkeys(names, 1.0))
+    monkeypatch.setattr("sirchat.lab.bench.start_prompt.time_prompt", started)
+    start.bench_start(Profile(model="tiny", compile="off"), 1, None, (8,), with_chat=True)
+    assert "--compile=off" in given
+    assert f"--threads={torch.get_num_threads()}" in given
+
+
+def test_quartiles_are_among_the_ratios() -> None:
+    ours, other = (partial(iter, side) for side in ([9.0, 1.0, 4.0], [9.0, 1.0, 1.0]))
+    ratio = compare("", ours, other, BenchOptions(rounds=2))
+    assert (ratio.low, ratio.median, ratio.high) == (1.75, 2.5, 3.25)

@@ -153,7 +153,8 @@ def bench_decode(
         theirs = partial(peer.time_reading, some_ids(model, options.cache))
         yield compare("prefill against llama.cpp", reading, theirs, options)
     without = partial(ours, archive=0)
-    yield compare("decode with an archive against decode without", ours, without, options)
+    # Without an archive the same rows are copied, for undo, until the turn ends.
+    yield compare("decode with an archive against undo's rows alone", ours, without, options)
     early, *later = options.seen
     for late in later:
         if late > early:

@@ -212,7 +212,12 @@ def _decode(bench: Bench, name: str, quantize: Quantize = "none") -> _Values:
     yield _over(f"over {against}", ratio)
     if not bench.is_small:
         most = torch.cuda.max_memory_allocated()
-        yield Value("most memory", most / 2**30, "GiB", f"{before / 2**30:.2f} before decoding")
+        yield Value(
+            "most memory, of both sides",
+            most / 2**30,
+            "GiB",
+            f"{before / 2**30:.2f} before decoding",
+        )
 
 
 def _steps(bench: Bench, name: str) -> _Values:
@@ -278,7 +283,7 @@ def _features(bench: Bench, name: str) -> _Values:
     model = bench.model(name)
     full = partial(generated_blocks, model, bench.options)
     yield _over("evicting over not", bench.compare(full, partial(_kept_blocks, bench, model)))
-    yield _over("an archive over none", bench.compare(full, partial(full, archive=0)))
+    yield _over("an archive over undo's rows alone", bench.compare(full, partial(full, archive=0)))
     yield from _tried("recall", partial(_recall, bench, model))
     yield _over("h2o over entropy", bench.compare(partial(full, policy=H2o()), full))
 
@@ -298,6 +303,7 @@ def _recall(bench: Bench, model: LoadedModel) -> _Values:
             restore(_)
         prefill(engine, some_ids(model, 32))
         _said(engine, 32)
+        evictor.end_recall()
 
     back = evictor.end_recall
     ratio = bench.compare(*(partial(bench.again, back, partial(turn, by)) for by in (True, False)))

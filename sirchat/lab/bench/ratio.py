@@ -97,7 +97,7 @@ def compare(
             pairs.append((next(ours), second))
     pairs = pairs[1:]
     ratios = sorted(a / b for a, b in pairs)
-    low, median, high = statistics.quantiles(ratios, n=4)
+    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
     ours_ms, other_ms = (1000 * statistics.median(side) for side in zip(*pairs, strict=True))
     return Ratio(name, ours_ms, other_ms, median, low, high, len(pairs))
 
@@ -137,8 +137,10 @@ def bench_model(
 ) -> LoadedModel:
     """Load the model for a benchmark, as `load_model` says, or build it with random weights."""
     if name not in SHAPES:
-        how: dict[str, Any] = {"for_hub": for_hub, "compile": compile}
-        return load_model(name, device=device, dtype=dtype, quantize=quantize, **how)
+        # What it runs beside has as many threads, however many cores are free by now.
+        how: dict[str, Any] = {"compile": compile, "threads": torch.get_num_threads()}
+        types: dict[str, Any] = {"device": device, "dtype": dtype, "quantize": quantize}
+        return load_model(name, for_hub=for_hub, **types, **how)
     where = pick_device(device)
     model = random_model(name, SHAPES[name], where, pick_dtype(dtype, where), quantize)
     use_compiled(model, compile)

@@ -98,8 +98,9 @@ def bench_start(
         return measured
     from sirchat.lab.bench.start_prompt import time_prompt  # needs termios, which Windows lacks
 
-    values = zip(("model", "device", "dtype", "quantize"), (model, *how), strict=True)
-    flags = [f"--{name}={value}" for name, value in values]
+    names = ("model", "device", "dtype", "quantize", "compile")
+    flags = [f"--{name}={getattr(profile, name)}" for name in names]
+    flags.append(f"--threads={torch.get_num_threads()}")
     chats = [time_prompt(flags) for _ in range(rounds)]
     return measured + [_measure(key, of, chats, []) for key, of in _AT_THE_PROMPT.items()]
 

@@ -96,7 +96,9 @@ def _figures(
     with without_garbage_collection():
         from sirchat.lab.bench.decode import reply_times
         from sirchat.lab.bench.ratio import BenchOptions, bench_model
+        from sirchat.models.devices import use_threads
 
+        use_threads(0)  # those that SIRCHAT_THREADS names
         options = BenchOptions(cache=max([int(short), *texts]) + int(reply) + 64)
         begun = time.perf_counter()
         model = bench_model(name, device, dtype, quantize, compile=compile)  # type: ignore[arg-type]

@@ -75,6 +75,8 @@ bench_app.callback()(bench)
 def start(json: bool, **given: Any) -> None:
     profile = _profile(given)
     longs = whole_numbers("tokens", given["tokens"])
+    if min(longs, default=0) < 1:
+        raise UsageError(f"--tokens {given['tokens']!r} must be numbers from 1 on")
     from sirchat.lab.bench.peers import peer_for
     from sirchat.lab.bench.report import print_start
     from sirchat.lab.bench.start import REPLY, bench_start
@@ -95,7 +97,10 @@ def gpu(device: str, minutes: float, only: str, json: str | None) -> None:
     from sirchat.lab.bench.gpu import bench_gpu
 
     if not bench_gpu(device, minutes, only, json):
-        raise SirchatError("nothing could be measured", hint="the rows' notes say why")
+        raise SirchatError(
+            "nothing could be measured",
+            hint=f"the rows' notes say why, unless none has a word of --only {only!r}",
+        )
 
 
 def _profile(given: dict[str, Any]) -> Profile:

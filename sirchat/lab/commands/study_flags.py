@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 
 _FLAGS = read_yaml(__file__, "common")
+_COMPARED = {"policy": "--policies", "budget": "--budgets", "decay": "--decays"}
 _POLICY_SETTINGS = ("budget", "decay", "recent", "sinks")  # which some policies ignore
 
 
@@ -66,9 +67,10 @@ def add_study(
         made: Study = make(**compared, **options, **(fixed or {}))
         swept = [_swept(one)[0] for one in cells.get("sweep") or ()]
         for setting in (*flags, *swept):
-            if setting in made.without_effect:
+            plural = _COMPARED.get(setting, "") if grid and setting in flags else ""
+            if plural or setting in made.without_effect:
                 why = f"{setting} has no effect in `sirchat eval {name}`"
-                raise SettingError(why, hint=f"leave {setting} out")
+                raise SettingError(why, hint=f"give {plural}" if plural else f"leave {setting} out")
         _run(made, profile, **how)
 
     given = inspect.Parameter("flags", inspect.Parameter.KEYWORD_ONLY, annotation=dict[str, Any])
@@ -133,7 +135,7 @@ _PARSERS: dict[str, Callable[[str, str], tuple[Any, ...]]] = {
 def _parsed(parameter: inspect.Parameter, value: Any) -> Any:
     (option, *_) = getattr(parameter.annotation, "__metadata__", (None,))
     parse = _PARSERS.get(getattr(option, "metavar", None) or "")
-    return value if parse is None else parse(parameter.name, value)
+    return value if parse is None else tuple(dict.fromkeys(parse(parameter.name, value)))
 
 
 def _swept(text: str) -> tuple[str, list[str]]:
@@ -179,12 +181,15 @@ def _run(
     json: bool,
 ) -> None:
     model = load_profile_model(profile, trust_remote_code)
+    import torch
+
     from sirchat.lab.studies.run import run
     from sirchat.lab.studies.workers import run_in_processes
 
     typed = sorted({one.policy for one in (profile, *getattr(made, "settings", ()))})
     remote = None
     if workers is not None:
+        torch.set_num_threads(1)  # as each process has, which the report says
         again = partial(_load_again, typed, profile, trust_remote_code)
         remote = partial(run_in_processes, load=again, workers=workers)
     run(made, model, command=command_line(), out=out, as_json=json, remote=remote)

@@ -33,7 +33,7 @@ from sirchat.lab.studies.by_question import (
 )
 from sirchat.lab.studies.reading import read_data
 from sirchat.lab.studies.report import Record, Report, Table
-from sirchat.lab.studies.study import GREEDY, Cell, Findings, Grid, data_name
+from sirchat.lab.studies.study import GREEDY, Cell, Findings, Grid
 from sirchat.memory.key_values import Positions
 from sirchat.memory.policies import policy_class
 from sirchat.recall.recall import NewTurn
@@ -242,9 +242,6 @@ class Beam(Grid):
         for number in self.chats:
             if number not in known:
                 raise SettingError(f"chats has {number}, the file has {', '.join(map(str, known))}")
-
-    def parameters(self) -> Record:
-        return super().parameters() | {"data": data_name(Path(self.data))}
 
     @cached_property
     def _every(self) -> list[BeamChat]:

@@ -92,11 +92,13 @@ def most_likely(scores: Sequence[ContinuationScore], scoring: Scoring) -> int:
 def named_option(text: str, replies: Sequence[str]) -> int | None:
     """The index of the first option with whose reply `text` begins; None if there is none.
 
-    Blanks around `text` are ignored, and so is a full stop at the end of a reply.
+    Blanks around `text` are ignored, and so is a full stop at the end of a reply. The option ends
+    with a word of `text`: "All" does not name the option A.
     """
     text = text.strip()
     for number, reply in enumerate(replies):
-        if text.startswith(reply.rstrip(".")):
+        named = reply.rstrip(".")
+        if text.startswith(named) and not text[len(named) : len(named) + 1].isalnum():
             return number
     return None
 

@@ -54,6 +54,7 @@ def mean(values: Sequence[float]) -> Estimate:
     second = (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / 96
     third = (3 * _Z**7 + 19 * _Z**5 + 17 * _Z**3 - 15 * _Z) / 384
     quantile = _Z + first / freedom + second / freedom**2 + third / freedom**3
+    quantile = {1: 12.7062, 2: 4.30265}.get(freedom, quantile)  # where the series is too short
     deviation = math.sqrt(sum((one - value) ** 2 for one in values) / freedom)
     half = quantile * deviation / math.sqrt(len(values))
     return Estimate(value, value - half, value + half)

@@ -42,7 +42,7 @@ from sirchat.lab.studies.long_talk import (
     read_talk,
 )
 from sirchat.lab.studies.report import Record, Report, Table
-from sirchat.lab.studies.study import GREEDY, Cell, Findings, Grid, data_name
+from sirchat.lab.studies.study import GREEDY, Cell, Findings, Grid
 from sirchat.memory.key_values import Positions
 from sirchat.memory.policies import policy_class
 from sirchat.recall.recall import NewTurn
@@ -81,7 +81,7 @@ class ReadTalk:
         adversarial = question.category == ADVERSARIAL
         found["f1"] = None if said is None or adversarial else reply_score(question, said)
         found["abstains"] = (
-            float(says_not_mentioned(said, options)) if said and adversarial else None
+            None if said is None or not adversarial else float(says_not_mentioned(said, options))
         )
         return found
 
@@ -268,9 +268,6 @@ class Locomo(Grid):
                     f"counts is {self.counts}, must be 1 to {most} under a budget of "
                     f"{setting.budget}"
                 )
-
-    def parameters(self) -> Record:
-        return super().parameters() | {"data": data_name(Path(self.data))}
 
     @cached_property
     def talks(self) -> list[LongTalk]:

@@ -28,7 +28,6 @@ from sirchat.lab.studies.study import (
     Cell,
     Findings,
     Grid,
-    data_name,
 )
 from sirchat.lab.synthetic.dialogue import Dialogue, Mix
 from sirchat.memory.ledger import Role
@@ -71,10 +70,6 @@ class Perplexity(Grid):
         """Names of the settings that change nothing in this study."""
         return (*ON_SCREEN, *SAMPLING) if self.data else WITHOUT_SESSION
 
-    def parameters(self) -> Record:
-        data = data_name(Path(self.data)) if self.data else None
-        return super().parameters() | {"data": data}
-
     name = "perplexity"
 
     def units(self) -> list[str]:
@@ -113,8 +108,7 @@ class Perplexity(Grid):
 
     def _nats(self, found: np.ndarray) -> Record:
         """The record of one reading: the mean surprisal in each hundredth of the text."""
-        size = max(1, self.limit // _POINTS)
-        parts = np.split(found, range(size, len(found), size))
+        parts = np.array_split(found, max(1, min(_POINTS, len(found))))
         nats = [float(np.nanmean(part)) for part in parts if not np.isnan(part).all()]
         return {"nats": nats, "tokens": len(found)}
 

@@ -184,6 +184,8 @@ class Retrieval(NumberedStudy):
     weights: tuple[str, ...] = ("none", "surprisal")
     data: str | None = None  # a file with conversations, used instead of those of `task`
 
+    without_effect = ("policy", "budget", "recall", "recall_n", "recall_weight", "max_new_tokens")
+
     def __post_init__(self) -> None:
         _ = self.file_dialogues
         refuse_unknown("retrieval task", (self.task,), TASKS)
@@ -342,6 +344,8 @@ class Privacy(NumberedStudy):
     base: int = 72  # the base budget (without the recalled tokens), in tokens
     # numbers of recalled tokens; 0 for no recall
     counts: tuple[int, ...] = (0, 10, 20, 50, 100, 200)
+
+    without_effect = ("policy", "budget", "recall_n")
 
     def __post_init__(self) -> None:
         refuse_unknown("task", (self.task,), TASKS)

@@ -22,6 +22,7 @@ from sirchat.lab.studies.report import (
 )
 from sirchat.lab.studies.study import Study
 from sirchat.models.model import LoadedModel
+from sirchat.paths import write_private
 
 # Runs units elsewhere: takes a study and keys, yields (key, record) as each unit finishes.
 RemoteRunner = Callable[[Study, list[str]], Iterator[tuple[str, Record]]]
@@ -97,7 +98,7 @@ class ResultsLog:
                 hint="choose another folder with --out, or delete this file",
             )
         text = "".join(json.dumps(line) + "\n" for line in lines or [first])
-        path.write_text(text, "utf-8")  # without an incomplete last line
+        write_private(path, text, replaces=True)  # without an incomplete last line
         self._done = {line["key"]: line["found"] for line in lines[1:]}
 
     def __contains__(self, name: str) -> bool:

@@ -132,6 +132,11 @@ class Findings:
     def records(self) -> list[Record]:
         return [record for records in self.by_seed for record in records]
 
+    @property
+    def by_unit(self) -> list[tuple[Record, ...]]:
+        """For each unit, its records under all seeds."""
+        return list(zip(*self.by_seed, strict=True))
+
 
 @dataclass(frozen=True)
 class Grid(Study):
@@ -224,7 +229,10 @@ class Grid(Study):
 
 
 def fields_of(study: DataclassInstance) -> Record:
-    return {field.name: getattr(study, field.name) for field in fields(study)}
+    """The values of a study's fields; of files of data, names with hashes of the contents."""
+    found = {field.name: getattr(study, field.name) for field in fields(study)}
+    files = {name: found[name] for name in ("data", "text") if found.get(name)}
+    return found | {name: data_name(Path(file).expanduser()) for name, file in files.items()}
 
 
 def without(parameters: Record, names: tuple[str, ...]) -> Record:

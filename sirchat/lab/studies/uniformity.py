@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from sirchat.chat.session import Session
+from sirchat.errors import SettingError
 from sirchat.lab.studies.reading import read
 from sirchat.lab.studies.report import Record, Report, Table, Value
 from sirchat.lab.studies.study import ON_SCREEN, SAMPLING, Cell, Findings, Grid
@@ -51,6 +52,12 @@ class Uniformity(Grid):
             user, reply = quiz(rng, 5)
             read(session, user.text, reply.text)
         first, end = cell.setting.sinks, session.seen - session.budget
+        if end - first < PARTS:
+            raise SettingError(
+                f"rounds is {self.rounds}, too few: {session.seen} tokens under a budget of "
+                f"{session.budget} leave none to compare",
+                hint="choose a greater --rounds, or a smaller budget",
+            )
         held = np.array([row.position for row in session.snapshot().rows])
         edges = np.linspace(first, end, PARTS + 1).round()
         counts, _ = np.histogram(held[(held >= first) & (held < end)], edges)

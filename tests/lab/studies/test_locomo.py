@@ -321,3 +321,12 @@ def test_an_adversarial_question_is_right_if_nothing_was_mentioned(reply: str, r
     assert says_not_mentioned(reply, (NOT_MENTIONED, "Fennel")) is right
     if reply in ("a", "b"):
         assert says_not_mentioned(reply, ("Fennel", NOT_MENTIONED)) is not right
+
+
+def test_an_empty_reply_to_an_adversarial_question_counts_as_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ReadTalk, "_without_name", lambda self, reply: "")
+    (found, *_) = run_units(study(tmp_path, FULL, more=1, reply_tokens=1), tiny()).values()
+    abstains = {one["abstains"] for one in found["questions"] if one["category"] == 5}
+    assert abstains == {0.0}

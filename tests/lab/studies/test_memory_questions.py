@@ -27,6 +27,7 @@ from sirchat.lab.studies.facts_in_dialogue.questions import (
 )
 from sirchat.lab.studies.facts_in_dialogue.study import FactsInDialogue
 from sirchat.lab.studies.reading import read
+from sirchat.lab.studies.report import Estimate, Table
 from sirchat.recall.word_index import STOP_WORDS
 
 # Beside STOP_WORDS: what an apostrophe leaves of a word, and words that only join others
@@ -260,3 +261,34 @@ def test_what_has_no_effect_and_what_is_unknown_is_refused(talk: Path) -> None:
     ):
         with pytest.raises(SettingError, match=message):
             study(talk, Profile(), **wrong)
+
+
+def test_a_conversation_under_several_seeds_is_one_conversation(talk: Path) -> None:
+    some: dict[str, Any] = {
+        "said": None,
+        "held": 1,
+        "told": 1,
+        "found": 1,
+        "last": None,
+        "other": None,
+    }
+    some |= {"rows": 90, "recalled": 8, "nats": 2.0, "seconds": 0.004, "type": TOLD}
+
+    def tables(repeats: int) -> tuple[Table, ...]:
+        settings = (Profile(policy="sink", budget=512), Profile(policy="random", budget=96))
+        asked: dict[str, Any] = {"facts": 1, "limit": 6, "questions": (TOLD,), "lengths": (260,)}
+        one = FactsInDialogue(settings, data=str(talk), repeats=repeats, **asked)
+        found = dict[str, dict[str, Any]]()
+        keys = one.keys()
+        for key in keys:
+            number = int(key[-1])
+            answers = [some | {"right": float(number % 2)}]
+            found[key] = {"told": TOLD, "length": 260, "answers": answers, "tokens": 250}
+            found[key] |= {"nats": number / (1 + int(key[0])), "recalled": 1.0}
+            found[key] |= {"unrelated": [number]}
+        return one.report(found).tables
+
+    for once, thrice in zip(tables(1), tables(3), strict=True):
+        for row, same in zip(once.rows, thrice.rows, strict=True):
+            estimates = [one for one in row if isinstance(one, Estimate)]
+            assert estimates == [one for one in same if isinstance(one, Estimate)] != []

@@ -103,6 +103,11 @@ def test_a_generated_reply_names_an_option(said: str, option: int | None) -> Non
     assert named_option(said, replies) == option
 
 
+@pytest.mark.parametrize(("said", "option"), [("B", 1), ("A) tea", 0), ("All of them", None)])
+def test_a_letter_that_only_begins_a_word_is_no_option(said: str, option: int | None) -> None:
+    assert named_option(said, ("A", "B")) == option
+
+
 def test_by_text_the_options_are_not_listed_and_their_texts_are_the_replies(tmp_path: Path) -> None:
     file = str(written(tmp_path / "keys.jsonl", FRUIT))
     study = MultipleChoice((SINK,), 1, task="grocery", data=file, scoring="text")

@@ -12,9 +12,12 @@ import pytest
 from chatting import babbler, tiny
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
+from sirchat.lab.studies.multiple_choice import MultipleChoice
+from sirchat.lab.studies.perplexity import Perplexity
 from sirchat.lab.studies.report import Record, Report
-from sirchat.lab.studies.run import run_units
-from sirchat.lab.studies.study import UNLOGGED, Cell, Grid
+from sirchat.lab.studies.retrieval import Retrieval
+from sirchat.lab.studies.run import ResultsLog, run_units
+from sirchat.lab.studies.study import UNLOGGED, Cell, Grid, Study
 
 SINK = Profile(policy="sink", budget=64)
 RANDOM = Profile(policy="random", budget=64, seed=5)
@@ -116,3 +119,33 @@ def test_what_changes_every_unit_is_refused_by_name(tmp_path: Path) -> None:
         run_units(noted(SINK), babbler(), tmp_path)
     names = [json.loads(line)["key"] for line in lines[1:]]
     assert [name.split()[:2] for name in names] == [["sink", "64"]] * 2  # for people, too
+
+
+@pytest.mark.parametrize("kind", ["data of questions", "data of needles", "text"])
+def test_results_of_a_file_whose_contents_were_others_are_refused(
+    kind: str, tmp_path: Path
+) -> None:
+    file, log = tmp_path / "file.jsonl", tmp_path / "log.jsonl"
+
+    def study(word: str) -> Study:
+        turns = [f"Alice likes {word}.", "Bob likes tea.", "What does Alice like?"]
+        line: dict[str, Any] = {
+            "turns": turns,
+            "reference": [word],
+            "id": "answer_0",
+            "answerKey": "A",
+        }
+        choices = [{"label": one, "text": one + word} for one in "AB"]
+        line["question"] = {"stem": "Which?", "choices": choices}
+        file.write_text(json.dumps(line) + "\n", "utf-8")
+        if kind == "text":
+            return Perplexity((SINK,), 8, text=str(file))
+        if "needles" in kind:
+            return Retrieval(SINK, data=str(file))
+        return MultipleChoice((SINK,), 1, data=str(file))
+
+    ResultsLog(log, study("fennel").shared())
+    ResultsLog(log, study("fennel").shared())
+    assert log.stat().st_mode & 0o077 == 0  # it may quote a conversation
+    with pytest.raises(SettingError, match=f"another run: {kind.split()[0]} is .file.jsonl"):
+        ResultsLog(log, study("dill").shared())

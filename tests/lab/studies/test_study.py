@@ -7,11 +7,12 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from statistics import fmean
+from statistics import fmean, stdev
 
 import numpy as np
 import pytest
 import torch
+from scipy.stats import t as t_distribution
 from torch.nn import functional as F
 
 from chatting import babbler, tiny, with_anchors
@@ -330,3 +331,36 @@ def test_a_budget_changes_perplexity_only_beyond_its_size() -> None:
     (_, short, long), (_, same, more) = table.rows
     assert same == pytest.approx(short, rel=1e-4)
     assert more > long  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 10, 40])
+def test_the_interval_of_a_mean_is_students_for_few_values_too(count: int) -> None:
+    values = [float(n * n) for n in range(count)]
+    half = t_distribution.ppf(0.975, count - 1) * stdev(values) / math.sqrt(count)
+    found = mean(values)
+    assert found.high - found.value == pytest.approx(half, rel=0.01)
+
+
+@pytest.mark.parametrize("limit", [1_000, 4_000])
+def test_perplexity_is_noted_for_each_hundredth_of_what_was_read(limit: int) -> None:
+    nats = Perplexity((SINK,), limit)._nats(np.arange(1_000.0))["nats"]
+    assert nats == pytest.approx([10 * part + 4.5 for part in range(100)])
+
+
+def test_a_flag_in_whose_place_a_study_compares_values_is_refused(talk: Path) -> None:
+    for flag, value in {"policy": "sink", "budget": "64", "decay": "0.9"}.items():
+        done = run("eval", "facts-in-dialogue", "--data", str(talk), f"--{flag}", value)
+        assert done.returncode == 2
+        assert f"{flag} has no effect in `sirchat eval facts-in-dialogue` (give --" in done.stderr
+    done = run("eval", "retrieval", "--budget", "64")
+    assert "budget has no effect in `sirchat eval retrieval` (leave budget out)" in done.stderr
+
+
+def test_what_is_given_twice_is_measured_once(talk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[Study]()
+    monkeypatch.setattr(study_flags, "_run", lambda one, *_, **__: made.append(one))
+    study = ("eval", "facts-in-dialogue", "--data", str(talk))
+    run(*study, "--lengths", "300,200,300", "--questions", "told,told")
+    assert [(one.lengths, one.questions) for one in made] == [((300, 200), ("told",))]  # type: ignore[attr-defined]
+    done = run(*study, "--lengths", "")
+    assert (done.returncode, "length is 0, must be 200 or more" in done.stderr) == (2, True)

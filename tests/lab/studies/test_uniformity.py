@@ -7,6 +7,7 @@ from scipy.stats import chi2 as chi2_distribution
 
 from chatting import babbler
 from sirchat.config.profile import Profile
+from sirchat.errors import SettingError
 from sirchat.lab.studies.run import run_units
 from sirchat.lab.studies.uniformity import PARTS, Uniformity, chi2_tail
 
@@ -31,3 +32,9 @@ def test_a_reservoir_is_uniform_and_a_random_choice_is_not() -> None:
     assert random < 1e-6  # type: ignore[operator]
     assert sink == 1.0  # it holds none of them
     assert all(rows[str(n + 1)][2] == 0.0 for n in range(PARTS))
+
+
+def test_a_stream_that_the_budget_holds_whole_is_refused() -> None:
+    study = Uniformity((Profile(policy="reservoir", budget=256, recent=8),), 1, rounds=1)
+    with pytest.raises(SettingError, match=r"rounds is 1, too few: .* under a budget of 256"):
+        run_units(study, babbler())

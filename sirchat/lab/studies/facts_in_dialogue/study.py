@@ -44,7 +44,7 @@ from sirchat.lab.studies.facts_in_dialogue.questions import (
 from sirchat.lab.studies.intervals import clustered_mean, paired_interval
 from sirchat.lab.studies.reading import whole_round
 from sirchat.lab.studies.report import Record, Report, Table, Value
-from sirchat.lab.studies.study import GREEDY, Cell, Findings, Grid, data_name, refuse_unknown
+from sirchat.lab.studies.study import GREEDY, Cell, Findings, Grid, refuse_unknown
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies import policy_class
@@ -78,8 +78,8 @@ class FactsInDialogue(Grid):
     def __post_init__(self) -> None:
         if not 1 <= self.facts <= 12:
             raise SettingError(f"facts is {self.facts}, must be 1 to 12")
-        if min(self.lengths) < 200:
-            raise SettingError(f"length is {min(self.lengths)}, must be 200 or more")
+        if (shortest := min(self.lengths, default=0)) < 200:
+            raise SettingError(f"length is {shortest}, must be 200 or more")
         refuse_unknown("summary", self.summary, ("extract",))
         refuse_unknown("questions", self.questions or ("",), tuple(_TOLD_FOR))
         refuse_unknown("half", (self.half,), HALVES)
@@ -89,9 +89,6 @@ class FactsInDialogue(Grid):
             )
 
     name = "facts-in-dialogue"
-
-    def parameters(self) -> Record:
-        return super().parameters() | {"data": data_name(Path(self.data))}
 
     def units(self) -> list[str]:
         """The conversations to read: what is told, length and number, such as `lists 3500 0`."""
@@ -335,7 +332,7 @@ def _table(findings: Sequence[Findings], kind: str, length: int) -> Table:
         differences = [
             None
             if one is findings[0]
-            else paired_interval(values[key], first[key] * len(one.by_seed))
+            else paired_interval(values[key], [each * len(one.by_seed) for each in first[key]])
             for key in compared
         ]
         n = sum(map(len, values["right"]))
@@ -348,7 +345,10 @@ def _table(findings: Sequence[Findings], kind: str, length: int) -> Table:
 
 
 def _values(one: Findings, kind: str, length: int, key: str) -> list[list[float]]:
-    """The values of `key` in all answers to a type of question, by conversation; NaN for none."""
+    """The values of `key` in all answers to a type of question, by conversation; NaN for none.
+
+    Answers in one conversation under several seeds are in one list.
+    """
 
     def value(answer: Record) -> float:
         if key == "ms":
@@ -356,9 +356,9 @@ def _values(one: Findings, kind: str, length: int, key: str) -> list[list[float]
         return math.nan if answer.get(key) is None else float(answer[key])
 
     return [
-        [value(answer) for answer in record["answers"] if answer["type"] == kind]
-        for record in one.records
-        if (record["told"], record["length"]) == (_TOLD_FOR[kind], length)
+        [value(answer) for each in same for answer in each["answers"] if answer["type"] == kind]
+        for same in one.by_unit
+        if (same[0]["told"], same[0]["length"]) == (_TOLD_FOR[kind], length)
     ]
 
 
@@ -372,9 +372,10 @@ def _replies_table(findings: Sequence[Findings], settings: Sequence[Profile]) ->
     reference = [[record["nats"]] for record in most.by_seed[0]]
     rows = list[tuple[Value, ...]]()
     for one in findings:
-        nats = [[record["nats"]] for record in one.records]
-        less = None if one is most else paired_interval(nats, reference * len(one.by_seed))
-        recalled = clustered_mean([[record["recalled"]] for record in one.records])
+        nats = [[record["nats"] for record in same] for same in one.by_unit]
+        others = [each * len(one.by_seed) for each in reference]
+        less = None if one is most else paired_interval(nats, others)
+        recalled = clustered_mean([[each["recalled"] for each in same] for same in one.by_unit])
         rows.append((one.name, len(nats), clustered_mean(nats), less, recalled))
     columns = ("setting", "conversations", "nats a token", f"less {most.name}", "recalled a turn")
     return Table("Ordinary replies", columns, tuple(rows))
@@ -384,7 +385,7 @@ def _unrelated_table(findings: Sequence[Findings]) -> Table:
     """How often recall brings something back for a message that has to do with nothing told."""
     rows = list[tuple[Value, ...]]()
     for one in findings:
-        tokens = [record["unrelated"] for record in one.records]
+        tokens = [[n for each in same for n in each["unrelated"]] for same in one.by_unit]
         brought = [[float(count > 0) for count in each] for each in tokens]
         n = sum(map(len, tokens))
         rows.append((one.name, n, clustered_mean(brought), clustered_mean(tokens)))
