@@ -13,6 +13,8 @@ from typing import Self
 _INTERRUPTIBLE = ("sirchat.models.", "sirchat.memory.policies.")
 # Methods of `Session` that change tokens and text, which must fit together
 CHANGES = ("undo", "restore", "pin", "erase", "switch", "reset")
+# What makes a new session, which is dropped if Ctrl-C stops it
+_READING = {("sirchat.chat.rereading", "read_again"), ("sirchat.saved.resume", "resume_session")}
 
 
 @contextmanager
@@ -134,12 +136,13 @@ class InterruptFlag(_CtrlCHandler):
 
 def _is_changing_chat(frame: FrameType | None) -> bool:
     """Whether a change of a chat is at work, which must not end halfway, but not a model."""
+    is_change = False
     while frame is not None:
-        module = f"{frame.f_globals.get('__name__')}."
-        if module.startswith(_INTERRUPTIBLE):
+        name, function = str(frame.f_globals.get("__name__")), frame.f_code.co_name
+        is_waiting = not is_change and f"{name}.".startswith(_INTERRUPTIBLE)
+        if is_waiting or (name, function) in _READING:
             return False
-        is_change = module == "sirchat.chat.session." and frame.f_code.co_name in CHANGES
-        if is_change or module.startswith(("sirchat.engine.", "sirchat.memory.")):
-            return True
+        is_change |= name == "sirchat.chat.session" and function in CHANGES
+        is_change |= f"{name}.".startswith(("sirchat.engine.", "sirchat.memory."))
         frame = frame.f_back
-    return False
+    return is_change

@@ -189,6 +189,51 @@ def test_ctrl_c_at_any_moment_of_a_change_leaves_all_as_before_or_as_after(
         )
 
 
+@pytest.mark.parametrize("line", ["/undo", "/load trunk"])
+def test_ctrl_c_at_any_moment_of_reading_a_chat_again_stops_it(line: str, own_home: Path) -> None:
+    chat = saved_chats.Chat(save_kv="off")
+    chat.say(*saved_chats.SAYINGS[:2])
+    chat.do("/save trunk")
+    chat.saved_chat.close()
+    chat = saved_chats.Chat(save_kv="off")
+    chat.say(saved_chats.SAYINGS[0])
+    if line == "/undo":
+        chat.do("/load trunk")
+    before, moments = state(chat.session), 0
+
+    def is_stopped(moment: int) -> bool:
+        """Run the command; Ctrl-C comes at this line of engine or memory, from 0."""
+        nonlocal moments
+        moments, is_begun = 0, False
+
+        def trace(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal moments, is_begun
+            is_begun |= frame.f_code.co_name in ("read_again", "resume_session")
+            name = frame.f_globals.get("__name__", "")
+            if not is_begun or not name.startswith(("sirchat.engine.", "sirchat.memory.")):
+                return None
+            if event == "line":
+                if moments == moment:
+                    signal.raise_signal(signal.SIGINT)
+                moments += 1
+            return trace
+
+        with CtrlCGuard() as guard, guard.interruptible():
+            sys.settrace(trace)
+            try:
+                chat.commands.run(line)
+            except KeyboardInterrupt:
+                return True
+            finally:
+                sys.settrace(None)
+        return False
+
+    for moment in range(0, 200, 10):
+        assert is_stopped(moment)
+        assert state(chat.session) == before
+    assert chat.saved_chat.session is chat.session
+
+
 def test_an_error_in_a_turn_is_one_line_and_keeps_the_conversation(
     terminal: FakeTerminal, own_home: Path
 ) -> None:
