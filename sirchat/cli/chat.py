@@ -24,7 +24,7 @@ from sirchat.config.profile import FIXED_SETTINGS, Profile
 from sirchat.config.profile_files import changed_profile, load_profile, resolve, trust_named
 from sirchat.config.values import parse_value
 from sirchat.errors import SirchatError, TranscriptError, is_output_closed
-from sirchat.paths import read_yaml, sessions_dir
+from sirchat.paths import name_or_absolute_path, read_yaml, sessions_dir
 from sirchat.text.json_schema import load_schema
 from sirchat.ui.interrupt import interruptible_imports
 
@@ -344,4 +344,7 @@ def _open_saved_file(
     except SirchatError:
         store.close()
         raise
+    encoders = settings.get("recall_encoder", "auto"), profile.recall_encoder
+    if len({name_or_absolute_path(str(one)) for one in encoders}) == 1:
+        settings.pop("recall_encoder", None)  # the chat's own, which was typed as another path
     return _Opening(profile, store, settings)

@@ -14,6 +14,7 @@ from fake_terminal import FakeTerminal
 from saved_chats import SAYINGS, Chat, completions, refusal, resumed, saved
 from session_files import printed
 from sirchat.chat.session import Session
+from sirchat.cli.chat import _open_saved_file
 from sirchat.errors import SessionError
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.keys_values import KeysAndValues
@@ -293,6 +294,26 @@ def test_files_that_settings_name_are_found_from_other_folders(
         assert profile.model == str(named)
         assert profile.json_schema == str(own_home / "rows.json")
         assert profile.recall_encoder == "auto"
+
+
+def test_an_encoder_that_a_flag_names_again_is_the_one_of_the_saved_chat(
+    folder: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(own_home)
+    (own_home / "own").mkdir()
+    chat = Chat()
+    chat.session.note_profile(chat.session.profile.model_copy(update={"recall_encoder": "own"}))
+    chat.say("Hello.")
+    chat.saved_chat.close()
+    profile, store, later = _open_saved_file("last", {"recall_encoder": "own"}, ())
+    assert store is not None
+    store.close()
+    assert profile.recall_encoder == str(own_home / "own")
+    assert not later  # it can't change in a chat
+    _, store, later = _open_saved_file("last", {"recall_encoder": "other"}, ())
+    assert store is not None
+    store.close()
+    assert later == {"recall_encoder": "other"}
 
 
 def test_names_and_ids_are_completed_but_not_those_that_cannot_be_loaded(folder: Path) -> None:
