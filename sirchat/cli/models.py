@@ -64,11 +64,12 @@ def listed_models(folders: Sequence[Path], budget: str | None) -> "list[ListedMo
     profile, free = _resolve_profile(budget), free_memory()
     models: list[ListedModel] = []
     found = find_models(folders)
-    if all(model.name != profile.model for model in found):  # a file or a folder elsewhere
+    named, default = paths.name_or_absolute_path, paths.name_or_absolute_path(profile.model)
+    if all(named(model.name) != default for model in found):  # a file or a folder elsewhere
         with suppress(ModelError):
             found.append(find_model(profile.model))
     for model in found:
-        shape, is_default = model.shape, model.name == profile.model
+        shape, is_default = model.shape, named(model.name) == default
         if shape is None or shape.context_length is None:
             models.append(ListedModel(model, None, None, is_default=is_default))
             continue

@@ -117,6 +117,10 @@ def test_the_list_marks_the_default_and_says_the_largest_budget_that_fits(folder
     for elsewhere in (f"m/{NAME}", str(folder.resolve() / "babbler")):
         lines = run("models", SIRCHAT_MODEL=elsewhere, COLUMNS="200").stdout.splitlines()
         assert [line.split()[0] for line in lines if "(default)" in line] == [elsewhere]
+    where = {"SIRCHAT_MODEL": str(Path.cwd() / "m" / NAME), "COLUMNS": "200"}
+    lines = run("models", "list", "--in", "m", **where).stdout.splitlines()
+    marked = [("(default)" in line, line.split()[0]) for line in lines if NAME in line]
+    assert marked == [(True, f"m/{NAME}")]
 
 
 def test_what_is_wrong_is_said(folder: Path) -> None:
