@@ -217,7 +217,7 @@ class Recall:
         """
         recall, fit = self._engine.settings.recall, self._fit(turn)
         best, least, asks = float(fit.scores.max(initial=0.0)), 0.0, self._asks_back(fit.query)
-        if is_question := asks and self._is_focused(fit.query, best):
+        if is_question := asks and room > 0 and self._is_focused(fit.query, best):
             room, least = min(room, self._focus()), MIN_SHARE_OF_BEST
         if is_auto := recall is None or recall.n is None:
             chosen = self._take(fit.scores, max(MIN_SCORE, least * best), room)
@@ -373,6 +373,8 @@ class Recall:
         taken = dict[int, tuple[Positions, float]]()
         passages = self.passage_search.passages.rows
         for number in best_first(scores, floor, passages["turn"]).tolist():
+            if room <= 0:
+                break
             rows = self._can_be_held(rows_of(passages[number : number + 1]))
             # Of the first passage, the beginning is taken if the whole does not fit.
             if len(rows) > room and (taken or whole):
@@ -380,8 +382,6 @@ class Recall:
             if len(rows):
                 taken[number] = rows[:room], float(scores[number])
                 room -= len(taken[number][0])
-            if room <= 0:
-                break
         return taken
 
     def _can_be_held(self, rows: Positions) -> Positions:

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from chatting import babbler, session, tell, text_at
+from chatting import babbler, session, tell, text_at, tiny
 from random_encoders import random_encoder
 from sirchat.chat.events import Event, Recalled, TurnDone
 from sirchat.chat.session import Session
+from sirchat.lab.studies.reading import read
 from sirchat.models.model import LoadedModel
 from sirchat.recall.passages import MIN_SCORE
 from sirchat.recall.recall import MIN_SHARE_OF_BEST, NewTurn
@@ -157,3 +158,14 @@ def test_passages_that_fit_much_less_than_the_best_are_left_out() -> None:
     assert found.is_question
     assert set(found.passages) == near
     assert (scores[[n not in near for n in range(len(scores))]] >= DISCOUNT * MIN_SCORE).any()
+
+
+def test_a_question_without_room_beside_it_is_not_answered_from_nothing() -> None:
+    chat = session(tiny(), policy="sink", budget=40, recall="words", focus=40)
+    read(chat, "My name is Anna.", "Nice to meet you, Anna.")
+    for number in range(6):
+        read(chat, f"We walked to lake {number}.", "How was it?")
+    list(chat.read_user(" ".join(["What is my name?"] * 8)))
+    found = chat.recall.found
+    assert found is not None
+    assert (found.passages, len(found.positions), found.is_question) == ((), 0, False)

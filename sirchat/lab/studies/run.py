@@ -57,7 +57,9 @@ def run_units(
     study: Study, model: LoadedModel, out: Path | None = None, remote: RemoteRunner | None = None
 ) -> dict[str, Record]:
     """The records of all units by key, those of an earlier run in the folder `out` included."""
-    about = {"task": study.name, "model": model.name, "revision": revision(model)}
+    about: Record = {"task": study.name, "model": model.name, "revision": revision(model)}
+    if model.encoder.size and "bundled" not in model.encoder.about:
+        about["encoder"] = model.encoder.checksum  # one learned since finds other passages
     path = out / f"{study.name}.jsonl" if out is not None else None
     log = ResultsLog(path, about | study.shared())
     keys = study.keys()

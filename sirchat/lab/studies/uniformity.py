@@ -1,7 +1,7 @@
 """Tests whether random policies are uniform: how often each token is held, over many seeds.
 
-The same stream is read under each policy with many seeds. Sinks (first tokens, which are never
-evicted) and the newest `budget` tokens are left out.
+The same stream is read under each policy with many seeds. Sinks and system prompt, which are never
+evicted, and the newest `budget` tokens are left out.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Uniformity(Grid):
         for _ in range(self.rounds):
             user, reply = quiz(rng, 5)
             read(session, user.text, reply.text)
-        first, end = cell.setting.sinks, session.seen - session.budget
+        pinned, end = session.ledger.pinned_positions, session.seen - session.budget
+        first = max(cell.setting.sinks, 1 + int(pinned.max(initial=-1)))  # after a system prompt
         if end - first < PARTS:
             raise SettingError(
                 f"rounds is {self.rounds}, too few: {session.seen} tokens under a budget of "
@@ -81,7 +82,7 @@ class Uniformity(Grid):
         seen = sum(next(iter(found.values()))["of"]) if found else 0
         header = (
             f"seed {self.seed}",
-            f"shares are of {seen:,} tokens: all of the stream except sinks and the newest",
+            f"shares are of {seen:,} tokens: all but sinks, system prompt and the newest",
         )
         table = Table("Share still held", columns, tuple(rows), digits=4)
         return Report(header, (table,), self.parameters())

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from chatting import babbler, tiny
+from random_encoders import random_encoder
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.lab.studies.multiple_choice import MultipleChoice
@@ -149,3 +151,10 @@ def test_results_of_a_file_whose_contents_were_others_are_refused(
     assert log.stat().st_mode & 0o077 == 0  # it may quote a conversation
     with pytest.raises(SettingError, match=f"another run: {kind.split()[0]} is .file.jsonl"):
         ResultsLog(log, study("dill").shared())
+
+
+def test_results_with_another_encoder_are_refused(tmp_path: Path) -> None:
+    run_units(noted(SINK), babbler(), tmp_path)
+    learned = replace(babbler(), encoder=random_encoder(babbler(), (1,), 4))
+    with pytest.raises(SettingError, match="another run: encoder is null there"):
+        run_units(noted(SINK), learned, tmp_path)

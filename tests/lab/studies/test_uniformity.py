@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from scipy.stats import chi2 as chi2_distribution
 
-from chatting import babbler
+from chatting import babbler, tiny
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.lab.studies.run import run_units
@@ -38,3 +38,10 @@ def test_a_stream_that_the_budget_holds_whole_is_refused() -> None:
     study = Uniformity((Profile(policy="reservoir", budget=256, recent=8),), 1, rounds=1)
     with pytest.raises(SettingError, match=r"rounds is 1, too few: .* under a budget of 256"):
         run_units(study, babbler())
+
+
+def test_a_pinned_system_prompt_is_no_part_of_the_sample() -> None:
+    system = "Talk to me about the sea and the sky, and about the land between them."
+    setting = Profile(policy="sink", budget=96, recent=8, system=system)
+    (found,) = run_units(Uniformity((setting,), 1, rounds=6), tiny()).values()
+    assert found["held"] == [0] * PARTS
