@@ -121,8 +121,11 @@ def _lines(path: Path, needed: str) -> Iterator[Record]:
     for number, line in enumerate(read_data_text(path).splitlines(), 1):
         try:
             found = json.loads(line)
-            is_valid = isinstance(found, dict) and {"question", needed} <= found.keys()
-        except (ValueError, RecursionError):
+            asked = found["question"]
+            labels = [one["label"] for one in asked["choices"] if isinstance(one["text"], str)]
+            is_valid = found[needed] in labels or (needed == "answerKey" and len(labels) == 1)
+            is_valid &= needed != "answerKey" or isinstance(found["id"] + asked["stem"], str)
+        except (ValueError, RecursionError, KeyError, TypeError):
             is_valid = False
         if not is_valid:
             raise SettingError(

@@ -247,3 +247,14 @@ def _log_probability(model: LoadedModel, before: list[int], reply: list[int]) ->
         logits = model.module(input_ids=ids, use_cache=False).logits[0].double()
     scores = torch.log_softmax(logits, -1)
     return [float(scores[len(before) + at - 1, token]) for at, token in enumerate(reply)]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"answerKey": "C"}, {"id": 1}, {"question": {}}, {"question": {"stem": "?", "choices": "AB"}}],
+)
+def test_a_line_in_another_format_is_named(wrong: dict[str, object], tmp_path: Path) -> None:
+    file = tmp_path / "keys.jsonl"
+    file.write_text(json.dumps(FRUIT) + "\n" + json.dumps(FRUIT | wrong) + "\n", "utf-8")
+    with pytest.raises(SettingError, match="line 2, is not a question with answerKey"):
+        sirllm_files.grocery(file)
