@@ -171,7 +171,8 @@ def test_a_start_that_a_flag_asks_for_can_be_stopped(tmp_path: Path, way: str, k
         chat.send("typed" + key)
         chat.wait_screen("(?m)^> typed$", 20)
         assert "stopped" in chat.everything
-        assert ("tok/s" in chat.everything) == (way == "after Enter")
+        if way != "resumed":  # whose toolbar says how fast the last reply was
+            assert ("tok/s" in chat.everything) == (way == "after Enter")
 
 
 def _lives(process: int) -> bool:
