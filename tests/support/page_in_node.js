@@ -47,7 +47,7 @@ class Element extends EventTarget {
       found.text.value = type;
       found.box.requestSubmit();
       if (stop || meanwhile || other) {
-        while (!found.talk.children.at(-1).textContent) await wait(20); // the reply has begun
+        while (!found.talk.children.at(-1)?.textContent) await wait(20); // the reply has begun
         if (meanwhile) found.text.value = meanwhile;
         if (other) await fetch(new URL("v1/chat/completions", url), {method: "POST", body: JSON.stringify(other)});
         if (stop) found.stop.dispatchEvent(new Event("click"));
