@@ -8,7 +8,7 @@ from sirchat.config.profile import MIN_TEMPERATURE, Profile
 from sirchat.config.values import format_setting
 from sirchat.memory.policies import policy_class
 from sirchat.memory.registry import BEST_RETRIEVER
-from sirchat.models.names import BUNDLED
+from sirchat.paths import BUNDLED
 
 if TYPE_CHECKING:  # the prompt appears before torch is loaded
     from sirchat.models.model import LoadedModel

@@ -319,10 +319,9 @@ class Session(Conversation):
                 self.ledger.pin(old_prompt, profile.pin_system and not is_replaced)
             moves = engine.switcher.switch(settings, size if profile.pin_system else 0)
             if is_replaced:
-                held = self.ledger.held_positions
-                stays = (held < settings.honoured_sinks) | ~np.isin(held, old_prompt)
-                engine.require_room(size, int(stays.sum()))
-                moves += engine.evictor.exclude(np.asarray(old_prompt))
+                leaving = np.arange(max(old_prompt.start, settings.honoured_sinks), old_prompt.stop)
+                engine.require_room(size, len(engine.store.placement.without(leaving).held))
+                moves += engine.evictor.exclude(leaving)
         return events + self._events.moved(self.state.last_turn, moves)
 
     def note_profile(self, profile: Profile) -> None:

@@ -232,8 +232,9 @@ def replay(
 
             screen = Screen(theme=profile.theme, is_quiet=quiet)
             with loading_bar(screen, profile.model) as report:
-                how = trust_remote_code, report
-                session = open_session(profile, *how, rows_in_events=json_tokens)
+                session = open_session(
+                    profile, trust_remote_code, report, rows_in_events=json_tokens
+                )
         options = replay.ReplayOptions(feed=feed, json=json or json_tokens, name=name)
         with use_tools(tool_flags, session, screen):
             turns = checked_switches(items, name, session.profile)

@@ -15,7 +15,6 @@ from sirchat.config.profile_files import resolve, write_default_setting
 from sirchat.errors import ModelError, UsageError
 from sirchat.models.hub import require_available
 from sirchat.paths import read_yaml
-from sirchat.text.text_file import expand_path
 from sirchat.ui.text import displayable_line
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ def listed_models(folders: Sequence[Path], budget: str | None) -> "list[ListedMo
     from sirchat.models.shape import cache_bytes
     from sirchat.ui.lists import ListedModel
 
-    folders = [expand_path(str(folder)) for folder in folders]
+    folders = [Path(os.path.expanduser(folder)) for folder in folders]
     for folder in folders:
         if not folder.is_dir():
             raise UsageError(f"--in: there is no folder {str(folder)!r}")

@@ -11,8 +11,6 @@ from typing import Literal
 from sirchat import paths
 from sirchat.errors import ModelError
 from sirchat.models.names import (
-    BUNDLED,
-    PACKAGED,
     cached_folder,
     cached_models,
     find_path,
@@ -23,6 +21,7 @@ from sirchat.models.names import (
     suggest_model,
 )
 from sirchat.models.shape import ModelShape, shape_of_folder, shape_of_gguf, weights_in_folder
+from sirchat.paths import BUNDLED, PACKAGED
 
 Source = Literal["bundled", "package", "folder", "hub"]
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from sirchat import paths
 from sirchat.errors import ModelError, format_value
-
-BUNDLED, PACKAGED = paths.BUNDLED, paths.PACKAGED
+from sirchat.paths import BUNDLED, PACKAGED
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 

@@ -34,7 +34,7 @@ from sirchat.models.model_config import (
     positive_int,
     refuse_invalid_numbers,
 )
-from sirchat.models.names import part_names
+from sirchat.models.names import part_paths
 
 _MAX_LAYERS = 10_000
 _ATTENTION_LAYERS = (
@@ -327,8 +327,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if (folder / "model.safetensors").exists():
         return [folder / "model.safetensors"]
     if not index.exists():
-        names = {part for file in folder.glob("*.safetensors") for part in part_names(file.name)}
-        return [folder / name for name in sorted(names)]
+        return sorted({part for file in folder.glob("*.safetensors") for part in part_paths(file)})
     files = load_config(index).get("weight_map")
     names = set(map(str, files.values())) if isinstance(files, dict) else set()
     return [folder / Path(name).name for name in sorted(names)]

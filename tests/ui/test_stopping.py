@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -143,6 +143,34 @@ def test_the_third_ctrl_c_ends_a_forward_pass_at_once_but_no_move_of_tokens() ->
     assert all(callable(getattr(Session, name)) for name in CHANGES)
 
 
+@contextmanager
+def ctrl_c_at(
+    moment: int, modules: tuple[str, ...], *, after: tuple[str, ...] = ()
+) -> Iterator[list[int]]:
+    """Ctrl-C comes at this line that runs in `modules`, from 0; yields the numbers of all lines.
+
+    With `after`, lines count from the first call of one of these functions on.
+    """
+    lines, is_begun = list[int](), not after
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal is_begun
+        is_begun |= frame.f_code.co_name in after
+        if not is_begun or not frame.f_globals.get("__name__", "").startswith(modules):
+            return None
+        if event == "line":
+            if len(lines) == moment:
+                signal.raise_signal(signal.SIGINT)
+            lines.append(frame.f_lineno)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield lines
+    finally:
+        sys.settrace(None)
+
+
 @pytest.mark.parametrize(
     "line", ["/undo", '/pin "3 some"', "/unpin turn 4", "/erase some --yes", '/recall "0 some"']
 )
@@ -157,26 +185,17 @@ def test_ctrl_c_at_any_moment_of_a_change_leaves_all_as_before_or_as_after(
     def run(moment: int) -> Session:
         """Run the command in a copy of the chat; Ctrl-C comes at this line of code, from 0."""
         nonlocal moments
-        moments, copy = 0, copy_session(chat.session)
+        copy = copy_session(chat.session)
         assert copy is not None
-
-        def trace(frame: FrameType, event: str, _: object) -> Any:
-            nonlocal moments
-            if not frame.f_globals.get("__name__", "").startswith(_OF_CHANGES):
-                return None
-            if event == "line":
-                if moments == moment:
-                    signal.raise_signal(signal.SIGINT)
-                moments += 1
-            return trace
-
         commands = Commands(copy, chat.screen, chat.history, SavedChat(copy, chat.screen))
-        with CtrlCGuard() as guard, suppress(KeyboardInterrupt), guard.interruptible():
-            sys.settrace(trace)
-            try:
-                commands.run(line)
-            finally:
-                sys.settrace(None)
+        with (
+            CtrlCGuard() as guard,
+            suppress(KeyboardInterrupt),
+            guard.interruptible(),
+            ctrl_c_at(moment, _OF_CHANGES) as lines,
+        ):
+            commands.run(line)
+        moments = len(lines)
         return copy
 
     after = state(run(-1))
@@ -199,33 +218,16 @@ def test_ctrl_c_at_any_moment_of_reading_a_chat_again_stops_it(line: str, own_ho
     chat.say(saved_chats.SAYINGS[0])
     if line == "/undo":
         chat.do("/load trunk")
-    before, moments = state(chat.session), 0
+    before, reading = state(chat.session), ("read_again", "resume_session")
 
     def is_stopped(moment: int) -> bool:
         """Run the command; Ctrl-C comes at this line of engine or memory, from 0."""
-        nonlocal moments
-        moments, is_begun = 0, False
-
-        def trace(frame: FrameType, event: str, _: object) -> Any:
-            nonlocal moments, is_begun
-            is_begun |= frame.f_code.co_name in ("read_again", "resume_session")
-            name = frame.f_globals.get("__name__", "")
-            if not is_begun or not name.startswith(("sirchat.engine.", "sirchat.memory.")):
-                return None
-            if event == "line":
-                if moments == moment:
-                    signal.raise_signal(signal.SIGINT)
-                moments += 1
-            return trace
-
         with CtrlCGuard() as guard, guard.interruptible():
-            sys.settrace(trace)
             try:
-                chat.commands.run(line)
+                with ctrl_c_at(moment, _OF_CHANGES[1:], after=reading):
+                    chat.commands.run(line)
             except KeyboardInterrupt:
                 return True
-            finally:
-                sys.settrace(None)
         return False
 
     for moment in range(0, 200, 10):
