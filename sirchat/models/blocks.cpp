@@ -147,7 +147,7 @@ struct Format {
 };
 
 constexpr int MOST = 256, MOST_SCALES = 16;  // of a block
-const Format FORMATS[] = {  // by ggml's number
+constexpr Format FORMATS[] = {  // by ggml's number
     {}, {}, {32, 18, 32, read_q4_0}, {32, 20, 32, read_q4_1}, {}, {},
     {32, 22, 32, read_q5_0}, {32, 24, 32, read_q5_1}, {32, 34, 32, read_q8_0}, {},
     {256, 84, 16, read_q2_k}, {256, 110, 16, read_q3_k}, {256, 144, 32, read_q4_k},
@@ -226,29 +226,29 @@ bool pack_eight(const Source& from, int8_t* q, uint16_t* scales, int64_t threads
 }
 
 // Blocks of 16 rows together, in the layout of `weights.cpp`, with all that the file has.
-bool pack_blocks(const Source& from, int64_t type, uint8_t* packed, int64_t threads) {
-  constexpr int64_t ROWS = 16;
+template <int TYPE>
+bool pack_blocks(const Source& from, uint8_t* packed, int64_t threads) {
   constexpr int Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14;
-  const bool is_k = type >= Q4_K, has_minima = type == 3 || type == 7 || type == Q4_K || type == Q5_K;
-  const int bits = type == Q8_0 ? 8 : type == Q6_K ? 6 : type == Q5_K || type == 6 || type == 7 ? 5 : 4;
-  const int64_t floats = 2 * ROWS, head = is_k ? floats << (type != Q6_K) : 0;
-  const int64_t scales = is_k ? 2 * ROWS : floats << has_minima, cell = scales + 64 * bits;
-  const int64_t groups = from.format.size / GROUP, bytes = head + groups * cell;
+  constexpr Format format = FORMATS[TYPE];
+  constexpr bool is_k = TYPE >= Q4_K, has_minima = TYPE == 3 || TYPE == 7 || TYPE == Q4_K || TYPE == Q5_K;
+  constexpr int bits = TYPE == Q8_0 ? 8 : TYPE == Q6_K ? 6 : TYPE == Q5_K || TYPE == 6 || TYPE == 7 ? 5 : 4;
+  constexpr int ROWS = 16, floats = 2 * ROWS, head = is_k ? floats << (TYPE != Q6_K) : 0;
+  constexpr int scales = is_k ? 2 * ROWS : floats << has_minima, cell = scales + 64 * bits;
+  constexpr int groups = format.size / GROUP, bytes = head + groups * cell;
   return in_parts(from.n / ROWS, threads, [=](int64_t part, int64_t end) {
-    const int64_t count = from.k / from.format.size;
-    for (int64_t row = part * ROWS; row < end * ROWS; row++)
-      for (int64_t i = 0; i < count; i++) {
-        const int64_t r = row % ROWS;
-        const uint8_t* block = from.row(row) + i * from.format.bytes;
-        uint8_t *out = packed + (row / ROWS * count + i) * bytes, *floats_out = out + 2 * r, *first = out + head;
+    const int64_t count = from.k / format.size;
+    for (int64_t at = part * count; at < end * count; at++)
+      for (int64_t r = 0; r < ROWS; r++) {
+        const uint8_t* block = from.row(at / count * ROWS + r) + at % count * format.bytes;
+        uint8_t *out = packed + at * bytes, *floats_out = out + 2 * r, *first = out + head;
         int8_t steps[MOST];
         float unused[2][MOST_SCALES];
-        from.format.read(block, steps, unused[0], unused[1]);
-        memcpy(floats_out, block + (type == Q6_K ? 208 : 0), 2);
+        format.read(block, steps, unused[0], unused[1]);
+        memcpy(floats_out, block + (TYPE == Q6_K ? 208 : 0), 2);
         if (has_minima) memcpy(floats_out + floats, block + 2, 2);
         uint8_t small[2][8];
         if (is_k && has_minima) six_bits(block, small[0], small[1]);
-        for (int64_t g = 0; g < groups; g++, first += cell) {
+        for (int g = 0; g < groups; g++, first += cell) {
           for (int p = 0; p < 2 && is_k; p++)
             first[p * ROWS + r] = has_minima ? small[p][g] : block[192 + 2 * g + p];
           uint32_t planes[8] = {};
@@ -279,5 +279,15 @@ EXPORTED bool sirchat_pack_eight(int64_t type, const uint8_t* data, int64_t n, i
 
 EXPORTED bool sirchat_pack_blocks(int64_t type, const uint8_t* data, int64_t n, int64_t k, const int64_t* order,
                                   uint8_t* packed, int64_t threads) {
-  return blocks::pack_blocks({blocks::FORMATS[type], data, n, k, order}, type, packed, threads);
+  const blocks::Source from{blocks::FORMATS[type], data, n, k, order};
+  switch (type) {
+    case 2: return blocks::pack_blocks<2>(from, packed, threads);    // Q4_0
+    case 3: return blocks::pack_blocks<3>(from, packed, threads);    // Q4_1
+    case 6: return blocks::pack_blocks<6>(from, packed, threads);    // Q5_0
+    case 7: return blocks::pack_blocks<7>(from, packed, threads);    // Q5_1
+    case 8: return blocks::pack_blocks<8>(from, packed, threads);    // Q8_0
+    case 12: return blocks::pack_blocks<12>(from, packed, threads);  // Q4_K
+    case 13: return blocks::pack_blocks<13>(from, packed, threads);  // Q5_K
+    default: return blocks::pack_blocks<14>(from, packed, threads);  // Q6_K
+  }
 }

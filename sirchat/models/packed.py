@@ -181,6 +181,12 @@ class BlockLinear(PackedLinear):
         self.register_buffer("blocks", blocks)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
+    @classmethod
+    def empty(cls, kind: str, rows: int, columns: int) -> Self:
+        layout = BLOCK_LAYOUTS[kind]
+        shape = rows, columns // layout.columns, layout.row_bytes
+        return cls(torch.empty(shape, dtype=torch.uint8))
+
     @staticmethod
     def fits(kind: str, rows: int, columns: int) -> bool:
         """Whether a matrix in blocks of this kind can be packed."""

@@ -56,17 +56,22 @@ def pack_module(module: Any, bits: int, device: torch.device | None = None) -> N
     trim_memory()
 
 
+def same_input_names(path: str) -> tuple[str, tuple[str, ...]]:
+    """The module with the layer at `path`, and its layers with the same input, in joined order."""
+    owner, _, name = path.rpartition(".")
+    return owner, next((group for group in _SAME_INPUT_NAMES if name in group), (name,))
+
+
 def fuse_projections(module: Any, path: str) -> None:
     """Join the packed layer at `path` with those that have the same input.
 
     They wait until all are packed, and stay alone if they are packed in different ways.
     """
-    owner, _, name = path.rpartition(".")
-    names = next((group for group in _SAME_INPUT_NAMES if name in group), (name,))
+    owner, names = same_input_names(path)
     layers = [getattr(module.get_submodule(owner), name, None) for name in names]
     packed = [layer for layer in layers if isinstance(layer, PackedLinear)]
     kinds = {(type(layer), next(layer.buffers()).shape[1:]) for layer in packed}
-    if len(packed) < max(2, len(layers)) or len(kinds) > 1:
+    if len(packed) < max(2, len(layers)) or len(kinds) > 1 or packed[0].joined is not None:
         return
     joined, start = packed[0].join_layers(packed), 0
     for layer in packed:

@@ -287,6 +287,7 @@ def test_a_file_is_read_and_mapped_in_its_own_bits_and_values(
     ids = list(range(3, 23))
     with torch.inference_mode():
         wanted = original(torch.tensor([ids])).logits[0, -1]
+    monkeypatch.setattr(BlockLinear, "join_layers", None)  # which would copy them
     for _ in range(2):
         model = load_model(str(path), device="cpu", compile="on")
         wait_for_writer()
@@ -294,8 +295,12 @@ def test_a_file_is_read_and_mapped_in_its_own_bits_and_values(
         layers = model.module.model.layers[0]
         projections = layers.self_attn.q_proj, layers.mlp.gate_proj, layers.mlp.down_proj
         assert [one.bits for one in projections] == [5, 5, 6]
-        gate = original.model.layers[0].mlp.gate_proj.weight
-        assert torch.equal(projections[1].unpacked(torch.float32).T, gate)
+        for name, layer in layers.named_modules():
+            if isinstance(layer, BlockLinear):
+                weight = original.model.layers[0].get_submodule(name).weight
+                assert torch.equal(layer.unpacked(torch.float32).T, weight), name
+        assert layers.mlp.gate_proj.joined[0] is layers.mlp.up_proj.joined[0]
+        assert layers.self_attn.q_proj.joined[0] is layers.self_attn.v_proj.joined[0]
         cache = model.new_cache(32)
         model.forward(ids[:-1], cache)
         cache.commit(len(ids) - 1)

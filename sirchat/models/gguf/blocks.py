@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sirchat.models.gguf.header import BLOCK_LAYOUTS, BLOCKS, GgufTensor
+from sirchat.models.gguf.header import BLOCKS, GgufTensor
 from sirchat.models.packed import GROUP, BlockLinear, Int8Linear
 
 # In eight bytes: 1 in each; bit 0 to bit 7, one in each; what brings each of them up to bit 7.
@@ -67,14 +67,14 @@ class NativePacking:
         """Whether a matrix can be packed in eight bits."""
         return tensor.type in _SPLITTERS
 
-    def pack_blocks(self, tensor: GgufTensor, order: Tensor) -> BlockLinear:
-        """Pack a matrix that `BlockLinear.fits` without loss."""
-        rows, columns = tensor.shape
-        layout = BLOCK_LAYOUTS[tensor.type]
-        blocks = torch.empty((rows, columns // layout.columns, layout.row_bytes), dtype=torch.uint8)
-        target = blocks.data_ptr(), torch.get_num_threads()
+    def pack_blocks(
+        self, tensor: GgufTensor, order: Tensor, layer: BlockLinear | None = None
+    ) -> BlockLinear:
+        """Pack a matrix that `BlockLinear.fits` without loss, into `layer` if one is given."""
+        layer = layer or BlockLinear.empty(tensor.type, *tensor.shape)
+        target = layer.blocks.data_ptr(), torch.get_num_threads()
         _check_memory(self._blocks(*_source(tensor, order), *target))
-        return BlockLinear(blocks)
+        return layer
 
     def pack_eight_bits(self, tensor: GgufTensor, order: Tensor) -> Int8Linear:
         """Round a matrix as `quantize_int8` does."""

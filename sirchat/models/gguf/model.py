@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from sirchat.models.packed import (
     int4_class,
     quantize_int8,
 )
-from sirchat.models.packing import PackedExperts, fuse_projections
+from sirchat.models.packing import PackedExperts, fuse_projections, same_input_names
 from sirchat.models.progress import Progress, switch_off_bars
 
 _WEIGHTS_AT_ONCE = 2**20  # weights that are unpacked at a time: few calls, little memory
@@ -78,6 +78,11 @@ class _Loader:
         slides = self.device.type != "cpu" and bool(self.values.get("sliding_window"))
         self.module = empty_module(self.values, self.dtype, for_hub=self.for_hub or slides)
         self.four_bit_kind = int4_class(self.device)
+        targets = (
+            (find_target(name, self.file)[0], one) for name, one in self.file.tensors.items()
+        )
+        self.tensors = {target: tensor for target, tensor in targets if target}
+        self.joined = dict[str, BlockLinear]()  # by the module of its parts
         self.waiting = defaultdict[str, dict[Conversion, Any]](dict)
 
     def add(self, name: str, tensor: GgufTensor) -> None:
@@ -88,7 +93,8 @@ class _Loader:
             self._add_experts(name, target, conversion, tensor)
         elif self._can_stay_packed(target, tensor):
             is_head_or_embeddings = name.endswith("token_embd.weight") or name == "output.weight"
-            packed = self._pack(tensor, conversion, not is_head_or_embeddings)
+            layer = self._part_of_joined(target, tensor)
+            packed = self._pack(tensor, conversion, not is_head_or_embeddings, layer)
             _replace_layer(self.module, target, packed, self.dtype)
         else:
             weight = _undo_conversion(unpack_floats(tensor), conversion, self.values)
@@ -139,8 +145,31 @@ class _Loader:
             for matrix in GgufTensor(expert.shape[1:], expert.type, expert.data).split_rows(rows):
                 yield self._pack(matrix, None, True)
 
+    def _part_of_joined(self, target: str, tensor: GgufTensor) -> BlockLinear | None:
+        """An empty layer for a matrix, whose blocks are part of those of a joined layer.
+
+        To join the layers afterwards would copy them. None if they are not joined in blocks.
+        """
+        owner, names = same_input_names(target.removesuffix(".weight"))
+        parts = [self.tensors.get(f"{owner}.{name}.weight") for name in names]
+        kinds = {(part.type, part.shape[1:]) if part else None for part in parts}
+        rows = [part.shape[0] for part in parts if part]
+        fits = all(BlockLinear.fits(tensor.type, n, *tensor.shape[1:]) for n in rows)
+        if self.native is None or len(parts) < 2 or len(kinds) > 1 or not fits:
+            return None
+        if owner not in self.joined:
+            self.joined[owner] = BlockLinear.empty(tensor.type, sum(rows), *tensor.shape[1:])
+        at, joined = parts.index(tensor), self.joined[owner]
+        layer = BlockLinear(joined.blocks[: rows[at]])
+        layer.take_rows(joined, sum(rows[:at]))
+        return layer
+
     def _pack(
-        self, tensor: GgufTensor, conversion: Conversion | None, may_be_4_bit: bool
+        self,
+        tensor: GgufTensor,
+        conversion: Conversion | None,
+        may_be_4_bit: bool,
+        layer: BlockLinear | None = None,
     ) -> PackedLinear:
         """Make a layer without bias, with the file's bits where allowed and possible, else 8."""
 
@@ -153,10 +182,10 @@ class _Loader:
         is_4_bit = is_4_bit and four_bit.fits(*tensor.shape)
         native = self.native if conversion != "value columns" else None
         if native is not None and native.can_pack_eight_bits(tensor):
-            pack: Callable[..., PackedLinear] = native.pack_eight_bits
+            order = undo(torch.arange(tensor.shape[0])).contiguous()
             if BlockLinear.fits(tensor.type, *tensor.shape):
-                pack = native.pack_blocks
-            return pack(tensor, undo(torch.arange(tensor.shape[0])).contiguous())
+                return native.pack_blocks(tensor, order, layer)
+            return native.pack_eight_bits(tensor, order)
         max_rows = _WEIGHTS_AT_ONCE // tensor.shape[1] // 64 * 64 or 64
         if is_4_bit:
             parts = [tensor] if conversion is not None else tensor.split_rows(max_rows)
