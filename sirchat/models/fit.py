@@ -95,8 +95,8 @@ def _make_choice(
 ) -> MemoryNeed:
     kind, limit = precision(shape, profile), shape.context_length
     item = 4 if unpacked_type(profile) == "float32" else 2  # bytes of a weight that is not packed
-    has_library = uses_cpu(profile) and profile.compile != "off" and bool(compiler())
-    sizes = (_tensor_bytes(one, stored.is_tied, kind, item, has_library) for one in stored.tensors)
+    keeps_blocks = not uses_cpu(profile) or (profile.compile != "off" and bool(compiler()))
+    sizes = (_tensor_bytes(one, stored.is_tied, kind, item, keeps_blocks) for one in stored.tensors)
     weights = sum(sizes)
     loading, row = weights, cache_bytes(shape, profile, 1)
     if kind in ("int8", "int4"):  # all are unpacked, then packed one by one
@@ -120,13 +120,13 @@ def _make_choice(
 
 
 def _tensor_bytes(
-    tensor: StoredTensor, is_tied: bool, kind: str, item: int, has_library: bool
+    tensor: StoredTensor, is_tied: bool, kind: str, item: int, keeps_blocks: bool
 ) -> int:
     layout, is_matrix = BLOCK_LAYOUTS.get(tensor.type), tensor.is_matrix
     may_be_four = kind == "int4" and is_matrix
     if kind == "packed":
         is_matrix = len(tensor.shape) > 1 and BLOCKS.get(tensor.type, (0, 1))[1] > 1
-        if is_matrix and has_library and layout is not None and layout.fits(*tensor.shape[-2:]):
+        if is_matrix and keeps_blocks and layout is not None and layout.fits(*tensor.shape[-2:]):
             return tensor.count // layout.columns * layout.row_bytes
         may_be_four = tensor.type in FOUR_BIT and not tensor.is_embedding
     elif kind in ("int8", "int4"):

@@ -20,7 +20,14 @@ from sirchat.memory.cache import BoundedCache
 from sirchat.models.decoder import signed
 from sirchat.models.devices import is_spread
 from sirchat.models.model_config import LENGTH_DEPENDENT, LLAMA_KINDS, sliding_window
-from sirchat.models.packed import GROUP, Int4GpuLinear, Int8Head, Int8Linear, PackedLinear
+from sirchat.models.packed import (
+    GROUP,
+    GpuLinear,
+    GpuWeights,
+    Int8Linear,
+    PackedLinear,
+    RefinedHead,
+)
 
 if TYPE_CHECKING:
     from sirchat.models.packed_kernels import Rounded
@@ -256,17 +263,15 @@ def _multiply_packed(
     """`LlamaStep._multiply` by the kernels for packed weights."""
     from sirchat.models.packed_kernels import multiply_packed, round_rows
 
-    rounded, scales = x.rounded, product.scales
+    rounded, weights = x.rounded, product.packed
+    assert weights is not None
     if rounded is None:
-        rounded = round_rows(x.floats, product.bits, None if norm is None else norm.weight)
-    assert scales is not None
+        rounded = round_rows(x.floats, weights.bits, None if norm is None else norm.weight)
     following, next_norm = then or (None, None)
     out = multiply_packed(
         rounded,
-        product.weight,
-        scales,
+        weights,
         len(x.floats),
-        bits=product.bits,
         epsilon=None if norm is None else norm.epsilon,
         bias=product.bias,
         added=added,
@@ -346,18 +351,15 @@ class _Product:
             matrices = [_join(matrices)]
         self._matrices = matrices
         first = matrices[0]
-        self.bits: int = first.bits if isinstance(first, PackedLinear) else 16
         # Whether Triton's kernels can multiply them: plain ones, or packed ones, with rounded rows
-        self.is_plain = len(matrices) == 1 and self.bits == 16
-        is_packed = len(matrices) == 1 and self.bits < 16 and first.in_features % GROUP == 0
-        self.rounded_bits = self.bits if is_packed else 0
-        self.scales: Tensor | None = None
-        if isinstance(first, Int8Linear):
-            self.weight, self.scales = first.q, first.scale
-        elif isinstance(first, Int4GpuLinear):
-            self.weight, self.scales = first.nibbles, first.scales
-        else:
+        self.is_plain = len(matrices) == 1 and not isinstance(first, PackedLinear)
+        self.packed: GpuWeights | None = None
+        is_packed = isinstance(first, GpuLinear | Int8Linear) and first.in_features % GROUP == 0
+        if len(matrices) == 1 and is_packed:
+            self.packed = first.gpu_weights
+        elif self.is_plain:
             self.weight = first.weight.detach()
+        self.rounded_bits = 0 if self.packed is None else self.packed.bits
         biases = [layer.bias for layer in layers if layer.bias is not None]
         self.bias = torch.cat(biases).detach().float() if biases else None
 
@@ -365,7 +367,7 @@ class _Product:
         """Multiply rows x [B, K]; returns [B, N] in the type of the weights, or in float32."""
         ys = list[Tensor]()
         for matrix in self._matrices:
-            if isinstance(matrix, Int8Head):
+            if isinstance(matrix, RefinedHead):
                 return matrix.refined_logits(x)
             if isinstance(matrix, PackedLinear):
                 ys.append(matrix.multiply_packed(x.bfloat16()))

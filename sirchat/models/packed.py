@@ -46,6 +46,23 @@ class MatmulMethod(NamedTuple):
         return torch.float32 if self.dtype == "float32" else torch.bfloat16
 
 
+class GpuWeights(NamedTuple):
+    """Weights [N, K] as `packed_kernels.py` reads them: with minima, or symmetric around 0.
+
+    The kind of `scales`: `rows`, one for each; `bfloat16`, a scale for each 32 columns, and the
+    weight that 8 stands for; `halves`, float16 scales and minima; `codes`, multiples of `factors`.
+    """
+
+    words: Tensor  # uint8 [N, K / 2], the order of `FourBit.nibbles`, or int8 [N, K]
+    scales: Tensor
+    bits: int  # in `words`: 4 or 8
+    scale_kind: Literal["rows", "bfloat16", "halves", "codes"]
+    has_minima: bool
+    high: Tensor | None = None  # int32 [N, K / 32 high_bits]
+    high_bits: int = 0
+    factors: Tensor | None = None  # float16 [N, K / 256], or int32 for pairs of float16
+
+
 class PackedLinear(nn.Module, ABC):
     """A linear layer whose weights [N, K] stay packed in four to eight bits."""
 
@@ -213,7 +230,31 @@ class BlockLinear(PackedLinear):
         return rows.view(*indices.shape, -1)
 
 
-class Int4GpuLinear(Int4Linear):
+class GpuLinear(PackedLinear):
+    """A layer whose weights the GPU kernels read; elsewhere, torch unpacks some rows at a time."""
+
+    @property
+    @abstractmethod
+    def gpu_weights(self) -> GpuWeights:
+        """The weights as the kernels read them."""
+
+    @abstractmethod
+    def unpacked_rows(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        """Unpack n rows; returns [n, K]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _add_bias(self.multiply_packed(self._rows_for_gpu(x)), x, self.bias)
+
+    def multiply_packed(self, x: Tensor) -> Tensor:
+        starts = range(0, self.out_features, _UNPACKED_ROWS)
+        parts = (slice(start, start + _UNPACKED_ROWS) for start in starts)
+        return torch.cat([x @ self.unpacked_rows(rows, x.dtype).T for rows in parts], 1)
+
+    def unpacked(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return self.unpacked_rows(slice(None), dtype).T
+
+
+class Int4GpuLinear(GpuLinear, Int4Linear):
     """A layer with the weights of an `Int4Linear`, in the layout of the GPU kernels.
 
     `nibbles` is uint8 [N, K / 2] in the order of `FourBit.nibbles`; `scales` is [N, K / 32, 2].
@@ -240,22 +281,83 @@ class Int4GpuLinear(Int4Linear):
     def fits(rows: int, columns: int) -> bool:
         return columns % GROUP == 0
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _add_bias(self.multiply_packed(self._rows_for_gpu(x)), x, self.bias)
+    @property
+    def gpu_weights(self) -> GpuWeights:
+        scales = self.scales.view(torch.int32)
+        return GpuWeights(self.nibbles, scales, 4, "bfloat16", has_minima=True)
 
-    def multiply_packed(self, x: Tensor) -> Tensor:
-        starts = range(0, self.out_features, _UNPACKED_ROWS)
-        parts = (slice(start, start + _UNPACKED_ROWS) for start in starts)
-        return torch.cat([x @ self._unpacked_rows(rows, x.dtype).T for rows in parts], 1)
-
-    def unpacked(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return self._unpacked_rows(slice(None), dtype).T
-
-    def _unpacked_rows(self, rows: slice, dtype: torch.dtype) -> Tensor:
+    def unpacked_rows(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
         groups = self.nibbles[rows].view(-1, self.in_features // GROUP, GROUP // 2)
         q = torch.cat((groups & 15, groups >> 4), -1).view(torch.int8).sub_(8)  # [n, K / 32, 32]
         scale, zero = self.scales[rows, :, :, None].to(dtype).unbind(2)  # [n, K / 32, 1]
         return torch.addcmul(zero, q.to(dtype), scale).flatten(1)  # [n, K]
+
+
+class BlockGpuLinear(GpuLinear):
+    """A layer with the bits and values of blocks of a GGUF file, as `split_blocks` returns them."""
+
+    row_dims: Mapping[str, int] = {"words": 0, "high": 0, "scales": 0, "factors": 0}
+    words: Tensor  # uint8 [N, K / 2], the order of `FourBit.nibbles`, or int8 [N, K]
+    high: Tensor  # int32 [N, K / 32, 0 to 2]: the bits above the lowest four
+    scales: Tensor  # float16 [N, K / 32, 1 or 2], or [N, K / 32, 2] of eight bits
+    factors: Tensor  # float16 [N, K / 256, 1 or 2]: what the scales of eight bits multiply
+
+    def __init__(self, *parts: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        for name, part in zip(self.row_dims, parts, strict=True):
+            self.register_buffer(name, part)
+        self.out_features, groups = self.scales.shape[:2]
+        self.in_features, self.high_bits = groups * GROUP, self.high.shape[2]
+        self.bits = self.words.shape[1] * 8 // self.in_features + self.high_bits
+        self.has_codes = self.factors.shape[1] > 0
+        self.has_minima = (self.factors if self.has_codes else self.scales).shape[2] == 2
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    @property
+    def gpu_weights(self) -> GpuWeights:
+        def pairs(floats: Tensor) -> Tensor:
+            return floats.view(torch.int32) if self.has_minima else floats
+
+        scales = self.scales.view(torch.int16) if self.has_codes else pairs(self.scales)
+        factors = pairs(self.factors) if self.has_codes else None
+        return GpuWeights(
+            self.words,
+            scales,
+            self.bits - self.high_bits,
+            "codes" if self.has_codes else "halves",
+            self.has_minima,
+            self.high,
+            self.high_bits,
+            factors,
+        )
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Unpack the rows with these indices [...]; returns float32 [..., K]."""
+        flat = self.unpacked_rows(indices.flatten(), torch.float32)
+        return flat.view(*indices.shape, self.in_features)
+
+    def unpacked_rows(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        numbers = self.scales[rows].float()  # [n, K / 32, 1 or 2]
+        if self.has_codes:
+            blocks = numbers.view(len(numbers), -1, 8, 2)
+            numbers = (blocks * self.factors[rows, :, None].float()).flatten(1, 2)
+        shape = numbers.shape[:2]
+        q = self.words[rows].view(*shape, -1)
+        if self.bits < 8:
+            q = torch.cat((q & 15, q >> 4), -1)  # [n, K / 32, 32]
+        if self.high_bits:
+            shifts = torch.arange(0, 8, self.high_bits, device=q.device, dtype=torch.uint8)
+            # Each byte has bits of as many columns, which lie four apart.
+            planes = self.high[rows].view(torch.uint8).view(*shape, 1, self.high_bits, 1, 4)
+            upper = planes >> shifts.view(-1, 1, 2, 1)
+            q |= (upper & (1 << self.high_bits) - 1).view_as(q) << 4
+        if not self.has_minima:
+            center = 1 << self.bits - 1 if self.bits < 8 else 0
+            q = (q.view(torch.int8) - center).view(*shape, numbers.shape[2], -1)
+            return q.float().mul_(numbers[..., None]).flatten(1).to(dtype)
+        scale, minimum = torch.split(numbers, 1, -1)
+        minimum = -minimum if self.has_codes else minimum
+        return torch.addcmul(minimum, q.float(), scale).flatten(1).to(dtype)
 
 
 class Int8Linear(PackedLinear):
@@ -271,6 +373,10 @@ class Int8Linear(PackedLinear):
         self.register_buffer("q", q)
         self.register_buffer("scale", scale)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    @property
+    def gpu_weights(self) -> GpuWeights:
+        return GpuWeights(self.q, self.scale, 8, "rows", has_minima=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if not x.is_cpu:
@@ -348,7 +454,11 @@ class BlockHead(RefinedHead, BlockLinear):
     rows = BlockLinear.rows
 
 
-RowLinear = Int8Linear | BlockLinear  # of which single rows can be unpacked
+class BlockGpuHead(RefinedHead, BlockGpuLinear):
+    rows = BlockGpuLinear.rows
+
+
+RowLinear = Int8Linear | BlockLinear | BlockGpuLinear  # of which single rows can be unpacked
 
 
 class SharedEmbedding(nn.Module):
@@ -367,30 +477,6 @@ class SharedEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return (self._head[0].rows(ids) * self.scale).to(self._dtype)
-
-
-def quantize_int8(weight: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Round each row of a matrix [N, K] to 255 steps; returns q and scale of `Int8Linear`.
-
-    With `out`, q is written there, and the float32 `weight` is overwritten.
-    """
-    # Twice over the weights, but without a copy of them.
-    largest = torch.maximum(weight.amax(1, keepdim=True), weight.amin(1, keepdim=True).neg())
-    # By a tensor: to divide by a number, a GPU multiplies by its inverse, which rounds.
-    largest_float = largest.float().clamp_min(1e-12)  # [N, 1]
-    scale = (largest_float / torch.full_like(largest_float, 127)).bfloat16()
-    steps = weight / scale if out is None else weight.div_(scale)
-    steps.round_().clamp_(-127, 127)
-    return steps.to(torch.int8) if out is None else out.copy_(steps), scale[:, 0]
-
-
-def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Round a matrix [N, K] to 16 steps in each group of 32; returns q, scale and minimum."""
-    groups = weight.float().view(len(weight), -1, GROUP)
-    minimum, maximum = groups.amin(-1), groups.amax(-1)
-    scale = ((maximum - minimum) / torch.full_like(maximum, 15)).clamp_min(1e-12)  # as above
-    q = ((groups - minimum[..., None]) / scale[..., None]).round().clamp(0, 15)
-    return q.to(torch.uint8).view_as(weight), scale, minimum
 
 
 def has_fast_bfloat16() -> bool:

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sirchat.models.packed import GpuWeights
+
 # Rows of weights that a program multiplies: with one row of x, whose result it can also round, or
 # with up to four.
 _PACKED_ROWS, _PACKED_ROWS_OF_MORE, _ROWS_OF_X = 32, 16, 4
@@ -94,71 +96,153 @@ def _round(
 
 
 @triton.jit
-def _dot_digit(
-    x, low, high, mask, plane, BITS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    INTERPRETED: tl.constexpr
+def _half(word):
+    """The float16 in the lower half of an int32, as float32."""
+    return word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _load_scales(
+    scales, factors, row, part, mask,
+    COUNT: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr, HAS_MINIMA: tl.constexpr
 ):  # fmt: skip
-    """Sums [ROWS, PARTS, 2] of the products of words of weights with one digit of x."""
-    total = tl.zeros([ROWS, PARTS, 2], tl.int32)
-    words = tl.reshape(tl.load(x, mask=mask, other=0), [1, PARTS, 2])
-    if BITS == 8:
-        return _add_bytes(low, words, total, _ADD_SIGNED, INTERPRETED)
-    else:  # noqa: RET505  # the compiler needs it
-        more = tl.reshape(tl.load(x + 2 * plane, mask=mask, other=0), [1, PARTS, 2])
-        total = _add_bytes(high, more, total, _ADD_UNSIGNED, INTERPRETED)
-        return _add_bytes(low, words, total, _ADD_UNSIGNED, INTERPRETED)
+    """The scales of both halves of parts, and what is added to a weight: [ROWS, PARTS] each."""
+    # The alignments make each thread load the numbers of its own words.
+    if SCALES == "codes":  # of two bytes, times the floats of 256 columns
+        code = tl.multiple_of(scales + row * COUNT + part, [2, 2])
+        code = tl.load(code, mask=mask, other=0).to(tl.int32)
+        # Without being told that neighbours follow one another, the compiler would give a warp's
+        # threads other rows here than everywhere else; of so few bytes it joins no loads.
+        factor = tl.max_contiguous(factors + row * (COUNT // 8) + part // 8, [1, 2])
+        if HAS_MINIMA:
+            pair = tl.load(tl.multiple_of(factor, [4, 4]), mask=mask, other=0)
+            scale = _half(pair) * (code & 255).to(tl.float32)
+            zero = -_half(pair >> 16) * (code >> 8 & 255).to(tl.float32)
+            upper_scale = scale
+        else:
+            zero = tl.load(tl.multiple_of(factor, [2, 2]), mask=mask, other=0.0).to(tl.float32)
+            scale = zero * (code << 24 >> 24).to(tl.float32)
+            upper_scale = zero * (code >> 8).to(tl.float32)
+    elif HAS_MINIMA:
+        pair = tl.multiple_of(scales + row * COUNT + part, [4, 4])
+        pair = tl.load(pair, mask=mask, other=0)
+        if SCALES == "bfloat16":  # scale and zero: a weight is (q - 8) * scale + zero
+            scale = (pair << 16).to(tl.float32, bitcast=True)
+            zero = tl.fma(scale, -8.0, (pair & -65536).to(tl.float32, bitcast=True))
+        else:
+            scale, zero = _half(pair), _half(pair >> 16)
+        upper_scale = scale
+    else:
+        group = part if BITS == 4 else part // 2
+        half = tl.multiple_of(scales + row * (COUNT * 4 // BITS) + group, [2, 2])
+        scale = tl.load(half, mask=mask, other=0.0).to(tl.float32)
+        upper_scale, zero = scale, scale
+    return scale, upper_scale, zero
+
+
+@triton.jit
+def _split_words(words, high, row, part, start, mask, COUNT: tl.constexpr, HIGH: tl.constexpr,
+    SHIFT: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """The bytes of both halves of parts [ROWS, PARTS, 2], times 2^SHIFT.
+
+    `high` has the bits above the lowest four: bytes of four columns each, in which the bits of
+    columns that lie four apart follow one another.
+    """
+    NIBBLES: tl.constexpr = -0x0F0F0F0F0F0F0F10 if SHIFT == 4 else 0x0F0F0F0F0F0F0F0F << SHIFT
+    lower, upper = (words << SHIFT) & NIBBLES, (words >> (4 - SHIFT)) & NIBBLES
+    if HIGH:
+        at = part if HIGH == 1 else start * 2 + tl.arange(0, PARTS * 2)[None, :]
+        inside = mask & (at < COUNT * HIGH)
+        bits = tl.multiple_of(high + row * (COUNT * HIGH) + at, [4 * HIGH, 4 * HIGH])
+        bits = tl.load(bits, mask=inside, other=0).to(tl.int64) & 0xFFFFFFFF
+        bits |= (bits >> HIGH) << 32
+        bits = tl.reshape(bits, [ROWS, PARTS, HIGH])
+        if HIGH == 1:
+            bits = bits >> (tl.arange(0, 2) * 2)[None, None, :]
+        HIGHEST: tl.constexpr = -0x3F3F3F3F3F3F3F40 if HIGH == 2 else -0x7F7F7F7F7F7F7F80
+        ONES: tl.constexpr = HIGHEST if SHIFT else 0x1010101010101010
+        lower |= (bits << (4 + SHIFT)) & ONES
+        upper |= (bits >> 4 << (4 + SHIFT)) & ONES
+    return lower, upper
+
+
+@triton.jit
+def _add_digit(
+    total, x, mask, words, code: tl.constexpr, PARTS: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    digits = tl.reshape(tl.load(x, mask=mask, other=0), [1, PARTS, 2])
+    return _add_bytes(words, digits, total, code, INTERPRETED)
 
 
 @triton.jit
 def _dot(
-    digits, numbers, weight, scales, n, inside, b, B,
-    K: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    M: tl.constexpr, INTERPRETED: tl.constexpr
+    digits, numbers, weight, high, scales, factors, n, inside, b, B,
+    K: tl.constexpr, BITS: tl.constexpr, HIGH: tl.constexpr, SCALES: tl.constexpr,
+    HAS_MINIMA: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr,
+    INTERPRETED: tl.constexpr
 ):  # fmt: skip
     """The products [ROWS] of M rounded rows, from `b` on, with the rows `n` of `weight`.
 
     A part is two words of weights: a group of four bits, or half of one of eight.
     """
     COUNT: tl.constexpr = K * BITS // 128
+    # Without minima, weights are signed bytes: times 16, 8 or 4, minus 128.
+    SHIFT: tl.constexpr = 0 if HAS_MINIMA else 8 - BITS - HIGH
+    CODE: tl.constexpr = _ADD_UNSIGNED if HAS_MINIMA else _ADD_SIGNED
     row, plane = n[:, None], B * (COUNT * 2)  # words of 2^31 * 8 weights have a number
     totals = (tl.zeros([ROWS, PARTS], tl.float32),) * M
     for start in range(0, COUNT, PARTS):
         part = start + tl.arange(0, PARTS)[None, :]
         word = start * 2 + tl.arange(0, PARTS * 2)[None, :]
         mask = word < COUNT * 2
+        has_part = inside[:, None] & (part < COUNT)
         words = tl.load(weight + row * (COUNT * 2) + word, mask=inside[:, None] & mask, other=0)
-        low = tl.reshape(words, [ROWS, PARTS, 2])
-        high = low
+        lower = tl.reshape(words, [ROWS, PARTS, 2])
+        upper = lower
         if BITS == 4:
-            high = low >> 4 & 0x0F0F0F0F0F0F0F0F
-            low &= 0x0F0F0F0F0F0F0F0F
-            # Scale and zero, two bfloat16: a weight is (q - 8) * scale + zero. The alignment makes
-            # each thread load those of its own words.
-            pairs = tl.multiple_of(scales + row * COUNT + part, [4, 4])
-            pair = tl.load(pairs, mask=inside[:, None] & (part < COUNT), other=0)
-            scale = (pair << 16).to(tl.float32, bitcast=True)
-            zero = tl.fma(scale, -8.0, (pair & -65536).to(tl.float32, bitcast=True))
+            lower, upper = _split_words(
+                lower, high, row, part, start, inside[:, None], COUNT, HIGH, SHIFT, ROWS, PARTS
+            )
+            if not HAS_MINIMA:
+                lower ^= -0x7F7F7F7F7F7F7F80
+                upper ^= -0x7F7F7F7F7F7F7F80
+        if SCALES != "rows":
+            scale, upper_scale, zero = _load_scales(
+                scales, factors, row, part, has_part, COUNT, BITS, SCALES, HAS_MINIMA
+            )
         sums = ()
         for m in tl.static_range(M):
             at = tl.minimum(b + m, B - 1)
             x = digits + at * (COUNT * 2) + word
-            first = _dot_digit(x, low, high, mask, plane, BITS, ROWS, PARTS, INTERPRETED)
-            rest = _dot_digit(x + plane, low, high, mask, plane, BITS, ROWS, PARTS, INTERPRETED)
-            dot = tl.sum(first * _FINE + rest, 2).to(tl.float32)
             fine = tl.multiple_of(numbers + at * COUNT + part, [4, 4])
             step = tl.load(fine, mask=part < COUNT, other=0.0)
+            first, rest = tl.zeros([ROWS, PARTS, 2], tl.int32), tl.zeros([ROWS, PARTS, 2], tl.int32)
+            one = totals[m]
             if BITS == 4:
+                first = _add_digit(first, x + 2 * plane, mask, upper, CODE, PARTS, INTERPRETED)
+                rest = _add_digit(rest, x + 3 * plane, mask, upper, CODE, PARTS, INTERPRETED)
+                if HIGH == 2:  # each half has a scale
+                    dot = tl.sum(first * _FINE + rest, 2).to(tl.float32)
+                    one = tl.fma(dot, upper_scale * (step / 4), one)
+                    first, rest = tl.zeros_like(first), tl.zeros_like(first)
+            first = _add_digit(first, x, mask, lower, CODE, PARTS, INTERPRETED)
+            rest = _add_digit(rest, x + plane, mask, lower, CODE, PARTS, INTERPRETED)
+            dot = tl.sum(first * _FINE + rest, 2).to(tl.float32)
+            if SCALES == "rows":
+                one = tl.fma(dot, step, one)
+            elif HAS_MINIMA:
                 sum_pointer = tl.multiple_of(fine + B * COUNT, [4, 4])
                 sum_of_x = tl.load(sum_pointer, mask=part < COUNT, other=0.0)
-                one = tl.fma(zero, sum_of_x, tl.fma(dot, scale * step, totals[m]))
+                one = tl.fma(zero, sum_of_x, tl.fma(dot, scale * step, one))
             else:
-                one = tl.fma(dot, step, totals[m])
+                one = tl.fma(dot, scale * (step * (1.0 / (1 << SHIFT))), one)
             sums = sums + (one,)  # type: ignore[assignment]  # noqa: RUF005
         totals = sums
     products = ()
     for m in tl.static_range(M):
         product = tl.sum(totals[m], 1)
-        if BITS == 8:
+        if SCALES == "rows":
             product *= tl.load(scales + n, mask=inside, other=0.0).to(tl.float32)
         # One row a thread: else each would compute what follows for all rows that it has parts of.
         product = tl.gather(product, tl.arange(0, ROWS), 0)
@@ -168,9 +252,10 @@ def _dot(
 
 @triton.jit
 def _multiply_packed(
-    digits, numbers, weight, scales, bias, added, out, next_norm, next_digits, next_numbers, N, B,
-    epsilon,
-    K: tl.constexpr, BITS: tl.constexpr, NORMED: tl.constexpr, BIASED: tl.constexpr,
+    digits, numbers, weight, high, scales, factors, bias, added, out, next_norm, next_digits,
+    next_numbers, N, B, epsilon,
+    K: tl.constexpr, BITS: tl.constexpr, HIGH: tl.constexpr, SCALES: tl.constexpr,
+    HAS_MINIMA: tl.constexpr, NORMED: tl.constexpr, BIASED: tl.constexpr,
     ADDED: tl.constexpr, GATED: tl.constexpr, NEXT_BITS: tl.constexpr,
     NEXT_NORMED: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr,
     INTERPRETED: tl.constexpr
@@ -181,13 +266,14 @@ def _multiply_packed(
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = n < N
     ys = _dot(
-        digits, numbers, weight, scales, n, inside, b, B, K, BITS, ROWS, PARTS, M, INTERPRETED
-    )
+        digits, numbers, weight, high, scales, factors, n, inside, b, B, K, BITS, HIGH, SCALES,
+        HAS_MINIMA, ROWS, PARTS, M, INTERPRETED
+    )  # fmt: skip
     ups = ys
     if GATED:
         ups = _dot(
-            digits, numbers, weight, scales, n + N, inside, b, B, K, BITS, ROWS, PARTS, M,
-            INTERPRETED
+            digits, numbers, weight, high, scales, factors, n + N, inside, b, B, K, BITS, HIGH,
+            SCALES, HAS_MINIMA, ROWS, PARTS, M, INTERPRETED
         )  # fmt: skip
     for m in tl.static_range(M):
         y, up = ys[m], ups[m]
@@ -249,11 +335,9 @@ def round_rows(x: Tensor, bits: int, norm: Tensor | None = None) -> Rounded:
 
 def multiply_packed(
     x: Rounded,
-    weight: Tensor,
-    scales: Tensor,
+    weights: GpuWeights,
     count: int,
     *,
-    bits: int,
     epsilon: float | None = None,
     bias: Tensor | None = None,
     added: Tensor | None = None,
@@ -261,26 +345,29 @@ def multiply_packed(
     next_bits: int = 0,
     next_norm: Tensor | None = None,
 ) -> tuple[Tensor, Rounded | None]:
-    """Do what `multiply` does for `count` rows x, with weights of 4 or 8 bits.
+    """Do what `multiply` does for `count` rows x, with packed weights.
 
     With `epsilon`, x was multiplied with an RMSNorm's weights before it was rounded. With
     `next_bits`, the result times `next_norm` is rounded, too.
     """
-    columns = weight.shape[1] * 8 // bits
-    rows = len(weight) // 2 if gated else len(weight)
+    words, bits = weights.words, weights.bits
+    columns = words.shape[1] * 8 // bits
+    rows = len(words) // 2 if gated else len(words)
     is_one = count == 1
     row_block = _PACKED_ROWS if is_one else _PACKED_ROWS_OF_MORE
     rows_of_x = min(triton.next_power_of_2(count), _ROWS_OF_X)
     parts = columns * bits // 128
-    part_block = min(_PARTS, key=lambda size: -(-parts // size) * size)
-    out = scales.new_empty((count, rows), dtype=torch.float32)
+    sizes = _PARTS[bool(weights.high_bits) :]  # more bits take more registers
+    part_block = min(sizes, key=lambda size: -(-parts // size) * size)
+    out = x.numbers.new_empty((count, rows))
     rounds = bool(next_bits) and is_one
     rounded = Rounded.empty(out, 1, rows, next_bits) if rounds else None
     _multiply_packed[(triton.cdiv(rows, row_block), triton.cdiv(count, rows_of_x))](
-        x.digits.view(torch.int64), x.numbers, weight.view(torch.int64),
-        scales.view(torch.int32) if bits == 4 else scales, bias, added, out, next_norm,
-        *(rounded or (None, None)), rows, count, epsilon or 0.0,
-        K=columns, BITS=bits, NORMED=epsilon is not None, BIASED=bias is not None,
+        x.digits.view(torch.int64), x.numbers, words.view(torch.int64), weights.high,
+        weights.scales, weights.factors, bias, added, out, next_norm, *(rounded or (None, None)),
+        rows, count, epsilon or 0.0,
+        K=columns, BITS=bits, HIGH=weights.high_bits, SCALES=weights.scale_kind,
+        HAS_MINIMA=weights.has_minima, NORMED=epsilon is not None, BIASED=bias is not None,
         ADDED=added is not None, GATED=gated, NEXT_BITS=next_bits if rounds else 0,
         NEXT_NORMED=next_norm is not None, ROWS=row_block, PARTS=part_block, M=rows_of_x,
         INTERPRETED=triton.knobs.runtime.interpret, num_warps=_PACKED_WARPS,

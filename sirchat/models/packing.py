@@ -10,13 +10,12 @@ from torch import Tensor, nn
 
 from sirchat.memory.free_memory import trim_memory
 from sirchat.models.packed import (
+    GROUP,
     Int8Head,
     Int8Linear,
     PackedLinear,
     SharedEmbedding,
     int4_class,
-    quantize_int4,
-    quantize_int8,
 )
 
 Rounded = TypeVar("Rounded", bound=tuple[Tensor, ...])
@@ -116,6 +115,30 @@ class PackedExperts(nn.Module):
             both = both + self.gate_up_proj_bias[expert]
         y: Tensor = self.down[expert](original._apply_gate(both))
         return y if self.down_proj_bias is None else y + self.down_proj_bias[expert]
+
+
+def quantize_int8(weight: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Round each row of a matrix [N, K] to 255 steps; returns q and scale of `Int8Linear`.
+
+    With `out`, q is written there, and the float32 `weight` is overwritten.
+    """
+    # Twice over the weights, but without a copy of them.
+    largest = torch.maximum(weight.amax(1, keepdim=True), weight.amin(1, keepdim=True).neg())
+    # By a tensor: to divide by a number, a GPU multiplies by its inverse, which rounds.
+    largest_float = largest.float().clamp_min(1e-12)  # [N, 1]
+    scale = (largest_float / torch.full_like(largest_float, 127)).bfloat16()
+    steps = weight / scale if out is None else weight.div_(scale)
+    steps.round_().clamp_(-127, 127)
+    return steps.to(torch.int8) if out is None else out.copy_(steps), scale[:, 0]
+
+
+def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Round a matrix [N, K] to 16 steps in each group of 32; returns q, scale and minimum."""
+    groups = weight.float().view(len(weight), -1, GROUP)
+    minimum, maximum = groups.amin(-1), groups.amax(-1)
+    scale = ((maximum - minimum) / torch.full_like(maximum, 15)).clamp_min(1e-12)  # as above
+    q = ((groups - minimum[..., None]) / scale[..., None]).round().clamp(0, 15)
+    return q.to(torch.uint8).view_as(weight), scale, minimum
 
 
 def _rounded(

@@ -25,11 +25,21 @@ pytest.importorskip("triton")
 
 from captured import draw
 from families import build
+from gguf_models import random_blocks
 from sirchat.models import kernels, packed_kernels, packing
 from sirchat.models.captured_step import CapturedStep
+from sirchat.models.gguf.blocks import split_blocks, unpack_floats
+from sirchat.models.gguf.header import BLOCK_LAYOUTS
 from sirchat.models.llama_step import LlamaStep
 from sirchat.models.model import wrap_model
-from sirchat.models.packed import Int4GpuLinear
+from sirchat.models.packed import (
+    BlockGpuHead,
+    BlockGpuLinear,
+    GpuLinear,
+    GpuWeights,
+    Int4GpuLinear,
+    Int8Linear,
+)
 
 H, G, D, EPSILON = 2, 3, 64, 1e-5
 
@@ -64,16 +74,45 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-def packed(bits: int, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights as the kernel reads them, their scales, and their values in float64."""
-    if bits == 8:
+BLOCKS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+KINDS_OF_WEIGHTS = ["int8", "int4", *BLOCKS]
+
+
+def packed(kind: str, rows: int, columns: int) -> tuple[GpuWeights, Tensor]:
+    """Weights as the kernel reads them, and their values in float64."""
+    layer: GpuLinear | Int8Linear
+    if kind == "int8":
         q, scale = torch.randint(-127, 128, (rows, columns)), torch.rand(rows).bfloat16()
-        return q.to(torch.int8), scale, q * scale.double()[:, None]
-    q = torch.randint(0, 16, (rows, columns // 32, 32))
-    scales = torch.rand(rows, columns // 32, 2).bfloat16()
-    nibbles = q[..., :16] | q[..., 16:] << 4  # GGUF's order
-    values = (q - 8) * scales[..., :1].double() + scales[..., 1:].double()
-    return nibbles.to(torch.uint8).view(rows, -1), scales, values.view(rows, columns)
+        layer = Int8Linear(q.to(torch.int8), scale)
+        return layer.gpu_weights, q * scale.double()[:, None]
+    if kind == "int4":
+        q = torch.randint(0, 16, (rows, columns // 32, 32))
+        scales = torch.rand(rows, columns // 32, 2).bfloat16()
+        nibbles = q[..., :16] | q[..., 16:] << 4  # GGUF's order
+        layer = Int4GpuLinear(nibbles.to(torch.uint8).view(rows, -1), scales)
+        values = (q - 8) * scales[..., :1].double() + scales[..., 1:].double()
+        return layer.gpu_weights, values.view(rows, columns)
+    tensor = random_blocks(kind, rows, np.random.default_rng(rows), columns)
+    layer = BlockGpuLinear(*split_blocks(tensor, torch.get_default_device()))
+    return layer.gpu_weights, unpack_floats(tensor).double().to(torch.get_default_device())
+
+
+def fill_with_blocks(module: Any, kind: str) -> None:
+    """Replace the matrices of a module by random blocks, as a loader does."""
+    for name, layer in list(module.named_modules()):
+        if isinstance(layer, torch.nn.Linear):
+            shape = layer.out_features, np.random.default_rng(len(name)), layer.in_features
+            parts = split_blocks(random_blocks(kind, *shape), torch.device("cpu"))
+            is_head = layer is module.get_output_embeddings()
+            packed_layer = (BlockGpuHead if is_head else BlockGpuLinear)(*parts, bias=layer.bias)
+            module.set_submodule(name, packed_layer)
+            packing.fuse_projections(module, name)
+
+
+def column_count(kind: str, columns: int) -> int:
+    """The number of columns rounded up to whole blocks."""
+    size = BLOCK_LAYOUTS[kind].columns if kind in BLOCK_LAYOUTS else 32
+    return -(-columns // size) * size
 
 
 def normalized(x: Tensor, norm: Tensor) -> Tensor:
@@ -144,49 +183,49 @@ def test_rows_are_rounded_to_two_digits_in_each_group(bits: int, norm: Tensor | 
 
 
 @of_a_kernel
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("kind", KINDS_OF_WEIGHTS)
 @pytest.mark.parametrize(("rows", "columns", "batch"), [(32, 96, 1), (9, 1120, 3), (16, 4160, 1)])
 def test_packed_products_are_those_of_the_rounded_rows(
-    bits: int, rows: int, columns: int, batch: int
+    kind: str, rows: int, columns: int, batch: int
 ) -> None:
-    torch.manual_seed(bits)
-    weight, scales, values = packed(bits, 2 * rows, columns)
+    torch.manual_seed(rows)
+    columns = column_count(kind, columns)
+    weights, values = packed(kind, 2 * rows, columns)
     x, norm = torch.randn(batch, columns), torch.rand(columns).to(HALF)
     bias, added = torch.randn(2 * rows), torch.randn(batch, 2 * rows)
     x[0, 5] = 70.0
     first, rest, step = (part.double() for part in digits_of(x * norm.float()))
     factor = (x.double().square().mean(1, keepdim=True) + EPSILON).rsqrt()
     expected = ((first * 254 + rest) * step / 254).flatten(1) @ values.T * factor
-    assert error(expected, normalized(x, norm) @ values.T) < 5e-5
-    given = packed_kernels.round_rows(x, bits, norm), weight, scales, batch
+    assert error(expected, normalized(x, norm) @ values.T) < 2e-4
+    given = packed_kernels.round_rows(x, weights.bits, norm), weights, batch
 
     def multiply(**options: Any) -> Tensor:
-        return packed_kernels.multiply_packed(*given, bits=bits, epsilon=EPSILON, **options)[0]
+        return packed_kernels.multiply_packed(*given, epsilon=EPSILON, **options)[0]
 
     assert error(multiply(), expected) < 1e-6
     assert error(multiply(bias=bias, added=added), expected + bias + added) < 1e-6
     assert error(multiply(gated=True), gated(expected)) < 1e-5
     assert error(multiply(bias=bias, gated=True), gated(expected + bias)) < 1e-5
-    rounded = packed_kernels.round_rows(x, bits)
-    y, _ = packed_kernels.multiply_packed(rounded, *given[1:], bits=bits)
-    assert error(y, x.double() @ values.T) < 1e-4
+    y, _ = packed_kernels.multiply_packed(packed_kernels.round_rows(x, weights.bits), *given[1:])
+    assert error(y, x.double() @ values.T) < 2e-4
 
 
 @of_a_kernel
 @pytest.mark.parametrize("next_bits", [8, 4])
 def test_what_a_product_rounds_is_what_is_rounded_after_it(next_bits: int) -> None:
-    weight, scales, _ = packed(4, 64, 128)
+    weights, _ = packed("int4", 64, 128)
     norm, x = torch.rand(64).to(HALF), torch.randn(5, 128)
-    options: dict[str, Any] = {"bits": 4, "next_bits": next_bits, "next_norm": norm}
+    options: dict[str, Any] = {"next_bits": next_bits, "next_norm": norm}
     together, rounded = packed_kernels.multiply_packed(
-        packed_kernels.round_rows(x, 4), weight, scales, 5, **options
+        packed_kernels.round_rows(x, 4), weights, 5, **options
     )
     of_all = packed_kernels.round_rows(together, next_bits, norm)
     assert rounded is not None
     assert torch.equal(rounded.digits, of_all.digits)
     for row, y in zip(x, together, strict=True):  # alone, it has the same bits
         alone, rounded = packed_kernels.multiply_packed(
-            packed_kernels.round_rows(row[None], 4), weight, scales, 1, **options
+            packed_kernels.round_rows(row[None], 4), weights, 1, **options
         )
         expected = packed_kernels.round_rows(y[None], next_bits, norm)
         assert torch.equal(alone[0], y)
@@ -196,15 +235,18 @@ def test_what_a_product_rounds_is_what_is_rounded_after_it(next_bits: int) -> No
 
 
 @pytest.mark.skipif(not is_interpreted, reason="runs on the CPU")
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("kind", ["int8", "int4", "Q5_0", "Q8_0"])
 def test_a_step_with_packed_weights_reads_as_the_model_alone_and_in_a_batch(
-    bits: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "int4_class", lambda _: Int4GpuLinear)
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
     module = build("qwen3", {**sizes, **heads, "tie_word_embeddings": False})
-    packing.pack_module(module, bits)
+    if kind in BLOCKS:
+        fill_with_blocks(module, kind)
+    else:
+        packing.pack_module(module, int(kind[-1]))
     model = replace(wrap_model("qwen3", module, None), cache_type="float32")
     body = LlamaStep(module, "triton", (2,))
     step = CapturedStep(body, model.device, captures=False, encoder=model.encoder)
@@ -350,6 +392,17 @@ def test_the_likeliest_id_is_noted_with_its_surprisal() -> None:
     assert numbers[1:, 0].tolist() == [1, 1, 0, 0]
 
 
+def constants_of(kind: str) -> dict[str, Any]:
+    """The constants by which the kernel for packed weights is compiled for a kind of them."""
+    weights, _ = packed(kind, 2, 512)
+    return {
+        "BITS": weights.bits,
+        "HIGH": weights.high_bits,
+        "SCALES": weights.scale_kind,
+        "HAS_MINIMA": weights.has_minima,
+    }
+
+
 def kernels_with_constants(size: int) -> Iterator[tuple[Any, dict[str, Any], int]]:
     """Kernels as Llama 3 8B runs them, with heads of `size` numbers, and their warps."""
     import triton.language as tl
@@ -357,9 +410,10 @@ def kernels_with_constants(size: int) -> Iterator[tuple[Any, dict[str, Any], int
     product = {"K": 4096, "NORMED": True, "BIASED": False, "ADDED": False, "GATED": True}
     plain = {"ROWS": kernels._HALVES_ROWS, "COLUMNS": kernels._HALVES_COLUMNS}
     yield kernels._multiply, product | plain, 4
-    for bits, (rows, of_x) in product_cases((4, 8), ((32, 1), (16, 4))):
-        options = {"BITS": bits, "ROWS": rows, "PARTS": 64, "M": of_x, "INTERPRETED": False}
-        options |= {"NEXT_BITS": bits * (of_x == 1), "NEXT_NORMED": True}
+    for kind, (rows, of_x) in product_cases(KINDS_OF_WEIGHTS, ((32, 1), (16, 4))):
+        options = constants_of(kind) | {"ROWS": rows, "M": of_x, "INTERPRETED": False}
+        options["PARTS"] = packed_kernels._PARTS[bool(options["HIGH"])]
+        options |= {"NEXT_BITS": options["BITS"] * (of_x == 1), "NEXT_NORMED": True}
         yield packed_kernels._multiply_packed, product | options, packed_kernels._PACKED_WARPS
     yield packed_kernels._round, {"BITS": 4, "NORMED": True, "COUNT": 1024}, 4
     attention = {"H": 8, "G": 4, "D": size, "KIND": tl.bfloat16, "NORMED": True, "SCORED": False}
@@ -383,7 +437,11 @@ def test_kernels_compile_without_a_gpu_and_need_no_local_memory(
     for kernel, constants, warps in kernels_with_constants(size):
         types = {arg: KINDS.get(arg, "*fp32") for arg in kernel.arg_names if arg not in constants}
         if kernel is packed_kernels._multiply_packed:
-            types |= {"digits": "*i64", "weight": "*i64", "scales": SCALES[constants["BITS"]]}
+            types |= {"digits": "*i64", "weight": "*i64", "high": "*i32"}
+            is_pair = constants["HAS_MINIMA"]
+            types["factors"] = "*i32" if is_pair else "*fp16"
+            scales = {"rows": "*bf16", "codes": "*i16"}
+            types["scales"] = scales.get(constants["SCALES"], types["factors"])
         aligned = {(i,): [["tt.divisibility", 16]] for i, arg in enumerate(kernel.arg_names)
                    if types.get(arg, "").startswith("*")}  # fmt: skip
         source = triton.compiler.ASTSource(kernel, types, constants, aligned)
@@ -402,7 +460,6 @@ def test_kernels_compile_without_a_gpu_and_need_no_local_memory(
         assert not local, (kernel, constants, local)
 
 
-SCALES = {4: "*i32", 8: "*bf16"}
 KINDS = {
     **dict.fromkeys(("weight", "norm", "query_norm", "key_norm", "next_norm"), "*bf16"),
     **dict.fromkeys(("digits", "next_digits"), "*i8"),

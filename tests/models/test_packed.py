@@ -22,11 +22,12 @@ from chatting import tiny
 from families import build
 from gguf_file import write_gguf
 from gguf_models import random_model, write_model
+from native_library import built_library
 from plain_model import load_model
 from simulated_devices import DEVICES, refuses_waits, simulated_devices
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
-from sirchat.models import load, packed, packing
+from sirchat.models import compiling, load, packed, packing
 from sirchat.models.decoder import Decoder
 from sirchat.models.fit import compute_fit
 from sirchat.models.gguf.blocks import split_four_bit
@@ -34,6 +35,10 @@ from sirchat.models.gguf.header import BLOCKS, FOUR_BIT, GgufTensor
 from sirchat.models.listing import find_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.packed import (
+    BlockGpuHead,
+    BlockGpuLinear,
+    BlockHead,
+    BlockLinear,
     Int4GpuLinear,
     Int4Linear,
     Int8Head,
@@ -43,11 +48,10 @@ from sirchat.models.packed import (
     SharedEmbedding,
     Unpacked,
     matmul_method_of,
-    quantize_int4,
-    quantize_int8,
     set_matmul_method,
 )
-from sirchat.models.packing import pack_module
+from sirchat.models.packing import pack_module, quantize_int4, quantize_int8
+from sirchat.paths import compiled_dir, make_private_dir
 from warm_python import warm_python
 
 FEW_AND_MANY = [1, 5, 32, 33, 200]
@@ -337,8 +341,10 @@ def check_same_weights(there: LoadedModel, here: LoadedModel) -> None:
             assert isinstance(other, Int8Linear), name
             assert torch.equal(other.scale.cpu(), layer.scale), name
         else:
-            assert isinstance(other, Int4GpuLinear), name
-        assert torch.equal(other.unpacked().cpu(), layer.unpacked()), name
+            kinds: dict[Any, Any] = {BlockLinear: BlockGpuLinear, BlockHead: BlockGpuHead}
+            assert isinstance(other, kinds.get(type(layer), Int4GpuLinear)), name
+        for dtype in (torch.float32, torch.bfloat16):
+            assert torch.equal(other.unpacked(dtype).cpu(), layer.unpacked(dtype)), name
         assert (other.joined is None) == (layer.joined is None), name
 
 
@@ -390,8 +396,12 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.slow
-def test_a_gguf_file_stays_packed_as_on_a_cpu(case: Path, gpu: torch.device) -> None:
-    here, there = load_model(str(case), device="cpu"), load_model(str(case))
+def test_a_gguf_file_stays_packed_as_on_a_cpu(
+    case: Path, gpu: torch.device, own_home: Path
+) -> None:
+    make_private_dir(compiled_dir())
+    (compiled_dir() / compiling.library_name()).symlink_to(built_library())
+    here, there = load_model(str(case), device="cpu", compile="on"), load_model(str(case))
     check_same_weights(there, here)
     assert {one.device for one in tensors(there)} == {gpu}
     assert there.precision == "bfloat16 with packed weights"

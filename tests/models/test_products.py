@@ -40,9 +40,9 @@ from sirchat.models.packed import (
     has_matrix_units,
     int4_block_rows,
     packed_buffers,
-    quantize_int8,
     set_matmul_method,
 )
+from sirchat.models.packing import quantize_int8
 from sirchat.models.surprisal import surprisal_of_states
 from sirchat.paths import compiled_dir, make_private_dir
 

@@ -22,7 +22,8 @@ from sirchat.engine.engine import Engine
 from sirchat.engine.types import CacheSettings, GeneratedToken
 from sirchat.memory.policies.by_surprisal import Entropy
 from sirchat.models.model import LoadedModel
-from sirchat.models.packed import Int8Linear, quantize_int8
+from sirchat.models.packed import Int8Linear
+from sirchat.models.packing import quantize_int8
 from sirchat.models.surprisal import PassResult, has_linear_head, surprisal_of_states
 
 IDS = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()

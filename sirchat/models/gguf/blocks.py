@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sirchat.models.gguf.header import BLOCKS, GgufTensor
+from sirchat.models.gguf.header import BLOCK_LAYOUTS, BLOCKS, GgufTensor
 from sirchat.models.packed import GROUP, BlockLinear, Int8Linear
 
 # In eight bytes: 1 in each; bit 0 to bit 7, one in each; what brings each of them up to bit 7.
@@ -46,6 +46,36 @@ def split_four_bit(tensor: GgufTensor) -> FourBit:
     groups = (rows, columns // GROUP)
     first, second = q.view(torch.uint8).view(*groups, 2, GROUP // 2).unbind(2)
     return FourBit(first | second << 4, scale.reshape(groups), minimum.reshape(groups))
+
+
+def split_blocks(tensor: GgufTensor, device: torch.device) -> tuple[Tensor, ...]:
+    """Split a matrix [N, K] of blocks into the buffers of a `BlockGpuLinear`, without loss."""
+    layout, groups = BLOCK_LAYOUTS[tensor.type], (tensor.shape[0], tensor.shape[1] // GROUP)
+    blocks = torch.from_numpy(np.array(tensor.blocks)).to(device)
+    q = _SPLITTERS[tensor.type](blocks).q.view(torch.uint8)
+    start, end = _FLOATS[tensor.type]
+    floats = blocks[:, start:end].contiguous().view(torch.float16)
+    floats = floats.view(tensor.shape[0], -1, floats.shape[1])  # [N, blocks, 1 or 2]
+    scales, factors = floats, floats[:, :0]
+    if layout.columns > GROUP:
+        is_signed = tensor.type == "Q6_K"
+        codes = blocks[:, 192:208].view(torch.int8) if is_signed else _six_bits(blocks).mT
+        scales, factors = codes.contiguous().view(*groups, 2), floats
+    if layout.bits == 8:
+        return (
+            q.reshape(tensor.shape),
+            q.new_empty((*groups, 0), dtype=torch.int32),
+            scales,
+            factors,
+        )
+    q = q.view(*groups, GROUP) + (0 if end - start == 4 else 1 << layout.bits - 1)
+    high_bits, (first, second) = layout.bits - 4, (q & 15).chunk(2, -1)
+    high = q.new_empty((*groups, 0), dtype=torch.int32)
+    if high_bits:
+        shifts = torch.arange(0, 8, high_bits, device=device, dtype=torch.uint8).view(-1, 1, 2, 1)
+        upper = (q >> 4).view(*groups, -1, high_bits, 2, 4) << shifts
+        high = upper.sum((2, 4), dtype=torch.uint8).view(torch.int32).view(*groups, high_bits)
+    return (first | second << 4).flatten(1), high, scales, factors
 
 
 class NativePacking:
@@ -155,15 +185,19 @@ def _spread_fifth_bits(blocks: Tensor, offset: int) -> Tensor:
     return high.bitwise_and_(0x10 * _ONES).view(torch.uint8).view(-1, 1, 2, 16)
 
 
-def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minima of Q4_K and Q5_K, [b, 8] each: six-bit multiples of a block's floats."""
+def _six_bits(blocks: Tensor) -> Tensor:
+    """The multiples of a block's floats in Q4_K and Q5_K, uint8 [b, 2, 8]: of scales, of minima."""
     low, high, mixed = _read_three_words(blocks, 4)
     scale = low & 0x3F3F3F3F, mixed & 0xF0F0F0F | low >> 2 & 0x30303030
     minimum = high & 0x3F3F3F3F, mixed >> 4 & 0xF0F0F0F | high >> 2 & 0x30303030
-    q = torch.stack((*scale, *minimum), -1).view(torch.uint8).view(-1, 2, 8)
-    factors = blocks[:, :4].contiguous().view(torch.float16).float() * torch.tensor([1.0, -1.0])
-    found, subtracted = (q.float() * factors[..., None]).unbind(1)
-    return found.contiguous(), subtracted.contiguous()
+    return torch.stack((*scale, *minimum), -1).view(torch.uint8).view(-1, 2, 8)
+
+
+def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minima of Q4_K and Q5_K, [b, 8] each."""
+    factors = blocks[:, :4].contiguous().view(torch.float16).float()
+    found, subtracted = (_six_bits(blocks).float() * factors[..., None]).unbind(1)
+    return found.contiguous(), -subtracted
 
 
 def _read_three_words(blocks: Tensor, offset: int) -> Tensor:
@@ -229,6 +263,12 @@ def _split_q6_k(blocks: Tensor) -> _Split:
     return _Split(q.view(torch.int8).sub_(32), scale * _read_float16(blocks, 208))
 
 
+# Where the floats of a block are that `BlockGpuLinear` keeps: a scale, or a scale and a minimum.
+_FLOATS = {
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0"), (0, 2)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 4)),
+    "Q6_K": (208, 210),
+}
 # How blocks of each format are split into values and scales; others are read by the package gguf.
 _SPLITTERS: dict[str, Callable[[Tensor], _Split]] = {
     "Q4_0": _split_q4_0,

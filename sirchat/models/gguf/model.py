@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from sirchat.errors import ModelError
 from sirchat.memory.free_memory import trim_memory
 from sirchat.models.decoder import Decoder
-from sirchat.models.gguf.blocks import NativePacking, split_four_bit, unpack_floats
-from sirchat.models.gguf.header import BLOCKS, FOUR_BIT, GgufFile, GgufTensor
+from sirchat.models.gguf.blocks import NativePacking, split_blocks, split_four_bit, unpack_floats
+from sirchat.models.gguf.header import BLOCK_LAYOUTS, BLOCKS, FOUR_BIT, GgufFile, GgufTensor
 from sirchat.models.gguf.translate import Conversion, architectures, config_values, find_target
 from sirchat.models.model_config import DecoderConfig
 from sirchat.models.packed import (
     GROUP,
+    BlockGpuHead,
+    BlockGpuLinear,
     BlockHead,
     BlockLinear,
     Int8Head,
@@ -27,9 +29,13 @@ from sirchat.models.packed import (
     RowLinear,
     SharedEmbedding,
     int4_class,
-    quantize_int8,
 )
-from sirchat.models.packing import PackedExperts, fuse_projections, same_input_names
+from sirchat.models.packing import (
+    PackedExperts,
+    fuse_projections,
+    quantize_int8,
+    same_input_names,
+)
 from sirchat.models.progress import Progress, switch_off_bars
 
 _WEIGHTS_AT_ONCE = 2**20  # weights that are unpacked at a time: few calls, little memory
@@ -187,6 +193,13 @@ class _Loader:
                 return native.pack_blocks(tensor, order, layer)
             return native.pack_eight_bits(tensor, order)
         max_rows = _WEIGHTS_AT_ONCE // tensor.shape[1] // 64 * 64 or 64
+        if self.device.type != "cpu" and tensor.type in BLOCK_LAYOUTS and not head_dim:
+            split = [split_blocks(part, self.device) for part in tensor.split_rows(max_rows)]
+            buffers = [torch.cat(parts) for parts in zip(*split, strict=True)]
+            if conversion is not None:
+                order = undo(torch.arange(tensor.shape[0], device=self.device))
+                buffers = [buffer[order] for buffer in buffers]
+            return BlockGpuLinear(*buffers)
         if is_4_bit:
             parts = [tensor] if conversion is not None else tensor.split_rows(max_rows)
             layers = [four_bit.from_nibbles(*map(undo, split_four_bit(part))) for part in parts]
@@ -222,6 +235,8 @@ def finish_module(module: Any) -> Any:
     head = module.get_output_embeddings()
     if isinstance(head, BlockLinear):
         module.set_output_embeddings(BlockHead(head.blocks, head.bias))
+    elif isinstance(head, BlockGpuLinear):
+        module.set_output_embeddings(BlockGpuHead(*head.buffers(), bias=head.bias))
     elif isinstance(head, Int8Linear):
         module.set_output_embeddings(Int8Head(head.q, head.scale, head.bias))
     for name, parameter in module.named_parameters():
