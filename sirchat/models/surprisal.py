@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from sirchat.models.packed import (
     NATIVE_ROW_BLOCK,
     BlockLinear,
-    GpuLinear,
     Int8Linear,
     PackedLinear,
     RowLinear,
@@ -113,8 +112,6 @@ def _logits_of(head: Any, hidden: Tensor, some: slice, *, is_native: bool) -> Te
         logits = torch.ops.sirchat.multiply_blocks(hidden, head.blocks[some])
     elif is_native:
         logits = torch.ops.sirchat.multiply_8(hidden, head.q[some], head.scale[some])
-    elif isinstance(head, GpuLinear):
-        logits = hidden @ head.unpacked_rows(some, torch.float32).T
     elif isinstance(head, Int8Linear):
         logits = (hidden @ head.q[some].float().T).mul_(head.scale[some])
     else:
