@@ -55,7 +55,7 @@ from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.model_config import ConfigValues, DecoderConfig, load_config
 from sirchat.models.names import loading_error, locate, part_paths
 from sirchat.models.packed import int4_block_rows, packing_layout
-from sirchat.models.packing import pack_module
+from sirchat.models.packing import pack_module, use_unpacking_kernel
 from sirchat.models.probe import (
     refuse_broken_template,
     refuse_other_weights,
@@ -169,6 +169,8 @@ def load_model_of(
         if devices is None:  # only now: a GPU may have no room for weights that are not packed yet
             module = module.to(target)
         choose_matmul_method(module, profile.unpack_dtype)
+        if target.type == "cuda":
+            use_unpacking_kernel(module)
         model = wrap_model(name, module.eval(), tokenizer)
     except ModelError:
         raise

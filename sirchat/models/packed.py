@@ -8,7 +8,7 @@ at a time.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import product
@@ -40,6 +40,8 @@ class MatmulMethod(NamedTuple):
     max_kernel_rows_4bit: int = 32
     max_kernel_rows_8bit: int = 8
     max_native_rows: int = 0  # for which `products.cpp` is fastest, but for blocks, always
+    # On a GPU, what unpacks rows of weights instead of torch's operations
+    unpack_rows: Callable[[GpuWeights, slice, torch.dtype], Tensor] | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -248,7 +250,12 @@ class GpuLinear(PackedLinear):
     def multiply_packed(self, x: Tensor) -> Tensor:
         starts = range(0, self.out_features, _UNPACKED_ROWS)
         parts = (slice(start, start + _UNPACKED_ROWS) for start in starts)
-        return torch.cat([x @ self.unpacked_rows(rows, x.dtype).T for rows in parts], 1)
+        unpack, weights = self.matmul_method.unpack_rows, self.gpu_weights
+        unpacked = (
+            unpack(weights, rows, x.dtype) if unpack else self.unpacked_rows(rows, x.dtype)
+            for rows in parts
+        )
+        return torch.cat([x @ weight.T for weight in unpacked], 1)
 
     def unpacked(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return self.unpacked_rows(slice(None), dtype).T

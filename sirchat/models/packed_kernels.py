@@ -25,6 +25,7 @@ _PACKED_WARPS = 8
 _MAX_REGISTERS = 168  # without a limit, some compilers take 128 and keep the rest in memory
 _PARTS = 64, 32  # numbers of parts of a row of weights that are multiplied at a time
 _ROUNDED_COLUMNS = 1024  # that a program rounds
+_UNPACKED_ROWS, _UNPACKED_PARTS = 4, 16  # that a program unpacks
 
 # Adds the products of eight bytes of $1, unsigned or signed, with the signed ones of $2 to $3.
 _ADD_BYTES = """{{.reg .b32 a, b, c, d, t; mov.b64 {{a, b}}, $1; mov.b64 {{c, d}}, $2;
@@ -161,7 +162,8 @@ def _split_words(words, high, row, part, start, mask, COUNT: tl.constexpr, HIGH:
         if HIGH == 1:
             bits = bits >> (tl.arange(0, 2) * 2)[None, None, :]
         HIGHEST: tl.constexpr = -0x3F3F3F3F3F3F3F40 if HIGH == 2 else -0x7F7F7F7F7F7F7F80
-        ONES: tl.constexpr = HIGHEST if SHIFT else 0x1010101010101010
+        FIFTH: tl.constexpr = 0x3030303030303030 if HIGH == 2 else 0x1010101010101010
+        ONES: tl.constexpr = HIGHEST if SHIFT else FIFTH
         lower |= (bits << (4 + SHIFT)) & ONES
         upper |= (bits >> 4 << (4 + SHIFT)) & ONES
     return lower, upper
@@ -304,6 +306,47 @@ def _multiply_packed(
             )  # fmt: skip
 
 
+@triton.jit
+def _unpack(
+    weight, high, scales, factors, out, first, count,
+    K: tl.constexpr, BITS: tl.constexpr, HIGH: tl.constexpr, SCALES: tl.constexpr,
+    HAS_MINIMA: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """Write `count` rows of weights, from `first` on, to `out` [count, K]."""
+    COUNT: tl.constexpr = K * BITS // 128
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    start = tl.program_id(1) * PARTS
+    part, row = start + tl.arange(0, PARTS)[None, :], (first + n).to(tl.int64)
+    word = start * 2 + tl.arange(0, PARTS * 2)[None, :]
+    mask, inside = (n < count) & (part < COUNT), n < count
+    words = tl.load(weight + row * (COUNT * 2) + word, mask=inside & (word < COUNT * 2), other=0)
+    lower = tl.reshape(words, [ROWS, PARTS, 2])
+    upper = lower
+    if BITS == 4:
+        lower, upper = _split_words(
+            lower, high, row, part, start, inside, COUNT, HIGH, 0, ROWS, PARTS
+        )
+    scale, upper_scale, zero = _load_scales(
+        scales, factors, row, part, mask, COUNT, BITS, SCALES, HAS_MINIMA
+    )
+    byte = tl.arange(0, 8)[None, None, None, :]
+    at = (
+        tl.arange(0, 2)[None, None, :, None] * 8
+        + byte
+        + (n * K + part * (128 // BITS))[:, :, None, None]
+    )
+    for half in tl.static_range(8 // BITS):
+        q = ((upper if half else lower)[:, :, :, None] >> byte * 8 & 255).to(tl.int32)
+        if BITS == 8:
+            q = (q ^ 128) - 128
+        elif not HAS_MINIMA:
+            q -= 1 << (BITS + HIGH - 1)
+        weights = q.to(tl.float32) * (upper_scale if half else scale)[:, :, None, None]
+        if HAS_MINIMA:
+            weights += zero[:, :, None, None]
+        tl.store(out + at + half * 16, weights, mask=mask[:, :, None, None])
+
+
 class Rounded(NamedTuple):
     """Rows x [B, K], rounded for products with weights of 4 or 8 bits.
 
@@ -376,3 +419,19 @@ def multiply_packed(
     if next_bits and not rounds:
         rounded = round_rows(out, next_bits, next_norm)
     return out, rounded
+
+
+def unpack_rows(weights: GpuWeights, rows: slice, dtype: torch.dtype) -> Tensor:
+    """Unpack rows of weights with scales for groups of columns to `dtype`; returns [n, K]."""
+    start, stop, _ = rows.indices(len(weights.words))
+    columns = weights.words.shape[1] * 8 // weights.bits
+    out = weights.words.new_empty((stop - start, columns), dtype=dtype)
+    parts = columns * weights.bits // 128
+    grid = triton.cdiv(len(out), _UNPACKED_ROWS), triton.cdiv(parts, _UNPACKED_PARTS)
+    _unpack[grid](
+        weights.words.view(torch.int64), weights.high, weights.scales, weights.factors, out, start,
+        len(out), K=columns, BITS=weights.bits, HIGH=weights.high_bits, SCALES=weights.scale_kind,
+        HAS_MINIMA=weights.has_minima, ROWS=_UNPACKED_ROWS, PARTS=_UNPACKED_PARTS, num_warps=4,
+        enable_fp_fusion=False
+    )  # fmt: skip
+    return out

@@ -11,11 +11,14 @@ from torch import Tensor, nn
 from sirchat.memory.free_memory import trim_memory
 from sirchat.models.packed import (
     GROUP,
+    GpuLinear,
     Int8Head,
     Int8Linear,
+    MatmulMethod,
     PackedLinear,
     SharedEmbedding,
     int4_class,
+    set_matmul_method,
 )
 
 Rounded = TypeVar("Rounded", bound=tuple[Tensor, ...])
@@ -76,6 +79,20 @@ def fuse_projections(module: Any, path: str) -> None:
     for layer in packed:
         layer.take_rows(joined, start)
         start += layer.out_features
+
+
+def use_unpacking_kernel(module: nn.Module) -> None:
+    """Let Triton's kernel unpack the weights that are on a GPU, if it does so as torch does."""
+    layers = [layer for layer in module.modules() if isinstance(layer, GpuLinear)]
+    some, dtype = slice(0, 16), torch.bfloat16
+    try:
+        from sirchat.models.packed_kernels import unpack_rows
+
+        found = [unpack_rows(layer.gpu_weights, some, dtype) for layer in layers[:1]]
+    except Exception:  # Triton is not there, or raises any kind of error
+        return
+    if found and torch.allclose(found[0], layers[0].unpacked_rows(some, dtype)):
+        set_matmul_method(module, MatmulMethod(unpack_rows=unpack_rows))
 
 
 class PackedExperts(nn.Module):

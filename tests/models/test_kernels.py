@@ -42,6 +42,7 @@ from sirchat.models.packed import (
 )
 
 H, G, D, EPSILON = 2, 3, 64, 1e-5
+CPU = torch.device("cpu")
 
 
 # Triton decides when it is imported whether it interprets.
@@ -102,7 +103,7 @@ def fill_with_blocks(module: Any, kind: str) -> None:
     for name, layer in list(module.named_modules()):
         if isinstance(layer, torch.nn.Linear):
             shape = layer.out_features, np.random.default_rng(len(name)), layer.in_features
-            parts = split_blocks(random_blocks(kind, *shape), torch.device("cpu"))
+            parts = split_blocks(random_blocks(kind, *shape), CPU)
             is_head = layer is module.get_output_embeddings()
             packed_layer = (BlockGpuHead if is_head else BlockGpuLinear)(*parts, bias=layer.bias)
             module.set_submodule(name, packed_layer)
@@ -209,6 +210,46 @@ def test_packed_products_are_those_of_the_rounded_rows(
     assert error(multiply(bias=bias, gated=True), gated(expected + bias)) < 1e-5
     y, _ = packed_kernels.multiply_packed(packed_kernels.round_rows(x, weights.bits), *given[1:])
     assert error(y, x.double() @ values.T) < 2e-4
+
+
+@of_a_kernel
+@pytest.mark.parametrize("kind", ["int4", *BLOCKS])
+def test_rows_of_weights_are_unpacked(kind: str) -> None:
+    columns = column_count(kind, 576)
+    weights, values = packed(kind, 11, columns)
+    for rows, dtype in ((slice(None), torch.float32), (slice(3, 20), HALF)):
+        found = packed_kernels.unpack_rows(weights, rows, dtype)
+        if kind == "int4":  # whose zero is computed first
+            torch.testing.assert_close(found, values[rows].to(dtype))
+        else:
+            assert torch.equal(found, values[rows].float().to(dtype))
+
+
+@pytest.mark.skipif(not is_interpreted, reason="runs on the CPU")
+def test_a_kernel_unpacks_weights_if_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = BlockGpuLinear(*split_blocks(random_blocks("Q5_1", 32, np.random.default_rng(0)), CPU))
+    x, module = torch.randn(3, 512), torch.nn.Sequential(layer)
+    expected = layer(x)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no such processor")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(packed_kernels, "unpack_rows", fail)
+        packing.use_unpacking_kernel(module)
+        assert torch.equal(layer(x), expected)
+    calls = list[slice]()
+    unpack = packed_kernels.unpack_rows
+
+    def noted(weights: GpuWeights, rows: slice, dtype: torch.dtype) -> Tensor:
+        calls.append(rows)
+        # The interpreter has no bfloat16.
+        return unpack(weights, rows, torch.float32).to(dtype)
+
+    monkeypatch.setattr(packed_kernels, "unpack_rows", noted)
+    packing.use_unpacking_kernel(module)
+    assert torch.equal(layer(x), expected)
+    assert len(calls) == 2
 
 
 @of_a_kernel
@@ -415,6 +456,9 @@ def kernels_with_constants(size: int) -> Iterator[tuple[Any, dict[str, Any], int
         options["PARTS"] = packed_kernels._PARTS[bool(options["HIGH"])]
         options |= {"NEXT_BITS": options["BITS"] * (of_x == 1), "NEXT_NORMED": True}
         yield packed_kernels._multiply_packed, product | options, packed_kernels._PACKED_WARPS
+    for kind in KINDS_OF_WEIGHTS[1:]:
+        size_of = {"ROWS": packed_kernels._UNPACKED_ROWS, "PARTS": packed_kernels._UNPACKED_PARTS}
+        yield packed_kernels._unpack, {"K": 4096, **constants_of(kind), **size_of}, 4
     yield packed_kernels._round, {"BITS": 4, "NORMED": True, "COUNT": 1024}, 4
     attention = {"H": 8, "G": 4, "D": size, "KIND": tl.bfloat16, "NORMED": True, "SCORED": False}
     blocks = {"QUERIES": 16, "SPLIT": kernels.SPLIT, "BLOCK": kernels._ATTENTION_BLOCK}
@@ -436,8 +480,9 @@ def test_kernels_compile_without_a_gpu_and_need_no_local_memory(
     programs = Path(triton.__file__).parent / "backends/nvidia/bin"
     for kernel, constants, warps in kernels_with_constants(size):
         types = {arg: KINDS.get(arg, "*fp32") for arg in kernel.arg_names if arg not in constants}
-        if kernel is packed_kernels._multiply_packed:
-            types |= {"digits": "*i64", "weight": "*i64", "high": "*i32"}
+        if "SCALES" in constants:
+            types |= {"weight": "*i64", "high": "*i32"}
+            types |= {"digits": "*i64"} if "digits" in types else {"out": "*bf16"}
             is_pair = constants["HAS_MINIMA"]
             types["factors"] = "*i32" if is_pair else "*fp16"
             scales = {"rows": "*bf16", "codes": "*i16"}
@@ -464,6 +509,6 @@ KINDS = {
     **dict.fromkeys(("weight", "norm", "query_norm", "key_norm", "next_norm"), "*bf16"),
     **dict.fromkeys(("digits", "next_digits"), "*i8"),
     **dict.fromkeys(("pools", "lengths"), "*i64"),
-    **dict.fromkeys(("N", "B", "K", "layer", "slot_count"), "i32"),
+    **dict.fromkeys(("N", "B", "K", "layer", "slot_count", "first", "count"), "i32"),
     **dict.fromkeys(("scale", "epsilon"), "fp32"),
 }
