@@ -34,7 +34,7 @@ from sirchat.version import __version__
 
 MIN_GGUF_BYTES = 1 << 25  # bytes; a smaller GGUF file loads about as fast as it is mapped
 _ALIGNMENT = 4096  # bytes, of the parts of a file
-_FORMAT_VERSION = 3  # of the files; others are not found
+_FORMAT_VERSION = 4  # of the files; others are not found
 _MAX_FOLDER_BYTES = 20 * 10**9  # bytes in the folder, and no more than this part of the free disk:
 _DISK_DIVISOR = 4
 _HASHED_START = 1 << 22  # bytes; of the rest, so many samples of so many bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import math
 import re
@@ -13,6 +14,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import (
     AddedToken,
     Regex,
@@ -80,7 +82,9 @@ def load_tokenizer(
         for name in ("scores", "merges"):  # to find the pairs takes longest
             prepared.pop(f"{_PREFIX}{name}", None)
         prepared[f"{_PREFIX}tokens"] = vocabulary.tokens
-        prepared[_MERGES_KEY] = [part for pair in merges for part in pair]
+        ids = {token: number for number, token in enumerate(vocabulary.tokens)}
+        numbers = np.array([ids[part] for pair in merges for part in pair], np.int32)
+        prepared[_MERGES_KEY] = base64.b64encode(numbers.tobytes()).decode("ascii")
     return tokenizer
 
 
@@ -168,7 +172,9 @@ class _Vocabulary:
     def merges(self) -> list[tuple[str, str]]:
         """The pairs of tokens to merge, in order of priority."""
         if (prepared := self._metadata.get(_MERGES_KEY)) is not None:
-            return list(zip(prepared[::2], prepared[1::2], strict=True))
+            numbers = np.frombuffer(base64.b64decode(prepared), np.int32)
+            parts = np.array(self.tokens, object)[numbers].tolist()  # each text is there once
+            return list(zip(parts[::2], parts[1::2], strict=True))
         merges = self._setting("merges")
         if self._kind == _PIECES and (not merges or self._setting("scores")):
             return self._merges_by_score(self._read_list("scores", len(self.tokens)))
