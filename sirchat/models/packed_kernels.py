@@ -22,7 +22,7 @@ from sirchat.models.packed import GpuWeights
 # with up to four.
 _PACKED_ROWS, _PACKED_ROWS_OF_MORE, _ROWS_OF_X = 32, 16, 4
 _PACKED_WARPS = 8
-_MAX_REGISTERS = 184  # without a limit, some compilers take 128 and keep the rest in memory
+_MAX_REGISTERS = 200  # without a limit, some compilers take 128 and keep the rest in memory
 _PARTS = 64, 32  # numbers of parts of a row of weights that are multiplied at a time
 _ROUNDED_COLUMNS = 1024  # that a program rounds
 _UNPACKED_ROWS, _UNPACKED_PARTS = 4, 16  # that a program unpacks
