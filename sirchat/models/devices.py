@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
 from sirchat.memory.archive import Archive, ArchiveFolder
 from sirchat.memory.cache import BoundedCache
-from sirchat.memory.free_memory import free_large_blocks_at_once, free_memory
+from sirchat.memory.free_memory import control_groups, free_large_blocks_at_once, free_memory
 from sirchat.models.fit import PROGRAM_BYTES
 from sirchat.models.hidden_states import decoder_layers
 from sirchat.models.learning import is_learning
@@ -215,20 +215,15 @@ def physical_cores(cpus: set[int], sys: Path = _SYS) -> int:
     return len(siblings)
 
 
-def cpu_quota(sys: Path = _SYS) -> float | None:
-    """CPU time, in cores, that a Linux control group (version 2 or 1) allows; None if unlimited."""
-    try:
-        quota, period = (sys / "fs/cgroup/cpu.max").read_text("ascii").split()
-    except (OSError, ValueError):
-        try:
-            folder = sys / "fs/cgroup/cpu"
-            quota = (folder / "cpu.cfs_quota_us").read_text("ascii").strip()
-            period = (folder / "cpu.cfs_period_us").read_text("ascii").strip()
-        except OSError:
-            return None
-    if not (quota.isdecimal() and period.isdecimal() and int(period)):
-        return None  # "max", or -1
-    return int(quota) / int(period)
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """CPU time, in cores, that this process's control groups allow; None if unlimited."""
+    quotas, files = list[float](), (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+    for folder, names in product(control_groups("cpu", root), files):
+        with suppress(OSError, ValueError, ZeroDivisionError):  # such as "max"
+            words = " ".join((folder / name).read_text("ascii") for name in names).split()
+            quota, period = map(int, words)
+            quotas.append(quota / period)
+    return min((quota for quota in quotas if quota > 0), default=None)  # -1: no limit
 
 
 def describe_threads(device: torch.device, *, was_free: bool = False) -> str:

@@ -179,22 +179,33 @@ def test_two_threads_of_one_core_count_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "quota"),
+    ("groups", "files", "quota"),
     [
-        ({}, None),
-        ({"cpu.max": "max 100000\n"}, None),
-        ({"cpu.max": "250000 100000\n"}, 2.5),
-        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
-        ({"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 0.5),
+        ("0::/", {}, None),
+        ("0::/", {"cpu.max": "max 100000"}, None),
+        ("0::/", {"cpu.max": "250000 100000"}, 2.5),
+        ("0::/a/b", {"cpu.max": "400000 100000", "a/b/cpu.max": "max 100000"}, 4),
+        ("0::/a/b", {"cpu.max": "400000 100000", "a/b/cpu.max": "150000 100000"}, 1.5),
+        ("0::/a/b", {"c/cpu.max": "150000 100000"}, None),  # of other processes
+        ("4:memory:/a\n1:cpu,cpuacct:/a", {"cpu/a": "-1 100000"}, None),
+        ("4:memory:/\n1:cpu,cpuacct:/a", {"cpu": "-1 100000", "cpu/a": "50000 100000"}, 0.5),
     ],
 )
-def test_the_quota_of_a_container(
-    files: dict[str, str], quota: float | None, tmp_path: Path
+def test_the_quota_of_a_container_is_the_least_of_its_groups(
+    groups: str, files: dict[str, str], quota: float | None, tmp_path: Path
 ) -> None:
-    for name, text in files.items():
-        path = tmp_path / "fs/cgroup" / name
+    def write(name: str, text: str) -> None:
+        path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(text + "\n")
+
+    write("proc/self/cgroup", groups)
+    for name, text in files.items():
+        if name.endswith("cpu.max"):
+            write(f"sys/fs/cgroup/{name}", text)
+        else:
+            for of, number in zip(("quota", "period"), text.split(), strict=True):
+                write(f"sys/fs/cgroup/{name}/cpu.cfs_{of}_us", number)
     assert cpu_quota(tmp_path) == quota
 
 
