@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from sirchat.chat.events import Event
 from sirchat.chat.session import Session
 from sirchat.chat.state import ConversationState, Turn
 from sirchat.chat.token_rows import without_template
@@ -139,20 +140,21 @@ def check_rewind(session: Session, count: int) -> list[int]:
     return asked
 
 
-def rewind(session: Session, count: int) -> Session:
-    """`session`, of which the last `count` user turns are undone.
+def rewind(session: Session, count: int) -> tuple[Session, list[Event]]:
+    """`session`, of which the last `count` user turns are undone, and the events of the last undo.
 
     If it can't undo so many, a new session that has read the turns before them; `session` may
     have undone some by then. Raises UndoError, changing nothing, if there are fewer user turns.
     """
+    events = list[Event]()
     if count > len(session.history.messages):
-        return reread_before_message(session, count)
+        return reread_before_message(session, count), events
     for number in range(count):
         try:
-            session.undo()
+            events = session.undo()
         except UndoError:  # a token is lost
-            return reread_before_message(session, count - number)
-    return session
+            return reread_before_message(session, count - number), []
+    return session, events
 
 
 def copy_session(session: Session, limit: int | None = None) -> Session | None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import Any
+
+import numpy as np
 
 from sirchat.chat.events import Delta, Event, Notice, Reading, TurnDone, Undone
 from sirchat.chat.session import Session
 from sirchat.chat.settings import updated_profile
 from sirchat.chat.state import UNFINISHED, GeneratedReply, UndoPoint, last_generated_reply
+from sirchat.chat.summary import PREFIX, pin_summary
 from sirchat.chat.tool_loop import answer, reply_format
 from sirchat.chat.turn import Interrupted, never
 from sirchat.errors import UsageError
@@ -67,7 +71,9 @@ def retry_with_settings(
         raise UsageError("/retry under other settings can't call tools", hint="/retry alone can")
     # The model answers in a trial, which is undone. Then it reads the message, and the tokens of
     # the new reply, under the usual settings: so the cache is as if these had given that reply.
-    text = session.asked_point().text
+    point, turns = session.asked_point(), session.turns
+    text = point.text
+    summaries = [turn.text for turn in turns[point.turns :] if turn.is_summary]
     updated_profile(session.profile, session.model, "/retry", updates)
     yield from reply_format(session, session.toolbox)  # it may be refused
     before = last_generated_reply(session.ledger, session.turns)
@@ -81,8 +87,12 @@ def retry_with_settings(
                     yield event
             reply, note = last_generated_reply(session.ledger, session.turns), describe(session)
     except BaseException:
-        if before is not None:
+        if before is None:
+            list(session.read_question(text))
+        else:
             list(session.ask(text, attempt=attempt, reply=before))
+        for said in summaries:
+            list(pin_summary(session, said.removeprefix(PREFIX)))
         raise
     yield Notice(note)
     for event in session.ask(text, attempt=attempt + 1, reply=reply):
@@ -102,13 +112,14 @@ def go_on(session: Session, interrupted: Interrupted = never) -> Iterator[Event]
         raise UsageError("the last reply is complete", hint="/retry replaces it by another")
     allowed = yield from reply_format(session, session.toolbox, reply)
     try:
-        session.return_to(session.history.before_end)
+        events = session.return_to(session.history.before_end)
     except LostTokensError:  # in a resumed chat, for example
         if session.turns[-2].role == "tool":  # it would be lost
             why = "the result of a tool, which the last reply follows, would be lost"
             raise UsageError(f"/continue: {why}", hint="/retry asks again") from None
         yield from _generate_again(session, reply, interrupted)
     else:
+        yield from events
         box, text, begun = session.toolbox, session.undoable_message, session.state.last_reply_stats
         yield from answer(session, box, text, interrupted, allowed=allowed, begun=begun)
 
@@ -157,6 +168,7 @@ def temporary_settings(session: Session, source: str, updates: Mapping[str, Any]
     Error messages begin with `source`, the command that changes the settings.
     """
     before = {name: getattr(session.profile, name) for name in updates}
+    rules = list(chain(*session.ledger.rules()))
     if updates:
         session.switch(source, **updates)
     try:
@@ -164,3 +176,7 @@ def temporary_settings(session: Session, source: str, updates: Mapping[str, Any]
     finally:
         if updates:
             session.switch(source, **before)
+            # Those that had no room meanwhile
+            gone = np.setdiff1d(np.asarray(rules, np.int64), session.ledger.pinned_positions)
+            if len(gone):
+                session.engine.switcher.pin(gone, True)

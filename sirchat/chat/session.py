@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +36,7 @@ from sirchat.chat.statements import (
     StatedFact,
     StatementCache,
     find_statements,
+    in_one_line,
     pin_rules,
     rules_at,
     sentences_at,
@@ -58,7 +59,7 @@ from sirchat.engine.types import EngineState
 from sirchat.errors import ContextFullError, SettingError, UndoError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.key_value_store import HeldKeysValues
-from sirchat.memory.key_values import KeyValues, LostTokensError
+from sirchat.memory.key_values import KeyValues, LostTokensError, Positions
 from sirchat.memory.ledger import Flag, Role
 from sirchat.models.devices import DeviceMemory, memory_by_device
 from sirchat.models.model import LoadedModel
@@ -74,7 +75,7 @@ _LOST = "this message can't be undone: tokens that it evicted are no longer arch
 class Session(Conversation):
     """One conversation with one model. Raises SettingError for a setting that the model refuses.
 
-    Callers may set `template`, `toolbox` and `stop_ids`, and read the other public attributes.
+    Callers may set `template`, `toolbox`, `stop_ids` and `opening_switch`, and read what is public.
     `rows_in_events`: whether events list the tokens themselves, and not only their positions.
     """
 
@@ -84,6 +85,7 @@ class Session(Conversation):
         super().__init__(model, profile, rows_in_events=rows_in_events)
         self.toolbox = Toolbox()
         self.erasures = 0  # calls of `erase`, after which saved text must be written again
+        self.opening_switch = list[Event]()  # of settings for a resumed chat
 
     def reset(self) -> None:
         """Start an empty conversation; the settings stay."""
@@ -179,15 +181,17 @@ class Session(Conversation):
     def _check_room(self, text: str, point: UndoPoint) -> None:
         """Raise an error if after an undo to `point` there is no room for `text` or its tools."""
         state, seen, told = point.state, point.checkpoint.seen, self.toolbox.tools_json
+        placement = point.checkpoint.placement
         system, ids = self._user_turn(text, state, seen)
         if seen and told and told != state.tools_json:
             system = self.template_with(told).system_turn(self.profile.system or "")
+            placement = placement.without(self._replaceable(state))
         size = len(state.pending_ids) + len(self.template.closing) + len(ids.ids)
         if system is not None:
             size += len(system.ids)
             if self.profile.pin_system:
                 self.engine.choice.check_pins(len(system.ids) - len(self.state.system.positions))
-        self.engine.require_room(size, len(point.checkpoint.placement.held), seen)
+        self.engine.require_room(size, len(placement.held), seen)
 
     def asked_point(self) -> UndoPoint:
         """The point before the user's last message that is no summary; UndoError without one."""
@@ -196,7 +200,7 @@ class Session(Conversation):
             if not next((turn.is_summary for turn in later), False):
                 return point
         _ = self.undoable_message  # raises an error if there is not even a summary
-        raise UndoError("there is no message of yours to take back, only a summary")
+        raise UndoError("of your messages none can be undone, only a summary")
 
     def undo_summaries(self) -> None:
         """Undo the summaries after the user's last message; UndoError if that can't be undone."""
@@ -220,19 +224,19 @@ class Session(Conversation):
         pins = self.ledger.pins_except_rules(0)
         own = np.isin(self.ledger.of_turn(turn, Role.USER), pins).nonzero()[0]
         try:
-            self.return_to(point, to_ask_again=to_ask_again)
+            events = self.return_to(point, to_ask_again=to_ask_again)
         except LostTokensError:
             raise UndoError(_LOST) from None
         self.recall.undo()
         if to_ask_again:
             self.state.retried = RetriedMessage(text, tuple(own.tolist()), turns[turn].torn)
-        return [Undone(len(self.turns), text, self.resident, self.seen)]
+        return [Undone(len(self.turns), text, self.resident, self.seen), *events]
 
-    def return_to(self, point: UndoPoint | None, *, to_ask_again: bool = False) -> None:
-        """Undo all since `point`, which is one of `history`; `to_ask_again` is that of `undo`.
+    def return_to(self, point: UndoPoint | None, *, to_ask_again: bool = False) -> list[Event]:
+        """Undo all since `point`, one of `history`; returns events of pins that lack room now.
 
-        Raises LostTokensError, changing nothing, if there is no such point, if more was read since
-        a point of the last reply, or if a token is lost.
+        `to_ask_again` is that of `undo`. Raises LostTokensError, changing nothing, if there is no
+        such point, if more was read since a point of the last reply, or if a token is lost.
         """
         history, engine, undone = self.history, self.engine, self.turns
         if point is None or not history.messages:
@@ -249,19 +253,23 @@ class Session(Conversation):
         # Those that were let go since are pinned again, but the budget may be smaller now.
         most, sinks = engine.choice.divide_budget().max_pins, engine.settings.honoured_sinks
         others = len(self.ledger.pins_except_rules(sinks))
-        unpin_excess_rules(self, engine.settings, math.inf if most is None else most - others)
+        room = math.inf if most is None else most - others
+        events = in_one_line(unpin_excess_rules(self, engine.settings, room))
         if point.vectors is None:
             history.messages = history.messages[:-1]
-            self._pin_again(point, undone[point.turns :])
+            events += self._pin_again(point, undone[point.turns :])
         engine.switcher.choose_unless_valid()
+        return events
 
-    def _pin_again(self, point: UndoPoint, undone: Sequence[Turn]) -> None:
+    def _pin_again(self, point: UndoPoint, undone: Sequence[Turn]) -> Iterator[Event]:
         """Pin former summaries and the system prompt, which the turns `undone` had replaced."""
         profile, switcher, pinned = self.profile, self.engine.switcher, point.checkpoint.pinned
         if any(turn.is_summary for turn in undone):
             former = [number for number, turn in enumerate(self.turns) if turn.is_summary]
-            with suppress(SettingError):  # other pins take the room
+            try:
                 switcher.pin_held(pinned[np.isin(self.ledger.column("turn")[pinned], former)])
+            except SettingError as error:  # other pins take the room
+                yield Notice(f"the summary before is not pinned again: {error}")
         prompt = self.state.system
         is_other = prompt.text != profile.system or point.pin_system != profile.pin_system
         if is_other and self.seen:
@@ -269,9 +277,11 @@ class Session(Conversation):
             positions = np.asarray(prompt.positions)
             self.ledger.flag(Flag.EXCLUDED, positions, False)
             self.ledger.pin(positions, False)
-            with suppress(SettingError):  # other pins take the room
-                switcher.check_new_pins(positions)
+            try:
+                switcher.check_new_pins(positions if profile.pin_system else positions[:0])
                 self.ledger.pin(positions, profile.pin_system)
+            except SettingError as error:
+                yield Notice(f"the system prompt is not pinned again: {error}")
 
     def switch(
         self,
@@ -319,10 +329,15 @@ class Session(Conversation):
                 self.ledger.pin(old_prompt, profile.pin_system and not is_replaced)
             moves = engine.switcher.switch(settings, size if profile.pin_system else 0)
             if is_replaced:
-                leaving = np.arange(max(old_prompt.start, settings.honoured_sinks), old_prompt.stop)
+                leaving = self._replaceable(self.state)
                 engine.require_room(size, len(engine.store.placement.without(leaving).held))
                 moves += engine.evictor.exclude(leaving)
         return events + self._events.moved(self.state.last_turn, moves)
+
+    def _replaceable(self, state: ConversationState) -> Positions:
+        """Stream positions of the system prompt of `state` but sinks, which no other replaces."""
+        start, sinks = state.system.positions.start, self.engine.settings.honoured_sinks
+        return np.arange(max(start, sinks), state.system.positions.stop)
 
     def note_profile(self, profile: Profile) -> None:
         """Store settings that are in force already, or that neither engine nor model uses."""
@@ -426,7 +441,8 @@ class Session(Conversation):
 
     def opening_events(self) -> list[Event]:
         """The event `Started`, then notices of what does not suit the model, and what it lacks."""
-        return started_events(self.engine, self.model, self.profile, self.template)
+        told = [event for event in self.opening_switch if isinstance(event, Notice)]
+        return [*started_events(self.engine, self.model, self.profile, self.template), *told]
 
     def closing_event(self) -> Ended:
         totals = self.state.totals

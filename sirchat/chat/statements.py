@@ -56,6 +56,7 @@ _MAX_RULES = 2  # sentences of one message
 _USER, _HELD = int(Role.USER), int(State.HELD)
 _Said = tuple[int, str, Positions]  # a sentence: turn, text, and positions of its tokens
 _BUDGET_PER_RULES = 4  # rules pinned by themselves take at most the budget divided by this
+_WHY_UNPINNED = "as instructions have a quarter of the budget, and all pins half of it"
 
 _REPLY_NOUNS = r"(?:answers|repl(?:y|ies)|responses|messages)"
 _ASKING_VERBS = r"(?:ask|mention|say|write|send|tell|want|talk|speak|request|paste|show|type|quote)"
@@ -251,6 +252,14 @@ def unpin_excess_rules(
     return list(_unpin_rules(chat, _rules_to_unpin(chat.ledger, settings, 0, most)))
 
 
+def in_one_line(unpinned: Sequence[Event]) -> list[Event]:
+    """The events of rules that are unpinned, with one notice for several, which were told of."""
+    lines = [event for event in unpinned if isinstance(event, Notice)]
+    if len(lines) > 1:
+        lines = [Notice(f"{len(lines)} instructions are not pinned again, {_WHY_UNPINNED}")]
+    return [*(event for event in unpinned if not isinstance(event, Notice)), *lines]
+
+
 def _pinned_rules(chat: Conversation, vectors: dict[str, Tensor]) -> list[Positions]:
     """The positions [n] of each sentence of the pinned rules and preferences, in order."""
     rules = list[Positions]()
@@ -315,7 +324,7 @@ def _unpin_rules(chat: Conversation, rules: Sequence[Positions]) -> Iterator[Eve
         chat.engine.switcher.unpin_held(rule)
         text = format_value("".join(texts_at(chat.ledger, chat.texts, rule)).strip())
         yield Pinned(len(rule), False, chat.resident)
-        yield Notice(f"{text} is no longer pinned, as instructions have a quarter of the budget")
+        yield Notice(f"{text} is no longer pinned, {_WHY_UNPINNED}")
 
 
 def sentences_at(chat: Conversation, positions: Positions) -> frozenset[tuple[int, str]]:

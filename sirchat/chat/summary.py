@@ -15,7 +15,7 @@ from sirchat.chat.events import Event, Notice, TokenRow, TurnDone
 from sirchat.chat.session import Session
 from sirchat.chat.statements import StatedFact
 from sirchat.chat.token_rows import split_words, word_text
-from sirchat.errors import SettingError, UsageError, format_value
+from sirchat.errors import SettingError, UndoError, UsageError, format_value
 from sirchat.recall.word_index import STOP_WORDS, is_greeting, words_of
 from sirchat.text.detokenizer import sentence_bounds, tokens_spelling
 
@@ -80,8 +80,13 @@ def pin_summary(session: Session, text: str) -> Iterator[Event]:
 
 def last_user_message(session: Session) -> str:
     """The text of the user's last message that is no summary; UndoError if there is none."""
-    said = [turn.text for turn in session.turns if turn.role == "user" and not turn.is_summary]
-    return said[-1] if said and not session.history.messages else session.asked_point().text
+    try:
+        return session.asked_point().text
+    except UndoError:  # in a resumed chat, for example
+        said = [turn.text for turn in session.turns if turn.role == "user" and not turn.is_summary]
+        if not said:
+            raise
+        return said[-1]
 
 
 def _unshown(events: Iterator[Event]) -> Iterator[Event]:

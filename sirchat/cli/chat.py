@@ -303,7 +303,7 @@ def _load_session(
 
         resume_session(session, opening.store, rebuild=rebuild)
     if opening.later:
-        session.switch("--resume", **opening.later)
+        session.opening_switch = session.switch("--resume", **opening.later)
     return session
 
 

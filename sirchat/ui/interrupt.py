@@ -13,6 +13,8 @@ from typing import Self
 _INTERRUPTIBLE = ("sirchat.models.", "sirchat.memory.policies.")
 # Methods of `Session` that change tokens and text, which must fit together
 CHANGES = ("undo", "restore", "pin", "erase", "switch", "reset")
+# What undoes tokens: they are gone before a policy chooses anew
+_UNDOING = {("sirchat.chat.session", "return_to"), ("sirchat.chat.retry", "trial")}
 # What makes a new session, which is dropped if Ctrl-C stops it
 _READING = {("sirchat.chat.rereading", "read_again"), ("sirchat.saved.resume", "resume_session")}
 
@@ -136,13 +138,13 @@ class InterruptFlag(_CtrlCHandler):
 
 def _is_changing_chat(frame: FrameType | None) -> bool:
     """Whether a change of a chat is at work, which must not end halfway, but not a model."""
-    is_change = False
+    is_change = is_waiting = False
     while frame is not None:
         name, function = str(frame.f_globals.get("__name__")), frame.f_code.co_name
-        is_waiting = not is_change and f"{name}.".startswith(_INTERRUPTIBLE)
-        if is_waiting or (name, function) in _READING:
-            return False
+        if (name, function) in _UNDOING | _READING:
+            return (name, function) in _UNDOING
+        is_waiting |= not is_change and f"{name}.".startswith(_INTERRUPTIBLE)
         is_change |= name == "sirchat.chat.session" and function in CHANGES
         is_change |= f"{name}.".startswith(("sirchat.engine.", "sirchat.memory."))
         frame = frame.f_back
-    return is_change
+    return is_change and not is_waiting

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Group
 from rich.text import Text
 
+from sirchat.chat.events import Event, Notice
 from sirchat.chat.rereading import check_rewind, repinned_note, rewind
 from sirchat.chat.session import Session
 from sirchat.chat.targets import whole_words
@@ -167,14 +168,14 @@ class SavedChat:
             )
         check_rewind(self.session, num_turns)
         self._save_before_leaving("no branch is made")
-        session, old = self.session, self._autosave
+        session, old, events = self.session, self._autosave, list[Event]()
         if num_turns > len(session.history.messages):  # it is read again: Ctrl-C may stop that
-            session = rewind(session, num_turns)
+            session, _ = rewind(session, num_turns)
         with InterruptFlag():  # but nothing from here on
             self._autosave = old.branch(name)
             old.close_without_saving()
             if session is self.session:
-                session = rewind(session, num_turns)
+                session, events = rewind(session, num_turns)
             if is_other := session is not self.session:
                 self.replace_session(session)
         old_name = format_value(old.name) if old.name else old.id
@@ -182,6 +183,9 @@ class SavedChat:
             f"this chat is session {self._autosave.id}{_name_part(self._autosave)}; {old.id} stays "
             f"as it is, and /load {old_name} goes back to it"
         )
+        for event in events:
+            if isinstance(event, Notice):
+                self._screen.note(event.text)
         if is_other:
             self._screen.note(f"the chat was read again: {session.seen:,} tokens")
             self._screen.note(repinned_note(session))

@@ -140,7 +140,7 @@ class ToolUse(Toolbox):
 
     def _list_tools(self, server: str) -> list[ChatTool]:
         if not (self._is_script or self._tool_servers.is_running(server)):
-            self._screen.note(f"starting the server {server}")
+            self._screen.note(f"starting the server {server}; Esc stops it")
         return self._tool_servers.list_tools(server, self._stops)
 
     def _find_matching(self, server: str, pattern: str) -> dict[str, ChatTool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -41,12 +42,17 @@ def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | N
     for event in events:
         if isinstance(event, Undone):
             _print_undone(event.text, session, screen)
+        elif isinstance(event, Notice):
+            screen.note(event.text)
     return None
 
 
 def make_undoable(session: Session, screen: Screen, saved_chat: SavedChat) -> Session:
     """`session`; or a new one that has read the chat, if the last message can't be undone."""
-    if session.history.messages or not _has_message(session):
+    if not _has_message(session):
+        return session
+    with suppress(UndoError):
+        session.asked_point()
         return session
 
     def print_result(new: Session) -> None:

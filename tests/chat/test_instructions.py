@@ -294,7 +294,7 @@ def test_rules_stay_rules_when_the_chat_is_read_again(again: Any) -> None:
     ask(chat, "I see.")
     if again == "rewind":
         chat.history.messages = []
-        chat = rewind(chat, 1)
+        chat, _ = rewind(chat, 1)
     else:
         chat = again(chat)
     assert [(one.text, one.turn) for one in chat.facts()] == [(RULE, 0)]
@@ -331,13 +331,16 @@ def test_undo_under_a_smaller_budget_pins_as_many_rules_as_have_room(own: int) -
             chat.pin(f"turn {rule.turn}", pinned=False)
             listed.remove(rule.text)
         chat.pin("turn 0")
-    chat.undo()
+    lines = notices(chat.undo())
     now = [one.text for one in chat.facts()]
     assert now == listed[:-1][-len(now) :]
     assert 0 < sum(one.tokens for one in chat.facts()) <= 40
     division = chat.engine.choice.divide_budget()
     assert division.max_pins is not None
     assert 0 < division.pins <= division.max_pins
+    if not own:  # as many as before the undone one, for which another had been let go
+        (line,) = lines
+        assert line.startswith(f"{len(listed) - len(now)} instructions are not pinned again, as ")
     assert not ask(chat, "I see.")
 
 

@@ -120,7 +120,7 @@ def test_what_is_read_again_has_calls_and_results_and_keeps_no_pin(
     assert branch is not None
     assert state_of(branch) == state_of(chat)
     branch.history.messages = []
-    branch = rewind(branch, 1)
+    branch, _ = rewind(branch, 1)
     chat.undo()
     assert turns_of(branch) == turns_of(chat)
     assert set(branch.ledger.pinned_positions.tolist()) <= set(branch.state.system.positions)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from copy import deepcopy
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from sirchat.chat.summary import (
 )
 from sirchat.chat.tool_loop import Toolbox
 from sirchat.chat.turn import never
+from sirchat.engine.sampling import Sampler
 from sirchat.errors import SettingError, SirchatError, UndoError, UsageError
 from sirchat.models.model import LoadedModel
 from sirchat.ui.turn_commands import Retry, retry
@@ -138,6 +141,51 @@ def test_a_new_summary_takes_the_place_of_the_former_one() -> None:
     chat.undo_summaries()  # as /retry and /edit do
     assert len(chat.turns) == second
     assert pinned(chat, turn)
+
+
+def test_undo_says_if_the_summary_before_has_no_room_any_more() -> None:
+    chat = told(budget=320)
+    first = len(chat.turns)
+    list(pin_summary(chat, "many words " * 10))
+    list(pin_summary(chat, "Mill Lane."))
+    for turn in range(0, 30, 2):
+        with suppress(SettingError):
+            chat.pin(f"turn {turn}")
+    (line,) = notices(chat.undo())
+    assert line.startswith("the summary before is not pinned again: ")
+    assert "would be pinned, but budget 320 allows only 160" in line
+    assert not pinned(chat, first)
+
+
+def test_a_retry_that_fails_midway_leaves_reply_and_summary(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chat = told(tiny(), after=4, budget=128)
+    list(chat.ask("Where does he live?"))
+    turn = len(chat.turns)
+    list(pin_summary(chat, "Halvorsen: 42 Mill Lane."))
+    before = [(one.role, one.text, one.is_summary) for one in chat.turns], pinned(chat, turn)
+    usual, calls = Sampler.pick, count()
+
+    def fails_once(*arguments: Any) -> int:
+        if next(calls) == 2:
+            raise SirchatError("the model has failed")
+        return usual(*arguments)
+
+    monkeypatch.setattr(Sampler, "pick", fails_once)
+    with pytest.raises(SirchatError, match="has failed"):
+        list(retry(chat, Retry(full=True), never))
+    after = [(one.role, one.text, one.is_summary) for one in chat.turns], pinned(chat, turn)
+    assert after == before
+
+
+def test_a_message_from_before_a_resume_is_not_called_a_summary() -> None:
+    chat = told(after=2)
+    chat.history.messages = []  # as after a resume
+    list(pin_summary(chat, "Mill Lane."))
+    assert last_user_message(chat).startswith("The weather is fine")
+    with pytest.raises(UndoError, match="of your messages none can be undone, only a summary"):
+        list(chat.retry())
 
 
 def test_a_message_whose_tokens_are_lost_is_not_asked_again_and_its_summary_stays() -> None:

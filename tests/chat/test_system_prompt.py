@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from chatting import babbler, fail_reading, ids_of, session, tiny
+from chatting import babbler, fail_reading, ids_of, notices, session, tiny
 from held_rows import state
 from sirchat.chat.events import Evicted, TurnDone
 from sirchat.chat.session import Session
@@ -67,6 +68,22 @@ def test_undo_restores_the_system_prompt_for_good() -> None:
     chat.switch("/policy", policy="window", policy_options={})
     chat.switch("/policy", policy="salience", policy_options={})
     assert held(chat) == before
+
+
+def test_undo_says_if_the_system_prompt_before_has_no_room_any_more() -> None:
+    chat = talk("red " * 60, "Hello.", system="word " * 40, budget=160)
+    chat.switch("/system", system=None)
+    for turn in (1, 2, 3):
+        with suppress(SettingError):
+            chat.pin(f"turn {turn}")
+    (line,) = notices(chat.undo())
+    assert line.startswith("the system prompt is not pinned again: ")
+    assert "would be pinned, but budget 160 allows only 80" in line
+    assert not pinned(chat)
+    chat.switch("/set", pin_system=False)
+    list(chat.ask("Hello."))
+    chat.switch("/system", system=None)
+    assert not notices(chat.undo())
 
 
 def test_a_system_prompt_too_long_to_pin_is_refused_before_anything_is_read() -> None:

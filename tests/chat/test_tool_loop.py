@@ -10,6 +10,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -25,7 +26,7 @@ from sirchat.chat.session import Session
 from sirchat.chat.tool_loop import ChatTool, Toolbox
 from sirchat.engine.sampling import ForcedPrefixSampler, Sampling
 from sirchat.engine.types import ContinuationScore
-from sirchat.errors import SettingError
+from sirchat.errors import ContextFullError, SettingError
 from sirchat.memory.ledger import Role
 from sirchat.models.model import wrap_model
 from sirchat.text.tool_calls import ToolCall
@@ -214,6 +215,22 @@ def test_a_retry_for_whose_tools_there_is_no_room_changes_nothing() -> None:
     with pytest.raises(SettingError, match="would be pinned"):
         list(chat.retry())
     assert (state(chat), chat.turns) == (before, turns)
+
+
+def test_a_retry_needs_no_room_for_the_system_prompt_that_its_tools_replace() -> None:
+    def retried(context: int) -> Session:
+        model = replace(tool_quick(), context_length=context)
+        chat = session(model, policy="full", max_new_tokens=8, system="word " * 150)
+        list(chat.ask("Hello."))
+        list(chat.ask("And?"))
+        chat.toolbox = Toolbox([weather])
+        list(chat.retry())
+        return chat
+
+    needed = retried(4096).resident
+    assert retried(needed + 20).resident == needed
+    with pytest.raises(ContextFullError):
+        retried(needed - 20)
 
 
 def test_tools_are_told_in_the_middle_of_a_chat_and_taken_back(

@@ -92,6 +92,22 @@ def test_settings_of_one_question_do_not_stay_in_the_chat(folder: Path) -> None:
     assert kept.max_new_tokens == 8
 
 
+def test_instructions_without_room_come_back_after_one_question_and_are_named_in_a_chat(
+    here: Path, folder: Path
+) -> None:
+    chat = Chat(tiny(), budget=512, max_new_tokens=8)
+    chat.say(f"Always use {'the word fox and ' * 8}the word sea.")
+    chat.do("/save trip")
+    chat.crash()
+    assert run("ask", "--resume", "trip", "Hi.", "--budget", "96").returncode == 0
+    with Terminal("--resume", "trip", home=here) as opened:
+        assert "Always use the word fox" in " ".join(opened.ask("/pin").split())
+    with Terminal("--resume", "trip", "--budget", "96", home=here) as opened:
+        opened.wait_prompt()
+        assert "is no longer pinned, as instructions have" in " ".join(opened.text.split())
+        assert "nothing is pinned" in opened.ask("/pin")
+
+
 # --- names and the shell
 
 

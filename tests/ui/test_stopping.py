@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import signal
 import sys
@@ -14,14 +15,17 @@ from typing import Any
 import pytest
 
 import saved_chats
-from chatting import babbler
+from chatting import babbler, session, tiny
 from fake_terminal import FakeTerminal
 from held_rows import state
 from sirchat.chat.rereading import copy_session
 from sirchat.chat.session import Session
+from sirchat.chat.turn import never
+from sirchat.memory.policies.by_surprisal import Salience
 from sirchat.ui.commands import Commands
 from sirchat.ui.interrupt import CHANGES, CtrlCGuard, InterruptFlag
 from sirchat.ui.saved_chat import SavedChat
+from sirchat.ui.turn_commands import Retry, retry
 from terminal import Terminal, pager_into
 from typed_chat import TypedChat
 
@@ -172,14 +176,19 @@ def ctrl_c_at(
 
 
 @pytest.mark.parametrize(
-    "line", ["/undo", '/pin "3 some"', "/unpin turn 4", "/erase some --yes", '/recall "0 some"']
+    ("line", "budget"),
+    [
+        *(("/undo", 96), ("/undo", 48), ('/pin "3 some"', 96), ("/unpin turn 4", 96)),
+        *(("/erase some --yes", 96), ('/recall "0 some"', 96)),
+    ],
 )
 def test_ctrl_c_at_any_moment_of_a_change_leaves_all_as_before_or_as_after(
-    line: str, own_home: Path
+    line: str, budget: int, own_home: Path
 ) -> None:
     chat = saved_chats.Chat(save=False, policy="salience")
     chat.say(*saved_chats.SAYINGS)
     chat.session.pin("turn 4")
+    chat.session.switch("/budget", budget=budget)
     before, moments = state(chat.session), 0
 
     def run(moment: int) -> Session:
@@ -206,6 +215,32 @@ def test_ctrl_c_at_any_moment_of_a_change_leaves_all_as_before_or_as_after(
         assert len(copy.turns) == len(chat.session.turns) - 2 * (
             line == "/undo" and state(copy) == after
         )
+
+
+def test_three_ctrl_c_while_the_policy_chooses_after_retry_full_leave_the_chat_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chats = [session(tiny(), policy="salience", budget=64, max_new_tokens=8) for _ in "ab"]
+    for text in saved_chats.SAYINGS:
+        for chat in chats:
+            list(chat.ask(text))
+    press = compile("for _ in '123': raise_signal(2)", "press", "exec")
+    usual, pressed = Salience.keep, list[str]()
+
+    def keep(self: Salience, *given: Any) -> Any:
+        if any(frame.function == "trial" for frame in inspect.stack(0)):
+            pressed.append("")
+            names = {"__name__": "sirchat.memory.policies.any", "raise_signal": signal.raise_signal}
+            exec(press, names)
+        return usual(self, *given)
+
+    list(retry(chats[0], Retry(full=True), never))
+    monkeypatch.setattr(Salience, "keep", keep)
+    with InterruptFlag(), suppress(KeyboardInterrupt):
+        list(retry(chats[1], Retry(full=True), never))
+    assert pressed
+    assert state(chats[0]) == state(chats[1])
+    assert chats[0].turns == chats[1].turns
 
 
 @pytest.mark.parametrize("line", ["/undo", "/load trunk"])

@@ -118,6 +118,28 @@ def test_retry_takes_no_settings_and_says_how_a_reply_can_differ(typed: TypedCha
     assert "can't differ" not in typed.ask("/retry")
 
 
+def test_undo_and_branch_say_which_instruction_has_no_room_any_more() -> None:
+    chat = Chat(budget=512)
+    chat.say(f"Always use {'the word fox and ' * 8}the word sea.", "Hello.", "Well?")
+    chat.do("/budget 96")
+    for line in ("/undo", "/branch other 1"):
+        shown = chat.do(line)
+        assert "is no longer pinned, as instructions have a quarter of the budget" in shown
+    assert len(chat.texts) == 1
+
+
+def test_retry_and_edit_after_a_resume_and_a_summary(typed: TypedChat) -> None:
+    typed.ask("/save anna")
+    for line, name in (("/retry", "Anna"), ("/edit My name is Berta.", "Berta")):
+        typed.ask("/reset")
+        typed.ask("/load anna")
+        assert "the summary is turn 2" in typed.press("/summarize\rk")
+        assert "were read again" in " ".join(typed.ask(line).split())
+        assert name in typed.ask("What is my name?")
+        assert "4 messages" in typed.ask("/stats")
+        typed.ask("/undo")
+
+
 def test_retry_and_edit_right_after_a_resume(typed: TypedChat) -> None:
     typed.ask("/save anna")
     for line, name in (("/retry", "Anna"), ("/edit My name is Berta.", "Berta")):
