@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -215,10 +215,17 @@ class ReplyGenerator:
                 if (yield from self._read_all_but_last()):
                     return (yield from self._reply(cached, allowed, is_retry=is_retry))
                 return None
-            except (ContextFullError, SettingError, RequestError):
-                # Most of these errors are raised before anything of the message is read.
-                conversation.is_exact = session.seen == self._complete_tokens
+            except Exception:  # whatever a model or a policy raises
+                conversation.is_exact = self._undo_incomplete()
                 raise
+
+    def _undo_incomplete(self) -> bool:
+        """Undo a message that was read in part; returns whether only whole ones are left."""
+        session = self._session
+        with suppress(Exception):  # what failed may fail again
+            if session.seen > self._complete_tokens >= 0 and session.turns[-1].role == "user":
+                session.undo()
+        return session.seen == self._complete_tokens
 
     def _go_back(self, *, is_retry: bool) -> Generator[None, None, int]:
         """Keep only messages that the request has; returns how many tokens are not read again."""
@@ -282,10 +289,18 @@ class ReplyGenerator:
                 yield splitter.push(event)
             conversation.reasoning = session.profile.reasoning
         start = session.seen, session.resident
-        done = yield from self._generate(splitter, allowed)
+        asked = [] if is_retry else [("tool" if role == "tool" else "user", question)]
+        try:
+            done = yield from self._generate(splitter, allowed)
+        except Exception:  # whatever a model raises; what it has said by then stays
+            if session.turns[-1].role == "assistant":
+                for message in (*asked, ("assistant", session.turns[-1].text)):
+                    conversation.add(*message)
+                self._complete_tokens = session.seen
+            raise
         yield splitter.end(is_short=done.finish in _CUT_REASONS)
-        if not is_retry:
-            conversation.add("tool" if role == "tool" else "user", question)
+        for message in asked:
+            conversation.add(*message)
         if splitter.calls:
             conversation.add("calls", calls_key(splitter.answer, splitter.calls))
         else:

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,9 +18,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chatting import babbler, session, tiny
-from serving import CHAT, Served, assistant, listening, refusal, said, served, system, told, user
+from chatting import babbler, fail_reading, session, tiny
+from serving import (
+    CHAT,
+    Served,
+    assistant,
+    cached,
+    listening,
+    refusal,
+    said,
+    served,
+    system,
+    told,
+    user,
+)
 from sirchat.chat.events import TurnDone
+from sirchat.engine.sampling import Sampler
 from sirchat.server import app, streaming
 from sirchat.server.access import Access
 from sirchat.server.conversation import History
@@ -256,6 +270,42 @@ def test_an_error_of_the_model_is_told_without_its_traceback(
         again = server.ask(longer)
         assert again["choices"] == usual["choices"]
         assert again["usage"]["prompt_tokens"] == usual["usage"]["prompt_tokens"]
+
+
+def test_a_first_reply_that_fails_midway_stays_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, calls = Sampler.pick, count()
+
+    def fails_late(*arguments: Any) -> int:
+        if next(calls) == 4:
+            raise RuntimeError
+        return usual(*arguments)
+
+    with served(max_new_tokens=8) as server:
+        monkeypatch.setattr(Sampler, "pick", fails_late)
+        lines = server.post(ASKED, stream=True).text.split("\n\n")
+        monkeypatch.undo()
+        *events, failed = [json.loads(line.removeprefix("data: ")) for line in lines if "{" in line]
+        assert failed["error"]["message"] == "the reply failed: RuntimeError"
+        begun = "".join(one["choices"][0]["delta"].get("content", "") for one in events)
+        (ident,) = {one["sirchat"]["id"] for one in events if "sirchat" in one}
+        assert begun
+        assert server.client.get(f"/v1/sirchat/sessions/{ident}").status_code == 200
+        again = server.ask([*ASKED, assistant(begun), user(NAME)])
+        assert again["sirchat"]["id"] == ident
+        assert cached(again) > 8
+
+
+def test_a_message_that_can_not_be_read_costs_no_message_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    named = {"sirchat": {"conversation": "ours"}}
+    with served(max_new_tokens=8) as server:
+        server.ask(ASKED, **named)
+        with monkeypatch.context() as patch:
+            fail_reading(patch, 0, RuntimeError())
+            refusal(server.post([user(NAME)], **named), 500)
+        again = server.ask([user(NAME)], **named)
+        assert again["usage"]["prompt_tokens"] > cached(again) > 8
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from chatting import babbler
 from serving import listening, served, told, user
+from sirchat.engine.sampling import Sampler
 from statement_telling import FACTS, OTHERS, telling
 
 _NODE = Path(__file__).parents[1] / "support" / "page_in_node.js"
@@ -119,6 +121,31 @@ def test_a_first_reply_that_is_cut_off_is_in_its_own_conversation() -> None:
         ended = do(type="To the end.")
         assert (ended["talk"][0], ended["waits"]) == (["user", "To the end."], False)
         assert ended["said"] == "the server is ending"
+
+
+def test_a_reply_that_fails_and_a_store_that_is_full_lose_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    usual, calls = Sampler.pick, count(100)
+
+    def fails_late(*arguments: Any) -> int:
+        if next(calls) == 4:
+            raise RuntimeError
+        return usual(*arguments)
+
+    monkeypatch.setattr(Sampler, "pick", fails_late)
+    with page(model=babbler(), max_new_tokens=8, compile="off") as do:
+        shown = do(type="Hello.", full=True)
+        assert shown["said"].startswith("the browser can't store this: it is gone when ")
+        assert len(shown["talk"]) == 2
+        shown = do(type="And?")
+        assert [len(shown["talk"]), shown["said"], shown["waits"]] == [4, "", False]
+        do(press="new")
+        calls = count()
+        shown = do(type="Fail.")
+        assert shown["said"] == "the reply failed: RuntimeError"
+        assert shown["talk"][0] == ["user", "Fail."]
+        assert len(do(type="And now?")["talk"]) == 4
 
 
 def test_the_budget_is_shown_as_segments_and_what_was_told_as_held_in_part_or_not() -> None:

@@ -17,6 +17,7 @@ class Element extends EventTarget {
 }
 
 (async () => {
+  let isFull = false;
   const page = await (await fetch(url)).text(), found = {}, stored = new Map(), listeners = new EventTarget();
   for (const [, id] of page.matchAll(/id="(\w+)"/g)) found[id] = new Element("div");
   let hash = "";
@@ -32,7 +33,7 @@ class Element extends EventTarget {
   const context = vm.createContext({
     document: {getElementById: (id) => found[id], createElement: (tag) => new Element(tag), hidden: false},
     location, addEventListener: (...all) => listeners.addEventListener(...all),
-    sessionStorage: {getItem: (key) => stored.get(key) ?? null, setItem: (key, value) => stored.set(key, value)},
+    sessionStorage: {getItem: (key) => stored.get(key) ?? null, setItem: (key, value) => { if (isFull) throw new Error("QuotaExceededError"); stored.set(key, value); }},
     fetch: (path, options) => fetch(new URL(path, url), {...options, headers: {...options.headers, Origin: new URL(url).origin}}),
     TextDecoderStream, TextEncoder, AbortController, console,
     setTimeout: (act, ms) => setTimeout(act, ms / 10),  // it looks ten times as often
@@ -40,7 +41,8 @@ class Element extends EventTarget {
   vm.runInContext(page.split("<script>")[1].split("</script>")[0], context);
   const wait = (ms) => new Promise((done) => setTimeout(done, ms));
   for await (const line of require("readline").createInterface({input: process.stdin})) {
-    const {type, press, key, stop, meanwhile, other} = JSON.parse(line);
+    const {type, press, key, stop, meanwhile, other, full} = JSON.parse(line);
+    isFull = !!full;
     if (key) found.key.value = key;
     if (press) found[press].dispatchEvent(new Event("click"));
     if (type) {
