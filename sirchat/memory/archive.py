@@ -144,10 +144,12 @@ class Archive:
         self._restored[positions] = np.minimum(more, _MAX_RESTORATIONS)
 
     def bytes_by_device(self) -> Counter[str]:
-        """Size in bytes in RAM (`cpu`) and in files (`disk`)."""
+        """Size in bytes in RAM (`cpu`), with the segment made ahead, and in files (`disk`)."""
         sizes = Counter[str]()
         for segment in self._segments.values():
             sizes["disk" if segment.has_file else "cpu"] += segment.nbytes
+        if (ahead := self._next_tensors) and ahead.done() and not ahead.exception():
+            sizes["cpu"] += sum(tensor.nbytes for tensor in ahead.result())
         return sizes
 
     def __len__(self) -> int:
@@ -285,8 +287,7 @@ class Archive:
             numbers = self._numbers_by_tier[bits]
             if len(numbers) > 1 and self._bytes_by_tier[bits] > share:
                 return next(iter(numbers))
-        lowest = next(numbers for numbers in reversed(self._numbers_by_tier.values()) if numbers)
-        return next(iter(lowest))
+        return next(one for each in reversed(self._numbers_by_tier.values()) for one in each)
 
     def _encode(self, number: int) -> Future[list[Tensor]] | None:
         """Encode a segment for the tier below, in the archive's thread; None in the lowest tier."""
@@ -346,8 +347,7 @@ class Archive:
 
     def truncate(self, seen: int) -> None:
         """Remove all but the conversation's first `seen` tokens, as `remove` does."""
-        stored = self.positions
-        self.remove(stored[stored >= seen])
+        self.remove(seen + np.flatnonzero(self._addresses[seen:] >= 0))
         self._bits[seen:] = self._restored[seen:] = 0
 
     def copy_from(self, other: Archive, with_rows: bool = True) -> None:

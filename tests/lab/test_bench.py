@@ -194,6 +194,18 @@ def test_a_chat_starts_with_all_that_the_command_was_given(
     assert f"--threads={torch.get_num_threads()}" in given
 
 
+def test_the_memory_of_a_start_is_the_systems_whatever_the_size_of_its_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files = {
+        "statm": "9 4 1 1 0 1 0",
+        "status": "VmPeak:\t 99 kB\nVmHWM:\t 80 kB\nVmRSS:\t 64 kB\n",
+    }
+    monkeypatch.setattr(Path, "read_text", lambda path, *_: files[path.name])
+    assert start_worker.resident_memory() == 64 * 1024  # of pages of 16 KiB
+    assert start_worker.most_memory() == 80 * 1024
+
+
 def test_quartiles_are_among_the_ratios() -> None:
     ours, other = (partial(iter, side) for side in ([9.0, 1.0, 4.0], [9.0, 1.0, 1.0]))
     ratio = compare("", ours, other, BenchOptions(rounds=2))

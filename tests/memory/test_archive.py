@@ -128,6 +128,7 @@ def test_memory_for_the_next_rows_is_taken_ahead_of_them(monkeypatch: pytest.Mon
     archive.add(rows([half]))
     assert made.wait(60)
     archive._files.run(list).result()  # the thread is done with what came before
+    assert archive.bytes_by_device() == {"cpu": 2 * archive.nbytes}
     monkeypatch.setattr(torch, "zeros", None)  # with which tensors are made when they are needed
     archive.add(rows(list(range(half + 1, SEGMENT_ROWS + 9))))
     check_fetched(archive, list(range(SEGMENT_ROWS + 9)))
@@ -215,7 +216,7 @@ def test_what_is_removed_while_the_disk_is_full_is_in_no_file(
         archive._files.wait()
         assert archive.disk_error
         assert not list((tmp_path / "a").iterdir())
-        assert archive.bytes_by_device() == {"cpu": archive.nbytes}
+        assert archive.bytes_by_device().keys() == {"cpu"}
         check_fetched(archive, [16, 18])
 
 

@@ -52,8 +52,8 @@ class RowWorker:
         except (EOFError, OSError):
             self._process.join(5)
             why = f"its process ended with exit code {self._process.exitcode}"
-        except SirchatError as error:
-            why = str(error)
+        except Exception as error:  # whatever the start of another process raises
+            why = str(error) or type(error).__name__
         self.close()
         yield Value("failed", None, note=why, row=row)
 

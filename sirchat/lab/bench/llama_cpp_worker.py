@@ -34,7 +34,7 @@ def main() -> None:
     """Read commands from stdin until it ends, and write the answer to each command to stdout."""
     answers, sys.stdout = sys.stdout, sys.stderr  # the library may print
     model: Any = None
-    pages, status = Path("/proc/self/statm"), Path("/proc/self/status")
+    status, memory = Path("/proc/self/status"), {"resident": "VmRSS:", "peak": "VmHWM:"}
     for line in sys.stdin:
         name, *arguments = json.loads(line)
         start = time.perf_counter()
@@ -47,11 +47,9 @@ def main() -> None:
             for token_id in arguments[0]:
                 model.eval([token_id])
         taken: float = time.perf_counter() - start
-        if name == "resident":
-            taken = 4096 * int(pages.read_text().split()[1]) if pages.exists() else 0
-        if name == "peak":
+        if name in memory:
             lines = status.read_text().splitlines() if status.exists() else []
-            found = [one for one in lines if one.startswith("VmHWM:")]
+            found = [one for one in lines if one.startswith(memory[name])]
             taken = 1024 * int(found[0].split()[1]) if found else 0
         answers.write(f"{taken}\n")
         answers.flush()

@@ -43,23 +43,20 @@ def fresh_home() -> Iterator[str]:
 def resident_memory() -> int:
     """The resident memory of this process in bytes; 0 if the system does not report it."""
     gc.collect()
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, ValueError):
-        return 0
-    return pages * 4096
+    return _memory("VmRSS")
 
 
 def most_memory() -> int:
-    """The highest resident memory of this process since its start, in bytes.
+    """The highest resident memory of this process since its start, as `resident_memory`."""
+    return _memory("VmHWM")
 
-    Returns 0 if the system does not report it.
-    """
+
+def _memory(name: str) -> int:
     try:
         status = Path("/proc/self/status").read_text("ascii", "replace")
     except OSError:
         return 0
-    found = re.search(r"^VmHWM:\s*(\d+) kB", status, re.MULTILINE)
+    found = re.search(rf"^{name}:\s*(\d+) kB", status, re.MULTILINE)
     return 1024 * int(found[1]) if found else 0
 
 

@@ -66,7 +66,8 @@ def add_study(
         make = getattr(import_module(f"sirchat.lab.studies.{module}"), kind)
         made: Study = make(**compared, **options, **(fixed or {}))
         swept = [_swept(one)[0] for one in cells.get("sweep") or ()]
-        for setting in (*flags, *swept):
+        repeats = ["repeats"] if grid and cells["repeats"] != grid["repeats"].default else []
+        for setting in (*flags, *swept, *repeats):
             plural = _COMPARED.get(setting, "") if grid and setting in flags else ""
             if plural or setting in made.without_effect:
                 why = f"{setting} has no effect in `sirchat eval {name}`"

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import chain
+from statistics import fmean
 
 import numpy as np
 
@@ -29,19 +31,24 @@ def share(right: Iterable[bool]) -> Estimate:
     return Estimate(value, max(0.0, low), min(1.0, high))
 
 
-def share_over_seeds(answers: Sequence[Sequence[bool]]) -> Estimate:
-    """The share of right answers, which are listed for each seed, with its 95 % interval.
+def share_over_seeds(answers: Sequence[Sequence[Sequence[bool]]]) -> Estimate:
+    """The share of right answers, listed by seed and conversation, with its 95 % interval.
 
-    With several seeds it covers Wilson's over all answers and Student's over the seeds' shares.
+    Conversations are drawn again, or the questions of one; where all answers are alike, it is
+    Wilson's. With several seeds it covers Student's over the seeds' shares, too.
     """
-    pooled = share(answer for of_seed in answers for answer in of_seed)
-    shares = [sum(of_seed) / len(of_seed) for of_seed in answers if of_seed]
-    if len(answers) == 1 or not shares:
-        return pooled
+    same = [*zip(*answers, strict=True)]  # of each conversation, the answers under each seed
+    units = same if len(same) > 1 else [[one] for one in zip(*same[0], strict=True)]
+    clusters = [[*chain.from_iterable(unit)] for unit in units]
+    found = clustered_mean(clusters)
+    if not 0 < found.value < 1:
+        found = share([found.value == 1] * sum(map(bool, clusters)))
+    shares = [fmean(of_seed) for each in answers if (of_seed := [*chain.from_iterable(each)])]
+    if len(shares) < 2:
+        return found
     over_seeds = mean(shares)
-    low = max(0.0, min(pooled.low, over_seeds.low))
-    high = min(1.0, max(pooled.high, over_seeds.high))
-    return Estimate(over_seeds.value, low, high)
+    low = max(0.0, min(found.low, over_seeds.low))
+    return Estimate(found.value, low, min(1.0, max(found.high, over_seeds.high)))
 
 
 def mean(values: Sequence[float]) -> Estimate:

@@ -154,11 +154,8 @@ class MultipleChoice(Grid):
 def _right(findings: Findings, group: str) -> Estimate:
     answers = [
         [
-            right
+            [right for of, each in one["right"].items() if group in (of, "all") for right in each]
             for one in records
-            for of, each in one["right"].items()
-            if group in (of, "all")
-            for right in each
         ]
         for records in findings.by_seed
     ]

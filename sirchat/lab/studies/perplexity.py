@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
+from statistics import fmean
 from typing import TypeVar
 
 import numpy as np
@@ -116,15 +117,12 @@ class Perplexity(Grid):
         """A table of the mean surprisal, by setting."""
         findings = self.findings(found)
         columns = ("setting", "nats a token", "second tenth", "last tenth", "last / second")
+        several = f"{self.readings} readings, each from a later start in the text"
         header = (
             f"seed {self.seed}",
             f"{max((one['tokens'] for one in found.values()), default=0):,} tokens",
             f"text {self.text or self.data}" if self.text or self.data else "synthetic dialogue",
-            *(
-                [f"{self.readings} readings, each from a later start in the text"]
-                if self.readings > 1
-                else []
-            ),
+            *([several] if self.readings > 1 else []),
         )
         table = Table("Perplexity", columns, tuple(_row(one) for one in findings))
         return Report(header, (table,), self.parameters())
@@ -211,12 +209,16 @@ def read(model: LoadedModel, setting: Profile, rounds: Iterator[list[int]]) -> n
 
 
 def _row(one: Findings) -> tuple[Value, ...]:
-    """The table row of one setting: means of the surprisal over all readings and seeds."""
+    """The table row of one setting: means of the surprisal over all readings and seeds.
+
+    The interval is over readings or, with one, over seeds.
+    """
     readings = [each["nats"] for each in one.records]
     tenth = max(1, len(readings[0]) // 10)
     second = np.mean([nats[tenth : 2 * tenth] or nats for nats in readings])
     last = np.mean([nats[-tenth:] for nats in readings])
-    overall = mean([float(np.mean(nats)) for nats in readings])
+    groups = one.by_unit if len(one.by_unit) > 1 else one.by_seed
+    overall = mean([fmean(fmean(each["nats"]) for each in group) for group in groups])
     return one.name, overall, float(second), float(last), float(last / second)
 
 

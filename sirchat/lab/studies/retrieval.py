@@ -285,8 +285,8 @@ def cells(study: Retrieval) -> list[RetrievalCell]:
 
 def _recalling(study: Retrieval) -> Iterator[tuple[str, dict[str, object]]]:
     """A row for each retriever with each weight that it can use."""
-    for name, weight in product(study.retrievers, study.weights):
-        if weight == "none" or retriever(name).takes_weight:
+    for name in study.retrievers:
+        for weight in study.weights if retriever(name).takes_weight else ("none",):
             row = name + (" x surprisal" if weight == "surprisal" else "")
             yield row, {"recall": name, "recall_weight": weight}
 

@@ -7,13 +7,14 @@ evicted, and the newest `budget` tokens are left out.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 
 import numpy as np
 import torch
 
 from sirchat.chat.session import Session
+from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.lab.studies.reading import read
 from sirchat.lab.studies.report import Record, Report, Table, Value
@@ -33,13 +34,9 @@ class Uniformity(Grid):
 
     rounds: int = 8  # number of rounds of the stream, which is the same for every seed
 
-    without_effect = (*ON_SCREEN, *SAMPLING)
+    without_effect = (*ON_SCREEN, *SAMPLING, "repeats")
 
     name = "uniformity"
-
-    def cells(self) -> list[Cell]:
-        """The table's settings, each with all seeds, or with one if its policy is not random."""
-        return [replace(one, seeds=self._all_seeds(one)) for one in super().cells()]
 
     def units(self) -> list[str]:
         """The name of the only unit (run) for each setting and seed, which reads the stream."""
@@ -87,8 +84,8 @@ class Uniformity(Grid):
         table = Table("Share still held", columns, tuple(rows), digits=4)
         return Report(header, (table,), self.parameters())
 
-    def _all_seeds(self, cell: Cell) -> tuple[int, ...]:
-        is_random = "seed" in policy_class(cell.setting.policy).uses
+    def _seeds(self, setting: Profile) -> tuple[int, ...]:
+        is_random = "seed" in policy_class(setting.policy).uses
         return tuple(range(self.seed, self.seed + self.limit)) if is_random else (self.seed,)
 
 

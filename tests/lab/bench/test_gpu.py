@@ -217,6 +217,26 @@ def test_a_row_that_hangs_or_ends_its_process_costs_only_itself(
     assert time.monotonic() - begun < 30
 
 
+def test_a_process_that_does_not_start_again_costs_one_row(
+    forks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setitem(ROWS, "fine", Row(1, lambda _: iter([Value("first", 1.0)])))
+    worker = RowWorker("cpu")
+    try:
+        worker.close()
+        with monkeypatch.context() as patch:
+            patch.setattr(Bench, "__init__", broken)
+            (failed,) = worker.ask("fine", 30)
+        assert (failed.row, failed.value) == ("fine", None)
+        assert failed.note == "CUDA error: out of memory"
+        assert [one.value for one in worker.ask("fine", 30)] == [1.0]
+    finally:
+        worker.close()
+
+
 def test_a_device_that_is_not_there_gets_one_line() -> None:
     done = run("bench", "gpu", "--device", "gpu")
     assert (done.returncode, done.stdout) == (2, "")

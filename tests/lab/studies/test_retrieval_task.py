@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,9 @@ def test_every_variant_is_run_with_every_count() -> None:
     assert by_row.pop(BASE) == [0]
     assert all(counts == [10, 20, 50, 100, 200] for counts in by_row.values())
     assert len({cell.key for cell in cells(options)}) == len(cells(options))
+    weighted = {cell.row for cell in cells(replace(options, weights=("surprisal",)))}
+    assert "words" in weighted  # which takes no weight
+    assert "mips x surprisal" in weighted
 
 
 @pytest.mark.parametrize("task", TASKS)

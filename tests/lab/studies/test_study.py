@@ -33,6 +33,7 @@ from sirchat.lab.studies.intervals import (
 )
 from sirchat.lab.studies.multiple_choice import MultipleChoice
 from sirchat.lab.studies.perplexity import Context, Perplexity, conversation
+from sirchat.lab.studies.perplexity import _row as perplexity_row
 from sirchat.lab.studies.reading import read, whole_round
 from sirchat.lab.studies.report import (
     Estimate,
@@ -45,7 +46,7 @@ from sirchat.lab.studies.report import (
     write_report,
 )
 from sirchat.lab.studies.run import run_units
-from sirchat.lab.studies.study import Study
+from sirchat.lab.studies.study import Findings, Study
 from sirchat.text.template import Template
 
 SINK = Profile(policy="sink", budget=64)
@@ -69,13 +70,25 @@ def test_a_policy_that_draws_at_random_is_run_with_several_seeds() -> None:
     assert len(random.records) == 3
 
 
-def test_the_interval_over_seeds_is_the_wider_of_answers_and_seeds() -> None:
-    assert share_over_seeds([[True, False]]) == share([True, False])
-    uneven = share_over_seeds([[True] * 9, [False] * 9, [True] * 5 + [False] * 4])
+def test_the_interval_over_seeds_takes_conversations_and_seeds_as_units() -> None:
+    mixed = [[True, False], [True], [False, False], [True, True]]
+    once = share_over_seeds([mixed])
+    assert once == clustered_mean(mixed)
+    assert share_over_seeds([mixed] * 9) == once  # which tell no more than one
+    uneven = share_over_seeds([[[True]] * 9, [[False]] * 9, [[True]] * 5 + [[False]] * 4])
     assert uneven.value == pytest.approx(14 / 27)
     assert (uneven.low, uneven.high) == (0.0, 1.0)  # three seeds are few
-    same = share_over_seeds([[False] * 9] * 3)
-    assert same == share([False] * 27)
+    assert share_over_seeds([[[False] * 5] * 9] * 3) == share([False] * 9)
+    one = share_over_seeds([[[True, False, True, True]]])  # whose questions are drawn again
+    assert one == clustered_mean([[True], [False], [True], [True]])
+
+
+def test_the_interval_of_perplexity_takes_readings_or_seeds_as_units() -> None:
+    read = [{"nats": [1.0, 1.5]}, {"nats": [2.0, 2.5]}, {"nats": [2.0, 1.5]}]
+    once = perplexity_row(Findings("random", [read]))[1]
+    assert perplexity_row(Findings("random", [read] * 3))[1] == once
+    assert once == mean([1.25, 2.25, 1.75])
+    assert perplexity_row(Findings("random", [[one] for one in read]))[1] == once
 
 
 def test_swept_settings_are_in_the_names_of_the_rows(endless: str) -> None:
@@ -125,12 +138,12 @@ def test_every_form_of_a_report_says_the_same(tmp_path: Path) -> None:
 
 
 def test_a_share_or_mean_of_nothing_is_a_dash_and_null_in_json() -> None:
-    empty = (share([]), share_over_seeds([[], []]), mean([]), mean([]).value)
+    empty = (share([]), share_over_seeds([[[]], [[]]]), mean([]), mean([]).value)
     report = Report((), (Table("t", tuple("abcde"), (("x", *empty),)),))
     head = provenance(tiny(), "test", "")
     assert record_of(report, head)["tables"]["t"]["rows"] == [["x", None, None, None, None]]
     assert "| x | - | - | - | - |" in markdown(report, head)
-    assert share_over_seeds([[], [True]]).value == 1.0  # a seed without answers does not count
+    assert share_over_seeds([[[], [True]]]).value == 1.0  # one without answers does not count
 
 
 def test_perplexity_is_that_of_a_pass_without_a_cache() -> None:
@@ -218,6 +231,8 @@ def test_in_several_readings_every_part_is_read_in_every_place(tmp_path: Path) -
             ("--theme", "--temperature", "--max-new-tokens"),
             ("--system", "--recall", "--archive", "--sinks", "--evict"),
         ),
+        (("focus", "--data", "TALK"), ("--recall", "--focus"), ("--system", "--repeats")),
+        (("uniformity",), ("--repeats", "--temperature"), ("--rounds", "--system")),
     ],
 )
 def test_what_changes_nothing_is_refused_in_one_line_and_nothing_else(
@@ -232,6 +247,7 @@ def test_what_changes_nothing_is_refused_in_one_line_and_nothing_else(
     given = ["eval", *(str(talk) if word == "TALK" else word for word in study)]
     values = {"--recall": "words", "--archive": "disk", "--save-kv": "off", "--theme": "dark"}
     values |= {"--evict": "before-turn", "--positions": "stream", "--system": "Talk."}
+    values |= {"--focus": "32"}
     for flag in (*useless, *others):
         done = run(*given, flag, values.get(flag, "5"))
         name = flag[2:].replace("-", "_")

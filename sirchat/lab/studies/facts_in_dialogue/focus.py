@@ -18,7 +18,13 @@ _ASKED = 40  # questions of each type by which it is decided whether focus wins
 _MOST_COST = 0.02  # nats a token that it may cost ordinary replies
 
 
-def focus_study(settings: tuple[Profile, ...], data: str, **options: Any) -> FactsInDialogue:
+class Focus(FactsInDialogue):
+    """The study of the setting `focus`, which is compared, with one retriever."""
+
+    without_effect = (*FactsInDialogue.without_effect, "recall", "focus")
+
+
+def focus_study(settings: tuple[Profile, ...], data: str, **options: Any) -> Focus:
     """Whether a model answers better from what recall finds (setting `focus`) than from all."""
     both = tuple(
         changed_profile(one, "eval focus", recall="meaning", focus=focus)
@@ -26,8 +32,7 @@ def focus_study(settings: tuple[Profile, ...], data: str, **options: Any) -> Fac
         for focus in ("off", MAX_FOCUS_TOKENS)
     )
     fixed: dict[str, Any] = {"facts": 10, "lengths": (3500,), "reply_tokens": 24}
-    questions = ("shared", "paraphrase")
-    return FactsInDialogue(both, data=data, questions=questions, **fixed, **options)
+    return Focus(both, data=data, questions=("shared", "paraphrase"), **fixed, **options)
 
 
 @dataclass(frozen=True)
