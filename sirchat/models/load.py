@@ -55,7 +55,7 @@ from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.model_config import ConfigValues, DecoderConfig, load_config
 from sirchat.models.names import loading_error, locate, part_paths
 from sirchat.models.packed import int4_block_rows, packing_layout
-from sirchat.models.packing import pack_module, use_unpacking_kernel
+from sirchat.models.packing import pack_module, use_gpu_kernels
 from sirchat.models.probe import (
     refuse_broken_template,
     refuse_other_weights,
@@ -170,7 +170,7 @@ def load_model_of(
             module = module.to(target)
         choose_matmul_method(module, profile.unpack_dtype)
         if target.type == "cuda":
-            use_unpacking_kernel(module)
+            use_gpu_kernels(module)
         model = wrap_model(name, module.eval(), tokenizer)
     except ModelError:
         raise

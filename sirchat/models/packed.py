@@ -23,6 +23,7 @@ from sirchat.models.gguf.header import BLOCK_LAYOUTS
 GROUP = 32
 
 _UNPACKED_ROWS = 4096  # that are unpacked at a time; on a CPU only of eight bits
+_GPU_KERNEL_ROWS = 8  # rows that kernels multiply without unpacked weights
 REFINED_LOGITS = 16  # largest logits of a row, which are computed again in float32
 _REFINED_ROWS = 32  # for which that is done at a time
 NATIVE_ROW_BLOCK = 16  # rows that `products.cpp` multiplies at the same time
@@ -40,8 +41,7 @@ class MatmulMethod(NamedTuple):
     max_kernel_rows_4bit: int = 32
     max_kernel_rows_8bit: int = 8
     max_native_rows: int = 0  # for which `products.cpp` is fastest, but for blocks, always
-    # On a GPU, what unpacks rows of weights instead of torch's operations
-    unpack_rows: Callable[[GpuWeights, slice, torch.dtype], Tensor] | None = None
+    gpu_kernels: GpuKernels | None = None  # instead of torch's operations
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -63,6 +63,13 @@ class GpuWeights(NamedTuple):
     high: Tensor | None = None  # int32 [N, K / 32 high_bits]
     high_bits: int = 0
     factors: Tensor | None = None  # float16 [N, K / 256], or int32 for pairs of float16
+
+
+class GpuKernels(NamedTuple):
+    """Kernels for packed weights on a GPU."""
+
+    unpack: Callable[[GpuWeights, slice, torch.dtype], Tensor]  # some rows [n, K]
+    multiply: Callable[[Tensor, GpuWeights], Tensor]  # a few rows x [m, K]: float32 [m, N]
 
 
 class PackedLinear(nn.Module, ABC):
@@ -250,12 +257,12 @@ class GpuLinear(PackedLinear):
     def multiply_packed(self, x: Tensor) -> Tensor:
         starts = range(0, self.out_features, _UNPACKED_ROWS)
         parts = (slice(start, start + _UNPACKED_ROWS) for start in starts)
-        unpack, weights = self.matmul_method.unpack_rows, self.gpu_weights
-        unpacked = (
-            unpack(weights, rows, x.dtype) if unpack else self.unpacked_rows(rows, x.dtype)
-            for rows in parts
-        )
-        return torch.cat([x @ weight.T for weight in unpacked], 1)
+        kernels, weights = self.matmul_method.gpu_kernels, self.gpu_weights
+        if kernels is None:
+            return torch.cat([x @ self.unpacked_rows(rows, x.dtype).T for rows in parts], 1)
+        if len(x) <= _GPU_KERNEL_ROWS:
+            return kernels.multiply(x, weights)
+        return torch.cat([x @ kernels.unpack(weights, rows, x.dtype).T for rows in parts], 1)
 
     def unpacked(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return self.unpacked_rows(slice(None), dtype).T
@@ -397,6 +404,9 @@ class Int8Linear(PackedLinear):
         return self.q.to(dtype).T
 
     def _multiply_parts(self, x: Tensor) -> Tensor:
+        kernels = self.matmul_method.gpu_kernels
+        if kernels is not None and len(x) <= _GPU_KERNEL_ROWS and not self.in_features % GROUP:
+            return kernels.multiply(x, self.gpu_weights)
         y = x.new_empty(len(x), self.out_features)
         # A large vocabulary, unpacked as a whole, would take gigabytes.
         for start in range(0, self.out_features, _UNPACKED_ROWS):

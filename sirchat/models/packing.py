@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from sirchat.memory.free_memory import trim_memory
 from sirchat.models.packed import (
     GROUP,
+    GpuKernels,
     GpuLinear,
     Int8Head,
     Int8Linear,
@@ -26,6 +27,7 @@ Rounded = TypeVar("Rounded", bound=tuple[Tensor, ...])
 # Groups of layers with the same input; a decode step computes one product for each group.
 _SAME_INPUT_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
+_MAX_ERROR = 0.05  # of a product by kernels: torch's has 16 bits, a wrong one differs by 1
 _ROUNDED_ROWS = 4096  # rows of a matrix that are rounded at a time on a GPU
 
 
@@ -81,18 +83,24 @@ def fuse_projections(module: Any, path: str) -> None:
         start += layer.out_features
 
 
-def use_unpacking_kernel(module: nn.Module) -> None:
-    """Let Triton's kernel unpack the weights that are on a GPU, if it does so as torch does."""
-    layers = [layer for layer in module.modules() if isinstance(layer, GpuLinear)]
-    some, dtype = slice(0, 16), torch.bfloat16
-    try:
-        from sirchat.models.packed_kernels import unpack_rows
-
-        found = [unpack_rows(layer.gpu_weights, some, dtype) for layer in layers[:1]]
-    except Exception:  # Triton is not there, or raises any kind of error
+def use_gpu_kernels(module: nn.Module) -> None:
+    """Let Triton's kernels unpack and multiply packed weights on a GPU, if they work there."""
+    layers = [one for one in module.modules() if isinstance(one, GpuLinear | Int8Linear)]
+    if not layers:
         return
-    if found and torch.allclose(found[0], layers[0].unpacked_rows(some, dtype)):
-        set_matmul_method(module, MatmulMethod(unpack_rows=unpack_rows))
+    x = torch.linspace(-1, 1, layers[0].in_features, device=next(layers[0].buffers()).device)[None]
+    expected = layers[0].multiply_packed(x)
+    try:
+        from sirchat.models import packed_kernels
+
+        kernels = GpuKernels(packed_kernels.unpack_rows, packed_kernels.multiply_rows)
+        set_matmul_method(module, MatmulMethod(gpu_kernels=kernels))
+        found = layers[0].multiply_packed(x)
+        works = (found - expected).norm() < _MAX_ERROR * expected.norm()
+    except Exception:  # Triton is not there, or raises any kind of error
+        works = False
+    if not works:
+        set_matmul_method(module, MatmulMethod())
 
 
 class PackedExperts(nn.Module):

@@ -226,30 +226,34 @@ def test_rows_of_weights_are_unpacked(kind: str) -> None:
 
 
 @pytest.mark.skipif(not is_interpreted, reason="runs on the CPU")
-def test_a_kernel_unpacks_weights_if_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = BlockGpuLinear(*split_blocks(random_blocks("Q5_1", 32, np.random.default_rng(0)), CPU))
-    x, module = torch.randn(3, 512), torch.nn.Sequential(layer)
-    expected = layer(x)
+def test_a_module_uses_the_kernels_if_they_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor, x = random_blocks("Q5_1", 32, np.random.default_rng(0)), torch.randn(9, 512)
+    layer = BlockGpuLinear(*split_blocks(tensor, CPU))
+    module, expected = torch.nn.Sequential(layer), x.double() @ unpack_floats(tensor).double().T
+    calls, multiply, unpack = list[str](), packed_kernels.multiply_rows, packed_kernels.unpack_rows
 
     def fail(*_: object) -> None:
         raise RuntimeError("no such processor")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(packed_kernels, "unpack_rows", fail)
-        packing.use_unpacking_kernel(module)
-        assert torch.equal(layer(x), expected)
-    calls = list[slice]()
-    unpack = packed_kernels.unpack_rows
+    def multiplied(some: Tensor, weights: GpuWeights) -> Tensor:
+        calls.append("multiply")
+        return multiply(some, weights)
 
-    def noted(weights: GpuWeights, rows: slice, dtype: torch.dtype) -> Tensor:
-        calls.append(rows)
-        # The interpreter has no bfloat16.
-        return unpack(weights, rows, torch.float32).to(dtype)
+    def unpacked(*given: Any) -> Tensor:
+        calls.append("unpack")
+        return unpack(*given)
 
-    monkeypatch.setattr(packed_kernels, "unpack_rows", noted)
-    packing.use_unpacking_kernel(module)
-    assert torch.equal(layer(x), expected)
-    assert len(calls) == 2
+    for wrong in (fail, lambda some, _: some.new_zeros(len(some), 32)):
+        monkeypatch.setattr(packed_kernels, "multiply_rows", wrong)
+        packing.use_gpu_kernels(module)
+        assert error(layer(x), expected) < 1e-6
+    monkeypatch.setattr(packed_kernels, "multiply_rows", multiplied)
+    monkeypatch.setattr(packed_kernels, "unpack_rows", unpacked)
+    packing.use_gpu_kernels(module)
+    calls.clear()
+    assert error(layer(x[:8]), expected[:8]) < 2e-4  # the rows are rounded
+    assert error(layer(x), expected) < 1e-6
+    assert calls == ["multiply", "unpack"]
 
 
 @of_a_kernel
