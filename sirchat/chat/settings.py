@@ -251,7 +251,7 @@ def started_events(
     started = Started(
         version=__version__,
         model=model.name,
-        device=str(model.device),
+        device=model.device_names,
         dtype=str(model.dtype).removeprefix("torch."),
         context_length=model.context_length,
         profile=profile.model_dump(),

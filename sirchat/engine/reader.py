@@ -110,7 +110,7 @@ class Reader:
         """Let a GPU choose and read a reply's tokens by itself, if it can replace `sampler`."""
         self.drop_precomputed()
         step = self.model.decode_step
-        if sampler is None or not isinstance(step, CapturedStep):
+        if sampler is None or not isinstance(step, CapturedStep) or step.first_layers is not None:
             return
         if (choice := device_choice(sampler, step)) is not None:
             self._device_run = DeviceRun(step, self.cache, choice, self._append_token_vectors)

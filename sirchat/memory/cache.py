@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import groupby
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -88,10 +88,10 @@ class CachedTensor:
 
 
 class RowBuffers:
-    """The buffers of all layers: one tensor, `pool`, if the layers agree, else one for each tensor.
+    """Neighbouring layers' buffers: one tensor, `pool`, if they agree, else one for each tensor.
 
     Layers agree if they have the same shape, dtype, device and rotated dimensions of keys (with any
-    frequencies), and no rotated values.
+    frequencies), and no rotated values. `first` is the number of the first layer.
     """
 
     def __init__(
@@ -99,29 +99,31 @@ class RowBuffers:
         cursor: Cursor,
         rotations: Sequence[LayerRotation],
         dtype: torch.dtype | None,
-        devices: Sequence[torch.device | None],
+        device: torch.device | None,
+        first: int = 0,
     ) -> None:
-        self.cursor, self._dtype = cursor, dtype
+        self.cursor, self._dtype, self._first = cursor, dtype, first
         # [L, 3, H, capacity, D]: keys as attention reads them, keys as first written, values
         self.pool: Tensor | None = None
         self.layers = [
             (CachedTensor(rotation.key, device), CachedTensor(rotation.value, device))
-            for rotation, device in zip(rotations, devices, strict=True)
+            for rotation in rotations
         ]
-        # Keys of layer 0, values of layer 0, keys of layer 1, and so on.
+        # Keys of the first layer, its values, keys of the second layer, and so on.
         self.tensors = [tensor for layer in self.layers for tensor in layer]
-        # Numbers of the tensors that have the same frequencies, by the first one's rotation.
-        self.tensors_by_rotation = dict[Rotation, list[int]]()
-        for number, tensor in enumerate(self.tensors):
-            if tensor.rotation is not None:
-                same = filter(tensor.rotation.has_same_angles, self.tensors_by_rotation)
-                self.tensors_by_rotation.setdefault(next(same, tensor.rotation), []).append(number)
         keys = [rotation.key for rotation in rotations if rotation.key]
         layouts = {(len(key.inv_freq), key.interleaved, key.offset) for key in keys}
-        rotated = sorted(chain(*self.tensors_by_rotation.values()))
-        are_keys = rotated == [*range(0, len(self.tensors), 2)]
-        self._can_pool = are_keys and len(layouts) == len(set(devices)) == 1
+        turns_values = any(rotation.value for rotation in rotations)
+        self._can_pool = len(keys) == len(rotations) and not turns_values and len(layouts) == 1
         self._kinds = set[tuple[int, int, torch.dtype, torch.device]]()  # H, D and so on, so far
+
+    @property
+    def length(self) -> int:
+        return self.cursor.length
+
+    @property
+    def capacity(self) -> int:
+        return self.cursor.capacity
 
     def allocate(self, layer: int, *rows: Tensor) -> None:
         """Make a layer's buffers for keys and values like `rows`, each [1, H, m, D]."""
@@ -160,19 +162,21 @@ class RowBuffers:
 
     def parts(self, count: int) -> list[RowBuffer]:
         """The buffers of all written tensors, or parts of the pool for moving `count` rows."""
+        first = 2 * self._first
         if self.pool is None:
             return [
                 RowBuffer(tensor.buffer.transpose(0, 1), tensor.rotation, range(number, number + 1))
-                for number, tensor in enumerate(self.tensors)
+                for number, tensor in enumerate(self.tensors, first)
                 if tensor.buffer is not None
             ]
         heads, _, dims = self.pool.shape[2:]
         # On a CPU, whose caches hold one layer's rows, a part has one layer.
         is_cpu, rotation = self.pool.device.type == "cpu", self.tensors[0].rotation
         step = 1 if is_cpu else max(1, _MAX_ROTATED_BYTES // max(1, 4 * heads * count * dims))
+        starts = range(first, first + len(self.tensors), 2 * step)
         return [
-            RowBuffer(rows, rotation, range(2 * step * at, 2 * step * at + 2 * len(rows)))
-            for at, rows in enumerate(torch.split(self.pool, step))
+            RowBuffer(rows, rotation, range(start, start + 2 * len(rows)))
+            for start, rows in zip(starts, torch.split(self.pool, step), strict=True)
         ]
 
     def _use_pool(self, layer: int) -> None:
@@ -245,10 +249,22 @@ class BoundedCache:
         self._stream = np.zeros(capacity, np.int64)
         self._slots = np.arange(capacity)
         where: Sequence[torch.device | None] = devices or [None] * len(rotations)
-        self._rows = RowBuffers(self.cursor, rotations, dtype, where)
-        self.layers = self._new_layers([(self._rows, number) for number in range(len(where))])
+        self.buffers = list[RowBuffers]()  # of neighbouring layers on one device
+        for device, run in groupby(range(len(where)), where.__getitem__):
+            first, *others = run
+            alike = rotations[first : first + len(others) + 1]
+            self.buffers.append(RowBuffers(self.cursor, alike, dtype, device, first))
+        places = [(rows, number) for rows in self.buffers for number in range(len(rows.layers))]
+        self.layers = self._new_layers(places)
         self.row_layers = [layer for layer in self.layers if isinstance(layer, RowLayer)]
-        self._tensors = self._rows.tensors
+        # Keys of layer 0, values of layer 0, keys of layer 1, and so on.
+        self.tensors = [tensor for rows in self.buffers for tensor in rows.tensors]
+        # Numbers of the tensors that have the same frequencies, by the first one's rotation.
+        self._tensors_by_rotation = dict[Rotation, list[int]]()
+        for number, tensor in enumerate(self.tensors):
+            if tensor.rotation is not None:
+                same = filter(tensor.rotation.has_same_angles, self._tensors_by_rotation)
+                self._tensors_by_rotation.setdefault(next(same, tensor.rotation), []).append(number)
         self._stateful_layers = [layer for layer in self.layers if isinstance(layer, StatefulLayer)]
         self._state: CacheState = tuple({} for _ in self._stateful_layers)
         self._is_clean = True  # whether no pass has begun since the last commit
@@ -270,10 +286,10 @@ class BoundedCache:
     def pool(self) -> Tensor | None:
         """[L, 3, H, capacity, D]: keys as attention reads them, keys as first written, values.
 
-        None before the first rows, and if the layers differ. The tensor is new when the capacity
-        changes.
+        None before the first rows, and if the layers differ, or are on several devices, where
+        `buffers` have pools. The tensor is new when the capacity changes.
         """
-        return self._rows.pool
+        return self.buffers[0].pool if len(self.buffers) == 1 else None
 
     @property
     def has_state(self) -> bool:
@@ -308,7 +324,7 @@ class BoundedCache:
         return sum(tensor.nbytes for layer in self._state for tensor in layer.values())
 
     def bytes_by_device(self) -> Counter[torch.device]:
-        buffers = [tensor.buffer for tensor in self._tensors]
+        buffers = [tensor.buffer for tensor in self.tensors]
         states = [tensor for layer in self._state for tensor in layer.values()]
         sizes = Counter[torch.device]()
         for tensor in (*buffers, *states):
@@ -373,7 +389,7 @@ class BoundedCache:
         moved, cos_sin = list(rows.tensors), self._cos_sin(rows.written_at, slots, rows.positions)
         on_device = to_device(list(cos_sin.values()), moved[0].device)
         for number, turn in zip(cos_sin, on_device, strict=True):
-            if (rotation := self._tensors[number].rotation) is not None:
+            if (rotation := self.tensors[number].rotation) is not None:
                 moved[number] = rotation.apply(moved[number], *turn)
         return KeyValues(rows.positions, rows.written_at, moved)
 
@@ -382,10 +398,9 @@ class BoundedCache:
         """Replace all rows by first-written `rows` [n], rotated to slots 0 to n - 1."""
         count = len(rows)
         self.grow_to(count)
-        for layer, tensors in enumerate(self._rows.layers):
-            if tensors[0].buffer is None:
-                keys, values = rows.tensors[2 * layer : 2 * layer + 2]
-                self._rows.allocate(layer, keys[None], values[None])
+        for number, layer in enumerate(self.row_layers):
+            if layer.tensors[0].buffer is None:
+                layer.allocate(*(one[None] for one in rows.tensors[2 * number : 2 * number + 2]))
         cos_sin = self._cos_sin(rows.written_at, torch.arange(count), rows.positions)
         self._put(0, rows.tensors, cos_sin)
         self._stream[:count], self._written_at[:count] = rows.positions, rows.written_at
@@ -420,7 +435,8 @@ class BoundedCache:
             setattr(self, name, grown)
         self._slots = np.arange(capacity)
         self.cursor.capacity = capacity
-        self._rows.resize()
+        for rows in self.buffers:
+            rows.resize()
 
     @torch.inference_mode()
     def as_read(self, rows: Tensor) -> list[Tensor]:
@@ -461,7 +477,7 @@ class BoundedCache:
         old = torch.from_numpy(written_at)
         new = torch.from_numpy(stream) if self.absolute_positions else slots
         cos_sin = dict[int, Tensor]()
-        for rotation, numbers in self._rows.tensors_by_rotation.items():
+        for rotation, numbers in self._tensors_by_rotation.items():
             cos_sin |= dict.fromkeys(numbers, torch.stack(rotation.cos_sin(old, new)))
         return cos_sin
 
@@ -470,7 +486,7 @@ class BoundedCache:
         at, end, gone = slots.numpy(), start + len(slots), leaving.numpy()
         written_at, stream = self._written_at[at], self._stream[at]
         cos_sin = self._cos_sin(written_at, torch.arange(start, end), stream)
-        parts = self._rows.parts(max(len(slots), len(leaving)))
+        parts = self._parts(max(len(slots), len(leaving)))
         needed, devices = [slots, leaving, *cos_sin.values()], {part.rows.device for part in parts}
         on = {device: to_device(needed, device) for device in devices}
         if store is not None:
@@ -484,15 +500,19 @@ class BoundedCache:
 
     def _put(self, start: int, tensors: Sequence[Tensor], cos_sin: CosSinByTensor) -> None:
         """Write first-written rows, [H, n, D] of all tensors, to the slots from `start` on."""
-        for part in self._rows.parts(tensors[0].shape[1]):
+        for part in self._parts(tensors[0].shape[1]):
             own = [tensors[number] for number in part.numbers]
             moved = to_device([*own, *cos_sin.values()], part.rows.device)
             rows, turned = torch.stack(moved[: len(own)]), moved[len(own) :]
             rows = rows.view(len(part.rows), -1, *rows.shape[1:])
             part.write(start, rows, dict(zip(cos_sin, turned, strict=True)))
 
+    def _parts(self, count: int) -> list[RowBuffer]:
+        return [part for rows in self.buffers for part in rows.parts(count)]
 
-RowArguments = tuple[RowBuffers, int]  # the buffers of all layers, and the layer's number
+
+RowArguments = tuple[RowBuffers, int]  # buffers of some layers, and the layer's number in them
+StepRows = BoundedCache | RowBuffers  # what a decode step reads and writes: it has one pool
 
 
 class RowLayer:
@@ -503,6 +523,10 @@ class RowLayer:
         self.cursor, self.tensors = rows.cursor, rows.layers[number]
         self._rows, self._number = rows, number
 
+    def allocate(self, *rows: Tensor) -> None:
+        """Make the buffers for keys and values like `rows`, each [1, H, m, D]."""
+        self._rows.allocate(self._number, *rows)
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -511,7 +535,7 @@ class RowLayer:
         if (slot := self.cursor.slot) is not None:
             return keys.write_to_slot(slot, key_states), values.write_to_slot(slot, value_states)
         if keys.buffer is None:
-            self._rows.allocate(self._number, key_states, value_states)
+            self.allocate(key_states, value_states)
         self.cursor.written = key_states.shape[2]
         return keys.write(self.cursor, key_states), values.write(self.cursor, value_states)
 

@@ -17,11 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sirchat.memory.cache import BoundedCache
+from sirchat.memory.cache import BoundedCache, StepRows
 from sirchat.memory.key_values import to_device
 from sirchat.models.attention_hook import AttentionObserver, PassWeights
 from sirchat.models.encoder import Encoder, EncoderOutput
 from sirchat.models.llama_step import Kernels
+from sirchat.models.split_step import FirstLayers
 
 # Numbers of conversations for which a step is captured; those between compute some for nothing.
 _BATCH_SIZES = (1, 2, 4, 8, 16)
@@ -45,7 +46,7 @@ class StepBody(Protocol):
     pads_batch: bool  # whether a step may compute more conversations than there are caches
     vocab_size: int
 
-    def graph_key(self, caches: Sequence[BoundedCache]) -> Hashable:
+    def graph_key(self, caches: Sequence[Any]) -> Hashable:
         """What a captured step depends on: it can be replayed as long as this key is equal."""
 
     def __call__(
@@ -131,13 +132,21 @@ class ChoiceMethod(NamedTuple):
 class CapturedStep:
     """Reads single tokens by a captured step; without `captures`, the step runs uncaptured.
 
-    `fits` must be true for each cache. `encoder` says which hidden states are returned.
+    `fits` must be true for each cache. `encoder` says which hidden states are returned. With
+    `first_layers`, which are on the CPU, the body has the others, and results are on the CPU.
     """
 
     def __init__(
-        self, body: StepBody, device: torch.device, *, captures: bool, encoder: Encoder
+        self,
+        body: StepBody,
+        device: torch.device,
+        *,
+        captures: bool,
+        encoder: Encoder,
+        first_layers: FirstLayers | None = None,
     ) -> None:
         self.body, self.captures, self.encoder, self.device = body, captures, encoder, device
+        self.first_layers = first_layers
         self.capture_seconds = 0.0  # spent on capturing
         self._graphs: dict[Hashable, Graph] = {}
         self._inputs: dict[int, StepInputs] = {}
@@ -159,8 +168,11 @@ class CapturedStep:
 
     def fits(self, cache: BoundedCache, observer: AttentionObserver | None = None) -> bool:
         """Whether a step can append a row to a cache that has some, and serve the observer."""
+        first = self.first_layers
         can_observe = self.body.observes_attention and isinstance(observer, PassWeights)
-        if observer is not None and not can_observe:
+        if observer is not None and (first is not None or not can_observe):
+            return False
+        if first is not None and not first.fits(cache):
             return False
         return cache.length < cache.capacity and _pool_location(cache) is not None
 
@@ -207,21 +219,36 @@ class CapturedStep:
         """Replay the step for tokens (id, position, cache); returns copies of its outputs."""
         ids, positions, caches = zip(*tokens, strict=True)
         self.switch_run(None)
+        first, before = self.first_layers, tuple[Tensor, ...]()
+        if first is not None:
+            before = first.read(tokens)
+            caches = tuple(cache.buffers[-1] for cache in caches)
         count, key = self._batch_size(caches), self.body.graph_key(caches)
         inputs = self.step_inputs(count, caches)
 
         def work() -> tuple[Tensor, ...]:
             return self.body(*inputs.arguments(), caches, observed_layers)
 
-        self.upload(caches, ids, positions)
+        self.upload(caches, ids, positions, before[:1])
         graph = self.graph((count, observed_layers, key), work)
         graph.replay()
-        return tuple(output[: len(tokens)].clone() for output in graph.outputs)
+        outputs = [output[: len(tokens)] for output in graph.outputs]
+        if first is None:
+            return tuple(output.clone() for output in outputs)
+        logits, states = to_device(outputs, torch.device("cpu"))  # the only wait for the device
+        return logits, torch.cat((*before[1:], states), 1)
 
     def upload(
-        self, caches: Sequence[BoundedCache], ids: Sequence[int], positions: Sequence[int]
+        self,
+        caches: Sequence[StepRows],
+        ids: Sequence[int],
+        positions: Sequence[int],
+        before: Sequence[Tensor] = (),
     ) -> None:
-        """Set the ids that are read next, and their positions, by one copy to the device."""
+        """Set the ids that are read next, and their positions, by one copy to the device.
+
+        With first layers, `before` has the states [B, d] after these.
+        """
         inputs = self.step_inputs(self._batch_size(caches), caches)
         numbers = np.zeros(inputs.numbers.shape, np.int64)
         if inputs.spare_pool is not None:
@@ -229,7 +256,10 @@ class CapturedStep:
         for column, cache in enumerate(caches):
             location = _pool_location(cache) or (0, 0)
             numbers[:, column] = ids[column], cache.length, positions[column], *location
-        inputs.numbers.copy_(to_device([torch.from_numpy(numbers)], self.device)[0])
+        uploaded, *states = to_device([torch.from_numpy(numbers), *before], self.device)
+        inputs.numbers.copy_(uploaded)
+        if self.first_layers is not None:
+            self.first_layers.states[: len(ids)].copy_(states[0])
 
     def graph(self, key: Hashable, work: Work, changes: Sequence[Tensor] = ()) -> Graph:
         """The graph of `work` for `key`; capturing a new one leaves the tensors `changes` as is."""
@@ -260,7 +290,7 @@ class CapturedStep:
     def run_buffers(self) -> RunBuffers:
         return RunBuffers.on(self.device, self.body.vocab_size, self.encoder.size)
 
-    def step_inputs(self, count: int, caches: Sequence[BoundedCache]) -> StepInputs:
+    def step_inputs(self, count: int, caches: Sequence[StepRows]) -> StepInputs:
         if count not in self._inputs:
             pool = caches[0].pool
             numbers = torch.zeros(5, count, dtype=torch.int64, device=self.device)
@@ -268,7 +298,7 @@ class CapturedStep:
             self._inputs[count] = StepInputs(numbers, spare_pool)
         return self._inputs[count]
 
-    def _batch_size(self, caches: Sequence[BoundedCache]) -> int:
+    def _batch_size(self, caches: Sequence[StepRows]) -> int:
         if not self.body.pads_batch:
             return len(caches)
         return next(size for size in _BATCH_SIZES if size >= len(caches))
@@ -286,12 +316,14 @@ def capture_first(
     device: torch.device,
     error_of: Callable[[CapturedStep], float],
     encoder: Encoder,
+    first_layers: FirstLayers | None = None,
 ) -> CaptureResult:
     """Capture the first of the `bodies` that works; `error_of` computes a step's relative error."""
+    how: dict[str, Any] = {"captures": True, "encoder": encoder, "first_layers": first_layers}
     problems = list[str]()
     for make in bodies:
         try:
-            step = CapturedStep(make(), device, captures=True, encoder=encoder)
+            step = CapturedStep(make(), device, **how)
             error = error_of(step)
         except Exception as problem:  # torch and Triton raise all kinds of errors
             problems.append(next(iter(str(problem).strip().splitlines()), type(problem).__name__))
@@ -547,7 +579,7 @@ class DeviceRun:
             self._buffers.recent_ids.copy_(to_device([torch.from_numpy(ids)], self._step.device)[0])
 
 
-def _pool_location(cache: BoundedCache) -> tuple[int, int] | None:
+def _pool_location(cache: StepRows) -> tuple[int, int] | None:
     """The address and the capacity of a cache's rows; None if none was read yet."""
-    rows = cache.pool if cache.pool is not None else cache.row_layers[0].tensors[0].buffer
+    rows = cache.pool if cache.pool is not None else cache.tensors[0].buffer
     return None if rows is None else (rows.data_ptr(), cache.capacity)

@@ -30,6 +30,8 @@ from filelock import FileLock, Timeout
 from torch import nn
 
 from sirchat.errors import ModelError
+from sirchat.models.captured_step import CapturedStep
+from sirchat.models.decoder import Decoder
 from sirchat.models.devices import onednn_isa_limit
 from sirchat.models.gguf.blocks import NativePacking, unpack_floats
 from sirchat.models.gguf.header import BLOCK_LAYOUTS, BLOCKS, GgufTensor
@@ -116,14 +118,20 @@ def describe_decode_step(model: LoadedModel) -> str:
         if step is None:
             return f"no: {problems}"
         return f"a CUDA graph of {step.body.description}" + (f" ({problems})" if problems else "")
-    problem = _use_library(model, None)
-    return f"no: {problem}" if problem else "yes"
+    if problem := _use_library(model, None):
+        return f"no: {problem}"
+    used = model.decode_step
+    if not isinstance(used, CapturedStep) or used.first_layers is None:
+        return "yes"
+    first, others = used.first_layers.count, used.body.description
+    return f"{first} layers on the CPU in C++, the others in a CUDA graph of {others}"
 
 
 def _use_library(model: LoadedModel, progress: Progress | None, timeout: float = -1) -> str:
     """Let the model compute with the library; returns why that failed, or ""."""
     can_step, method = NativeStep.supports(model.module), matmul_method_of(model.module)
-    if not can_step and method is None:
+    is_split = isinstance(model.module, Decoder) and model.module.model.cpu_layers > 0
+    if not (can_step or is_split) and method is None:
         return f"sirchat can't compile model {model.name!r}"
     library = _open_library(progress, timeout)
     if isinstance(library, str):
@@ -131,6 +139,9 @@ def _use_library(model: LoadedModel, progress: Progress | None, timeout: float =
     if method is not None:
         set_matmul_method(model.module, method._replace(max_native_rows=max_native_rows()))
     try:
+        if is_split and model.decode_step is None:
+            model.use_split_step(library)
+            return model.captured.problems if model.decode_step is None else ""
         if can_step and model.decode_step is None:
             layers = model.encoder.layers
             step = NativeStep(library, model.module, model.cache_dtype, layers)

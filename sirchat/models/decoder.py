@@ -6,14 +6,16 @@ weights, attention in that of the cache: 16 bits with packed weights, in half th
 
 from __future__ import annotations
 
+import copy
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sirchat.memory.cache import BoundedCache, LayerRotation
+from sirchat.memory.key_values import to_device
 from sirchat.memory.rope import Rotation
 from sirchat.models.attention_hook import OBSERVERS, AttentionCall, report_attention
 from sirchat.models.model_config import ConfigValues, DecoderConfig
@@ -42,7 +44,10 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.model.norm.weight.device
+        """Where the embeddings and the first layers are."""
+        first: Any = self.model.layers[0]
+        device: torch.device = first.input_layernorm.weight.device
+        return device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -74,6 +79,16 @@ class Decoder(nn.Module):
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
+    def split(self, cpu_layers: int, device: torch.device) -> None:
+        """Move all but the embeddings and the first layers, which stay on the CPU, to `device`."""
+        if isinstance(self.lm_head, nn.Linear) and self.config.tie_word_embeddings:
+            self.lm_head = copy.deepcopy(self.lm_head)
+            self.all_tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+        for part in (*self.model.layers[cpu_layers:], self.model.norm, self.lm_head):
+            part.to(device)
+        self.model.cpu_layers = cpu_layers
+        self.hf_device_map = {"model.layers.0": torch.device("cpu"), "model.norm": device}
+
     def forward(
         self, input_ids: Tensor, *, cache: BoundedCache | None = None, **inputs: Any
     ) -> Logits:
@@ -95,6 +110,7 @@ class DecoderBody(nn.Module):
         self.windows = {kind: _window(config, kind) for kind in config.attention_kinds}
         self.norm = _Norm(size, config, dtype)
         self.rotary_emb = _Rotary(config)
+        self.cpu_layers = 0  # number of the first layers that are on the CPU, the others elsewhere
 
     def forward(
         self,
@@ -124,7 +140,9 @@ class DecoderBody(nn.Module):
                 mask = _causal_mask(held, count, window, device)
             masks[window] = None if mask is None else mask.to(dtype)
         inputs = _PassInputs(cos, signed(sin), dtype, masks, cache)
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
+            if index and index == self.cpu_layers:
+                x, inputs = inputs.moved_with(x, self.norm.weight.device)
             x = layer(x, inputs)
         return (self.norm(x),)
 
@@ -170,6 +188,13 @@ class _PassInputs(NamedTuple):
     dtype: torch.dtype  # of attention
     masks: dict[int | None, Tensor | None]  # by window, added to the scores; None: only causal
     cache: BoundedCache | None
+
+    def moved_with(self, x: Tensor, device: torch.device) -> tuple[Tensor, Self]:
+        """States x [1, m, d] and these inputs on `device`, by one copy."""
+        given = {window: mask for window, mask in self.masks.items() if mask is not None}
+        x, cos, sin, *moved = to_device([x, self.cos, self.sin, *given.values()], device)
+        masks = self.masks | dict(zip(given, moved, strict=True))
+        return x, self._replace(cos=cos, sin=sin, masks=masks)
 
 
 class _Layer(nn.Module):

@@ -7,7 +7,7 @@ import secrets
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import chain, product
@@ -22,11 +22,16 @@ from sirchat.errors import ModelError
 from sirchat.memory.archive import Archive, ArchiveFolder
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.free_memory import control_groups, free_large_blocks_at_once, free_memory
-from sirchat.models.fit import PROGRAM_BYTES
+from sirchat.models.fit import PROGRAM_BYTES, tensor_bytes
+from sirchat.models.gguf.header import parse_gguf
+from sirchat.models.gguf.translate import config_values
 from sirchat.models.hidden_states import decoder_layers
 from sirchat.models.learning import is_learning
-from sirchat.models.listing import find_model
+from sirchat.models.listing import FoundModel, find_model
+from sirchat.models.model_config import LLAMA_KINDS, DecoderConfig
+from sirchat.models.names import locate
 from sirchat.models.progress import no_warnings
+from sirchat.models.shape import precision, stored_weights
 from sirchat.paths import archives_dir
 
 DeviceName = Literal["auto", "cuda", "mps", "cpu"]
@@ -43,6 +48,8 @@ _SYS = Path("/sys")
 Spread = Literal["off", "auto", "balanced"]  # the setting `device_map`
 
 GPU_RESERVE = 1_000_000_000  # bytes of each GPU left free, for its driver and results; assumed
+
+_OUTSIDE, _EMBEDDINGS = -1, -2  # weights that are in no layer; embeddings that are not the head's
 
 _UNLIMITED_BYTES = 1 << 60  # bytes of main memory where the system does not say what is free
 
@@ -245,7 +252,10 @@ def weights_by_device(module: Any) -> Counter[str]:
     """The bytes of a model's weights on each device, including packed ones."""
     sizes, seen = Counter[str](), set[object]()
     placement: ModuleDevices = getattr(module, "hf_device_map", {})
-    for name, tensor in chain(unique_parameters(module), module.named_buffers()):
+    tied = getattr(module, "all_tied_weights_keys", None) or {}
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        if tensor.is_meta and name in tied:
+            continue
         where = str(tensor.device)
         if tensor.is_meta:
             parts = (part for part in placement if not part or f"{name}.".startswith(f"{part}."))
@@ -260,22 +270,29 @@ def weights_by_device(module: Any) -> Counter[str]:
 def make_device_map(profile: Profile, rows: int) -> DeviceMap:
     """Make the device map by which a profile's model will be loaded, beside a cache of `rows`.
 
-    Raises ModelError if accelerate is missing, or if another setting forbids a map.
+    Raises ModelError if accelerate is missing, if another setting forbids a map, or if the layers
+    of a GGUF file that does not fit on the GPU can't be split.
     """
-    for setting, allowed in (("device", ("auto",)), ("quantize", ("auto", "none"))):
+    is_gguf = bool(locate(profile.model)[1])
+    quantize = ("auto", "none", "packed")[: 2 + is_gguf]
+    for setting, allowed in (("device", ("auto",)), ("quantize", quantize)):
         if (value := getattr(profile, setting)) not in allowed:
             problem = f"{setting}={value} can't be used with a device map"
             raise ModelError(problem, hint="leave out one of them")
-    if find_spec("accelerate") is None:
+    if is_gguf and profile.device_map != "auto":
+        raise ModelError("a GGUF file can't be balanced over GPUs", hint="--device-map auto")
+    if not is_gguf and find_spec("accelerate") is None:
         raise ModelError(
             "a device map needs the package accelerate", hint="pip install 'sirchat[devices]'"
         )
-    shape = None
-    with suppress(ModelError):  # it is not on this machine yet
-        shape = find_model(profile.model).shape
+    found = shape = None
+    with suppress(ModelError):  # it is not on this machine yet, or loading says what is wrong
+        found = find_model(profile.model)
+        shape = found.shape
     elements = (shape.row_elements if shape is not None else None) or 0
     item = pick_dtype(profile.dtype, main_device()).itemsize
-    return DeviceMap(profile.device_map, rows * item * elements)
+    made = DeviceMap(profile.device_map, rows * item * elements)
+    return made if found is None or not is_gguf else made.split(found, profile)
 
 
 def main_device() -> torch.device:
@@ -287,6 +304,44 @@ def main_device() -> torch.device:
 class DeviceMap:
     spread: Spread
     cache_bytes: int  # of all keys and values, for which each device keeps room
+    # The first layers of a GGUF file, which are on the CPU; None if accelerate makes the map
+    cpu_layers: int | None = None
+    device: torch.device = field(default_factory=main_device)  # of the other layers
+
+    def split(self, found: FoundModel, profile: Profile) -> DeviceMap:
+        """The map of a GGUF file: the first layers that the GPU has no room for are on the CPU.
+
+        Raises ModelError if these layers can't be split.
+        """
+        path, shape = found.path, found.shape
+        if path is None or shape is None or self.device.type in (CPU, "mps"):
+            return replace(self, cpu_layers=0)
+        stored, kind = stored_weights(path), precision(shape, profile)
+        item, sizes = pick_dtype(profile.dtype, self.device).itemsize, Counter[int]()
+        for one in stored.tensors:
+            part, at, *_ = f"{one.name}.".split(".")
+            layer = int(at) if part == "blk" else _OUTSIDE
+            if one.is_embedding and not stored.is_tied:
+                layer = _EMBEDDINGS
+            sizes[layer] += tensor_bytes(one, stored.is_tied, kind, item, keeps_blocks=True)
+        room = free_gpu_bytes(self.device) - GPU_RESERVE - self.cache_bytes
+        if sizes.total() <= room:
+            return replace(self, cpu_layers=0)
+        layers = [sizes[at] for at in range(max(sizes) + 1)]
+        beside = room - sizes[_OUTSIDE]
+        cpu_layers = next((n for n in range(1, len(layers)) if sum(layers[n:]) <= beside), 0)
+        if not cpu_layers:
+            return replace(self, cpu_layers=0, device=torch.device(CPU))
+        values = config_values(parse_gguf(path, with_text_lists=False))
+        values["vocab_size"] = 1  # which the text lists tell
+        is_like_llama = DecoderConfig.can_read(values) and values["model_type"] in LLAMA_KINDS
+        if not is_like_llama or values.get("sliding_window"):
+            raise ModelError(
+                f"{found.name!r} needs {sizes.total() / 1e9:.1f} GB of the GPU, where "
+                f"{max(0, room) / 1e9:.1f} GB are free, and its layers can't be split",
+                hint="choose --device cpu, a smaller budget, or a folder of safetensors",
+            )
+        return replace(self, cpu_layers=cpu_layers)
 
     def options(self, outline: Any) -> dict[str, Any]:
         """Options of `from_pretrained`; `outline` is the model without weights."""

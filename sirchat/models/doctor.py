@@ -82,8 +82,8 @@ def _check_model(name: str, device_map: Spread, compiles: CompileMode) -> Iterat
     took = time.perf_counter() - begun
     yield Finding(
         "model",
-        f"{name}: {model.precision} on {model.device}, context {model.context_length:,}, loaded "
-        f"in {took:.1f} s",
+        f"{name}: {model.precision} on {model.device_names}, context {model.context_length:,}, "
+        f"loaded in {took:.1f} s",
     )
     yield Finding("sentence encoder", model.encoder_description)
     cache = model.new_cache(min(MIN_RESERVED_ROWS, model.context_length))

@@ -96,7 +96,7 @@ def _make_choice(
     kind, limit = precision(shape, profile), shape.context_length
     item = 4 if unpacked_type(profile) == "float32" else 2  # bytes of a weight that is not packed
     keeps_blocks = not uses_cpu(profile) or (profile.compile != "off" and bool(compiler()))
-    sizes = (_tensor_bytes(one, stored.is_tied, kind, item, keeps_blocks) for one in stored.tensors)
+    sizes = (tensor_bytes(one, stored.is_tied, kind, item, keeps_blocks) for one in stored.tensors)
     weights = sum(sizes)
     loading, row = weights, cache_bytes(shape, profile, 1)
     if kind in ("int8", "int4"):  # all are unpacked, then packed one by one
@@ -119,9 +119,10 @@ def _make_choice(
     )
 
 
-def _tensor_bytes(
+def tensor_bytes(
     tensor: StoredTensor, is_tied: bool, kind: str, item: int, keeps_blocks: bool
 ) -> int:
+    """The bytes that a tensor takes in memory; `item`: those of a weight that is not packed."""
     layout, is_matrix = BLOCK_LAYOUTS.get(tensor.type), tensor.is_matrix
     may_be_four = kind == "int4" and is_matrix
     if kind == "packed":

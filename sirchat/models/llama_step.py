@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sirchat.errors import ModelError
-from sirchat.memory.cache import BoundedCache
+from sirchat.memory.cache import StepRows
 from sirchat.models.decoder import signed
 from sirchat.models.devices import is_spread
 from sirchat.models.model_config import LENGTH_DEPENDENT, LLAMA_KINDS, sliding_window
@@ -61,14 +61,13 @@ class UnusedSlots:
 
     def __init__(self) -> None:
         # Of each cache: where its rows are, and how many of its slots may be in use or not zero.
-        self._used_slots = WeakKeyDictionary[BoundedCache, tuple[Hashable, int]]()
+        self._used_slots = WeakKeyDictionary[StepRows, tuple[Hashable, int]]()
 
     @torch.inference_mode()
-    def clear(self, cache: BoundedCache) -> Hashable:
+    def clear(self, cache: StepRows) -> Hashable:
         """Clear a cache's unused slots if necessary; returns where its buffers are."""
         if cache.pool is None:
-            tensors = [tensor for layer in cache.row_layers for tensor in layer.tensors]
-            buffers = [tensor.buffer for tensor in tensors if tensor.buffer is not None]
+            buffers = [tensor.buffer for tensor in cache.tensors if tensor.buffer is not None]
         else:
             buffers = [cache.pool]
         location = tuple((buffer.data_ptr(), buffer.shape) for buffer in buffers)
@@ -124,7 +123,7 @@ class LlamaStep:
             return f"its heads have {size} dimensions, which is no power of two from 16 on"
         return ""
 
-    def graph_key(self, caches: Sequence[BoundedCache]) -> Hashable:
+    def graph_key(self, caches: Sequence[StepRows]) -> Hashable:
         if self.kernels == "triton":
             return self._slot_bound(caches)
         return tuple(map(self._unused.clear, caches))
@@ -173,7 +172,7 @@ class LlamaStep:
         summed = (sum(weights[1:], weights[0]),) if weights else ()
         return logits, torch.cat(states, 1), *summed
 
-    def _slot_bound(self, caches: Sequence[BoundedCache]) -> int:
+    def _slot_bound(self, caches: Sequence[StepRows]) -> int:
         """A number of slots that is enough for these caches, and seldom changes."""
         capacity = max(cache.capacity for cache in caches)
         return max(_MIN_SLOT_BOUND, 1 << (capacity - 1).bit_length())
@@ -219,7 +218,7 @@ class LlamaStep:
         rotation: tuple[Tensor, Tensor],
         lengths: Tensor,
         pools: Tensor,
-        caches: Sequence[BoundedCache],
+        caches: Sequence[StepRows],
         scores: Tensor | None,
     ) -> _Rows:
         """Attention of rows [B, H_q + 2 H, D] to each cache and the new row: [B, H_q D]."""

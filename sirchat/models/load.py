@@ -35,7 +35,6 @@ from sirchat.models.devices import (
     DtypeName,
     Spread,
     agree_on_instructions,
-    main_device,
     make_device_map,
     pick_device,
     pick_dtype,
@@ -83,8 +82,8 @@ _Weights = dict[str, tuple[Path, TensorSpan]]  # by name
 class LoadOptions:
     """How a model's files become its module, which stays on the CPU unless it is packed or spread.
 
-    `stays_packed` says whether weights in blocks of few bits stay packed, on `device`; None means:
-    if the file has such blocks. `for_hub` and `compiles` are those of `load_model`.
+    `stays_packed` says whether weights in blocks of few bits stay packed, on `device`, but those of
+    `cpu_layers`; None means: if the file has such blocks.
     """
 
     device: torch.device
@@ -92,7 +91,8 @@ class LoadOptions:
     progress: Progress | None = None
     stays_packed: bool | None = False
     for_hub: bool = False
-    devices: DeviceMap | None = None
+    devices: DeviceMap | None = None  # of a model of transformers
+    cpu_layers: int = 0  # the first layers of a GGUF file, which stay on the CPU
     compiles: bool = False
     trust_remote_code: bool = False
 
@@ -148,25 +148,31 @@ def load_model_of(
     """
     name, encoder = profile.model, profile.recall_encoder
     sentence_encoder = None if encoder == "auto" else SentenceEncoder(encoder)
-    target, devices = pick_device(profile.device), None
+    target, cpu_layers = pick_device(profile.device), 0
+    devices: DeviceMap | None = None
     if profile.device_map != "off":
         devices = make_device_map(profile, max(profile.budget, MIN_RESERVED_ROWS))
-        target, for_hub = main_device(), True
-    if target.type == "cpu" or devices is not None:
+        target, for_hub = devices.device, for_hub or devices.cpu_layers is None
+        if devices.cpu_layers is not None:
+            cpu_layers, devices = devices.cpu_layers, None
+    uses_library = target.type == "cpu" or cpu_layers > 0
+    if uses_library or devices is not None:
         agree_on_instructions()
         use_threads(profile.threads)
-    if compiles := profile.compile != "off" and target.type == "cpu":
+    if compiles := profile.compile != "off" and uses_library:
         compile_in_background()
     types = target, pick_dtype(profile.dtype, target), progress
     packed = _stays_packed(profile.quantize, profile.dtype, target)
-    how = LoadOptions(*types, packed, for_hub, devices, compiles, trust_remote_code)
+    how = LoadOptions(*types, packed, for_hub, devices, cpu_layers, compiles, trust_remote_code)
     try:
         module, tokenizer = _load_parts(name, how)
         refuse_unusable_tokenizer(module, tokenizer, name)
         refuse_broken_template(tokenizer, name)
         if profile.quantize in ("int8", "int4"):
             pack_module(module, 8 if profile.quantize == "int8" else 4, target)
-        if devices is None:  # only now: a GPU may have no room for weights that are not packed yet
+        if cpu_layers:
+            module.split(cpu_layers, target)
+        elif devices is None:  # only now: a GPU may have no room for weights not packed yet
             module = module.to(target)
         choose_matmul_method(module, profile.unpack_dtype)
         if target.type == "cuda":
@@ -185,9 +191,6 @@ def _load_parts(name: str, how: LoadOptions) -> tuple[Any, Any]:
     """Load the module and the tokenizer of the model that a name stands for."""
     source, gguf_file = locate(name)
     folder, parts = Path(source), None
-    if gguf_file and how.devices is not None:
-        hint = "give the folder or hub id of its safetensors"
-        raise ModelError(f"the GGUF file {name!r} can't be spread over devices", hint=hint)
     if gguf_file:
         parts = load_gguf_parts(folder / gguf_file, how)
     elif how.stays_packed:
@@ -259,7 +262,7 @@ def _read_gguf(
     from sirchat.models.gguf import model, vocabulary
 
     metadata, read = dict[str, Any](), (file, how.dtype, how.progress)
-    options |= {"for_hub": how.for_hub, "device": how.device}
+    options |= {"for_hub": how.for_hub, "device": how.device, "cpu_layers": how.cpu_layers}
     if how.for_hub:
         tokenizer = vocabulary.hub_tokenizer(file.metadata)
         module = model.load_module(*read, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ from sirchat.models.probe import (
     refuse_unsupported_layers,
     state_kinds,
 )
+from sirchat.models.split_step import FirstLayers
 from sirchat.models.surprisal import PassResult, has_linear_head, surprisal_of_states
 from sirchat.text.anchors import Anchors, anchors_of
 
@@ -272,6 +274,11 @@ class LoadedModel:
         return cache.devices
 
     @property
+    def device_names(self) -> str:
+        """The devices that compute, such as `cpu and cuda:0`."""
+        return " and ".join(dict.fromkeys(map(str, self.row_devices())))
+
+    @property
     def dtype(self) -> torch.dtype:
         return cast(torch.dtype, self.module.dtype)
 
@@ -301,9 +308,9 @@ class LoadedModel:
 
     def affordable_rows(self) -> int:
         """The most tokens of a KV cache within the context and half of the free memory."""
-        free = free_memory_at(self.device)
-        within = self.context_length if free is None else free // 2 // self.row_bytes()
-        return min(self.context_length, within)
+        free = [free_memory_at(device) for device in set(self.row_devices())]
+        known = [size // 2 // self.row_bytes() for size in free if size is not None]
+        return min([self.context_length, *known])
 
     @cached_property
     def decode_step(self) -> NativeStep | CapturedStep | None:
@@ -323,6 +330,17 @@ class LoadedModel:
         if self.device.type != "cuda":
             return CaptureResult(None, "there is no GPU")
         return capture_first(self._step_bodies(), self.device, self.step_error, self.encoder)
+
+    def use_split_step(self, library: ctypes.CDLL) -> None:
+        """Read single tokens by the library in the layers on the CPU, by a graph in the others.
+
+        Raises ValueError if the library can't compute its layers.
+        """
+        first = FirstLayers(library, self.module, self.cache_dtype, self.encoder.layers)
+        how = first.device, self.step_error, self.encoder, first
+        result = capture_first(first.other_layers(), *how)
+        vars(self)["captured"] = result
+        self.use_decode_step(result.step)
 
     @property
     def passage_encoder(self) -> Encoder | SentenceEncoder:
@@ -367,7 +385,7 @@ class LoadedModel:
         for position, token_id in enumerate(ids[1:], 1):
             logits = step.read(token_id, position, caches[1])[0][0]
             caches[1].commit(1, position)
-        return float((logits - expected).norm() / expected.norm())
+        return float((logits.to(expected.device) - expected).norm() / expected.norm())
 
     def _step_for(
         self,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sirchat.memory.cache import BoundedCache
+from sirchat.memory.cache import BoundedCache, StepRows
 from sirchat.models.decoder import Decoder, signed
 from sirchat.models.devices import is_spread
 from sirchat.models.model_config import LENGTH_DEPENDENT, LLAMA_KINDS, sliding_window
@@ -37,7 +37,7 @@ _KIND_OF_TYPE = {torch.float32: 2, torch.bfloat16: 3, torch.float16: 4}  # float
 _WEIGHT_TYPES = (torch.float32, torch.bfloat16)
 
 # An id, its rotary position, and the cache of its conversation.
-TokenToRead = tuple[int, int, BoundedCache]
+TokenToRead = tuple[int, int, StepRows]
 
 
 def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
@@ -140,9 +140,9 @@ class NativeStep:
         # At the end of the process another thread may still read.
         weakref.finalize(self, end, self._step).atexit = False
 
-    def fits(self, ids: Sequence[int], cache: BoundedCache) -> bool:
+    def fits(self, ids: Sequence[int], cache: StepRows) -> bool:
         """Whether the step can read a few ids into a cache: it has room and `dtype`."""
-        if cache.pool is None and not cache.length:
+        if isinstance(cache, BoundedCache) and cache.pool is None and not cache.length:
             nothing = torch.empty(1, self._kv_heads, 0, self._head_dim, dtype=self.dtype)
             for layer in cache.row_layers:
                 layer.update(nothing, nothing)
@@ -185,7 +185,7 @@ class NativeStep:
             raise MemoryError("no memory is free to read a token")
         return logits, states
 
-    def _token(self, token_id: int, position: int, cache: BoundedCache, index: int = 0) -> _Token:
+    def _token(self, token_id: int, position: int, cache: StepRows, index: int = 0) -> _Token:
         """Describe an id to be read into a cache after `index` others."""
         block, in_block = divmod(position, self._positions_per_block)
         cos, sin, _ = self._rotations.get(block) or self._rotation_block(block)
@@ -210,7 +210,7 @@ class NativeStep:
     def _describe_model(self, module: Any, wanted_layers: Sequence[int]) -> _Model:
         described, layers = (_Layer * len(module.model.layers))(), module.model.layers
         attention, network = layers[0].self_attn, layers[0].mlp
-        head = module.get_output_embeddings()
+        head = module.get_output_embeddings()  # None: only states are computed
         for index, (description, layer) in enumerate(zip(described, layers, strict=True), 1):
             if _sizes_of_layer(layer) != _sizes_of_layer(layers[0]):
                 raise ValueError("layers of other sizes")
@@ -231,8 +231,8 @@ class NativeStep:
             attention.scaling,
             self._embedding_scale(),
             self._embedding_matrix(self._embeddings),
-            self._norm(module.model.norm),
-            self._product(head),
+            _Norm() if head is None else self._norm(module.model.norm),
+            _Product() if head is None else self._product(head),
             described,
         )
 

@@ -508,8 +508,11 @@ def has_matrix_units() -> bool:
     return torch._C._dispatch_has_kernel("sirchat::score_8")
 
 
-def set_matmul_method(module: nn.Module, method: MatmulMethod) -> None:
+def set_matmul_method(module: nn.Module, method: MatmulMethod, place: str = "cpu") -> None:
+    """Let packed layers multiply by `method`, if they are on this type of device."""
     for layer in _layers_of(module):
+        if next(layer.buffers()).device.type != place:
+            continue
         layer.matmul_method = method
         if layer.joined is not None:
             layer.joined[0].matmul_method = method

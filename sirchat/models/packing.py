@@ -88,19 +88,21 @@ def use_gpu_kernels(module: nn.Module) -> None:
     layers = [one for one in module.modules() if isinstance(one, GpuLinear | Int8Linear)]
     if not layers:
         return
-    x = torch.linspace(-1, 1, layers[0].in_features, device=next(layers[0].buffers()).device)[None]
-    expected = layers[0].multiply_packed(x)
+    device = next(layers[-1].buffers()).device  # the first layers may be on a CPU
+    first = next(one for one in layers if next(one.buffers()).device == device)
+    x = torch.linspace(-1, 1, first.in_features, device=device)[None]
+    expected = first.multiply_packed(x)
     try:
         from sirchat.models import packed_kernels
 
         kernels = GpuKernels(packed_kernels.unpack_rows, packed_kernels.multiply_rows)
-        set_matmul_method(module, MatmulMethod(gpu_kernels=kernels))
-        found = layers[0].multiply_packed(x)
+        set_matmul_method(module, MatmulMethod(gpu_kernels=kernels), device.type)
+        found = first.multiply_packed(x)
         works = (found - expected).norm() < _MAX_ERROR * expected.norm()
     except Exception:  # Triton is not there, or raises any kind of error
         works = False
     if not works:
-        set_matmul_method(module, MatmulMethod())
+        set_matmul_method(module, MatmulMethod(), device.type)
 
 
 class PackedExperts(nn.Module):

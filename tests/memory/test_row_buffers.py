@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import simulated_devices as simulation
 from attacking import MANY
 from held_rows import append_rows
-from simulated_devices import DEVICES, KIND, simulated_devices
+from simulated_devices import DEVICES, counted, simulated_devices
 from sirchat.memory.cache import BoundedCache, LayerRotation
 from sirchat.memory.key_value_store import KeyValueStore
 from sirchat.memory.key_values import KeyValues, Positions, Transfers, to_device
@@ -41,8 +36,10 @@ steps = st.lists(
 )
 
 
-def new_cache(layers: list[LayerRotation], device: torch.device) -> BoundedCache:
-    return BoundedCache(layers, CAPACITY, torch.bfloat16, [device] * len(layers))
+def new_cache(layers: list[LayerRotation], *devices: torch.device) -> BoundedCache:
+    """A cache with the first layers on these devices, one on each, and the others on the last."""
+    others = [devices[-1]] * (len(layers) - len(devices))
+    return BoundedCache(layers, CAPACITY, torch.bfloat16, [*devices, *others])
 
 
 def random_rows(count: int, seed: int, heads: int = HEADS, dims: int = DIMS) -> Tensor:
@@ -51,9 +48,9 @@ def random_rows(count: int, seed: int, heads: int = HEADS, dims: int = DIMS) -> 
 
 
 def write(cache: BoundedCache, count: int, seed: int, at: Positions | None = None) -> None:
-    for number, layer in enumerate(cache.layers):
+    for number, layer in enumerate(cache.row_layers):
         rows = (random_rows(count, seed + 2 * number + which) for which in (0, 1))
-        layer.update(*to_device(list(rows), cache._tensors[0].device or torch.device("cpu")))
+        layer.update(*to_device(list(rows), layer.tensors[0].device or torch.device("cpu")))
     cache.commit(count, at)
 
 
@@ -116,8 +113,10 @@ def test_rows_in_one_tensor_have_the_bits_of_those_in_buffers_apart(
     with simulated_devices(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("sirchat.memory.cache._MAX_ROTATED_BYTES", 1_000)  # all layers of few rows
         cpu = torch.device("cpu")
-        places = ([*LAYERS, OTHER], cpu), (LAYERS, cpu), (LAYERS, DEVICES[0])
-        apart, *pooled = every = [Held(new_cache(*one), np.zeros(0, np.int64)) for one in places]
+        caches = [new_cache([*LAYERS, OTHER], cpu)]
+        caches += [new_cache(LAYERS, *one) for one in ([cpu], [DEVICES[0]])]
+        caches += [new_cache(LAYERS, *one) for one in ([cpu, DEVICES[0]], [*DEVICES, cpu])]
+        apart, *pooled = every = [Held(one, np.zeros(0, np.int64)) for one in caches]
         for step, seed in [("read", 1), ("read", 2), ("keep", 3), *plan]:
             for one in every:
                 one.do(step, seed)
@@ -126,8 +125,10 @@ def test_rows_in_one_tensor_have_the_bits_of_those_in_buffers_apart(
             assert all(same(one, expected) for one in found)
             assert apart.cache.pool is None
             for cache in (one.cache for one in pooled):
-                assert cache.pool is not None
-                assert cache.pool.shape == (3, 3, HEADS, cache.capacity, DIMS)
+                pools = [rows.pool for rows in cache.buffers if rows.pool is not None]
+                assert sum(map(len, pools)) == 3
+                assert {pool.shape[1:] for pool in pools} == {(3, HEADS, cache.capacity, DIMS)}
+                assert cache.pool is (pools[0] if len(pools) == 1 else None)
                 views = zip(all_read(cache), all_read(apart.cache), strict=False)
                 assert all(torch.equal(one.cpu(), other) for one, other in views)
 
@@ -158,7 +159,7 @@ def test_layers_that_differ_have_buffers_apart(
     else:
         cache.replace(KeyValues(np.arange(6), np.arange(6), [one[0] for one in rows]))
     assert cache.pool is None
-    for one, tensor in zip(rows, cache._tensors, strict=True):
+    for one, tensor in zip(rows, cache.tensors, strict=True):
         assert tensor.buffer is not None
         size = one.nbytes // 6 * CAPACITY * (1 if tensor.rotation is None else 2)
         assert size == tensor.buffer.nbytes == tensor.buffer.untyped_storage().nbytes()
@@ -166,31 +167,13 @@ def test_layers_that_differ_have_buffers_apart(
     cache.keep(kept)
     found = cache.first_written_rows(torch.arange(3), np.arange(3))
     assert all(map(torch.equal, found.tensors, [one[0, :, kept] for one in rows]))
-    for number, tensor in enumerate(cache._tensors):
+    for number, tensor in enumerate(cache.tensors):
         view = (cache.layer_keys, cache.layer_values)[number % 2](number // 2)
         expected = rows[number][:, :, kept]
         if tensor.rotation is not None:
             turn = tensor.rotation.cos_sin(kept, torch.arange(3))
             expected = tensor.rotation.apply(expected, *turn).bfloat16()
         assert torch.equal(view, expected)
-
-
-@contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """Count what is copied to and from simulated devices, and what else these compute."""
-    counts, run = Counter[str](), simulation._run
-
-    def counting(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        made = run(func, args, kwargs)
-        if func in simulation._COPIES:
-            ends = {one.device for one in (args[0], made, *args[1:2]) if isinstance(one, Tensor)}
-            if len(ends) > 1:
-                counts["upload" if made.device.type == KIND else "download"] += 1
-        return made
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(simulation, "_run", counting)
-        yield counts
 
 
 @pytest.mark.parametrize("layers", [LAYERS, [*LAYERS, OTHER]])
@@ -220,6 +203,21 @@ def test_what_moves_on_a_gpu_is_copied_to_it_and_from_it_at_once(
             # indices of the evicted and of the held rows, the restored ones, what rotates them
             assert recall == {"upload": 4, "download": 1}
             assert resume == {"upload": 1}
+
+
+def test_policies_rank_held_and_evicted_rows_of_layers_on_two_devices() -> None:
+    with simulated_devices():
+        found = list[Tensor]()
+        for places in ([torch.device("cpu")], [torch.device("cpu"), DEVICES[0]]):
+            cache, ledger = new_cache(LAYERS, *places), Ledger()
+            store = KeyValueStore(cache, ledger, limit=2**20)
+            write(cache, 12, seed=0)
+            append_rows(ledger, [1.0] * 12)
+            store.place(Placement(np.array([0, 1, 2, 8, 9, 11])))
+            found += store.statistics(np.arange(12), ["key_norm", "key_similarity"]).values()
+            found += store.as_read(np.arange(12))[0]
+        half = len(found) // 2
+        assert all(map(torch.equal, found[:half], found[half:]))
 
 
 @pytest.mark.parametrize(("most", "copies"), [(2**20, 1), (50, 7)])

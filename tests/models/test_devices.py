@@ -10,6 +10,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from chatting import hub_tokenizer, session, tiny
+from chatting import hub_tokenizer, session
 from families import build
 from gguf_file import write_gguf
 from plain_model import load_model
@@ -163,6 +164,15 @@ def talk(model: LoadedModel) -> list[Any]:
     return told
 
 
+def compare(found: list[Any], expected: list[Any]) -> None:
+    for step, (here, there) in enumerate(zip(found, expected, strict=True)):
+        if not isinstance(there, tuple):
+            assert here == there, step
+            continue
+        assert here[:2] == there[:2], step
+        assert all(map(torch.equal, here[2], there[2])), step
+
+
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[Any]:
     return talk(load(folder))
@@ -227,13 +237,7 @@ def test_a_chat_over_several_devices_is_that_on_one(
             stack.enter_context(simulated_devices())
         model = load(folder, MAPS[name])
         assert [str(one) for one in model.row_devices()] == ROWS_AT[name]
-        found = talk(model)
-        for step, (here, there) in enumerate(zip(found, expected, strict=True)):
-            if not isinstance(there, tuple):
-                assert here == there, step
-                continue
-            assert here[:2] == there[:2], step
-            assert all(map(torch.equal, here[2], there[2])), step
+        compare(talk(model), expected)
 
 
 def test_rows_weights_and_archive_are_counted_where_they_are(folder: Path) -> None:
@@ -322,7 +326,20 @@ def test_what_does_not_fit_on_the_first_device_is_refused(
         load_model(str(folder), device_map="auto", dtype="float32", **other)  # type: ignore[arg-type]
 
 
-def test_a_gguf_file_is_not_spread(tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "model.gguf", tiny(), "F32")
-    with pytest.raises(SirchatError, match="can't be spread over devices"):
-        load_model(str(file), device_map="auto")
+def test_a_chat_with_a_gguf_file_over_a_cpu_and_a_gpu_is_that_on_the_cpu(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_gguf(tmp_path / "model.gguf", load(folder), "F32")
+
+    def read(**how: Any) -> LoadedModel:
+        model = load_model(str(file), dtype="float32", **how)
+        model.use_decode_step(None)
+        vars(model)["has_linear_head"] = False
+        return model
+
+    whole = talk(read(device="cpu"))
+    monkeypatch.setattr(DeviceMap, "split", lambda self, *_: replace(self, cpu_layers=1))
+    with simulated_devices():
+        model = read(device_map="auto")
+        assert model.device_names == f"cpu and {SIM_0}"
+        compare(talk(model), whole)

@@ -7,6 +7,7 @@ only copies go from one device to another.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -223,6 +224,32 @@ def refuses_waits() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, mode:
         patch.setattr(SimulatedTensor, "tolist", tolist)
         yield
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Count what is copied to and from simulated devices, and what else waits for one."""
+    counts, run, tolist = Counter[str](), _run, SimulatedTensor.tolist
+
+    def counting(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        made = run(func, args, kwargs)
+        if func in _COPIES:
+            ends = {one.device for one in (args[0], made, *args[1:2]) if isinstance(one, Tensor)}
+            if len(ends) > 1:
+                counts["upload" if made.device.type == KIND else "download"] += 1
+        elif func is not F.scaled_dot_product_attention and _needs_numbers(func, args, kwargs):
+            tensors = tree_leaves((args, kwargs))
+            counts.update(["wait"] * any(isinstance(one, SimulatedTensor) for one in tensors))
+        return made
+
+    def counted_list(tensor: SimulatedTensor) -> Any:
+        counts["wait"] += 1
+        return tolist(tensor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "_run", counting)
+        patch.setattr(SimulatedTensor, "tolist", counted_list)
+        yield counts
 
 
 def move(module: torch.nn.Module, device: torch.device) -> None:

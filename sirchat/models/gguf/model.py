@@ -41,6 +41,7 @@ from sirchat.models.progress import Progress, switch_off_bars
 _WEIGHTS_AT_ONCE = 2**20  # weights that are unpacked at a time: few calls, little memory
 _TRIM_AFTER_BYTES = 2**26  # bytes to read before memory is given back again
 _CPU = torch.device("cpu")
+_EMBEDDINGS = "model.embed_tokens.weight"
 _EXPERT_PARTS: tuple[Conversion, ...] = ("gate", "up", "down")
 
 
@@ -76,14 +77,14 @@ class _Loader:
     keep_packed: bool = False  # four-bit matrices keep four bits, and other blocks get eight
     for_hub: bool = False  # the model is one of transformers
     device: torch.device = _CPU  # of packed weights
-    native: NativePacking | None = None  # keeps the file's bits instead
+    cpu_layers: int = 0  # number of the first layers that are on the CPU, with the embeddings
+    native: NativePacking | None = None  # keeps the file's bits instead, on the CPU
 
     def __post_init__(self) -> None:
         self.values = config_values(self.file)
         # A GPU's captured step reads sliding-window layers only by transformers' modules.
         slides = self.device.type != "cpu" and bool(self.values.get("sliding_window"))
         self.module = empty_module(self.values, self.dtype, for_hub=self.for_hub or slides)
-        self.four_bit_kind = int4_class(self.device)
         targets = (
             (find_target(name, self.file)[0], one) for name, one in self.file.tensors.items()
         )
@@ -99,12 +100,21 @@ class _Loader:
             self._add_experts(name, target, conversion, tensor)
         elif self._can_stay_packed(target, tensor):
             is_head_or_embeddings = name.endswith("token_embd.weight") or name == "output.weight"
-            layer = self._part_of_joined(target, tensor)
-            packed = self._pack(tensor, conversion, not is_head_or_embeddings, layer)
+            how = tensor, conversion, not is_head_or_embeddings
+            packed = self._pack(*how, self._place(target), self._part_of_joined(target, tensor))
             _replace_layer(self.module, target, packed, self.dtype)
+            is_tied = self.module.config.tie_word_embeddings
+            if self.cpu_layers and is_tied and target == _EMBEDDINGS:  # the head is elsewhere
+                self.module.set_output_embeddings(self._pack(*how, self.device))
         else:
             weight = _undo_conversion(unpack_floats(tensor), conversion, self.values)
             set_weight(self.module, target, weight.to(self.dtype))
+
+    def _place(self, target: str) -> torch.device:
+        """The device of a weight that stays packed."""
+        _, kind, at, *_ = f"{target}..".split(".")
+        is_first = target == _EMBEDDINGS or (kind == "layers" and int(at) < self.cpu_layers)
+        return _CPU if self.cpu_layers and is_first else self.device
 
     def _can_stay_packed(self, target: str, tensor: GgufTensor) -> bool:
         if not self.keep_packed or len(tensor.shape) != 2 or BLOCKS[tensor.type][1] == 1:
@@ -149,7 +159,7 @@ class _Loader:
         rows = -(-tensor.shape[1] // parts) or 1
         for expert in tensor.split_rows(1):
             for matrix in GgufTensor(expert.shape[1:], expert.type, expert.data).split_rows(rows):
-                yield self._pack(matrix, None, True)
+                yield self._pack(matrix, None, True, self.device)
 
     def _part_of_joined(self, target: str, tensor: GgufTensor) -> BlockLinear | None:
         """An empty layer for a matrix, whose blocks are part of those of a joined layer.
@@ -161,7 +171,8 @@ class _Loader:
         kinds = {(part.type, part.shape[1:]) if part else None for part in parts}
         rows = [part.shape[0] for part in parts if part]
         fits = all(BlockLinear.fits(tensor.type, n, *tensor.shape[1:]) for n in rows)
-        if self.native is None or len(parts) < 2 or len(kinds) > 1 or not fits:
+        is_native = self.native is not None and self._place(target) == _CPU
+        if not is_native or len(parts) < 2 or len(kinds) > 1 or not fits:
             return None
         if owner not in self.joined:
             self.joined[owner] = BlockLinear.empty(tensor.type, sum(rows), *tensor.shape[1:])
@@ -175,6 +186,7 @@ class _Loader:
         tensor: GgufTensor,
         conversion: Conversion | None,
         may_be_4_bit: bool,
+        device: torch.device,
         layer: BlockLinear | None = None,
     ) -> PackedLinear:
         """Make a layer without bias, with the file's bits where allowed and possible, else 8."""
@@ -182,29 +194,30 @@ class _Loader:
         def undo(x: Tensor) -> Tensor:
             return _undo_conversion(x, conversion, self.values)
 
-        four_bit = self.four_bit_kind
+        four_bit = int4_class(device)
         head_dim = self.values["linear_value_head_dim"] if conversion == "value columns" else 0
         is_4_bit = may_be_4_bit and tensor.type in FOUR_BIT and head_dim % GROUP == 0
         is_4_bit = is_4_bit and four_bit.fits(*tensor.shape)
-        native = self.native if conversion != "value columns" else None
+        may_be_native = conversion != "value columns" and device == _CPU
+        native = self.native if may_be_native else None
         if native is not None and native.can_pack_eight_bits(tensor):
             order = undo(torch.arange(tensor.shape[0])).contiguous()
             if BlockLinear.fits(tensor.type, *tensor.shape):
                 return native.pack_blocks(tensor, order, layer)
             return native.pack_eight_bits(tensor, order)
         max_rows = _WEIGHTS_AT_ONCE // tensor.shape[1] // 64 * 64 or 64
-        if self.device.type != "cpu" and tensor.type in BLOCK_LAYOUTS and not head_dim:
-            split = [split_blocks(part, self.device) for part in tensor.split_rows(max_rows)]
+        if device != _CPU and tensor.type in BLOCK_LAYOUTS and not head_dim:
+            split = [split_blocks(part, device) for part in tensor.split_rows(max_rows)]
             buffers = [torch.cat(parts) for parts in zip(*split, strict=True)]
             if conversion is not None:
-                order = undo(torch.arange(tensor.shape[0], device=self.device))
+                order = undo(torch.arange(tensor.shape[0], device=device))
                 buffers = [buffer[order] for buffer in buffers]
             return BlockGpuLinear(*buffers)
         if is_4_bit:
             parts = [tensor] if conversion is not None else tensor.split_rows(max_rows)
             layers = [four_bit.from_nibbles(*map(undo, split_four_bit(part))) for part in parts]
             joined = layers[0] if len(layers) == 1 else four_bit.join_layers(layers)
-            return joined.to(self.device)
+            return joined.to(device)
         # At once in its place: a copy of a large layer, such as the head, would take much memory.
         q = torch.empty(tensor.shape, dtype=torch.int8)
         scale = torch.empty(len(q), dtype=torch.bfloat16)
@@ -212,7 +225,7 @@ class _Loader:
         for start, part in zip(starts, tensor.split_rows(max_rows), strict=True):
             rows = slice(start, start + max_rows)
             scale[rows] = quantize_int8(unpack_floats(part), q[rows])[1]
-        return Int8Linear(undo(q), undo(scale)).to(self.device)
+        return Int8Linear(undo(q), undo(scale)).to(device)
 
 
 def empty_module(values: Mapping[str, Any], dtype: torch.dtype, *, for_hub: bool = False) -> Any:
