@@ -253,7 +253,9 @@ def weights_by_device(module: Any) -> Counter[str]:
     sizes, seen = Counter[str](), set[object]()
     placement: ModuleDevices = getattr(module, "hf_device_map", {})
     tied = getattr(module, "all_tied_weights_keys", None) or {}
-    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+    packed = getattr(module.get_input_embeddings(), "head", None)  # perhaps the output head, too
+    shared = () if packed is None else packed.named_buffers()
+    for name, tensor in chain(module.named_parameters(), module.named_buffers(), shared):
         if tensor.is_meta and name in tied:
             continue
         where = str(tensor.device)
