@@ -6,7 +6,6 @@ weights, attention in that of the cache: 16 bits with packed weights, in half th
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any, NamedTuple, Self
 
@@ -82,7 +81,8 @@ class Decoder(nn.Module):
     def split(self, cpu_layers: int, device: torch.device) -> None:
         """Move all but the embeddings and the first layers, which stay on the CPU, to `device`."""
         if isinstance(self.lm_head, nn.Linear) and self.config.tie_word_embeddings:
-            self.lm_head = copy.deepcopy(self.lm_head)
+            # `to` would move a shared parameter for both.
+            self.lm_head.weight = nn.Parameter(self.lm_head.weight.detach().to(device))
             self.all_tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
         for part in (*self.model.layers[cpu_layers:], self.model.norm, self.lm_head):
             part.to(device)

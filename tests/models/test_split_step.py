@@ -286,6 +286,13 @@ def test_the_memory_of_both_devices_is_told(folder: Path) -> None:
         assert held[SIM] == pytest.approx(embeddings + 3 * layer, abs=400)  # the last norm
 
 
+def test_a_head_with_the_weights_of_the_embeddings_moves_alone(folder: Path) -> None:
+    module = load(folder, "qwen2, tied", device="cpu", compile="off").module
+    assert module.lm_head.weight is module.model.embed_tokens.weight
+    module.split(2, torch.device("cpu"))  # as torch does between a CPU and a GPU, but not simulated
+    assert module.lm_head.weight is not module.model.embed_tokens.weight
+
+
 def test_what_can_not_be_split_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = folder / "gemma.gguf"
     write_model(path, random_model("gemma3"), "gemma3", floats_only)
