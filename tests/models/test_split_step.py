@@ -268,12 +268,11 @@ def test_packed_embeddings_are_counted_on_the_cpu_and_the_head_on_the_gpu(folder
     with split(folder, "qwen2, packed, tied", 3) as model:
         held, rows = weights_by_device(model.module), model.vocab_size
         weights, others = 64 * 128 + 64 * 64 + 3 * 64 * 128, 4 * (2 * 64 + 128)
-        in_file = 34 / 32  # bytes a weight; on a GPU there are scales of rows
+        in_file = 34 / 32  # bytes a weight
         assert held["cpu"] == pytest.approx(
             (rows * 64 + 3 * weights) * in_file + 3 * others, abs=99
         )
-        row_scales = 2 * (rows + 128 + 64 + 256 + 64)
-        assert held[SIM] == rows * 64 + weights + row_scales + others + 4 * 64
+        assert held[SIM] == (rows * 64 + weights) * in_file + others + 4 * 64  # the last norm
 
 
 def test_the_memory_of_both_devices_is_told(folder: Path) -> None:
