@@ -68,19 +68,19 @@ class Summarize:
 
 
 @dataclass(frozen=True)
-class SwitchSession:
-    """Asks the chat to continue with another chat, or with a new session of the same chat."""
-
-    session: Session
-    is_other_chat: bool
+class Greet:
+    """Asks the chat to show how the other chat begins that was loaded."""
 
 
 # What a command asks the chat to do after the command has run.
-Action = Leave | Continue | Retry | Edit | Summarize | SwitchSession
+Action = Leave | Continue | Retry | Edit | Summarize | Greet
 
 
 class Commands:
-    """The slash commands of one chat: `/NAME` calls `do_NAME`, or else changes the setting NAME."""
+    """The slash commands of one session: `/NAME` calls `do_NAME`, or else changes a setting.
+
+    Some let `saved_chat` go on with another session, which then needs commands of its own.
+    """
 
     def __init__(
         self,
@@ -151,13 +151,12 @@ class Commands:
         else:
             self._screen.page(_draw_command(self._resolve_name(arguments), quiet))
 
-    def do_model(self, arguments: str) -> Action | None:
-        screen, name = self._screen, without_quotes(arguments)
-        if not arguments:
-            show_models(self._session, screen)
-            return None
-        session = switch_model(self._session, name, screen, self._saved_chat)
-        return None if session is None else SwitchSession(session, is_other_chat=False)
+    def do_model(self, arguments: str) -> None:
+        if arguments:
+            name = without_quotes(arguments)
+            switch_model(self._session, name, self._screen, self._saved_chat)
+        else:
+            show_models(self._session, self._screen)
 
     def do_policy(self, arguments: str) -> None:
         if arguments:
@@ -309,9 +308,8 @@ class Commands:
     def do_why(self, arguments: str) -> None:
         show_why(self._session, self._screen, arguments)
 
-    def do_undo(self, arguments: str) -> Action | None:
-        session = undo(self._session, self._screen, self._saved_chat)
-        return None if session is None else SwitchSession(session, is_other_chat=False)
+    def do_undo(self, arguments: str) -> None:
+        undo(self._session, self._screen, self._saved_chat)
 
     def do_retry(self, arguments: str) -> Action:
         return parse_retry(arguments)
@@ -331,13 +329,11 @@ class Commands:
     def do_save(self, arguments: str) -> None:
         self._saved_chat.save_as(without_quotes(arguments) if arguments else None)
 
-    def do_branch(self, arguments: str) -> Action | None:
+    def do_branch(self, arguments: str) -> None:
         name, _, count = arguments.rpartition(" ")
         if not name or not count.isdecimal():
             name, count = arguments, "0"
-        session = self._saved_chat.branch(without_quotes(name), int(count))
-        is_same = session is self._session
-        return None if is_same else SwitchSession(session, is_other_chat=False)
+        self._saved_chat.branch(without_quotes(name), int(count))
 
     def do_branches(self, arguments: str) -> None:
         self._saved_chat.show_branches()
@@ -346,8 +342,7 @@ class Commands:
         if not arguments:
             self._saved_chat.list_chats()
             return None
-        session = self._saved_chat.load(without_quotes(arguments))
-        return None if session is None else SwitchSession(session, is_other_chat=True)
+        return Greet() if self._saved_chat.load(without_quotes(arguments)) else None
 
     def do_search(self, arguments: str) -> None:
         self._saved_chat.search(without_quotes(arguments))

@@ -27,9 +27,9 @@ from sirchat.ui.commands import (
     Commands,
     Continue,
     Edit,
+    Greet,
     Leave,
     Summarize,
-    SwitchSession,
 )
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.editor import edit_in_editor, editor_command
@@ -86,8 +86,7 @@ class Chat:
     def run(self, line: InputLine | None = None) -> None:
         """Handle `line`, if given, and then each line that is read, until the user leaves."""
         while True:
-            if (session := self.saved_chat.session) is not self._session:
-                self._switch_to(session)  # Ctrl-C has come in between
+            self._follow_saved_chat()
             try:
                 with self._ctrl_c.interruptible():
                     if line is None:
@@ -149,6 +148,12 @@ class Chat:
             return displayable_line(f"no panel: {type(error).__name__}: {error}")
         return captured.get()
 
+    def _follow_saved_chat(self) -> None:
+        """Go on with the session of the saved chat, which a command may have replaced."""
+        if (session := self.saved_chat.session) is not self._session:
+            self._switch_to(session)
+            trim_memory()  # of the former one
+
     def _switch_to(self, session: Session) -> None:
         self._session, session.toolbox = session, self.tools
         screen, saved_chat = self._screen, self.saved_chat
@@ -190,11 +195,9 @@ class Chat:
                 self._edit(text)
             case Summarize():
                 self._summarize()
-            case SwitchSession(session, is_other_chat):
-                self._switch_to(session)
-                trim_memory()  # of the former model
-                if is_other_chat:
-                    self.greet(self._session.opening_events())
+            case Greet():
+                self._follow_saved_chat()
+                self.greet(self._session.opening_events())
         return True
 
     def _edit(self, edited: str) -> None:
@@ -208,9 +211,8 @@ class Chat:
             self._run_turn(lambda interrupted: edit(self._session, edited, interrupted))
 
     def _make_undoable(self) -> None:
-        session = make_undoable(self._session, self._screen, self.saved_chat)
-        if session is not self._session:
-            self._switch_to(session)
+        make_undoable(self._session, self._screen, self.saved_chat)
+        self._follow_saved_chat()
 
     def _let_user_edit(self, text: str) -> str:
         with self._keyboard.lend_terminal():

@@ -127,8 +127,8 @@ class SavedChat:
             self._autosave.save()
         self._report_saved()
 
-    def load(self, name_or_id: str) -> Session | None:
-        """Continue a saved chat, by id, name or "last"; None if it is the current one.
+    def load(self, name_or_id: str) -> bool:
+        """Continue a saved chat, by id, name or "last"; False if it is the current one.
 
         Raises SessionError or SettingError, with the current chat unchanged.
         """
@@ -136,7 +136,7 @@ class SavedChat:
         path = find_session(sessions_dir(), name_or_id, own_id=current)
         if path.stem == current:
             self._screen.note(f"session {current} is this chat, which is already open")
-            return None
+            return False
         store = SessionStore.open(path)
         try:
             session = self._resume(store)
@@ -151,13 +151,12 @@ class SavedChat:
         self._screen.note(f"this chat is session {autosave.id}{_name_part(autosave)}")
         if not session.profile.save:
             self._screen.note("new messages are not saved, as before; /save starts saving")
-        return session
+        return True
 
-    def branch(self, name: str, num_turns: int) -> Session:
+    def branch(self, name: str, num_turns: int) -> None:
         """Continue in a copy of this chat, called `name`, without the last `num_turns` user turns.
 
-        Returns its session, a new one if the text was read again. Raises SessionError or UndoError,
-        with the current chat unchanged.
+        Raises SessionError or UndoError, with the current chat unchanged.
         """
         name = check_name(sessions_dir(), name, "")
         is_saved = self.session.profile.save
@@ -189,7 +188,6 @@ class SavedChat:
         if is_other:
             self._screen.note(f"the chat was read again: {session.seen:,} tokens")
             self._screen.note(repinned_note(session))
-        return session
 
     def show_branches(self) -> None:
         """Print a list of this chat and its branches, the copies made by `/branch`."""

@@ -238,16 +238,14 @@ def show_models(session: Session, screen: Screen) -> None:
     screen.note(f"model is {name}; other models here: {others}; to get more: sirchat models pull")
 
 
-def switch_model(
-    session: Session, name: str, screen: Screen, saved_chat: SavedChat
-) -> Session | None:
-    """Load a model, and return a session in which it has read the chat; None if it is in use.
+def switch_model(session: Session, name: str, screen: Screen, saved_chat: SavedChat) -> None:
+    """Load a model, and let `saved_chat` go on with a session in which it has read the chat.
 
     Raises SirchatError, with nothing changed, if it can't be loaded or can't hold the chat.
     """
     if name == session.model.name:
         screen.note(f"model is already {name}")
-        return None
+        return
     with loading_bar(screen, name) as report:
         model = load_model_of(session.profile.model_copy(update={"model": name}), progress=report)
         new = Session(model, _profile_for(model, name, session))
@@ -264,7 +262,6 @@ def switch_model(
         if isinstance(event, Notice):
             screen.note(event.text)
     screen.note(f"/model {session.model.name} goes back")
-    return new
 
 
 def _profile_for(model: LoadedModel, name: str, session: Session) -> Profile:

@@ -20,11 +20,11 @@ from sirchat.ui.status import loading_bar
 from sirchat.ui.text import displayable_line, shorten
 
 
-def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | None:
+def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> None:
     """Undo the last user turn and everything after it; raises UndoError if there is none.
 
-    If the session can't (after a resume, or without an archive), returns a new session that has
-    read the earlier turns again.
+    If the session can't (after a resume, or without an archive), `saved_chat` goes on with a new
+    one that has read the earlier turns again.
     """
     try:
         events = session.undo()
@@ -38,27 +38,27 @@ def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | N
             _print_undone(text, new, screen, remark)
 
         read = partial(reread_before_message, count=1)
-        return _read_again(session, read, print_result, screen, saved_chat)
+        _read_again(session, read, print_result, screen, saved_chat)
+        return
     for event in events:
         if isinstance(event, Undone):
             _print_undone(event.text, session, screen)
         elif isinstance(event, Notice):
             screen.note(event.text)
-    return None
 
 
-def make_undoable(session: Session, screen: Screen, saved_chat: SavedChat) -> Session:
-    """`session`; or a new one that has read the chat, if the last message can't be undone."""
+def make_undoable(session: Session, screen: Screen, saved_chat: SavedChat) -> None:
+    """If the last message can't be undone, go on with a new session that has read the chat."""
     if not _has_message(session):
-        return session
+        return
     with suppress(UndoError):
         session.asked_point()
-        return session
+        return
 
     def print_result(new: Session) -> None:
         screen.note(f"{new.seen:,} tokens of earlier messages were read again")
 
-    return _read_again(session, reread_session, print_result, screen, saved_chat)
+    _read_again(session, reread_session, print_result, screen, saved_chat)
 
 
 @dataclass(frozen=True)
@@ -105,15 +105,14 @@ def _read_again(
     print_result: Callable[[Session], None],
     screen: Screen,
     saved_chat: SavedChat,
-) -> Session:
-    """The new session that `read` makes of this chat, saved in the same file."""
+) -> None:
+    """Let `saved_chat` go on with the new session that `read` makes of this chat."""
     with loading_bar(screen, session.model.name) as progress:
         new = read(session, progress=progress)
     with InterruptFlag():  # Ctrl-C does not stop it halfway
         saved_chat.replace_session(new)
     print_result(new)
     screen.note(repinned_note(new))
-    return new
 
 
 def _print_undone(text: str, session: Session, screen: Screen, remark: str = "") -> None:

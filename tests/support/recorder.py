@@ -12,7 +12,7 @@ import random
 import re
 import tempfile
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -32,7 +32,7 @@ from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.resume import resume_session
 from sirchat.saved.store import SessionStore
-from sirchat.ui.commands import Commands, SwitchSession
+from sirchat.ui.commands import Commands
 from sirchat.ui.panel import draw_compact_panel, draw_full_panel
 from sirchat.ui.screen import Screen
 from sirchat.ui.tables import draw_token_ranks, draw_tokens
@@ -248,14 +248,12 @@ class _RunningSession:
             branches_containing=lambda text: [],
             drop_revealing_name=lambda text, is_whole_turn: False,
             save=lambda: None,
-            replace_session=lambda session: None,
+            replace_session=partial(setattr, self, "session"),  # an undo read all anew
             outdated_file=None,
         )
         try:
             commands = Commands(self.session, screen, cast(Any, history), cast(Any, saved_chat))
-            action = commands.run(line)
-            if isinstance(action, SwitchSession):  # an undo read the conversation anew
-                self.session = action.session
+            commands.run(line)
         except SirchatError as error:
             out.write(str(error))
         return {"did": line, "shown": out.getvalue()}

@@ -20,7 +20,7 @@ from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session, list_sessions
 from sirchat.saved.store import SessionStore
-from sirchat.ui.commands import Commands, SwitchSession
+from sirchat.ui.commands import Commands
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
@@ -49,9 +49,9 @@ class Chat:
     def do(self, line: str) -> str:
         """Run a command; returns what it shows."""
         before = len(self.out.getvalue())
-        action = self.commands.run(line)
-        if isinstance(action, SwitchSession):
-            self.session = action.session
+        self.commands.run(line)
+        if self.saved_chat.session is not self.session:
+            self.session = self.saved_chat.session
             self.commands = self._new_commands()
         self.saved_chat.save()
         return self.out.getvalue()[before:]

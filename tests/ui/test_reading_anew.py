@@ -234,7 +234,8 @@ def test_a_message_sent_again_has_no_more_than_what_is_left(prompt: str | None, 
     chat = Chat(budget=512, recall="words", system=prompt)
     chat.say(NAME, TORN)
     chat.do("/erase sesame seeds --yes")
-    session = make_undoable(chat.session, chat.screen, chat.saved_chat)
+    make_undoable(chat.session, chat.screen, chat.saved_chat)
+    session = chat.saved_chat.session
     for _ in range(2):
         list(session.retry(text=session.undoable_message + more if more else None))
         assert "I am allergic to ." in session.undoable_message
