@@ -78,9 +78,9 @@ def retry_with_settings(
     yield from reply_format(session, session.toolbox)  # it may be refused
     before = last_generated_reply(session.ledger, session.turns)
     session.undo_summaries()
-    attempt = session.state.attempt
-    yield from session.undo(to_ask_again=True)
+    attempt, events = session.state.attempt, session.undo(to_ask_again=True)
     try:
+        yield from events
         with trial(session, "/retry", updates):
             for event in session.ask(text, interrupted, attempt=attempt + 1):
                 if isinstance(event, Reading | Delta | Notice):

@@ -10,7 +10,7 @@ import pytest
 
 from chatting import answer, babbler, notices, session, tiny
 from held_rows import contents, same, state
-from sirchat.chat.events import TurnDone
+from sirchat.chat.events import TurnDone, Undone
 from sirchat.chat.retry import settings_for_full
 from sirchat.chat.session import Session
 from sirchat.chat.state import last_generated_reply
@@ -184,6 +184,15 @@ def test_a_failing_model_leaves_the_old_reply(monkeypatch: pytest.MonkeyPatch) -
         patch.setattr(Sampler, "pick", fails)
         with pytest.raises(SirchatError, match="has failed"):
             retried(chat, "full")
+    assert chat.turns == same_chat.turns
+    assert state(chat) == state(same_chat)
+
+
+def test_a_retry_that_ends_right_after_the_undo_leaves_the_old_reply() -> None:
+    chat, same_chat = told(), told()
+    events = retry(chat, parse_retry("full"), lambda: False)
+    assert isinstance(next(events), Undone)
+    events.close()  # type: ignore[attr-defined]
     assert chat.turns == same_chat.turns
     assert state(chat) == state(same_chat)
 

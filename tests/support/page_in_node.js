@@ -33,7 +33,7 @@ class Element extends EventTarget {
   const context = vm.createContext({
     document: {getElementById: (id) => found[id], createElement: (tag) => new Element(tag), hidden: false},
     location, addEventListener: (...all) => listeners.addEventListener(...all),
-    sessionStorage: {getItem: (key) => stored.get(key) ?? null, setItem: (key, value) => { if (isFull) throw new Error("QuotaExceededError"); stored.set(key, value); }},
+    sessionStorage: {getItem: (key) => { if (isFull) throw new Error("SecurityError"); return stored.get(key) ?? null; }, setItem: (key, value) => { if (isFull) throw new Error("QuotaExceededError"); stored.set(key, value); }},
     fetch: (path, options) => fetch(new URL(path, url), {...options, headers: {...options.headers, Origin: new URL(url).origin}}),
     TextDecoderStream, TextEncoder, AbortController, console,
     setTimeout: (act, ms) => setTimeout(act, ms / 10),  // it looks ten times as often
