@@ -40,6 +40,8 @@ from sirchat.models.devices import DeviceMap, weights_by_device
 from sirchat.models.encoder import EncoderOutput
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel, wrap_model
+from sirchat.models.packed import PackedLinear
+from sirchat.models.packing import use_gpu_kernels
 from sirchat.saved.saved_state import model_fingerprint
 
 pytestmark = has_library
@@ -62,11 +64,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def compiled(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """The library is there already, and a graph is a record of its operations."""
     monkeypatch.setattr("sirchat.models.compiling._open_library", lambda *_: loaded_library())
     monkeypatch.setattr("sirchat.models.load.compile_in_background", lambda: None)
-    monkeypatch.setattr("sirchat.models.captured_step.CudaGraph", StandIn)
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr("sirchat.models.captured_step.CudaGraph", StandIn)
     monkeypatch.setattr("sirchat.models.load.MIN_RESERVED_ROWS", 48)
 
 
@@ -134,6 +137,19 @@ def test_a_model_reads_over_two_devices_as_on_the_cpu(name: str, layers: int, fo
     most = 0.03 if "packed" in name else 1e-4
     for at, (here, there) in enumerate(zip(found, expected, strict=True)):
         assert error(here, there) < most, at
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FILES)
+def test_a_real_gpu_reads_so_too(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = some_ids(20)
+    expected = read(load(folder, name, device="cpu"), ids)
+    monkeypatch.setattr(DeviceMap, "split", lambda self, *_: replace(self, cpu_layers=2))
+    model = load(folder, name, device_map="auto")
+    assert {one.type for one in model.row_devices()} == {"cpu", "cuda"}
+    assert isinstance(model.decode_step, CapturedStep)
+    for at, (here, there) in enumerate(zip(read(model, ids), expected, strict=True)):
+        assert error(here, there) < 0.03, at
 
 
 def talk(model: LoadedModel, policy: Policy) -> tuple[list[int], Engine]:
@@ -273,6 +289,17 @@ def test_packed_embeddings_are_counted_on_the_cpu_and_the_head_on_the_gpu(folder
             (rows * 64 + 3 * weights) * in_file + 3 * others, abs=99
         )
         assert held[SIM] == (rows * 64 + weights) * in_file + others + 4 * 64  # the last norm
+
+
+def test_each_device_multiplies_by_its_own_method(folder: Path) -> None:
+    with split(folder, "llama, packed", 2) as model:
+        use_gpu_kernels(model.module)  # there are none here, so it is as before
+        most = [
+            part.matmul_method.max_native_rows
+            for part in model.module.modules()
+            if isinstance(part, PackedLinear)
+        ]
+        assert [rows > 0 for rows in most] == [True] * 14 + [False] * 15  # with the head
 
 
 def test_the_memory_of_both_devices_is_told(folder: Path) -> None:
