@@ -201,6 +201,7 @@ def read_result(
     sought = template.user_turn(question)
     ids = template.followed_by(template.tool_results_turn([call.result(text)]), next_role)
     turn = yield from chat.begin_message("tool", ids)
+    chat.turns[-1].text = text  # also if reading fails
     division = engine.choice.divide_budget()
     start = engine.ledger.seen
     head = 0  # the number of pinned ids

@@ -92,6 +92,9 @@ def test_a_turn_that_fails_half_way_is_closed_before_the_next(
         fail_reading(patch, 3, RuntimeError("out of luck"))
         with pytest.raises(RuntimeError, match="luck"):
             list(chat.ask("word " * 100))
+    assert chat.turns[-1].text == "word " * 100, (
+        "so it is saved, and /retry after a resume sends it"
+    )
     read = chat.seen
     list(chat.ask("Go on."))
     told = ("<|end|>", "<|assistant|>", "<|end|>", "<|user|>")
