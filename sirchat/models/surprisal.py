@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from sirchat.models.packed import (
     NATIVE_ROW_BLOCK,
     BlockLinear,
+    GpuLinear,
     Int8Linear,
     PackedLinear,
     RowLinear,
@@ -71,7 +72,8 @@ def surprisal_of_states(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
     packed head err by 2^-17 (`tiles.cpp`), or all but those of `ids` by 0.01 to 0.02 nats.
     """
     weight = getattr(head, "weight", hidden)
-    if not (hidden.device.type == weight.device.type == "cpu"):  # the head may be on disk
+    is_on_cpu = hidden.device.type == weight.device.type == "cpu"  # the head may be on disk
+    if not is_on_cpu or isinstance(head, GpuLinear):
         states = torch.split(hidden, _BLOCK_ROWS)
         each = (torch.log_softmax(head(some).float(), -1) for some in states)
         blocks = zip(each, torch.split(ids, _BLOCK_ROWS), strict=True)

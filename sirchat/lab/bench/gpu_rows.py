@@ -519,6 +519,7 @@ ROWS = {
     **_rows(70, _steps, "135m", "8b"),
     **_rows(60, _decode, "1b"),
     **_rows(60, _decode, "8b", quantize="int4"),
+    **_rows(70, _decode, "8b", quantize="packed"),
     **_rows(100, _over_generate, "135m"),
     **_rows(50, _features, "135m", "8b"),
     "sampling": Row(40, _sampling),

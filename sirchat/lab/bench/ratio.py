@@ -13,17 +13,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
+from torch import nn
 
 from sirchat.config.profile import Profile
 from sirchat.lab.bench.record import machine
 from sirchat.models.compiling import CompileMode, use_compiled
 from sirchat.models.decoder import Decoder
 from sirchat.models.devices import DeviceName, DtypeName, pick_device, pick_dtype
+from sirchat.models.gguf.blocks import BLOCK_FLOATS, split_blocks
+from sirchat.models.gguf.header import BLOCKS, GgufTensor
 from sirchat.models.load import Quantize, load_model
 from sirchat.models.model import LoadedModel, wrap_model
-from sirchat.models.packing import pack_module
+from sirchat.models.packed import BlockGpuLinear
+from sirchat.models.packing import fuse_projections, pack_module
 
 
 @dataclass(frozen=True)
@@ -163,7 +168,25 @@ def random_model(
         module: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     if quantize in ("int8", "int4"):
         pack_module(module, 8 if quantize == "int8" else 4)
+    elif quantize == "packed":
+        _fill_with_blocks(module)
     return wrap_model(f"{name} (random weights)", module, None)
+
+
+def _fill_with_blocks(module: Any) -> None:
+    """Replace the matrices by random blocks for a GPU: Q4_K and, of the head, Q6_K, if they fit."""
+    random, head = np.random.default_rng(0), module.get_output_embeddings()
+    for name, layer in list(module.named_modules()):
+        if isinstance(layer, nn.Linear):
+            kinds = ("Q4_K", "Q6_K") if layer.in_features % 256 == 0 else ("Q4_0", "Q8_0")
+            kind = kinds[layer is head]
+            size, width = BLOCKS[kind][1:]
+            blocks = random.integers(0, 256, (layer.weight.numel() // size, width), np.uint8)
+            blocks[:, slice(*BLOCK_FLOATS[kind])].view(np.float16)[:] = 1e-4
+            tensor = GgufTensor(tuple(layer.weight.shape), kind, blocks.reshape(-1))
+            parts = split_blocks(tensor, module.device)
+            module.set_submodule(name, BlockGpuLinear(*parts, bias=layer.bias))
+            fuse_projections(module, name)
 
 
 def load_unpacked(model: LoadedModel, profile: Profile) -> LoadedModel | None:

@@ -53,7 +53,7 @@ def split_blocks(tensor: GgufTensor, device: torch.device) -> tuple[Tensor, ...]
     layout, groups = BLOCK_LAYOUTS[tensor.type], (tensor.shape[0], tensor.shape[1] // GROUP)
     blocks = torch.from_numpy(np.array(tensor.blocks)).to(device)
     q = _SPLITTERS[tensor.type](blocks).q.view(torch.uint8)
-    start, end = _FLOATS[tensor.type]
+    start, end = BLOCK_FLOATS[tensor.type]
     floats = blocks[:, start:end].contiguous().view(torch.float16)
     floats = floats.view(tensor.shape[0], -1, floats.shape[1])  # [N, blocks, 1 or 2]
     scales, factors = floats, floats[:, :0]
@@ -264,7 +264,7 @@ def _split_q6_k(blocks: Tensor) -> _Split:
 
 
 # Where the floats of a block are that `BlockGpuLinear` keeps: a scale, or a scale and a minimum.
-_FLOATS = {
+BLOCK_FLOATS = {
     **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0"), (0, 2)),
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 4)),
     "Q6_K": (208, 210),
