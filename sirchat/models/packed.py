@@ -243,6 +243,10 @@ class GpuLinear(PackedLinear):
     """A layer whose weights the GPU kernels read; elsewhere, torch unpacks some rows at a time."""
 
     @property
+    def fits_native_products(self) -> bool:
+        return False
+
+    @property
     @abstractmethod
     def gpu_weights(self) -> GpuWeights:
         """The weights as the kernels read them."""

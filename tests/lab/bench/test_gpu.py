@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -74,7 +75,8 @@ def native_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def with_step(make: Callable[..., LoadedModel], *args: Any, **how: Any) -> LoadedModel:
         model = make(*args, **how)
-        read_in_native_code(model)
+        with suppress(ValueError):  # of weights in the layout of a GPU
+            read_in_native_code(model)
         return model
 
     for name in ("random_model", "load_model"):
