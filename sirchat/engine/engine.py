@@ -42,7 +42,7 @@ from sirchat.models.captured_step import ChosenToken
 from sirchat.models.encoder import EncoderOutput
 from sirchat.models.model import LoadedModel
 
-# Ids in a pass that reads several chunks. Ctrl-C is handled only between passes.
+# Ids in a pass that reads several chunks on a CPU. Ctrl-C is handled only between passes.
 _MAX_CHUNKED_IDS = 1024
 _REBUILD_PASS_IDS = 256  # ids in a pass that computes recurrent states again
 _ANCHOR, _CONTINUES = int(Flag.ANCHOR), int(Flag.CONTINUES)
@@ -127,7 +127,7 @@ class Engine:
         done = 0
         while done < len(ids):
             division = self.choice.divide_budget()
-            end = min(len(ids), done + self._pass_size(division, pinned))
+            end = min(len(ids), done + self._pass_size(division, len(ids) - done, pinned))
             if compacts:  # a chunk ends right after an anchor
                 ends = (i + 1 for i in range(done, end) if turn.flags[i] & _ANCHOR)
                 end = next(ends, end)
@@ -293,13 +293,17 @@ class Engine:
             most = self.choice.divide_budget().hard_bound
             self.cache.grow_to(min(most, max(2 * cursor.capacity, needed)))
 
-    def _pass_size(self, division: Division, pinned: bool) -> int:
-        """Most ids of a turn that one pass reads: as many whole chunks as fit, at least one."""
+    def _pass_size(self, division: Division, count: int, pinned: bool) -> int:
+        """Most of `count` ids that one pass reads: as many whole chunks as fit, at least one."""
         # Several chunks in one pass are faster, and the same tokens are evicted.
-        size = division.chunk_size
-        if pinned or self.settings.policy.compacts_at_anchors:
+        size, room = division.chunk_size, division.hard_bound - self.cache.length
+        if self.settings.policy.compacts_at_anchors:
+            return size
+        if self.reader.is_on_gpu and count <= room:
+            return self.reader.pass_size(count, is_observed=False)
+        if pinned:
             return size  # pins change the size of the next chunk
-        free = min(division.hard_bound - self.cache.length, _MAX_CHUNKED_IDS)
+        free = min(room, self.reader.max_pass_ids if self.reader.is_on_gpu else _MAX_CHUNKED_IDS)
         return size * max(1, free // size)
 
 

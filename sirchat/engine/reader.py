@@ -32,7 +32,8 @@ from sirchat.models.surprisal import PassResult
 
 # Most bytes of the float32 logits of one forward pass, and of one layer's attention weights in it.
 PASS_BYTES = 256 * 2**20
-_MAX_PASS_IDS = 2048  # ids in a pass that does not compute all their logits
+# Ids in a pass that does not compute all their logits; and on a GPU, which is soon through them.
+_MAX_PASS_IDS, _MAX_GPU_PASS_IDS = 2048, 4096
 _MAX_NATIVE_PASS_IDS = 384  # ids in a pass whose products take no longer than those of more
 
 _MAX_CANDIDATES = 1024  # likeliest ids from which a GPU draws, which usually are all that are left
@@ -82,8 +83,9 @@ class Reader:
         self.model, self.cache, self.ledger = model, cache, ledger
         # Ids in one pass, to limit its memory; halved when the memory is not enough.
         self.max_pass_ids = max(1, PASS_BYTES // (4 * model.vocab_size))
+        self.is_on_gpu = model.device.type == "cuda"
         if model.has_linear_head:
-            self.max_pass_ids = _MAX_PASS_IDS
+            self.max_pass_ids = _MAX_GPU_PASS_IDS if self.is_on_gpu else _MAX_PASS_IDS
         if cache.reads_singly:
             self.max_pass_ids = 1
         self._logits: Tensor | None = None
@@ -279,6 +281,8 @@ class Reader:
         `is_observed`: whether attention weights are recorded.
         """
         size = min(count, self.max_pass_ids)
+        if self.is_on_gpu:
+            size = -(-count // -(-count // size))  # parts of about the same size
         if size > _MAX_NATIVE_PASS_IDS and self.model.has_linear_head:
             method = matmul_method_of(self.model.module)
             if method is not None and method.max_native_rows >= size:

@@ -178,7 +178,7 @@ class Archive:
             subset = tokens if (bits == tier).all() else tokens.take(np.flatnonzero(bits == tier))
             if tier != EXACT:
                 codes = quantized(subset.to("cpu").tensors, self._centres, EXACT, tier)
-                subset = replace(subset, tensors=codes)
+                subset = replace(subset, tensors=codes, block=None)
             self._append(subset, tier)
 
     def _append(self, tokens: KeyValues, bits: int) -> None:
@@ -197,7 +197,7 @@ class Archive:
                 start = end
                 if bits == EXACT and segment.used > SEGMENT_ROWS // 2 and not self._next_tensors:
                     self._next_tensors = self._files.run(partial(_touched_zeros, segment.tensors))
-            transfer = self.transfers.to_host(tokens.tensors)
+            transfer = self.transfers.to_host(tokens.tensors, tokens.block)
             store = partial(_store, transfer, parts)
             # On the CPU nothing else is done meanwhile.
             stored = self._files.run(store) if transfer.ends else store()

@@ -486,13 +486,15 @@ class BoundedCache:
         at, end, gone = slots.numpy(), start + len(slots), leaving.numpy()
         written_at, stream = self._written_at[at], self._stream[at]
         cos_sin = self._cos_sin(written_at, torch.arange(start, end), stream)
-        parts = self._parts(max(len(slots), len(leaving)))
+        parts = self._parts(len(slots))
         needed, devices = [slots, leaving, *cos_sin.values()], {part.rows.device for part in parts}
         on = {device: to_device(needed, device) for device in devices}
         if store is not None:
-            blocks = (part.copy_rows(on[part.rows.device][1]) for part in parts)
-            tensors = [one for block in blocks for one in block.flatten(0, 1)]
-            store(KeyValues(self._stream[gone], self._written_at[gone], tensors))
+            of_leaving = self._parts(len(leaving))
+            blocks = [part.copy_rows(on[part.rows.device][1]).flatten(0, 1) for part in of_leaving]
+            tensors = [one for some in blocks for one in some]
+            block = blocks[0] if len(blocks) == 1 else None
+            store(KeyValues(self._stream[gone], self._written_at[gone], tensors, block=block))
         for part in parts if len(slots) else ():
             index, _, *turned = on[part.rows.device]
             part.write(start, part.copy_rows(index), dict(zip(cos_sin, turned, strict=True)))

@@ -58,6 +58,7 @@ class KeyValues:
     written_at: NDArray[np.int64]  # [n], the rotary positions of the keys
     tensors: list[Tensor]  # two for each layer, keys then values, each [H, n, D]
     tiers: Tiers | None = None  # of the archive, in what is saved; None if all is exact
+    block: Tensor | None = None  # [2 L, H, n, D], of which all tensors are parts, if it is known
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -115,12 +116,15 @@ class Transfers:
 
     _streams: dict[torch.device, Any] = field(default_factory=dict)
 
-    def to_host(self, tensors: Sequence[Tensor]) -> Transfer:
+    def to_host(self, tensors: Sequence[Tensor], block: Tensor | None = None) -> Transfer:
         """Start to copy tensors, which must not change until the copies are finished.
 
-        Tensors of up to 64 MiB together are joined to one copy for each device.
+        Tensors of up to 64 MiB together are joined to one copy for each device; those of a `block`
+        are one already.
         """
         ends = list[Any]()
+        if block is not None:
+            return Transfer(list(self._start(ends, block)), ends)
         copies = _copy_joined(tensors, torch.device("cpu"), partial(self._start, ends))
         return Transfer(copies, ends)
 

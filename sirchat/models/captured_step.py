@@ -28,7 +28,6 @@ from sirchat.models.split_step import FirstLayers
 _BATCH_SIZES = (1, 2, 4, 8, 16)
 _MAX_GRAPHS = 64  # kept ones: those of `HubStep` are of one conversation each
 _NUMBERS_PER_UPLOAD = 64  # random numbers that are uploaded at a time
-_MAX_LOGIT_ERROR = 0.05  # relative: most are computed in 16 bits; a wrong step's differ by 1
 _RESULT_SLOTS = 2  # because the host is at most one step behind
 _NO_LAYERS = frozenset[int]()
 MAX_RECENT_IDS = 1024  # which a repetition penalty lowers, on the device
@@ -135,6 +134,8 @@ class CapturedStep:
     `fits` must be true for each cache. `encoder` says which hidden states are returned. With
     `first_layers`, which are on the CPU, the body has the others, and results are on the CPU.
     """
+
+    max_logit_error = 0.05  # relative: most are computed in 16 bits; a wrong step's differ by 1
 
     def __init__(
         self,
@@ -328,7 +329,7 @@ def capture_first(
         except Exception as problem:  # torch and Triton raise all kinds of errors
             problems.append(next(iter(str(problem).strip().splitlines()), type(problem).__name__))
             continue
-        if error < _MAX_LOGIT_ERROR:
+        if error < step.max_logit_error:
             return CaptureResult(step, "; ".join(problems))
         problems.append(f"its logits differ by {error:.2g}")
     return CaptureResult(None, "; ".join(dict.fromkeys(problems)))

@@ -100,6 +100,8 @@ class Decoder(nn.Module):
 class DecoderBody(nn.Module):
     """A `Decoder` without its output head: embeddings, layers and the last norm."""
 
+    kernels: Any = None  # the module of Triton's kernels, on a GPU where they work
+
     def __init__(self, config: DecoderConfig, dtype: torch.dtype) -> None:
         super().__init__()
         size = config.hidden_size
@@ -134,17 +136,18 @@ class DecoderBody(nn.Module):
         cos, sin = self.rotary_emb(x, position_ids)  # [kinds, m, D]
         dtype = (None if cache is None else cache.dtype) or x.dtype
         masks = dict[int | None, Tensor | None]()
+        masks_later_keys = self.kernels is not None and dtype.itemsize == 2  # by flash attention
         for kind, window in self.windows.items():
             mask = attention_mask[kind] if isinstance(attention_mask, dict) else attention_mask
-            if mask is None:
+            if mask is None and (window is not None or not masks_later_keys):
                 mask = _causal_mask(held, count, window, device)
             masks[window] = None if mask is None else mask.to(dtype)
-        inputs = _PassInputs(cos, signed(sin), dtype, masks, cache)
+        inputs = _PassInputs(cos, signed(sin), dtype, masks, cache, self.kernels)
         for index, layer in enumerate(self.layers):
             if index and index == self.cpu_layers:
                 x, inputs = inputs.moved_with(x, self.norm.weight.device)
             x = layer(x, inputs)
-        return (self.norm(x),)
+        return (self.norm(x, self.kernels),)
 
 
 class Linear(nn.Linear):
@@ -188,6 +191,7 @@ class _PassInputs(NamedTuple):
     dtype: torch.dtype  # of attention
     masks: dict[int | None, Tensor | None]  # by window, added to the scores; None: only causal
     cache: BoundedCache | None
+    kernels: Any  # Triton's, or None
 
     def moved_with(self, x: Tensor, device: torch.device) -> tuple[Tensor, Self]:
         """States x [1, m, d] and these inputs on `device`, by one copy."""
@@ -211,13 +215,13 @@ class _Layer(nn.Module):
             self.post_feedforward_layernorm = _Norm(size, config, dtype)
 
     def forward(self, x: Tensor, inputs: _PassInputs) -> Tensor:
-        output: Tensor = self.self_attn(self.input_layernorm(x), inputs)
+        output: Tensor = self.self_attn(self.input_layernorm(x, inputs.kernels), inputs)
         if self.has_post_norms:
             x = x + self.post_attention_layernorm(output)
             output = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
         else:
-            x = x + output
-            output = self.mlp(self.post_attention_layernorm(x))
+            x, h = self.post_attention_layernorm.of_sum(x, output, inputs.kernels)
+            output = self.mlp(h, inputs.kernels)
         return x + output
 
 
@@ -245,10 +249,11 @@ class _Attention(nn.Module):
         # h: the normalized hidden states [1, m, d]
         queries, keys, values = (
             rows.view(1, h.shape[1], -1, self.head_dim)
-            for rows in _products((self.q_proj, self.k_proj, self.v_proj), h)
+            for rows in _products((self.q_proj, self.k_proj, self.v_proj), h, inputs.kernels)
         )
         if self._has_norms:
-            queries, keys = self.q_norm(queries), self.k_norm(keys)
+            queries = self.q_norm(queries, inputs.kernels)
+            keys = self.k_norm(keys, inputs.kernels)
         cos, sin = (table[self.rotation_index, :, None] for table in (inputs.cos, inputs.sin))
         queries, keys = (_rotated(x, cos, sin).to(inputs.dtype) for x in (queries, keys))
         mask = inputs.masks[self.window]
@@ -264,14 +269,19 @@ class _Attention(nn.Module):
         if mask is not None and not keys.is_cpu:  # fast kernels with a mask share no keys
             groups = queries.shape[1] // keys.shape[1]
             shared = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
-        attended = F.scaled_dot_product_attention(
-            queries,
-            *shared,
-            attn_mask=mask,
-            is_causal=mask is None and h.shape[1] > 1,
-            scale=self.scaling,
-            enable_gqa=queries.shape[1] > shared[0].shape[1],
-        )  # [1, H_q, m, D], or [1, H, H_q / H, D]
+        if mask is None and keys.shape[2] > h.shape[1] > 1:
+            # `is_causal` counts from the last key here, but below from the first one.
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            attended = flash(queries, *shared, is_causal=True, scale=self.scaling)[0]
+        else:
+            attended = F.scaled_dot_product_attention(
+                queries,
+                *shared,
+                attn_mask=mask,
+                is_causal=mask is None and h.shape[1] > 1,
+                scale=self.scaling,
+                enable_gqa=queries.shape[1] > shared[0].shape[1],
+            )  # [1, H_q, m, D], or [1, H, H_q / H, D]
         attended = attended.reshape(1, -1, h.shape[1], self.head_dim)
         if OBSERVERS.get():
             options = {"scaling": self.scaling}
@@ -290,21 +300,23 @@ class _Network(nn.Module):
         self.up_proj = _empty_linear(size, inner, False, dtype)
         self.down_proj = _empty_linear(inner, size, False, dtype)
 
-    def forward(self, h: Tensor) -> Tensor:
+    def forward(self, h: Tensor, kernels: Any = None) -> Tensor:
         if not _NETWORK_ROWS < h.shape[1] <= getattr(self.gate_proj, "max_native_rows", 0):
-            return self._output(h)
+            return self._output(h, kernels)
         # Of many rows the inner ones take much memory; each has the same bits among fewer.
         parts = h.tensor_split(-(-h.shape[1] // _NETWORK_ROWS), 1)
         return torch.cat([self._output(rows) for rows in parts], 1)
 
-    def _output(self, h: Tensor) -> Tensor:
-        gate, up = _products((self.gate_proj, self.up_proj), h)
-        output: Tensor = self.down_proj(gated(gate, up, uses_gelu=self.uses_gelu))
+    def _output(self, h: Tensor, kernels: Any = None) -> Tensor:
+        gate, up = _products((self.gate_proj, self.up_proj), h, kernels)
+        output: Tensor = self.down_proj(gated(gate, up, kernels, uses_gelu=self.uses_gelu))
         return output
 
 
-def gated(gate: Tensor, up: Tensor, *, uses_gelu: bool) -> Tensor:
+def gated(gate: Tensor, up: Tensor, kernels: Any = None, *, uses_gelu: bool) -> Tensor:
     """Activate `gate` by GELU or SiLU, and multiply it with `up`: a feed-forward network's core."""
+    if kernels is not None:
+        return torch.as_tensor(kernels.gate(gate, up, dtype=gate.dtype))
     return (F.gelu(gate, approximate="tanh") if uses_gelu else F.silu(gate)).mul_(up)
 
 
@@ -316,11 +328,21 @@ class _Norm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size, device="meta", dtype=dtype))
         self.variance_epsilon, self.weight_offset = config.rms_norm_eps, float(_is_gemma(config))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, kernels: Any = None) -> Tensor:
+        if kernels is not None:
+            return self.of_sum(x.contiguous(), None, kernels)[1]
         normed = F.rms_norm(x.float(), x.shape[-1:], None, self.variance_epsilon)
         if self.weight_offset:  # as in transformers, rounded only afterwards
             return normed.mul_(self.weight.float() + self.weight_offset).to(x.dtype)
         return normed.to(x.dtype).mul_(self.weight)
+
+    def of_sum(self, x: Tensor, y: Tensor | None, kernels: Any) -> tuple[Tensor, Tensor]:
+        """The sum x + y, or just x, and its norm."""
+        if kernels is None:
+            x = x if y is None else x + y
+            return x, self(x)
+        sums, normed = kernels.add_and_normalize(x, y, self.weight, self.variance_epsilon, x.dtype)
+        return sums, normed
 
 
 class _Rotary(nn.Module):
@@ -389,10 +411,11 @@ def _empty_linear(columns: int, rows: int, has_bias: bool, dtype: torch.dtype) -
     return Linear(columns, rows, bias=has_bias, device="meta", dtype=dtype)
 
 
-def _products(layers: tuple[Any, ...], h: Tensor) -> list[Tensor]:
+def _products(layers: tuple[Any, ...], h: Tensor, kernels: Any) -> list[Tensor]:
     """Apply several layers to one input, by a single product if their weights are joined."""
     joined = getattr(layers[0], "joined", None)
-    if joined is None:
+    # A captured step joins plain weights, too.
+    if joined is None or (kernels is None and isinstance(layers[0], nn.Linear)):
         return [layer(h) for layer in layers]
     products = joined[0](h).split([layer.out_features for layer in layers], -1)
     pairs = zip(layers, products, strict=True)

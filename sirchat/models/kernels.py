@@ -1,4 +1,4 @@
-"""Triton kernels for one decode step on a GPU: products of 16 bits, attention, choosing a token.
+"""Triton kernels for a GPU: products of 16 bits and what is around them, attention, the next token.
 
 Sums have a fixed order, whatever the capacity and the address of a cache and the rest of the batch.
 So a conversation's numbers depend only on that conversation.
@@ -207,6 +207,33 @@ def _merge(
 
 
 @triton.jit
+def _add_and_normalize(
+    x, y, norm, sums, out, epsilon, K: tl.constexpr, ADDED: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """RMSNorm of one row [K] of x, to which y is added first."""
+    k = tl.arange(0, COLUMNS)
+    at, inside = tl.program_id(0) * K + k, k < K
+    row = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if ADDED:
+        row += tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(sums + at, row, mask=inside)
+        row = row.to(sums.dtype.element_ty).to(tl.float32)
+    row *= tl.rsqrt(tl.sum(row * row) / K + epsilon)
+    row *= tl.load(norm + k, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, row, mask=inside)
+
+
+@triton.jit
+def _gate(gate, up, out, N, stride, BLOCK: tl.constexpr):
+    """silu(gate) * up, of a part of one row of each."""
+    b, n = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at, inside = b * stride + n, n < N
+    x = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + b * N + n, x / (1.0 + tl.exp(-x)) * y, mask=inside)
+
+
+@triton.jit
 def _block_maxima(logits, tops, ids, V, BLOCK: tl.constexpr):
     """One block's largest logit, its id, and the sum of e^(logit - largest)."""
     i = tl.program_id(0)
@@ -297,6 +324,8 @@ def _draw_token(
 
 
 _HALVES_ROWS, _HALVES_COLUMNS = 2, 1024  # that a program multiplies at a time, of 16 bits
+# Columns that a program gates; columns in a warp, and warps, of one that normalizes a row
+_GATE_BLOCK, _COLUMNS_PER_WARP, _MAX_WARPS = 1024, 256, 16
 _TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -373,6 +402,29 @@ def attend(
         enable_fp_fusion=False
     )  # fmt: skip
     return out, rounded
+
+
+def add_and_normalize(
+    x: Tensor, y: Tensor | None, norm: Tensor, epsilon: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """x + y [..., K] in the type of x, or just x; and its RMSNorm times `norm` [K] in `dtype`."""
+    columns, block = x.shape[-1], triton.next_power_of_2(x.shape[-1])
+    sums, out = x if y is None else torch.empty_like(x), torch.empty_like(x, dtype=dtype)
+    _add_and_normalize[(x.numel() // columns,)](
+        x, y, norm, sums, out, epsilon, K=columns, ADDED=y is not None, COLUMNS=block,
+        num_warps=min(_MAX_WARPS, max(1, block // _COLUMNS_PER_WARP))
+    )  # fmt: skip
+    return sums, out
+
+
+def gate(gate: Tensor, up: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """silu(gate) * up in `dtype`, of rows [..., N]; both may be halves of the same rows."""
+    columns = gate.shape[-1]
+    out = torch.empty(gate.shape, dtype=dtype, device=gate.device)
+    _gate[(gate.numel() // columns, triton.cdiv(columns, _GATE_BLOCK))](
+        gate, up, out, columns, gate.stride(-2), BLOCK=_GATE_BLOCK, num_warps=4
+    )  # fmt: skip
+    return out
 
 
 def block_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -50,10 +50,11 @@ class AttentionParams(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Rows [B, K], float32; perhaps also rounded for the packed weights that multiply them next."""
+    """Rows [B, K]; perhaps also as the product that follows takes them."""
 
-    floats: Tensor
-    rounded: Rounded | None = None
+    floats: Tensor  # sums are float32
+    rounded: Rounded | None = None  # for packed weights
+    normalized: Tensor | None = None  # for several rows and plain weights
 
 
 class UnusedSlots:
@@ -168,7 +169,7 @@ class LlamaStep:
             x = self._multiply(layer.down, inner, added=x.floats, then=after)
             if layer_index + 1 in self._wanted_layers:
                 states.append(x.floats)
-        logits = self._multiply(self._head, x, self._norm).floats
+        logits = self._multiply(self._head, x, self._norm).floats.float()
         summed = (sum(weights[1:], weights[0]),) if weights else ()
         return logits, torch.cat(states, 1), *summed
 
@@ -194,8 +195,9 @@ class LlamaStep:
         if self.kernels == "triton" and product.rounded_bits:
             return _multiply_packed(product, x, norm, added, gated, then)
         x_floats = x.floats
-        # With more rows, torch's products read plain weights only once; those of Triton do not.
-        if self.kernels == "triton" and product.is_plain and len(x_floats) == 1:
+        if self.kernels == "triton" and product.is_plain and len(x_floats) > 1:
+            return _multiply_rows(product, x, norm, added, gated, then)
+        if self.kernels == "triton" and product.is_plain:
             from sirchat.models.kernels import multiply_fused
 
             options: dict[str, Any] = {"bias": product.bias, "added": added, "gated": gated}
@@ -251,6 +253,31 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
+def _multiply_rows(
+    product: _Product,
+    x: _Rows,
+    norm: _Norm | None,
+    added: Tensor | None,
+    gated: bool,
+    then: tuple[_Product, _Norm | None] | None,
+) -> _Rows:
+    """`LlamaStep._multiply` for several rows and plain weights, which torch reads only once."""
+    from sirchat.models.kernels import add_and_normalize, gate
+
+    rows, dtype = x.normalized, product.weight.dtype
+    if rows is None and norm is not None:
+        _, rows = add_and_normalize(x.floats, None, norm.weight, norm.epsilon, dtype)
+    y = F.linear(x.floats.to(dtype) if rows is None else rows, product.weight, product.bias)
+    following, next_norm = then or (None, None)
+    next_dtype = following.weight.dtype if following and following.is_plain else None
+    if gated:
+        return _Rows(gate(*y.chunk(2, 1), dtype=next_dtype or torch.float32))
+    if added is None or next_dtype is None or next_norm is None:
+        return _Rows(y if added is None else added + y)
+    sums, rows = add_and_normalize(added, y, next_norm.weight, next_norm.epsilon, next_dtype)
+    return _Rows(sums, normalized=rows)
+
+
 def _multiply_packed(
     product: _Product,
     x: _Rows,
@@ -265,7 +292,7 @@ def _multiply_packed(
     rounded, weights = x.rounded, product.packed
     assert weights is not None
     if rounded is None:
-        rounded = round_rows(x.floats, weights.bits, None if norm is None else norm.weight)
+        rounded = round_rows(x.floats.float(), weights.bits, None if norm is None else norm.weight)
     following, next_norm = then or (None, None)
     out = multiply_packed(
         rounded,
@@ -360,7 +387,7 @@ class _Product:
             self.weight = first.weight.detach()
         self.rounded_bits = 0 if self.packed is None else self.packed.bits
         biases = [layer.bias for layer in layers if layer.bias is not None]
-        self.bias = torch.cat(biases).detach().float() if biases else None
+        self.bias = torch.cat(biases).detach() if biases else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply rows x [B, K]; returns [B, N] in the type of the weights, or in float32."""
@@ -373,11 +400,11 @@ class _Product:
             else:
                 ys.append(F.linear(x.to(matrix.weight.dtype), matrix.weight))
         y = ys[0] if len(ys) == 1 else torch.cat(ys, 1)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.float()
 
 
-def _join(layers: Sequence[nn.Linear]) -> nn.Linear:
-    """Join layers into one without bias; the layers' weights become views of its weights."""
+def _join(layers: Sequence[Any]) -> nn.Linear:
+    """Join layers into one without bias, `joined`; their weights become views of its weights."""
     weight = torch.cat([layer.weight.detach() for layer in layers])
     joined = nn.Linear(weight.shape[1], len(weight), bias=False, device="meta")
     joined.weight = nn.Parameter(weight, requires_grad=False)
@@ -385,5 +412,6 @@ def _join(layers: Sequence[nn.Linear]) -> nn.Linear:
     for layer in layers:
         rows = weight[start : start + layer.out_features]
         layer.weight = nn.Parameter(rows, requires_grad=False)
+        layer.joined = (joined,)  # in a tuple, so that it is no submodule
         start += layer.out_features
     return joined

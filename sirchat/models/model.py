@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial, wraps
 from itertools import chain
@@ -151,9 +151,10 @@ class LoadedModel:
             return PassResult.of_logits(logits, ids)
         with self._observed_by(observer), torch.inference_mode():
             with self._collect(encoder_output):
-                hidden = self.module.model(**self._inputs(ids, cache, visible, positions))[0][0]
+                inputs = self._inputs(ids, cache, visible, positions)
+                hidden = self.module.model(**inputs)[0][0]
             head = self.module.get_output_embeddings()
-            following = torch.tensor(ids[1:], device=hidden.device)
+            following = inputs["input_ids"][0, 1:].to(hidden.device)  # an upload would wait
             if len(ids) >= _MIN_TRIMMED_ROWS and hidden.is_cpu:
                 trim_memory()
             surprisals = surprisal_of_states(head, hidden[:-1], following)
@@ -167,6 +168,7 @@ class LoadedModel:
         runs.
         """
         encoder = self.encoder
+        _ = self.decode_step  # may change how the module computes
         body = self.module.model if isinstance(self.module, Decoder) else self.module.base_model
         cache = self.new_cache(len(ids))
         size, parts = 1 if cache.reads_singly else len(ids), list[Tensor]()
@@ -329,7 +331,10 @@ class LoadedModel:
     def captured(self) -> CaptureResult:
         if self.device.type != "cuda":
             return CaptureResult(None, "there is no GPU")
-        return capture_first(self._step_bodies(), self.device, self.step_error, self.encoder)
+        found = capture_first(self._step_bodies(), self.device, self.step_error, self.encoder)
+        if found.step is not None and found.step.body.kernels == "triton":
+            self.try_kernels(found.step)
+        return found
 
     def use_split_step(self, library: ctypes.CDLL) -> None:
         """Read single tokens by the library in the layers on the CPU, by a graph in the others.
@@ -376,10 +381,23 @@ class LoadedModel:
         """The tokens into which the model compresses a sentence or a round; None without such."""
         return anchors_of(self.module.config)
 
+    def try_kernels(self, step: CapturedStep) -> None:
+        """Let a `Decoder` read by Triton's kernels, if its logits stay those of `step`."""
+        from sirchat.models import kernels
+
+        if isinstance(self.module, Decoder):
+            self.module.model.kernels = kernels
+            with suppress(Exception):  # torch and Triton raise all kinds of errors
+                if self.step_error(step) < step.max_logit_error:
+                    return
+            self.module.model.kernels = None
+
     def step_error(self, step: CapturedStep) -> float:
         """The relative difference of a decode step's logits from those of the module."""
         ids, caches = [1, 2, 3, 4], [self.new_cache(8) for _ in range(2)]
-        expected = self._module_logits(ids, caches[0])[-1]
+        self._module_logits(ids[:2], caches[0])
+        caches[0].commit(2)
+        expected = self._module_logits(ids[2:], caches[0])[-1]
         self._module_logits(ids[:1], caches[1])
         caches[1].commit(1)
         for position, token_id in enumerate(ids[1:], 1):

@@ -23,7 +23,8 @@ from sirchat.models.packed import (
 # Types of models whose logits are the product of the last hidden states and the output head.
 _LINEAR_HEAD_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
 
-_BLOCK_ROWS, _BLOCK_TOKENS = 256, 1024  # hidden states and vocabulary tokens in a block on a CPU
+# Hidden states in a block, but on a CPU, where a block has so many tokens of the vocabulary.
+_BLOCK_ROWS, _BLOCK_TOKENS = 512, 1024
 
 
 @dataclass(frozen=True, eq=False)

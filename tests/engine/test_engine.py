@@ -217,6 +217,21 @@ def test_what_is_evicted_does_not_depend_on_how_many_chunks_are_read_at_once(
     assert after_some_turns() == at_once
 
 
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_gpu_reads_what_fits_in_as_few_passes_as_its_memory_allows(pinned: bool) -> None:
+    gone = []
+    for is_on_gpu in (False, True):
+        model = BigramModel()
+        engine = Engine(model, CacheSettings(Entropy(), budget=228, sinks=4))  # E = 224
+        engine.reader.is_on_gpu, engine.reader.max_pass_ids = is_on_gpu, 100
+        records = prefill(engine, some_ids(110), pinned=pinned)
+        records += prefill(engine, some_ids(300), turn=2)
+        gone.append(evicted(records))
+        if is_on_gpu:  # not as many as a pass may have, and a rest
+            assert [len(ids) for ids in model.passes[:2]] == [55, 55]
+    assert gone[0] == gone[1] != []
+
+
 def test_while_generating_room_is_made_in_blocks_only_when_full() -> None:
     engine = Engine(BigramModel(), CacheSettings(Entropy(), budget=160))
     prefill(engine, some_ids(150))

@@ -69,7 +69,7 @@ class Late(Transfers):
         super().__init__()
         self.arrived, self.free = 0, Event()
 
-    def to_host(self, tensors: Sequence[Tensor]) -> Transfer:
+    def to_host(self, tensors: Sequence[Tensor], block: Tensor | None = None) -> Transfer:
         sent, arrived = [one.clone() for one in tensors], [torch.zeros_like(one) for one in tensors]
         for one in tensors:
             one.zero_()  # the rows' place in the cache is used again

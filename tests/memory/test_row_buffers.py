@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attacking import MANY
 from held_rows import append_rows
@@ -218,6 +220,33 @@ def test_policies_rank_held_and_evicted_rows_of_layers_on_two_devices() -> None:
             found += store.as_read(np.arange(12))[0]
         half = len(found) // 2
         assert all(map(torch.equal, found[:half], found[half:]))
+
+
+def test_rows_for_the_archive_leave_a_gpu_as_one_tensor_however_many_layers_there_are() -> None:
+    with simulated_devices(), torch.inference_mode():
+        for layers in ([NEAR] * 2, [NEAR] * 5):
+            cache, left = new_cache(layers, DEVICES[0]), list[KeyValues]()
+            write(cache, 20, seed=0)
+            cache.keep(torch.arange(3, 20), torch.arange(3), left.append)
+            (rows,), transfers = left, Transfers()
+            with counted() as counts, TorchCalls() as calls:
+                found = transfers.to_host(rows.tensors, rows.block).take()
+            assert counts == {"download": 1}
+            assert len(calls.made) <= 3
+            assert all(map(torch.equal, found, transfers.to_host(rows.tensors).take()))
+            assert len(found) == 2 * len(layers)
+
+
+class TorchCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes torch's operations within its block."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.made.append(func)
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(("most", "copies"), [(2**20, 1), (50, 7)])

@@ -21,7 +21,7 @@ from sirchat.chat.events import Recalled
 from sirchat.chat.rereading import copy_session
 from sirchat.chat.session import Session
 from sirchat.memory.archive import SEGMENT_ROWS, Archive
-from sirchat.memory.key_values import KeyValues
+from sirchat.memory.key_values import KeyValues, Tiers
 from sirchat.memory.ledger import Flag, State
 from sirchat.saved.autosave import Autosave
 
@@ -40,6 +40,16 @@ def random_rows(start: int, count: int, seed: int, kind: str = "float32", far: f
         tensors.append(numbers.to(TYPES[kind]))
     at = np.arange(start, start + count)
     return KeyValues(at, at % 7, tensors)
+
+
+@pytest.mark.parametrize("bits", [[0] * 6, [8] * 6, [8, 8, 0, 0, 4, 4]])
+def test_tokens_that_come_in_one_tensor_are_stored_in_their_tiers(bits: list[int]) -> None:
+    block, at, archive = torch.randn(4, 2, 6, 8), np.arange(6), Archive()
+    archive.restore_tiers(Tiers(np.array(bits, np.uint8), [torch.zeros(2, 1, 8)] * 4))
+    archive.add(KeyValues(at, at, list(block), block=block))
+    assert archive.bits(at).tolist() == bits
+    for one, expected in zip(archive.fetch(at).tensors, block, strict=True):
+        torch.testing.assert_close(one, expected, atol=0.5, rtol=0)
 
 
 def in_tiers(archive: Archive) -> dict[int, list[int]]:

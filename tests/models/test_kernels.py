@@ -26,6 +26,7 @@ pytest.importorskip("triton")
 from captured import draw
 from families import build
 from gguf_models import random_blocks
+from sirchat.lab.bench.decode import with_decoder
 from sirchat.models import kernels, packed_kernels, packing
 from sirchat.models.captured_step import CapturedStep
 from sirchat.models.gguf.blocks import split_blocks, unpack_floats
@@ -140,6 +141,34 @@ def test_products_are_those_of_the_weights(rows: int, columns: int, batch: int) 
     y = kernels.multiply_fused(x, weight, bias=bias, gated=True, **options)
     assert error(y, gated(normed + bias)) < 1e-5
     assert error(kernels.multiply_fused(x, weight), x.double() @ values.T) < 1e-5
+
+
+@of_a_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("columns", [96, 1056])
+def test_a_sum_is_normalized_in_each_row_as_if_it_were_alone(
+    dtype: torch.dtype, columns: int
+) -> None:
+    x, y = torch.randn(5, columns).to(dtype), torch.randn(5, columns).to(HALF)
+    norm, given = torch.rand(columns).to(HALF), (EPSILON, HALF)
+    sums, normed = kernels.add_and_normalize(x, y, norm, *given)
+    limit = 1e-3 if torch.float16 == HALF else 8e-3
+    assert (sums.dtype, normed.dtype) == (dtype, HALF)
+    assert error(sums, x.double() + y.double()) < (1e-6 if dtype == torch.float32 else limit)
+    assert error(normed, normalized(sums, norm)) < limit
+    same, alone = kernels.add_and_normalize(sums[2:3], None, norm, *given)
+    assert torch.equal(same, sums[2:3])
+    assert torch.equal(alone, normed[2:3])
+
+
+@of_a_kernel
+def test_halves_of_rows_and_rows_apart_are_gated() -> None:
+    both = 3 * torch.randn(1, 4, 2 * 1100).to(HALF)
+    y = kernels.gate(*both.chunk(2, -1), dtype=HALF)
+    assert y.shape == (1, 4, 1100)
+    assert error(y[0], gated(both[0].double())) < (1e-3 if torch.float16 == HALF else 8e-3)
+    apart = (part.contiguous() for part in both.chunk(2, -1))
+    assert torch.equal(kernels.gate(*apart, dtype=HALF), y)
 
 
 def digits_of(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -279,20 +308,34 @@ def test_what_a_product_rounds_is_what_is_rounded_after_it(next_bits: int) -> No
         torch.testing.assert_close(rounded.numbers, expected.numbers, rtol=1e-6, atol=0)
 
 
+SIZES = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "head_dim": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 64,
+}
+
+
 @pytest.mark.skipif(not is_interpreted, reason="runs on the CPU")
-@pytest.mark.parametrize("kind", ["int8", "int4", "Q5_0", "Q8_0"])
-def test_a_step_with_packed_weights_reads_as_the_model_alone_and_in_a_batch(
+@pytest.mark.parametrize("kind", ["int8", "int4", "Q5_0", "Q8_0", "plain"])
+def test_a_step_reads_as_the_model_alone_and_in_a_batch(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "int4_class", lambda _: Int4GpuLinear)
-    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
-    module = build("qwen3", {**sizes, **heads, "tie_word_embeddings": False})
-    if kind in BLOCKS:
+    is_plain = kind == "plain"
+    family, dtype = ("qwen2", HALF) if is_plain else ("qwen3", torch.float32)
+    module = build(family, {**SIZES, "tie_word_embeddings": False}, dtype)
+    if is_plain:
+        set_biases(module)
+    elif kind in BLOCKS:
         fill_with_blocks(module, kind)
     else:
         packing.pack_module(module, int(kind[-1]))
-    model = replace(wrap_model("qwen3", module, None), cache_type="float32")
+    model = wrap_model(family, module, None)
+    model = model if is_plain else replace(model, cache_type="float32")
     body = LlamaStep(module, "triton", (2,))
     step = CapturedStep(body, model.device, captures=False, encoder=model.encoder)
     ids = range(5, 12)
@@ -308,7 +351,55 @@ def test_a_step_with_packed_weights_reads_as_the_model_alone_and_in_a_batch(
     together, states = step.read_together(tokens)
     assert states.shape == (2, 64)
     assert error(together, torch.stack(expected)) < 0.01  # torch rounds products to bfloat16
-    torch.testing.assert_close(step.read(*tokens[1])[0][0], together[1])
+    alone = step.read(*tokens[1])[0][0]
+    if is_plain:  # torch rounds what it multiplies
+        assert error(alone, together[1]) < 0.01
+    else:
+        torch.testing.assert_close(alone, together[1])
+
+
+@pytest.mark.skipif(not is_interpreted, reason="runs on the CPU")
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_a_decoder_reads_by_kernels_what_it_reads_without_unless_they_fail(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = build(kind, SIZES, HALF)
+    set_biases(hub)
+    model = with_decoder(wrap_model(kind, hub, None))
+    module, ids, caches = model.module, list(range(5, 17)), [model.new_cache(12) for _ in "ab"]
+    expected = [model._module_logits(ids[:5], caches[0])]
+    caches[0].commit(5)
+    expected.append(model._module_logits(ids[5:], caches[0]))
+    body = LlamaStep(module, "torch")  # joins weights
+    step = CapturedStep(body, model.device, captures=False, encoder=model.encoder)
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention", flash(last=False))
+    model.try_kernels(step)
+    assert module.model.kernels is None
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention", flash(last=True))
+    model.try_kernels(step)
+    assert module.model.kernels is kernels
+    for part, wanted in zip((ids[:5], ids[5:]), expected, strict=True):
+        assert error(model._module_logits(part, caches[1]), wanted) < 0.01
+        caches[1].commit(len(part))
+
+
+def set_biases(module: Any) -> None:
+    for name, parameter in module.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_()
+
+
+def flash(*, last: bool) -> Any:
+    """In place of torch's kernel, which masks from the last key on; or a wrong one."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float) -> tuple[Tensor]:
+        assert is_causal
+        count, length = q.shape[2], k.shape[2]
+        mask = torch.ones(count, length, dtype=torch.bool).tril((length - count) * last)
+        how: dict[str, Any] = {"attn_mask": mask, "scale": scale, "enable_gqa": True}
+        return (F.scaled_dot_product_attention(q, k, v, **how),)
+
+    return attend
 
 
 class Talk:
@@ -463,6 +554,9 @@ def kernels_with_constants(size: int) -> Iterator[tuple[Any, dict[str, Any], int
     for kind in KINDS_OF_WEIGHTS[1:]:
         size_of = {"ROWS": packed_kernels._UNPACKED_ROWS, "PARTS": packed_kernels._UNPACKED_PARTS}
         yield packed_kernels._unpack, {"K": 4096, **constants_of(kind), **size_of}, 4
+    of_row = {"K": 4096, "ADDED": True, "COLUMNS": 4096}
+    yield kernels._add_and_normalize, of_row, kernels._MAX_WARPS
+    yield kernels._gate, {"BLOCK": kernels._GATE_BLOCK}, 4
     yield packed_kernels._round, {"BITS": 4, "NORMED": True, "COUNT": 1024}, 4
     attention = {"H": 8, "G": 4, "D": size, "KIND": tl.bfloat16, "NORMED": True, "SCORED": False}
     blocks = {"QUERIES": 16, "SPLIT": kernels.SPLIT, "BLOCK": kernels._ATTENTION_BLOCK}
@@ -494,7 +588,7 @@ def test_kernels_compile_without_a_gpu_and_need_no_local_memory(
         aligned = {(i,): [["tt.divisibility", 16]] for i, arg in enumerate(kernel.arg_names)
                    if types.get(arg, "").startswith("*")}  # fmt: skip
         source = triton.compiler.ASTSource(kernel, types, constants, aligned)
-        fuses = kernel in (kernels._multiply, kernels._attend)
+        fuses = kernel.fn.__name__ in ("_multiply", "_attend", "_add_and_normalize", "_gate")
         options = {"num_warps": warps, "enable_fp_fusion": fuses}
         if kernel is packed_kernels._multiply_packed:
             options["maxnreg"] = packed_kernels._MAX_REGISTERS
@@ -512,7 +606,8 @@ def test_kernels_compile_without_a_gpu_and_need_no_local_memory(
 KINDS = {
     **dict.fromkeys(("weight", "norm", "query_norm", "key_norm", "next_norm"), "*bf16"),
     **dict.fromkeys(("digits", "next_digits"), "*i8"),
+    **dict.fromkeys(("y", "gate", "up"), "*bf16"),
     **dict.fromkeys(("pools", "lengths"), "*i64"),
-    **dict.fromkeys(("N", "B", "K", "layer", "slot_count", "first", "count"), "i32"),
+    **dict.fromkeys(("N", "B", "K", "layer", "slot_count", "first", "count", "stride"), "i32"),
     **dict.fromkeys(("scale", "epsilon"), "fp32"),
 }

@@ -54,6 +54,7 @@ class BigramModel(_Model):  # type: ignore[misc]
     `passes` records the ids of each forward pass.
     """
 
+    device = torch.device("cpu")
     decode_step = None
     has_linear_head = False
     vocab_size = 256

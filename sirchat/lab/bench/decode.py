@@ -24,7 +24,9 @@ from sirchat.lab.bench.ratio import BenchOptions, Ratio, compare, measure_second
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.base import Policy
 from sirchat.memory.policies.by_surprisal import Entropy
-from sirchat.models.model import LoadedModel
+from sirchat.models.decoder import Decoder
+from sirchat.models.model import LoadedModel, wrap_model
+from sirchat.models.model_config import DecoderConfig
 from sirchat.models.native_step import NativeStep
 from sirchat.models.probe import cache_argument
 from sirchat.text.detokenizer import TextStream
@@ -231,6 +233,17 @@ def bare_read(model: LoadedModel, count: int) -> tuple[dict[str, Any], int]:
     ids = torch.tensor([some_ids(model, count)], device=model.device)
     out = model.module(input_ids=ids, logits_to_keep=1, **given)
     return given, int(out.logits[0, -1].argmax())
+
+
+def with_decoder(model: LoadedModel) -> LoadedModel:
+    """The model with a `Decoder` of the same weights; itself if a `Decoder` can't compute it."""
+    if (config := DecoderConfig.of_folder(model.module.config.to_dict())) is None:
+        return model
+    decoder = Decoder(config, model.dtype).eval()
+    decoder.model.rotary_emb.to(model.device)
+    decoder.load_state_dict(model.module.state_dict(), strict=False, assign=True)
+    decoder.tie_weights()
+    return wrap_model(model.name, decoder, model.tokenizer)
 
 
 def bare_blocks(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
