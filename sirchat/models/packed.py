@@ -108,6 +108,12 @@ class PackedLinear(nn.Module, ABC):
         dtype = torch.float32 if x.dtype == torch.float32 else torch.bfloat16
         return x.reshape(-1, self.in_features).to(dtype)
 
+    @property
+    def row_kinds(self) -> list[tuple[torch.dtype, torch.Size]]:
+        """What layers must have in common to be joined: of each buffer, but for its rows."""
+        buffers = [(getattr(self, name), dim) for name, dim in self.row_dims.items()]
+        return [(buffer.dtype, buffer.narrow(dim, 0, 0).shape) for buffer, dim in buffers]
+
     @classmethod
     def join_layers(cls, parts: Sequence[Self]) -> Self:
         """Make one layer without bias of the rows of all `parts`."""

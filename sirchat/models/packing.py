@@ -74,7 +74,7 @@ def fuse_projections(module: Any, path: str) -> None:
     owner, names = same_input_names(path)
     layers = [getattr(module.get_submodule(owner), name, None) for name in names]
     packed = [layer for layer in layers if isinstance(layer, PackedLinear)]
-    kinds = {(type(layer), next(layer.buffers()).shape[1:]) for layer in packed}
+    kinds = {(type(layer), *layer.row_kinds) for layer in packed}
     if len(packed) < max(2, len(layers)) or len(kinds) > 1 or packed[0].joined is not None:
         return
     joined, start = packed[0].join_layers(packed), 0

@@ -379,7 +379,7 @@ def write_case(path: Path, case: str, kind: str) -> Path:
     def kind_of(name: str, shape: tuple[int, ...]) -> str:
         if len(shape) < 2 or "gate_inp" in name:
             return "F32"
-        is_other = "embd" in name or "down" in name
+        is_other = any(part in name for part in ("embd", "down", "attn_v"))
         return kind if not is_other else "Q6_K" if kind == "Q4_K" else "Q8_0"
 
     return write_model(path, random_model(case, **sizes), case, kind_of)
