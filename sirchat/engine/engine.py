@@ -297,11 +297,10 @@ class Engine:
         """Most of `count` ids that one pass reads: as many whole chunks as fit, at least one."""
         # Several chunks in one pass are faster, and the same tokens are evicted.
         size, room = division.chunk_size, division.hard_bound - self.cache.length
-        if self.settings.policy.compacts_at_anchors:
-            return size
-        if self.reader.is_on_gpu and count <= room:
+        compacts = self.settings.policy.compacts_at_anchors
+        if self.reader.is_on_gpu and count <= room and not compacts:
             return self.reader.pass_size(count, is_observed=False)
-        if pinned:
+        if pinned or compacts:
             return size  # pins change the size of the next chunk
         free = min(room, self.reader.max_pass_ids if self.reader.is_on_gpu else _MAX_CHUNKED_IDS)
         return size * max(1, free // size)
