@@ -221,11 +221,14 @@ class ReplyGenerator:
 
     def _undo_incomplete(self) -> bool:
         """Undo a message that was read in part; returns whether only whole ones are left."""
-        session = self._session
+        conversation, session = self._conversation, self._session
         with suppress(Exception):  # what failed may fail again
-            if session.seen > self._complete_tokens >= 0 and session.turns[-1].role == "user":
+            # Of some, nothing was read yet.
+            points = session.history.messages
+            if points and points[-1].checkpoint.seen == self._complete_tokens:
                 session.undo()
-        return session.seen == self._complete_tokens
+        is_whole = session.seen == self._complete_tokens
+        return is_whole and len(conversation.turn_numbers) == len(conversation.roles)
 
     def _go_back(self, *, is_retry: bool) -> Generator[None, None, int]:
         """Keep only messages that the request has; returns how many tokens are not read again."""

@@ -308,6 +308,32 @@ def test_a_message_that_can_not_be_read_costs_no_message_before_it(
         assert again["usage"]["prompt_tokens"] > cached(again) > 8
 
 
+def test_a_message_that_can_not_be_read_is_no_message_to_undo(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with served(max_new_tokens=8) as server, served(max_new_tokens=8) as other:
+        begun = [*ASKED, assistant(server.reply(ASKED))]
+        asked = [*begun, user(NAME)]
+        asked = [*asked, assistant(server.reply(asked)), user("And yours?")]
+        with monkeypatch.context() as patch:
+            fail_reading(patch, 0, RuntimeError())
+            refusal(server.post(asked), 500)
+        server.ask(asked)
+        again = server.ask([*begun, user("Where am I?")])  # two messages are undone
+        other.ask(ASKED)
+        assert said(again) == said(alike := other.ask([*begun, user("Where am I?")]))
+        assert again["usage"]["prompt_tokens"] == alike["usage"]["prompt_tokens"]
+
+
+def test_a_conversation_with_a_reply_that_can_not_be_read_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with served(max_new_tokens=8) as server:
+        fail_reading(monkeypatch, 2, RuntimeError())  # after system prompt and first message
+        refusal(server.post([*ASKED, assistant("Hello."), user(NAME)]), 500)
+        assert server.client.get("/v1/sirchat/sessions").json()["data"] == []
+
+
 @pytest.fixture
 def address() -> Iterator[str]:
     """Where a server with room for one request listens; its model never ends a reply."""
