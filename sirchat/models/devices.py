@@ -84,17 +84,14 @@ def free_gpu_bytes(device: torch.device) -> int:
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory())
     free: int = torch.get_device_module(device).mem_get_info(device)[0]
+    if device.type == "cuda":  # torch holds what a model had, for what comes next
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return free
 
 
 def free_memory_at(device: torch.device) -> int | None:
     """Bytes of memory that can still be taken for a device; None if unknown."""
-    if device.type == "cpu":
-        return free_memory()
-    held = 0  # by torch, for what comes next
-    if device.type == "cuda":
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free_gpu_bytes(device) + held
+    return free_memory() if device.type == "cpu" else free_gpu_bytes(device)
 
 
 def is_spread(module: Any) -> bool:
@@ -292,7 +289,8 @@ def make_device_map(profile: Profile, rows: int) -> DeviceMap:
         found = find_model(profile.model)
         shape = found.shape
     elements = (shape.row_elements if shape is not None else None) or 0
-    item = pick_dtype(profile.dtype, main_device()).itemsize
+    kind = profile.dtype if profile.cache_dtype == "auto" else profile.cache_dtype
+    item = pick_dtype(kind, main_device()).itemsize
     made = DeviceMap(profile.device_map, rows * item * elements)
     return made if found is None or not is_gguf else made.split(found, profile)
 
@@ -325,7 +323,7 @@ class DeviceMap:
             layer = int(at) if part == "blk" else _OUTSIDE
             if one.is_embedding and not stored.is_tied:
                 layer = _EMBEDDINGS
-            sizes[layer] += tensor_bytes(one, stored.is_tied, kind, item, keeps_blocks=True)
+            sizes[layer] += tensor_bytes(one, stored.is_tied, kind, item, block_rows=1)
         room = free_gpu_bytes(self.device) - GPU_RESERVE - self.cache_bytes
         if sizes.total() <= room:
             return replace(self, cpu_layers=0)

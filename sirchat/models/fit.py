@@ -12,7 +12,7 @@ import yaml
 
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
-from sirchat.models.gguf.header import BLOCK_LAYOUTS, BLOCKS, FOUR_BIT
+from sirchat.models.gguf.header import BLOCK_LAYOUTS, BLOCKS, FOUR_BIT, NATIVE_ROW_BLOCK
 from sirchat.models.listing import FoundModel
 from sirchat.models.shape import (
     ModelShape,
@@ -95,8 +95,9 @@ def _make_choice(
 ) -> MemoryNeed:
     kind, limit = precision(shape, profile), shape.context_length
     item = 4 if unpacked_type(profile) == "float32" else 2  # bytes of a weight that is not packed
-    keeps_blocks = not uses_cpu(profile) or (profile.compile != "off" and bool(compiler()))
-    sizes = (tensor_bytes(one, stored.is_tied, kind, item, keeps_blocks) for one in stored.tensors)
+    has_library = profile.compile != "off" and bool(compiler())
+    block_rows = (NATIVE_ROW_BLOCK if has_library else 0) if uses_cpu(profile) else 1
+    sizes = (tensor_bytes(one, stored.is_tied, kind, item, block_rows) for one in stored.tensors)
     weights = sum(sizes)
     loading, row = weights, cache_bytes(shape, profile, 1)
     if kind in ("int8", "int4"):  # all are unpacked, then packed one by one
@@ -119,15 +120,17 @@ def _make_choice(
     )
 
 
-def tensor_bytes(
-    tensor: StoredTensor, is_tied: bool, kind: str, item: int, keeps_blocks: bool
-) -> int:
-    """The bytes that a tensor takes in memory; `item`: those of a weight that is not packed."""
+def tensor_bytes(tensor: StoredTensor, is_tied: bool, kind: str, item: int, block_rows: int) -> int:
+    """The bytes that a tensor takes in memory; `item`: those of a weight that is not packed.
+
+    Matrices of a multiple of `block_rows` rows can keep a file's blocks; 0: none can.
+    """
     layout, is_matrix = BLOCK_LAYOUTS.get(tensor.type), tensor.is_matrix
     may_be_four = kind == "int4" and is_matrix
     if kind == "packed":
         is_matrix = len(tensor.shape) > 1 and BLOCKS.get(tensor.type, (0, 1))[1] > 1
-        if is_matrix and keeps_blocks and layout is not None and layout.fits(*tensor.shape[-2:]):
+        has_whole_blocks = block_rows > 0 and is_matrix and tensor.shape[-2] % block_rows == 0
+        if has_whole_blocks and layout is not None:
             return tensor.count // layout.columns * layout.row_bytes
         may_be_four = tensor.type in FOUR_BIT and not tensor.is_embedding
     elif kind in ("int8", "int4"):

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from sirchat.models.gguf.header import BLOCK_LAYOUTS
+from sirchat.models.gguf.header import BLOCK_LAYOUTS, NATIVE_ROW_BLOCK
 
 # Number of neighbouring four-bit weights that share a scale and a minimum.
 GROUP = 32
@@ -26,7 +26,6 @@ _UNPACKED_ROWS = 4096  # that are unpacked at a time; on a CPU only of eight bit
 _GPU_KERNEL_ROWS = 8  # rows that kernels multiply without unpacked weights
 REFINED_LOGITS = 16  # largest logits of a row, which are computed again in float32
 _REFINED_ROWS = 32  # for which that is done at a time
-NATIVE_ROW_BLOCK = 16  # rows that `products.cpp` multiplies at the same time
 
 UNLIMITED_ROWS = 2**30  # a limit to a number of rows that is none
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sirchat.models.gguf.header import NATIVE_ROW_BLOCK
 from sirchat.models.packed import (
-    NATIVE_ROW_BLOCK,
     BlockLinear,
     GpuLinear,
     Int8Linear,

@@ -26,8 +26,9 @@ from gguf_file import write_gguf
 from plain_model import load_model
 from simulated_devices import DEVICES, KIND, refuses_waits, simulated_devices
 from sirchat.chat.session import Session
+from sirchat.config.profile import Profile
 from sirchat.errors import SirchatError
-from sirchat.models.devices import DISK, DeviceMap
+from sirchat.models.devices import DISK, DeviceMap, free_gpu_bytes, make_device_map
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import surprisal, surprisal_of_states
 from sirchat.saved.saved_state import model_fingerprint
@@ -324,6 +325,22 @@ def test_what_does_not_fit_on_the_first_device_is_refused(
         monkeypatch.setattr("sirchat.models.devices.free_gpu_bytes", lambda _: gpu)
     with pytest.raises(SirchatError, match="does not fit, not even with its layers on disk"):
         load_model(str(folder), device_map="auto", dtype="float32", **other)  # type: ignore[arg-type]
+
+
+def test_room_is_left_for_the_cache_in_its_own_type() -> None:
+    how: dict[str, Any] = {"model": "tiny", "device_map": "auto", "dtype": "bfloat16"}
+    profiles = Profile(**how), Profile(**how, cache_dtype="float32")
+    halves, floats = (make_device_map(one, 48).cache_bytes for one in profiles)
+    assert 0 < 2 * halves == floats
+
+
+def test_what_torch_holds_of_an_earlier_model_is_free_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, said in (("mem_get_info", (500, 9000)), ("memory_reserved", 400)):
+        monkeypatch.setattr(torch.cuda, name, lambda _, said=said: said)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100)
+    assert free_gpu_bytes(torch.device("cuda", 0)) == 800
 
 
 def test_a_chat_with_a_gguf_file_over_a_cpu_and_a_gpu_is_that_on_the_cpu(

@@ -371,10 +371,10 @@ def logits(model: LoadedModel) -> Tensor:
     return torch.cat(found).cpu()
 
 
-def write_case(path: Path, case: str, kind: str) -> Path:
+def write_case(path: Path, case: str, kind: str, **more: Any) -> Path:
     """A random model whose matrices are of a type of blocks; some of Q6_K beside Q4_K."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
-    sizes["tie_word_embeddings"] = case == "qwen2"
+    sizes |= {"tie_word_embeddings": case == "qwen2", **more}
 
     def kind_of(name: str, shape: tuple[int, ...]) -> str:
         if len(shape) < 2 or "gate_inp" in name:
@@ -416,6 +416,17 @@ def test_a_gguf_file_stays_packed_as_on_a_cpu(
     assert said.weights == pytest.approx(held_bytes(there), rel=0.01)
     if case.stem == "qwen2":
         assert load_model(str(case), dtype="bfloat16").precision == "bfloat16"  # as is asked for
+
+
+def test_any_number_of_rows_keeps_its_blocks_on_a_gpu(tmp_path: Path, gpu: torch.device) -> None:
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 24}
+    path = write_case(tmp_path / "model.gguf", "qwen3", "Q5_0", **heads)
+    there = load_model(str(path))
+    key = there.module.model.layers[0].self_attn.k_proj
+    assert isinstance(key, BlockGpuLinear)
+    assert (key.out_features, key.bits) == (72, 5)
+    said = compute_fit(find_model(str(path)), Profile(device="cuda"), None).choices[0]
+    assert said.weights == pytest.approx(held_bytes(there), rel=0.01)
 
 
 def test_any_model_is_rounded_as_on_a_cpu_before_it_is_moved(

@@ -66,6 +66,8 @@ IMAGE_LAYERS = "vision.block_count"  # the setting of a file with text and image
 # The types of tensors whose matrices sirchat can keep in four bits.
 FOUR_BIT = ("Q4_0", "Q4_1", "Q4_K")
 
+NATIVE_ROW_BLOCK = 16  # rows that `products.cpp` multiplies at the same time
+
 
 class BlockLayout(NamedTuple):
     """How `weights.cpp` lays out a block format of GGUF files, for 16 rows together."""
@@ -75,7 +77,7 @@ class BlockLayout(NamedTuple):
     bits: int
 
     def fits(self, rows: int, columns: int) -> bool:
-        return rows > 0 and rows % 16 == 0 and columns % self.columns == 0
+        return rows > 0 and rows % NATIVE_ROW_BLOCK == 0 and columns % self.columns == 0
 
 
 BLOCK_LAYOUTS = {
