@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -79,6 +79,7 @@ def retry_with_settings(
     before = last_generated_reply(session.ledger, session.turns)
     session.undo_summaries()
     attempt, events = session.state.attempt, session.undo(to_ask_again=True)
+    points = session.history.messages
     try:
         yield from events
         with trial(session, "/retry", updates):
@@ -86,20 +87,31 @@ def retry_with_settings(
                 if isinstance(event, Reading | Delta | Notice):
                     yield event
             reply, note = last_generated_reply(session.ledger, session.turns), describe(session)
+        yield Notice(note)
+        events = list(session.ask(text, attempt=attempt + 1, reply=reply))
     except BaseException:
-        if before is None:
-            list(session.read_question(text))
-        else:
-            list(session.ask(text, attempt=attempt, reply=before))
-        for said in summaries:
-            list(pin_summary(session, said.removeprefix(PREFIX)))
+        if session.history.messages is not points:
+            session.undo(to_ask_again=True)
+        answer_as_before(session, text, attempt, before, summaries)
         raise
-    yield Notice(note)
-    for event in session.ask(text, attempt=attempt + 1, reply=reply):
-        if isinstance(event, TurnDone) and event.role == "assistant":
-            session.recall.undo()  # what it has found now, the reply did not have
-        if not isinstance(event, Reading | Delta | Undone):
-            yield event
+    session.recall.undo()  # what it has found now, the reply did not have
+    yield from (event for event in events if not isinstance(event, Reading | Delta | Undone))
+
+
+def answer_as_before(
+    session: Session,
+    text: str,
+    attempt: int,
+    reply: GeneratedReply | None,
+    summaries: Sequence[str],
+) -> None:
+    """Read the message `text`, its `reply` if it had one, and the `summaries` after it."""
+    if reply is None:
+        list(session.read_question(text))
+    else:
+        list(session.ask(text, attempt=attempt, reply=reply))
+    for said in summaries:
+        list(pin_summary(session, said.removeprefix(PREFIX)))
 
 
 def go_on(session: Session, interrupted: Interrupted = never) -> Iterator[Event]:
@@ -168,15 +180,14 @@ def temporary_settings(session: Session, source: str, updates: Mapping[str, Any]
     Error messages begin with `source`, the command that changes the settings.
     """
     before = {name: getattr(session.profile, name) for name in updates}
-    rules = list(chain(*session.ledger.rules()))
+    rules = np.array([*chain(*session.ledger.rules())], np.int64)
     if updates:
         session.switch(source, **updates)
+    gone = np.setdiff1d(rules, session.ledger.pinned_positions)  # as they have no room meanwhile
     try:
         yield
     finally:
         if updates:
             session.switch(source, **before)
-            # Those that had no room meanwhile
-            gone = np.setdiff1d(np.asarray(rules, np.int64), session.ledger.pinned_positions)
             if len(gone):
                 session.engine.switcher.pin(gone, True)

@@ -13,8 +13,9 @@ from typing import Self
 _INTERRUPTIBLE = ("sirchat.models.", "sirchat.memory.policies.")
 # Methods of `Session` that change tokens and text, which must fit together
 CHANGES = ("undo", "restore", "pin", "erase", "switch", "reset")
-# What undoes tokens: they are gone before a policy chooses anew
-_UNDOING = {("sirchat.chat.session", "return_to"), ("sirchat.chat.retry", "trial")}
+# What undoes tokens, which are gone before a policy chooses anew, or brings them back
+_RETRY = "sirchat.chat.retry"
+_UNDOING = {("sirchat.chat.session", "return_to"), (_RETRY, "trial"), (_RETRY, "answer_as_before")}
 # What makes a new session, which is dropped if Ctrl-C stops it
 _READING = {("sirchat.chat.rereading", "read_again"), ("sirchat.saved.resume", "resume_session")}
 

@@ -14,7 +14,7 @@ from chatting import babbler, held_text, notices, pinned_text, session, smollm2
 from saved_chats import Chat
 from sirchat.chat.events import Evicted, Notice, Restored, TurnDone
 from sirchat.chat.rereading import reread_session, rewind
-from sirchat.chat.retry import retry_with_settings
+from sirchat.chat.retry import retry_with_settings, temporary_settings
 from sirchat.chat.session import Session
 from sirchat.chat.statements import is_rule, preference_in
 from sirchat.errors import SettingError
@@ -316,6 +316,16 @@ def test_a_smaller_budget_lets_the_oldest_rules_go_instead_of_being_refused() ->
     with pytest.raises(SettingError):
         chat.switch("test", policy="nosuch")
     assert [one.text for one in chat.facts()] == now
+
+
+def test_a_rule_that_took_the_place_of_another_under_settings_of_one_question_keeps_it() -> None:
+    chat = plain_chat(budget=256)
+    first, second = (f"Always use {'the word fox and ' * 8}the word {word}." for word in "ab")
+    ask(chat, first)
+    with temporary_settings(chat, "ask", {"max_new_tokens": 4}):
+        lines = ask(chat, second)
+    assert any("is no longer pinned" in line for line in lines)
+    assert [one.text for one in chat.facts()] == [second]
 
 
 @pytest.mark.parametrize("own", [0, 50])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
+from itertools import count
+from signal import raise_signal
 from typing import Any
 
 import numpy as np
@@ -10,13 +13,15 @@ import pytest
 
 from chatting import answer, babbler, notices, session, tiny
 from held_rows import contents, same, state
-from sirchat.chat.events import TurnDone, Undone
+from sirchat.chat.events import Delta, Event, Notice, TurnDone, Undone
 from sirchat.chat.retry import settings_for_full
 from sirchat.chat.session import Session
 from sirchat.chat.state import last_generated_reply
 from sirchat.chat.tool_loop import Toolbox
 from sirchat.engine.sampling import Sampler
 from sirchat.errors import SirchatError, UndoError, UsageError
+from sirchat.models.model import LoadedModel
+from sirchat.ui.interrupt import InterruptFlag
 from sirchat.ui.status import describe_recalled
 from sirchat.ui.turn_commands import parse_retry, retry
 
@@ -188,13 +193,43 @@ def test_a_failing_model_leaves_the_old_reply(monkeypatch: pytest.MonkeyPatch) -
     assert state(chat) == state(same_chat)
 
 
-def test_a_retry_that_ends_right_after_the_undo_leaves_the_old_reply() -> None:
+@pytest.mark.parametrize("kind", [Undone, Delta, Notice])
+def test_a_retry_that_ends_early_leaves_the_old_reply(kind: type[Event]) -> None:
     chat, same_chat = told(), told()
     events = retry(chat, parse_retry("full"), lambda: False)
-    assert isinstance(next(events), Undone)
+    assert any(isinstance(event, kind) for event in events)
     events.close()  # type: ignore[attr-defined]
     assert chat.turns == same_chat.turns
     assert state(chat) == state(same_chat)
+
+
+def test_ctrl_c_at_any_pass_of_a_model_leaves_the_old_reply_or_the_new_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    press = compile("for _ in '123': raise_signal(2)", "press", "exec")
+    usual, names = (
+        LoadedModel.read,
+        {"__name__": "sirchat.models.any", "raise_signal": raise_signal},
+    )
+    old, new, passes = told(), told(), count()
+    retried(new, "full")
+    while True:
+        chat, number, calls = told(), next(passes), count()
+
+        def read(*given: Any, number: int = number, calls: Any = calls, **more: Any) -> Any:
+            if next(calls) >= number:
+                exec(press, dict(names))
+            return usual(*given, **more)
+
+        with monkeypatch.context() as patch, InterruptFlag(), suppress(KeyboardInterrupt):
+            patch.setattr(LoadedModel, "read", read)
+            retried(chat, "full")
+        is_new = next(calls) <= number
+        assert chat.turns == (new if is_new else old).turns, number
+        assert state(chat) == state(new if is_new else old)
+        if is_new:
+            break
+    assert number > 3
 
 
 def test_rules_that_only_the_trial_could_pin_do_not_stop_its_end() -> None:
