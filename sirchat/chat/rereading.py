@@ -141,7 +141,7 @@ def check_rewind(session: Session, count: int) -> list[int]:
 
 
 def rewind(session: Session, count: int) -> tuple[Session, list[Event]]:
-    """`session`, of which the last `count` user turns are undone, and the events of the last undo.
+    """`session`, of which the last `count` user turns are undone, and the events, each once.
 
     If it can't undo so many, a new session that has read the turns before them; `session` may
     have undone some by then. Raises UndoError, changing nothing, if there are fewer user turns.
@@ -151,7 +151,7 @@ def rewind(session: Session, count: int) -> tuple[Session, list[Event]]:
         return reread_before_message(session, count), events
     for number in range(count):
         try:
-            events = session.undo()
+            events = [*dict.fromkeys([*events, *session.undo()])]
         except UndoError:  # a token is lost
             return reread_before_message(session, count - number), []
     return session, events

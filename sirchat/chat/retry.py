@@ -77,11 +77,11 @@ def retry_with_settings(
     updated_profile(session.profile, session.model, "/retry", updates)
     yield from reply_format(session, session.toolbox)  # it may be refused
     before = last_generated_reply(session.ledger, session.turns)
-    session.undo_summaries()
+    notices = session.undo_summaries()
     attempt, events = session.state.attempt, session.undo(to_ask_again=True)
     points = session.history.messages
     try:
-        yield from events
+        yield from dict.fromkeys([*events, *notices])
         with trial(session, "/retry", updates):
             for event in session.ask(text, interrupted, attempt=attempt + 1):
                 if isinstance(event, Reading | Delta | Notice):

@@ -171,9 +171,9 @@ class Session(Conversation):
         said = point.text if text is None else without_surrogates(text)
         allowed = yield from reply_format(self, self.toolbox)  # it may be refused
         self._check_room(said, point)
-        self.undo_summaries()
+        notices = self.undo_summaries()
         attempt = self.state.attempt + 1 if text is None else 0
-        yield from self.undo(to_ask_again=True)
+        yield from dict.fromkeys([*self.undo(to_ask_again=True), *notices])
         if self.toolbox.tools:  # which the template may have to tell first
             allowed = None
         yield from self.ask(said, interrupted, attempt=attempt, allowed=allowed)
@@ -202,13 +202,17 @@ class Session(Conversation):
         _ = self.undoable_message  # raises an error if there is not even a summary
         raise UndoError("of your messages none can be undone, only a summary")
 
-    def undo_summaries(self) -> None:
-        """Undo the summaries after the user's last message; UndoError if that can't be undone."""
-        point = self.asked_point()
+    def undo_summaries(self) -> list[Notice]:
+        """Undo the summaries after the user's last message, and return what is to be told of it.
+
+        Raises UndoError, changing nothing, if the message can't be undone.
+        """
+        point, events = self.asked_point(), list[Event]()
         if not self.engine.store.has(point.checkpoint.placement.held):
             raise UndoError(_LOST)
         while self.history.messages[-1] is not point:
-            self.undo()
+            events += self.undo()
+        return [event for event in events if isinstance(event, Notice)]
 
     def undo(self, *, to_ask_again: bool = False) -> list[Event]:
         """Undo the last user turn, and all reading and generating since it began.

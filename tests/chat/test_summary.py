@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from copy import deepcopy
 from itertools import count
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 
 from chatting import babbler, held_text, notices, session, tell, tiny
-from sirchat.chat.rereading import reread_session
+from sirchat.chat.events import Event
+from sirchat.chat.rereading import reread_session, rewind
 from sirchat.chat.session import Session
 from sirchat.chat.state import last_generated_reply
 from sirchat.chat.statements import StatedFact
@@ -143,15 +145,27 @@ def test_a_new_summary_takes_the_place_of_the_former_one() -> None:
     assert pinned(chat, turn)
 
 
-def test_undo_says_if_the_summary_before_has_no_room_any_more() -> None:
+@pytest.mark.parametrize(
+    "undo",
+    [
+        lambda chat: chat.undo(),
+        lambda chat: rewind(chat, 2)[1],
+        lambda chat: chat.retry(),
+        lambda chat: retry(chat, Retry(full=True), never),
+    ],
+)
+def test_undo_says_if_the_summary_before_has_no_room_any_more(
+    undo: Callable[[Session], Iterable[Event]],
+) -> None:
     chat = told(budget=320)
     first = len(chat.turns)
     list(pin_summary(chat, "many words " * 10))
+    list(chat.ask("Go on."))
     list(pin_summary(chat, "Mill Lane."))
     for turn in range(0, 30, 2):
         with suppress(SettingError):
             chat.pin(f"turn {turn}")
-    (line,) = notices(chat.undo())
+    (line,) = (line for line in notices(undo(chat)) if "the summary before" in line)
     assert line.startswith("the summary before is not pinned again: ")
     assert "would be pinned, but budget 320 allows only 160" in line
     assert not pinned(chat, first)
