@@ -439,4 +439,4 @@ def unpack_rows(weights: GpuWeights, rows: slice, dtype: torch.dtype) -> Tensor:
 
 def multiply_rows(x: Tensor, weights: GpuWeights) -> Tensor:
     """Multiply rows x [m, K] with packed weights [N, K]: float32 [m, N]."""
-    return multiply_packed(round_rows(x.float(), weights.bits), weights, len(x))[0]
+    return multiply_packed(round_rows(x.float().contiguous(), weights.bits), weights, len(x))[0]

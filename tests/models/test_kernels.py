@@ -239,6 +239,8 @@ def test_packed_products_are_those_of_the_rounded_rows(
     assert error(multiply(bias=bias, gated=True), gated(expected + bias)) < 1e-5
     y, _ = packed_kernels.multiply_packed(packed_kernels.round_rows(x, weights.bits), *given[1:])
     assert error(y, x.double() @ values.T) < 2e-4
+    turned = x.T.contiguous().T  # as some layers give it
+    assert torch.equal(packed_kernels.multiply_rows(turned, weights), y)
 
 
 @of_a_kernel
