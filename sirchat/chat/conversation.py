@@ -144,7 +144,6 @@ class Conversation:
             system, given = self._user_turn(text, self.state, self.seen)
         ids = self.template.followed_by(given, next_role)
         turn = yield from self.begin_message("user", ids, system, text)
-        self.turns[-1].text = text  # also if reading fails
         after = self.template.closing if ids.header is None else []
         if ids.header:  # without the given reply, there would be an empty one
             after = [*self.template.assistant_turn("", ids.header).ids, *self.template.closing]
@@ -204,6 +203,7 @@ class Conversation:
         if said is not None:
             state.attempt = 0
         turn = self._open_turn(role)
+        self.turns[-1].text = said or ""  # also if reading fails
         yield from turn.make_room(len(ids.ids), self.profile.max_new_tokens + len(closing))
         return turn
 

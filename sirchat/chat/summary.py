@@ -62,16 +62,18 @@ def pin_summary(session: Session, text: str) -> Iterator[Event]:
     freed = sum(row.turn in former and "pinned" in row.flags for row in held)
     more = summary_size(session, text) - freed
     session.engine.choice.check_pins(more, session.ledger.held_positions)
-    yield from _unshown(session.read_user(PREFIX + text, next_role="assistant"))
-    session.turns[index].is_summary = True
-    session.recall.nothing_restored_reason = ""  # it is about the user's messages
+    points = session.history.messages
     try:
+        yield from _unshown(session.read_user(PREFIX + text, next_role="assistant"))
+        session.turns[index].is_summary = True
+        session.recall.nothing_restored_reason = ""  # it is about the user's messages
         yield from _unshown(session.read_reply(_ANSWER))
         for turn in sorted(former):
             session.pin(f"turn {turn}", pinned=False)
         pinned = session.pin(f"turn {index}")
     except BaseException:
-        session.undo()
+        if session.history.messages is not points:
+            session.undo()
         raise
     yield from (event for event in pinned if isinstance(event, Notice))
     replaced = "; the former summary is no longer pinned" if former else ""

@@ -23,6 +23,7 @@ from sirchat.chat.events import (
 )
 from sirchat.chat.rereading import copy_session
 from sirchat.engine.engine import Generation
+from sirchat.engine.eviction import Evictor
 from sirchat.engine.reader import Reader
 from sirchat.errors import ContextFullError, SettingError
 from template_shapes import tool_quick
@@ -100,6 +101,20 @@ def test_a_turn_that_fails_half_way_is_closed_before_the_next(
     told = ("<|end|>", "<|assistant|>", "<|end|>", "<|user|>")
     closed = [tiny().tokenizer.convert_tokens_to_ids(token) for token in told]
     assert ids_of(chat)[read : read + 4] == closed
+
+
+def test_a_message_for_which_no_room_could_be_made_stays_in_the_chat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError
+
+    chat = session(babbler(), budget=64, recent=8, max_new_tokens=4)
+    list(chat.ask("word " * 40))
+    monkeypatch.setattr(Evictor, "make_room_for_turn", fail)
+    with pytest.raises(RuntimeError):
+        list(chat.ask("word " * 40))
+    assert chat.turns[-1].text == "word " * 40
 
 
 def test_an_interrupted_paste_still_ends_with_the_reply_header() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from chatting import babbler, held_text, notices, session, tell, tiny
+from chatting import babbler, fail_reading, held_text, notices, session, tell, tiny
 from sirchat.chat.events import Event
 from sirchat.chat.rereading import reread_session, rewind
 from sirchat.chat.session import Session
@@ -191,6 +191,18 @@ def test_a_retry_that_fails_midway_leaves_reply_and_summary(
         list(retry(chat, Retry(full=True), never))
     after = [(one.role, one.text, one.is_summary) for one in chat.turns], pinned(chat, turn)
     assert after == before
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_summary_that_can_not_be_read_changes_nothing(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = told()
+    before = state(chat)
+    fail_reading(monkeypatch, number, RuntimeError())
+    with pytest.raises(RuntimeError):
+        list(pin_summary(chat, "Mill Lane."))
+    assert state(chat) == before
 
 
 def test_a_message_from_before_a_resume_is_not_called_a_summary() -> None:

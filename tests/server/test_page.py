@@ -146,6 +146,10 @@ def test_a_reply_that_fails_and_a_store_that_is_full_lose_nothing(
         assert shown["said"] == "the reply failed: RuntimeError"
         assert shown["talk"][0] == ["user", "Fail."]
         assert len(do(type="And now?")["talk"]) == 4
+        do(press="new")
+        calls = count()
+        shown = do(type="Fail again.", full=True)
+        assert shown["said"].startswith("the reply failed: RuntimeError; the browser can't store ")
 
 
 def test_the_budget_is_shown_as_segments_and_what_was_told_as_held_in_part_or_not() -> None:
