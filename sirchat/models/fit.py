@@ -102,8 +102,13 @@ def _make_choice(
     loading, row = weights, cache_bytes(shape, profile, 1)
     if kind in ("int8", "int4"):  # all are unpacked, then packed one by one
         loading = item * stored.count
-    elif stored.is_gguf:  # while one is unpacked, or joined with others
-        loading += 4 * max((prod(tensor.shape[-2:]) for tensor in stored.tensors), default=0)
+    elif stored.is_gguf:  # while one is unpacked, or joined with others; the library does neither
+        others = (
+            prod(one.shape[-2:])
+            for one in stored.tensors
+            if block_rows != NATIVE_ROW_BLOCK or not _keeps_blocks(one, kind, block_rows)
+        )
+        loading += 4 * max(others, default=0)
     largest = None
     if free is not None and row and uses_cpu(profile):
         rows = (free - PROGRAM_BYTES - weights) // row
@@ -125,13 +130,13 @@ def tensor_bytes(tensor: StoredTensor, is_tied: bool, kind: str, item: int, bloc
 
     Matrices of a multiple of `block_rows` rows can keep a file's blocks; 0: none can.
     """
-    layout, is_matrix = BLOCK_LAYOUTS.get(tensor.type), tensor.is_matrix
+    if _keeps_blocks(tensor, kind, block_rows):
+        layout = BLOCK_LAYOUTS[tensor.type]
+        return tensor.count // layout.columns * layout.row_bytes
+    is_matrix = tensor.is_matrix
     may_be_four = kind == "int4" and is_matrix
     if kind == "packed":
         is_matrix = len(tensor.shape) > 1 and BLOCKS.get(tensor.type, (0, 1))[1] > 1
-        has_whole_blocks = block_rows > 0 and is_matrix and tensor.shape[-2] % block_rows == 0
-        if has_whole_blocks and layout is not None:
-            return tensor.count // layout.columns * layout.row_bytes
         may_be_four = tensor.type in FOUR_BIT and not tensor.is_embedding
     elif kind in ("int8", "int4"):
         is_matrix |= is_tied and tensor.is_embedding
@@ -142,3 +147,9 @@ def tensor_bytes(tensor: StoredTensor, is_tied: bool, kind: str, item: int, bloc
     if may_be_four and not tensor.is_head:  # and two numbers of 16 bits for each 32 weights
         return tensor.count * 5 // 8
     return tensor.count + 2 * prod(tensor.shape[:-1])
+
+
+def _keeps_blocks(tensor: StoredTensor, kind: str, block_rows: int) -> bool:
+    is_block_matrix = len(tensor.shape) > 1 and tensor.type in BLOCK_LAYOUTS
+    may_keep = kind == "packed" and is_block_matrix and block_rows > 0
+    return may_keep and tensor.shape[-2] % block_rows == 0

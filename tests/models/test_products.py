@@ -312,6 +312,7 @@ def test_a_file_is_read_and_mapped_in_its_own_bits_and_values(
     held += sum(one.nbytes for one in model.module.parameters())
     said = compute_fit(find_model(str(path)), Profile(device="cpu"), None).choices[0]
     assert said.weights == pytest.approx(held, rel=0.02)
+    assert said.loading == pytest.approx(held, rel=0.02)  # nothing is copied, or unpacked
 
 
 # Compilation for other processors
