@@ -34,8 +34,8 @@ def share(right: Iterable[bool]) -> Estimate:
 def share_over_seeds(answers: Sequence[Sequence[Sequence[bool]]]) -> Estimate:
     """The share of right answers, listed by seed and conversation, with its 95 % interval.
 
-    Conversations are drawn again, or the questions of one; where all answers are alike, it is
-    Wilson's. With several seeds it covers Student's over the seeds' shares, too.
+    Conversations are drawn again; or questions, if those are alike, or only one; where all answers
+    are alike, it is Wilson's. With several seeds it covers Student's over the seeds' shares, too.
     """
     same = [*zip(*answers, strict=True)]  # of each conversation, the answers under each seed
     units = same if len(same) > 1 else [[one] for one in zip(*same[0], strict=True)]
@@ -43,6 +43,8 @@ def share_over_seeds(answers: Sequence[Sequence[Sequence[bool]]]) -> Estimate:
     found = clustered_mean(clusters)
     if not 0 < found.value < 1:
         found = share([found.value == 1] * sum(map(bool, clusters)))
+    elif not 0 <= found.low < found.high:  # all are alike, or only one has answers
+        found = clustered_mean([one for unit in same for one in zip(*unit, strict=True)])
     shares = [fmean(of_seed) for each in answers if (of_seed := [*chain.from_iterable(each)])]
     if len(shares) < 2:
         return found

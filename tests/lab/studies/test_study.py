@@ -81,6 +81,9 @@ def test_the_interval_over_seeds_takes_conversations_and_seeds_as_units() -> Non
     assert share_over_seeds([[[False] * 5] * 9] * 3) == share([False] * 9)
     one = share_over_seeds([[[True, False, True, True]]])  # whose questions are drawn again
     assert one == clustered_mean([[True], [False], [True], [True]])
+    alike = share_over_seeds([[[True, False, True, True]] * 2])
+    assert alike == clustered_mean([[True], [False], [True], [True]] * 2)
+    assert share_over_seeds([[[], [True, False, True, True]]]) == one
 
 
 def test_the_interval_of_perplexity_takes_readings_or_seeds_as_units() -> None:
