@@ -17,6 +17,7 @@ from chatting import babbler, tiny
 from command import hostile_modules, run
 from gguf_file import write_gguf
 from sirchat.config.profile import Profile
+from sirchat.errors import ModelError
 from sirchat.lab.bench import start, start_worker
 from sirchat.lab.bench.ratio import BenchOptions, bench_model, compare
 from warm_python import fresh_once, warm_program
@@ -204,6 +205,11 @@ def test_the_memory_of_a_start_is_the_systems_whatever_the_size_of_its_pages(
     monkeypatch.setattr(Path, "read_text", lambda path, *_: files[path.name])
     assert start_worker.resident_memory() == 64 * 1024  # of pages of 16 KiB
     assert start_worker.most_memory() == 80 * 1024
+
+
+def test_random_weights_are_not_timed_in_the_layout_of_a_gpu_on_a_cpu() -> None:
+    with pytest.raises(ModelError, match="no blocks to keep"):
+        bench_model("135m", "cpu", quantize="packed")
 
 
 def test_quartiles_are_among_the_ratios() -> None:

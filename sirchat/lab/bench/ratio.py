@@ -19,6 +19,7 @@ import yaml
 from torch import nn
 
 from sirchat.config.profile import Profile
+from sirchat.errors import ModelError
 from sirchat.lab.bench.record import machine
 from sirchat.models.compiling import CompileMode, use_compiled
 from sirchat.models.decoder import Decoder
@@ -140,13 +141,18 @@ def bench_model(
     for_hub: bool = False,
     compile: CompileMode = "off",
 ) -> LoadedModel:
-    """Load the model for a benchmark, as `load_model` says, or build it with random weights."""
+    """Load the model for a benchmark, as `load_model` says, or build it with random weights.
+
+    Raises ModelError if the weights can't have this form.
+    """
     if name not in SHAPES:
         # What it runs beside has as many threads, however many cores are free by now.
         how: dict[str, Any] = {"compile": compile, "threads": torch.get_num_threads()}
         types: dict[str, Any] = {"device": device, "dtype": dtype, "quantize": quantize}
         return load_model(name, for_hub=for_hub, **types, **how)
     where = pick_device(device)
+    if quantize == "packed" and where.type == "cpu":
+        raise ModelError("random weights have no blocks to keep", hint="--quantize int8 or int4")
     model = random_model(name, SHAPES[name], where, pick_dtype(dtype, where), quantize)
     use_compiled(model, compile)
     return model
