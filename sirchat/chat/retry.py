@@ -79,7 +79,7 @@ def retry_with_settings(
     before = last_generated_reply(session.ledger, session.turns)
     notices = session.undo_summaries()
     attempt, events = session.state.attempt, session.undo(to_ask_again=True)
-    points = session.history.messages
+    points, kept = session.history.messages, session.state.retried
     try:
         yield from dict.fromkeys([*events, *notices])
         with trial(session, "/retry", updates):
@@ -92,6 +92,7 @@ def retry_with_settings(
     except BaseException:
         if session.history.messages is not points:
             session.undo(to_ask_again=True)
+            session.state.retried = kept
         answer_as_before(session, text, attempt, before, summaries)
         raise
     session.recall.undo()  # what it has found now, the reply did not have

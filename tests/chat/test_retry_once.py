@@ -203,18 +203,20 @@ def test_a_retry_that_ends_early_leaves_the_old_reply(kind: type[Event]) -> None
     assert state(chat) == state(same_chat)
 
 
+@pytest.mark.parametrize("has_pin", [False, True])
 def test_ctrl_c_at_any_pass_of_a_model_leaves_the_old_reply_or_the_new_one(
-    monkeypatch: pytest.MonkeyPatch,
+    has_pin: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     press = compile("for _ in '123': raise_signal(2)", "press", "exec")
-    usual, names = (
-        LoadedModel.read,
-        {"__name__": "sirchat.models.any", "raise_signal": raise_signal},
-    )
-    old, new, passes = told(), told(), count()
+    names = {"__name__": "sirchat.models.any", "raise_signal": raise_signal}
+    usual, old, new, passes = LoadedModel.read, told(), told(), count()
+    for chat in (old, new) if has_pin else ():
+        chat.pin("last")
     retried(new, "full")
     while True:
         chat, number, calls = told(), next(passes), count()
+        if has_pin:
+            chat.pin("last")
 
         def read(*given: Any, number: int = number, calls: Any = calls, **more: Any) -> Any:
             if next(calls) >= number:
@@ -225,8 +227,11 @@ def test_ctrl_c_at_any_pass_of_a_model_leaves_the_old_reply_or_the_new_one(
             patch.setattr(LoadedModel, "read", read)
             retried(chat, "full")
         is_new = next(calls) <= number
-        assert chat.turns == (new if is_new else old).turns, number
-        assert state(chat) == state(new if is_new else old)
+        same_chat = new if is_new else old
+        assert chat.turns == same_chat.turns, number
+        pins = chat.ledger.pinned_positions.tolist()
+        assert pins == same_chat.ledger.pinned_positions.tolist(), number
+        assert has_pin or state(chat) == state(same_chat)  # a pin moves other tokens at once
         if is_new:
             break
     assert number > 3
