@@ -320,14 +320,14 @@ class DeviceMap:
         item, sizes = pick_dtype(profile.dtype, self.device).itemsize, Counter[int]()
         for one in stored.tensors:
             part, at, *_ = f"{one.name}.".split(".")
-            layer = int(at) if part == "blk" else _OUTSIDE
+            layer = int(at) if part == "blk" and at.isdecimal() else _OUTSIDE
             if one.is_embedding and not stored.is_tied:
                 layer = _EMBEDDINGS
             sizes[layer] += tensor_bytes(one, stored.is_tied, kind, item, block_rows=1)
         room = free_gpu_bytes(self.device) - GPU_RESERVE - self.cache_bytes
         if sizes.total() <= room:
             return replace(self, cpu_layers=0)
-        layers = [sizes[at] for at in range(max(sizes) + 1)]
+        layers = [sizes[at] for at in sorted(sizes) if at >= 0]
         beside = room - sizes[_OUTSIDE]
         cpu_layers = next((n for n in range(1, len(layers)) if sum(layers[n:]) <= beside), 0)
         if not cpu_layers:

@@ -192,7 +192,7 @@ class LlamaStep:
 
         `then`: by what the result is multiplied next, after which norm.
         """
-        if self.kernels == "triton" and product.rounded_bits:
+        if self.kernels == "triton" and product.packed and not (gated and len(product.packed) > 1):
             return _multiply_packed(product, x, norm, added, gated, then)
         x_floats = x.floats
         if self.kernels == "triton" and product.is_plain and len(x_floats) > 1:
@@ -289,16 +289,20 @@ def _multiply_packed(
     """`LlamaStep._multiply` by the kernels for packed weights."""
     from sirchat.models.packed_kernels import multiply_packed, round_rows
 
-    rounded, weights = x.rounded, product.packed
-    assert weights is not None
+    rounded, bits, count = x.rounded, product.rounded_bits, len(x.floats)
+    epsilon = None if norm is None else norm.epsilon
     if rounded is None:
-        rounded = round_rows(x.floats.float(), weights.bits, None if norm is None else norm.weight)
+        rounded = round_rows(x.floats.float(), bits, None if norm is None else norm.weight)
+    if len(product.packed) > 1:  # queries, keys and values in blocks of several types
+        parts = [multiply_packed(rounded, one, count, epsilon=epsilon)[0] for one in product.packed]
+        y = torch.cat(parts, 1)
+        return _Rows(y if product.bias is None else y + product.bias)
     following, next_norm = then or (None, None)
     out = multiply_packed(
         rounded,
-        weights,
-        len(x.floats),
-        epsilon=None if norm is None else norm.epsilon,
+        product.packed[0],
+        count,
+        epsilon=epsilon,
         bias=product.bias,
         added=added,
         gated=gated,
@@ -379,13 +383,17 @@ class _Product:
         first = matrices[0]
         # Whether Triton's kernels can multiply them: plain ones, or packed ones, with rounded rows
         self.is_plain = len(matrices) == 1 and not isinstance(first, PackedLinear)
-        self.packed: GpuWeights | None = None
-        is_packed = isinstance(first, GpuLinear | Int8Linear) and first.in_features % GROUP == 0
-        if len(matrices) == 1 and is_packed:
-            self.packed = first.gpu_weights
-        elif self.is_plain:
+        if self.is_plain:
             self.weight = first.weight.detach()
-        self.rounded_bits = 0 if self.packed is None else self.packed.bits
+        self.packed: list[GpuWeights] = [
+            layer.gpu_weights
+            for layer in matrices
+            if isinstance(layer, GpuLinear | Int8Linear) and layer.in_features % GROUP == 0
+        ]
+        kinds = {weights.bits for weights in self.packed}  # each has its own order of rounded rows
+        if len(self.packed) < len(matrices) or len(kinds) > 1:
+            self.packed = []
+        self.rounded_bits = self.packed[0].bits if self.packed else 0
         biases = [layer.bias for layer in layers if layer.bias is not None]
         self.bias = torch.cat(biases).detach() if biases else None
 

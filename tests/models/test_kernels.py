@@ -351,6 +351,7 @@ def test_a_step_reads_as_the_model_alone_and_in_a_batch(
         other.commit(len(ids) - at)
         expected.append(model._module_logits([at], other)[0])
         tokens.append((at, cache.length, cache))
+    monkeypatch.setattr(F, "rms_norm", None)  # which is part of the kernels
     together, states = step.read_together(tokens)
     assert states.shape == (2, 64)
     assert error(together, torch.stack(expected)) < 0.01  # torch rounds products to bfloat16
