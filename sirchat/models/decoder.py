@@ -316,7 +316,8 @@ class _Network(nn.Module):
 def gated(gate: Tensor, up: Tensor, kernels: Any = None, *, uses_gelu: bool) -> Tensor:
     """Activate `gate` by GELU or SiLU, and multiply it with `up`: a feed-forward network's core."""
     if kernels is not None:
-        return torch.as_tensor(kernels.gate(gate, up, dtype=gate.dtype))
+        output: Tensor = kernels.gate(gate, up, dtype=gate.dtype)
+        return output
     return (F.gelu(gate, approximate="tanh") if uses_gelu else F.silu(gate)).mul_(up)
 
 

@@ -61,16 +61,11 @@ def split_blocks(tensor: GgufTensor, device: torch.device) -> tuple[Tensor, ...]
         is_signed = tensor.type == "Q6_K"
         codes = blocks[:, 192:208].view(torch.int8) if is_signed else _six_bits(blocks).mT
         scales, factors = codes.contiguous().view(*groups, 2), floats
+    high = q.new_empty((*groups, 0), dtype=torch.int32)
     if layout.bits == 8:
-        return (
-            q.reshape(tensor.shape),
-            q.new_empty((*groups, 0), dtype=torch.int32),
-            scales,
-            factors,
-        )
+        return q.reshape(tensor.shape), high, scales, factors
     q = q.view(*groups, GROUP) + (0 if end - start == 4 else 1 << layout.bits - 1)
     high_bits, (first, second) = layout.bits - 4, (q & 15).chunk(2, -1)
-    high = q.new_empty((*groups, 0), dtype=torch.int32)
     if high_bits:
         shifts = torch.arange(0, 8, high_bits, device=device, dtype=torch.uint8).view(-1, 1, 2, 1)
         upper = (q >> 4).view(*groups, -1, high_bits, 2, 4) << shifts

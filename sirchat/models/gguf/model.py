@@ -85,15 +85,13 @@ class _Loader:
         # A GPU's captured step reads sliding-window layers only by transformers' modules.
         slides = self.device.type != "cpu" and bool(self.values.get("sliding_window"))
         self.module = empty_module(self.values, self.dtype, for_hub=self.for_hub or slides)
-        targets = (
-            (find_target(name, self.file)[0], one) for name, one in self.file.tensors.items()
-        )
-        self.tensors = {target: tensor for target, tensor in targets if target}
+        self.targets = {name: find_target(name, self.file) for name in self.file.tensors}
+        self.tensors = {one.name: self.file.tensors[name] for name, one in self.targets.items()}
         self.joined = dict[str, BlockLinear]()  # by the module of its parts
         self.waiting = defaultdict[str, dict[Conversion, Any]](dict)
 
     def add(self, name: str, tensor: GgufTensor) -> None:
-        target, conversion = find_target(name, self.file)
+        target, conversion = self.targets[name]
         if not target:
             return
         if conversion in (*_EXPERT_PARTS, "gate and up"):
